@@ -1,0 +1,164 @@
+"""Boxes: axis-aligned pieces of an N-d tensor in element coordinates.
+
+Knows integers only: no bytes, no files, no dtypes. Imports nothing of this package.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """The elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` of a tensor; a 0-d box holds one element."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last coordinate, per dim."""
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """Returns what both hold, or None where they share no element (0-d boxes share theirs)."""
+        offsets, sizes = [], []
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            low = a if a > b else b
+            size = min(a + n, b + m) - low
+            if size <= 0:
+                return None
+            offsets.append(low)
+            sizes.append(size)
+        return Box(tuple(offsets), tuple(sizes))
+
+    def within(self, outer: Box) -> Box:
+        """Returns this box in the coordinates of `outer`, i.e. shifted by minus `outer.offsets`."""
+        return Box(tuple(o - p for o, p in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Returns the index that takes this box out of an array."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True)) + "]"
+
+
+class BoxIndex:
+    """Boxes sorted along the dim that cuts them most finely, to be asked which of them reach into a box."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        ndim = len(boxes[0].offsets) if boxes else 0
+        self._dim = max(range(ndim), key=lambda d: len({b.offsets[d] for b in boxes}), default=0)
+        self._order = sorted(range(len(boxes)), key=lambda i: boxes[i].offsets[self._dim : self._dim + 1])
+        self._boxes = boxes
+        self._starts = [boxes[i].offsets[self._dim] for i in self._order] if ndim else []
+        self._reach = max((b.sizes[self._dim] for b in boxes), default=0) if ndim else 0
+
+    def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Yields the number of every box that shares elements with `box`, and what they share."""
+        order: Sequence[int] = self._order
+        if self._starts and len(order) > 1:
+            low, high = box.offsets[self._dim], box.offsets[self._dim] + box.sizes[self._dim]
+            order = order[bisect_left(self._starts, low - self._reach + 1) : bisect_left(self._starts, high)]
+        for number in order:
+            shared = self._boxes[number].intersect(box)
+            if shared is not None:
+                yield number, shared
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Returns the box of all elements of a tensor of `shape`."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides, in elements, of a contiguous row-major array of `shape`."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def is_flat(box: Box, shape: Sequence[int]) -> bool:
+    """Tells whether the elements of `box` lie in one run of a row-major array of `shape`."""
+    outer_is_single = True
+    for size, full in zip(box.sizes, shape, strict=True):
+        if not outer_is_single and size != full:
+            return False
+        if size != 1:
+            outer_is_single = False
+    return True
+
+
+def flat_start(box: Box, shape: Sequence[int]) -> int:
+    """Returns the row-major index, in elements, of the first element of `box`."""
+    index = 0
+    for offset, size in zip(box.offsets, shape, strict=True):
+        index = index * size + offset
+    return index
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Returns the elements `start <= i < stop` of a row-major tensor of `shape` as boxes, in order: at most 2N-1."""
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"flat range {start}:{stop} does not lie in shape {tuple(shape)}")
+    return [Box(o, s) for o, s in _flat_boxes(tuple(shape), start, stop)] if start < stop else []
+
+
+def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        yield from (((first, *o), (1, *s)) for o, s in _flat_boxes(shape[1:], head, tail))
+        return
+    if head:
+        yield from (((first, *o), (1, *s)) for o, s in _flat_boxes(shape[1:], head, row))
+        first += 1
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    if tail:
+        yield from (((last, *o), (1, *s)) for o, s in _flat_boxes(shape[1:], 0, tail))
+
+
+def bands(box: Box, max_numel: int, cuts: Sequence[int] = ()) -> Iterator[Box]:
+    """Cuts `box` into pieces of at most `max_numel` elements, each one run of the box's own row-major order.
+
+    Args:
+        box: what to cut; nothing is yielded for an empty one.
+        max_numel: upper bound of a piece, in elements, at least 1.
+        cuts: coordinates along the first dim that no piece may straddle.
+
+    Yields:
+        Boxes in row-major order that tile `box` exactly. A piece has single indices in its leading dims, one range,
+        and the full extent of `box` behind; so its overlap with any chunk that is itself a box is one run of that chunk.
+    """
+    if box.numel == 0:
+        return
+    if not box.sizes:
+        yield box
+        return
+    row = math.prod(box.sizes[1:])
+    low, end = box.offsets[0], box.offsets[0] + box.sizes[0]
+    rest = Box(box.offsets[1:], box.sizes[1:])
+    if row > max_numel:
+        for index in range(low, end):
+            yield from (Box((index, *b.offsets), (1, *b.sizes)) for b in bands(rest, max_numel, cuts if box.sizes[0] == 1 else ()))
+        return
+    step = max(1, max_numel // row)
+    edges = [low, *(c for c in sorted(set(cuts)) if low < c < end), end]
+    for left, right in zip(edges, edges[1:], strict=False):
+        for at in range(left, right, step):
+            yield Box((at, *rest.offsets), (min(step, right - at), *rest.sizes))

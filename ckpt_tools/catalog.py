@@ -1,0 +1,300 @@
+"""What a checkpoint holds and where each byte lies.
+
+A catalog is plain data that any format can fill and every operation reads. It does not know how files are opened or how a
+format packs its items. May import errors, box and dtypes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ckpt_tools.box import Box, whole
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import CatalogError, PlanError, printable
+
+RAW, TORCH_ZIP = "raw", "torch_zip"
+
+
+class Extent(NamedTuple):
+    """Bytes `start <= i < start + nbytes` of a file.
+
+    `strides` are in elements and None for row-major order. `packing` is RAW where the range is the payload itself, or
+    TORCH_ZIP where it is a `torch.save` archive within which the payload has yet to be found (`Format.locate`).
+    """
+
+    file: str
+    start: int
+    nbytes: int
+    packing: str = RAW
+    strides: tuple[int, ...] | None = None
+
+
+class Chunk(NamedTuple):
+    """A piece of a tensor in storage: which elements, and where they lie."""
+
+    box: Box
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: global shape, element type, and its chunks (in any order, replicas included)."""
+
+    fqn: str
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, stored once."""
+        return whole(self.shape).numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BytesEntry:
+    """One object that is no tensor: carried whole and never unpickled. `replicas` must hold the same bytes."""
+
+    fqn: str
+    extent: Extent
+    replicas: tuple[Extent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """All entries of a checkpoint.
+
+    Attributes:
+        format: name of the format it was read by.
+        tensors: by FQN, in the order of the checkpoint.
+        objects: by FQN, in the order of the checkpoint.
+        paths: for an FQN that was flattened from a nested dict, the keys on the way (DCP's `planner_data`).
+        file_sizes: bytes of every data file that the entries use.
+        world_size: number of ranks that wrote it, None where the format does not tell.
+        ranks: for each data file, the rank that wrote it, where the format tells.
+        extras: what else the format keeps, as strings for people.
+    """
+
+    format: str
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, BytesEntry] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    file_sizes: Mapping[str, int] = field(default_factory=dict)
+    world_size: int | None = None
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    extras: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each stored once."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    def where(self, file: str) -> str:
+        """Returns a file's name, with the rank that wrote it where known, for a message."""
+        return f"{printable(file)} of rank {self.ranks[file]}" if file in self.ranks else printable(file)
+
+
+# ---- proof: every element once, every byte in bounds -------------------------------------------------------------------
+
+
+def check(catalog: Catalog) -> None:
+    """Proves that every tensor is covered exactly once (equal boxes count as replicas) and every extent lies in its file.
+
+    Raises:
+        CatalogError: a chunk exceeds its tensor, two overlap, elements are missing, or an extent is out of bounds.
+    """
+    for entry in catalog.tensors.values():
+        _check_cover(catalog, entry)
+        for chunk in entry.chunks:
+            _check_extent(catalog, entry.fqn, chunk.extent)
+    for item in catalog.objects.values():
+        _check_extent(catalog, item.fqn, item.extent)
+    _check_overlaps(catalog)
+
+
+def _check_extent(catalog: Catalog, fqn: str, extent: Extent) -> None:
+    size = catalog.file_sizes.get(extent.file)
+    if size is None:
+        raise CatalogError(f"a data file is missing: {catalog.where(extent.file)} (needed by {printable(fqn)!r})")
+    if extent.start < 0 or extent.nbytes < 0 or extent.start + extent.nbytes > size:
+        raise CatalogError(
+            f"an extent lies outside its file: expected bytes within 0:{size}, got {extent.start}:{extent.start + extent.nbytes}"
+            f" ({catalog.where(extent.file)}, {printable(fqn)!r})",
+            hint="the file is truncated or belongs to another save; restore it from the job that wrote it",
+        )
+
+
+def _check_overlaps(catalog: Catalog) -> None:
+    """Refuses extents that share bytes within a file, unless they are the very same range (a tied tensor)."""
+    spans: dict[str, set[tuple[int, int]]] = {}
+    for entry in catalog.tensors.values():
+        for chunk in entry.chunks:
+            if chunk.extent.nbytes:
+                spans.setdefault(chunk.extent.file, set()).add((chunk.extent.start, chunk.extent.nbytes))
+    for item in catalog.objects.values():
+        spans.setdefault(item.extent.file, set()).add((item.extent.start, item.extent.nbytes))
+    for file, ranges in spans.items():
+        end = 0
+        for start, nbytes in sorted(ranges):
+            if start < end:
+                raise CatalogError(f"two items share bytes of one file: {start}:{end} ({catalog.where(file)})")
+            end = start + nbytes
+
+
+def _check_cover(catalog: Catalog, entry: TensorEntry) -> None:
+    name, ndim, end = printable(entry.fqn), len(entry.shape), entry.shape
+    for box, extent in entry.chunks:
+        if len(box.offsets) != ndim or len(box.sizes) != ndim:
+            raise CatalogError(f"a chunk has the wrong number of dims: expected {ndim}, got {box} ({name!r})")
+        for low, size, full in zip(box.offsets, box.sizes, end, strict=True):
+            if low < 0 or size < 0 or low + size > full:
+                raise CatalogError(
+                    f"a chunk exceeds its tensor: expected within {list(entry.shape)}, got {box} ({name!r}, {catalog.where(extent.file)})"
+                )
+    boxes = [box for box in {c.box for c in entry.chunks} if box.numel]
+    total, covered = whole(entry.shape).numel, sum(box.numel for box in boxes)
+    clash = _first_overlap(boxes) if len(boxes) > 1 else None
+    if clash:
+        raise CatalogError(f"two chunks overlap: {clash[0]} and {clash[1]} ({name!r}, shape {list(entry.shape)})")
+    if covered != total:
+        held = ", ".join(str(b) for b in sorted(boxes)[:8]) or "nothing"
+        raise CatalogError(
+            f"chunks leave a hole: expected {total} elements, got {covered} ({name!r}, shape {list(entry.shape)}, held: {held})",
+            hint="a rank's part is missing; its elements exist nowhere in this checkpoint",
+        )
+
+
+def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Sweeps along the dim with the most distinct offsets; only boxes alive there are compared."""
+    dims = range(len(boxes[0].offsets))
+    dim = max(dims, key=lambda d: len({b.offsets[d] for b in boxes}), default=None)
+    if dim is None:
+        return None
+    alive: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
+        alive = [other for other in alive if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
+        for other in alive:
+            if box.intersect(other):
+                return other, box
+        alive.append(box)
+    return None
+
+
+def replicas(entry: TensorEntry) -> list[list[Chunk]]:
+    """Returns the groups of chunks that claim the same elements, where there are several of them."""
+    if len({c.box for c in entry.chunks}) == len(entry.chunks):
+        return []
+    groups: dict[Box, list[Chunk]] = {}
+    for chunk in entry.chunks:
+        if chunk.box.numel:
+            groups.setdefault(chunk.box, []).append(chunk)
+    return [group for group in groups.values() if len({c.extent for c in group}) > 1]
+
+
+# ---- views: the same bytes under other names, or fewer of them -----------------------------------------------------------
+
+
+def keep(catalog: Catalog, wanted: Callable[[str], bool]) -> Catalog:
+    """Returns the catalog with only the entries whose FQN is wanted."""
+    return replace(
+        catalog,
+        tensors={k: v for k, v in catalog.tensors.items() if wanted(k)},
+        objects={k: v for k, v in catalog.objects.items() if wanted(k)},
+        paths={k: v for k, v in catalog.paths.items() if wanted(k)},
+    )
+
+
+def rename(catalog: Catalog, new_name: Callable[[str], str]) -> Catalog:
+    """Returns the catalog with every tensor under a new FQN; paths are dropped, since they spell the old names.
+
+    Raises:
+        PlanError: two tensors would get one name.
+    """
+    renamed: dict[str, TensorEntry] = {}
+    origin: dict[str, str] = {}
+    for fqn, entry in catalog.tensors.items():
+        name = new_name(fqn)
+        if name in renamed:
+            raise PlanError(
+                f"two tensors would get one name: {printable(origin[name])!r} and {printable(fqn)!r} both become {printable(name)!r}",
+                hint="keep the names as they are with --keep-prefix, or leave one out with --select",
+            )
+        renamed[name], origin[name] = replace(entry, fqn=name), fqn
+    return replace(catalog, tensors=renamed, paths={})
+
+
+def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
+    """Returns a test whether a name matches one of the globs (`*` matches dots too); no globs match nothing."""
+    patterns = [fnmatch.translate(g) for g in globs]
+    joined = re.compile("|".join(patterns)) if patterns else None
+    return lambda name: joined is not None and joined.match(name) is not None
+
+
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def strip_wrappers(fqn: str) -> str:
+    """Returns an FQN without the segments that wrappers of the model add.
+
+    torch.compile, FSDP1 and activation checkpointing add theirs anywhere; DDP and DeepSpeed put `module` in front.
+    """
+    segments = [s for s in fqn.split(".") if s not in _WRAPPERS]
+    while len(segments) > 1 and segments[0] == "module":
+        segments = segments[1:]
+    return ".".join(segments) if segments else fqn
+
+
+_OTHER_STATE = re.compile(
+    r"(optim(izer)?s?(_states?)?(_\d+)?|(lr_)?schedulers?(_\d+)?|dataloaders?|train_state|train_loop|trainer|samplers?|(grad_)?scalers?"
+    r"|rngs?(_states?)?|random_states?(_\d+)?|callbacks?|loops|timestamp|hparams|hyper_parameters|(global_)?steps?|epochs?|iterations?)"
+)
+_MODEL_KEYS = ("model", "MODEL", "model_state_dict", "state_dict", "module", "model_state")
+
+
+def is_other_state(segment: str) -> bool:
+    """Tells whether a key of a training state usually holds something else than the model: optimizer, scheduler, …."""
+    return _OTHER_STATE.fullmatch(segment) is not None
+
+
+def key_path(catalog: Catalog, fqn: str) -> tuple[str, ...]:
+    """Returns the keys that lead to an entry: as the format kept them, else the FQN cut at its dots."""
+    path = catalog.paths.get(fqn)
+    return tuple(map(str, path)) if path else tuple(fqn.split("."))
+
+
+def find_model(catalog: Catalog) -> tuple[str, ...]:
+    """Returns the keys under which the model stands: `("model",)` for Accelerate, `()` for torchtitan, `("app", "model")`….
+
+    Where the format kept the paths, a model key is one. Where names are all there is, `model.` may just as well be the first
+    attribute of the module (Hugging Face's `model.` beside `lm_head.`), so it counts only if nothing else stands beside it.
+    """
+    paths = [key_path(catalog, fqn) for fqn in catalog.tensors]
+    prefix: tuple[str, ...] = ()
+    for depth in range(3):
+        level = [p for p in paths if p[:depth] == prefix and len(p) > depth]
+        inner = {p[depth] for p in level if len(p) > depth + 1}
+        beside = {p[depth] for p in level if not is_other_state(p[depth])}
+        found = [k for k in _MODEL_KEYS if k in inner]
+        if found and (catalog.paths or beside == {found[0]}):
+            return (*prefix, found[0])
+        if len(beside) != 1 or not any(len(p) > depth + 1 and p[depth + 1] in _MODEL_KEYS for p in level):
+            return ()
+        prefix = (*prefix, beside.pop())
+    return ()
+
+
+def model_only(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
+    """Returns the tensors of the model under their names within it, and the keys that were taken off."""
+    prefix = find_model(catalog)
+
+    def is_model(fqn: str) -> bool:
+        path = key_path(catalog, fqn)
+        return path[: len(prefix)] == prefix if prefix else not is_other_state(path[0])
+
+    kept = replace(keep(catalog, is_model), objects={})
+    cut = len(".".join(prefix)) + 1 if prefix else 0
+    return rename(kept, lambda fqn: fqn[cut:]), prefix

@@ -1,0 +1,204 @@
+"""The command `ckpt`: parse, call one operation, render. Errors become exit codes here and nowhere else.
+
+Results go to stdout, progress and errors to stderr. May import everything; imports the operations only when one is called,
+so that `--help` and completion are quick.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ckpt_tools.errors import CheckpointError, printable
+from ckpt_tools.version import __version__
+
+if TYPE_CHECKING:
+    from ckpt_tools.operations.transfer import Options, TransferResult
+
+EXIT_STATUS = """EXIT STATUS
+
+0 fine · 1 error · 2 wrong usage · 10 not a checkpoint · 11 malformed or unsafe file · 12 holes or overlaps ·
+13 the request does not fit · 14 damaged bytes · 15 reading or writing failed · 130 interrupted · 143 terminated"""
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
+    help="Look into, merge and reshard PyTorch FSDP checkpoints, at the speed of a file copy, without running what they contain.",
+    epilog=EXIT_STATUS.replace("\n\n", ": ").replace("\n", " "),
+)  # fmt: skip
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def _size(text: str) -> int:
+    """Parses 5GB (decimal) or 512MiB (binary) into bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise typer.BadParameter(f"expected a size such as 5GB or 512MiB, got {text!r}")
+    nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** "KMGT".find(match[2].upper() or "0").__add__(1))
+    if nbytes < 1:
+        raise typer.BadParameter(f"expected a size above zero, got {text!r}")
+    return nbytes
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"ckpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)] = False,
+) -> None:
+    del version
+
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint, or a directory with one below.", show_default=False)]
+Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, max=256, help="Number of threads.  [default: processors, at most 8]", show_default=False)]
+Memory = Annotated[int | None, typer.Option("--memory", parser=_size, metavar="SIZE", help="Budget of all buffers together, such as 64MiB.", show_default="64MiB")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST; the old one stays until the new one is complete.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no report.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.command(epilog=app.info.epilog)
+def inspect(
+    src: Source,
+    tree: Annotated[bool, typer.Option("--tree", help="Show the tree of modules with shapes, dtypes and bytes.")] = False,
+    ranks: Annotated[bool, typer.Option("--ranks", help="Show which file, and so which rank, holds which part.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint holds: format, world size, tensors, bytes, objects. Reads metadata only."""
+    from ckpt_tools import render
+    from ckpt_tools.operations.inspect import inspect as run
+
+    report = run(src)
+    if as_json:
+        print(json.dumps(render.report_as_json(report)))
+    else:
+        render.show_report(report, tree=tree, ranks=ranks)
+
+
+@app.command(epilog=app.info.epilog)
+def merge(
+    src: Source,
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="The .safetensors file to write; with --max-shard-size a directory.", show_default=False)],
+    select: Annotated[list[str] | None, typer.Option("--select", metavar="GLOB", help="Only tensors whose name matches; repeatable.", show_default=False)] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help="Cast floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
+    keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
+    max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=_size, metavar="SIZE", help="Write shards of at most this size, such as 5GB, and an index.", show_default=False)] = None,
+    keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep names as stored: `model.`, `_orig_mod.`, `module.`, ….")] = False,
+    jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Join the shards of a model into one safetensors file, ready for inference.
+
+    It joins shards; it does not average models. Optimizer, scheduler, dataloader and train state are left out. The key under
+    which the model stands and the prefixes of wrappers (`_orig_mod.`, `_fsdp_wrapped_module.`, `_checkpoint_wrapped_module.`,
+    `module.`) are stripped from the names, and what was stripped is reported.
+    """
+    from ckpt_tools.operations.transfer import merge as run
+
+    _check_dtype(dtype)
+    options = _options(jobs, memory, overwrite, dry_run, quiet or as_json)
+    result = run(
+        src, dst, select=select or (), dtype=dtype, keep_dtype=keep_dtype or (),
+        max_shard_bytes=max_shard_size, keep_prefix=keep_prefix, **options,
+    )  # fmt: skip
+    _report(result, quiet, as_json)
+
+
+@app.command(epilog=app.info.epilog)
+def reshard(
+    src: Source,
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="The directory to write.", show_default=False)],
+    to_ranks: Annotated[int, typer.Option("--to", min=1, max=1_000_000, metavar="N", help="Number of ranks to split for.", show_default=False)],
+    from_ranks: Annotated[int | None, typer.Option("--from", min=1, metavar="N", help="Number of ranks that wrote SRC, to be checked.", show_default=False)] = None,
+    jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Rewrite a DCP checkpoint with the very chunks that a job of another number of ranks would have saved.
+
+    DCP reshards by itself when it loads, so a job can go on without this. Do it when many jobs will load the result, when
+    each rank's load should be one contiguous read, to clean up what a job left, or where a save without collectives
+    (`__{rank}.metadata`) cannot be loaded on another number of ranks at all.
+
+    A tensor split along one dimension is split again along it, as DTensor's `Shard` does; one split along several (a 2-D
+    mesh) is split along dim 0; a whole one stays whole. What one rank saved is split along dim 0. Objects come along bit for bit.
+    """
+    from ckpt_tools.operations.transfer import reshard as run
+
+    _report(run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **_options(jobs, memory, overwrite, dry_run, quiet or as_json)), quiet, as_json)
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype not in (None, "bf16", "fp16", "fp32", "bfloat16", "float16", "float32"):
+        raise typer.BadParameter(f"expected bf16, fp16 or fp32, got {printable(dtype or '')!r}", param_hint="--dtype")
+
+
+def _options(jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool) -> Options:
+    return {"jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run, "progress": None if quiet else _bar}
+
+
+@contextmanager
+def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1000, file=sys.stderr, leave=False, disable=None) as bar:
+
+        def advance(nbytes: int) -> None:
+            bar.update(nbytes)
+
+        yield advance
+
+
+def _report(result: TransferResult, quiet: bool, as_json: bool) -> None:
+    from ckpt_tools import render
+
+    if as_json:
+        print(json.dumps(asdict(result) | {"read_amplification": round(result.read_amplification, 4)}))
+    elif not quiet:
+        render.show_transfer(result)
+
+
+def _terminated(number: int, frame: Any) -> NoReturn:
+    del frame
+    raise SystemExit(128 + number)
+
+
+def _fail(message: str, hint: str | None, code: int) -> NoReturn:
+    red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{red}error:{plain} {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def main() -> None:
+    """Runs the command; the one place where errors become exit codes."""
+    signal.signal(signal.SIGTERM, _terminated)
+    gc.disable()  # a short-lived process that makes no cycles worth collecting
+    try:
+        app()
+    except CheckpointError as error:
+        _fail(str(error), error.hint, error.exit_code)
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing was left at the destination", None, 130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise SystemExit(0) from None
+    except OSError as error:
+        _fail(f"{error.strerror or error} ({printable(str(error.filename or ''))})", None, 15)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Making a result visible at one instant: staging, the order of fsyncs, one rename.
+
+Data and manifest are written under the name of one attempt and made durable; then one rename publishes them, and never
+into something that exists. With `overwrite` the old result stays in place until the new one is complete, and the two
+change places in one step. May import levels 0 to 3. `docs/architecture.md` has the protocol, step by step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.storage.local import failed
+
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
+_AT_FDCWD = -100
+_STAGING, _TRASH = ".tmp.", ".trash."
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A directory beside the destination, of one attempt, held under a lock as long as its process lives."""
+
+    attempt: str
+    path: Path
+    target: Path
+
+
+def check_destination(target: Path, overwrite: bool, is_ours: Callable[[Path], list[str]]) -> None:
+    """Refuses a destination that cannot be published to, before anything is read or written.
+
+    Args:
+        target: the file or directory to be.
+        overwrite: whether an old result may be replaced.
+        is_ours: returns the names under an existing destination that belong to no checkpoint.
+
+    Raises:
+        StorageError: it exists, holds foreign files, or its parent is missing or cannot be written to.
+    """
+    parent = target.parent
+    if not parent.is_dir():
+        raise StorageError(f"the destination's folder does not exist: {printable(str(parent))}", hint=f"mkdir -p {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(f"the destination's folder cannot be written to: {printable(str(parent))}")
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise StorageError(f"the destination exists: {printable(str(target))}", hint="choose another, or replace it with --overwrite")
+    if target.is_symlink():
+        raise StorageError(f"the destination is a symbolic link: {printable(str(target))}", hint="give the path that it leads to")
+    foreign = is_ours(target)
+    if foreign:
+        raise StorageError(
+            f"the destination holds files that no checkpoint consists of: {printable(', '.join(foreign[:5]))} ({printable(str(target))})",
+            hint="move them away or choose another destination; --overwrite replaces checkpoints only",
+        )
+
+
+def check_room(parent: Path, nbytes: int) -> None:
+    """Refuses early what the filesystem has no room for.
+
+    Raises:
+        StorageError: fewer than `nbytes` bytes are free.
+    """
+    stat = os.statvfs(parent)
+    free = stat.f_bavail * stat.f_frsize
+    if free < nbytes:
+        raise StorageError(
+            f"no room: expected {nbytes} free bytes, got {free} ({printable(str(parent))})", hint="free some room, or write to another filesystem"
+        )
+
+
+@contextmanager
+def staging(target: Path) -> Iterator[Staging]:
+    """Yields a fresh staging directory for `target`; whatever is left of it is removed on the way out.
+
+    Leftovers of dead attempts at the same target are removed first; those of live ones are recognised by their lock.
+    """
+    _remove_dead(target)
+    attempt = str(uuid.uuid4())
+    path = target.parent / f"{_STAGING}{target.name}.{attempt[:8]}"
+    try:
+        path.mkdir(0o700)
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise failed("create a staging directory", path, error) from error
+    try:
+        _try_lock(lock)
+        yield Staging(attempt, path, target)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_dead(target: Path) -> None:
+    for prefix in (_STAGING, _TRASH):
+        for path in target.parent.glob(f"{prefix}{_escape_glob(target.name)}.????????"):
+            if path.is_symlink() or not path.is_dir():
+                continue
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if _try_lock(fd):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+def _escape_glob(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise failed("make durable", path, error) from error
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Writes a new small file and makes its bytes durable."""
+    try:
+        with open(path, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise failed("write", path, error) from error
+
+
+def publish_directory(place: Staging, overwrite: bool) -> None:
+    """Gives a complete staging directory its final name: the commit.
+
+    Raises:
+        StorageError: another writer was first, or the rename failed; nothing is visible then.
+    """
+    sync_directory(place.path)
+    _apply_umask(place.path)
+    if overwrite and os.path.lexists(place.target):
+        if not _rename(place.path, place.target, _RENAME_EXCHANGE):  # the staging name now holds the old one
+            trash = place.target.with_name(f"{_TRASH}{place.target.name}.{place.attempt[:8]}")
+            os.rename(place.target, trash)  # no exchange on this filesystem: for a moment the old one bears another name
+            os.rename(place.path, place.target)
+            shutil.rmtree(trash, ignore_errors=True)
+    elif not _rename(place.path, place.target, _RENAME_NOREPLACE):
+        _rename_where_absent(place.path, place.target)
+    sync_directory(place.target.parent)
+
+
+def publish_file(place: Staging, name: str, manifest: str, overwrite: bool) -> None:
+    """Gives a staged file its final name, its manifest first: the rename of the data is the commit.
+
+    Raises:
+        StorageError: another writer was first, or the rename failed.
+    """
+    target = place.target
+    sync_directory(place.path)
+    os.rename(place.path / manifest, target.parent / manifest)
+    sync_directory(target.parent)
+    try:
+        if overwrite:
+            os.replace(place.path / name, target)
+        elif not _rename(place.path / name, target, _RENAME_NOREPLACE):
+            _rename_where_absent(place.path / name, target)
+    except (OSError, StorageError):
+        (target.parent / manifest).unlink(missing_ok=True)
+        raise
+    sync_directory(target.parent)
+    for old in target.parent.glob(f"{_escape_glob(target.name)}.ckpt.manifest.????????.json"):
+        if old.name != manifest:
+            old.unlink(missing_ok=True)
+
+
+def _rename(src: Path, dst: Path, flags: int) -> bool:
+    """Renames with flags of renameat2; False where the filesystem or system does not know them."""
+    call = getattr(_libc, "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(src), _AT_FDCWD, os.fsencode(dst), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    if code == errno.EEXIST:
+        raise StorageError(f"the destination appeared while this was at work: {printable(str(dst))}", hint="another writer was first; look at what it wrote")
+    raise failed("rename", dst, OSError(code, os.strerror(code)))
+
+
+def _rename_where_absent(src: Path, dst: Path) -> None:
+    if os.path.lexists(dst):
+        raise StorageError(f"the destination appeared while this was at work: {printable(str(dst))}")
+    os.rename(src, dst)
+
+
+def _apply_umask(path: Path) -> None:
+    """Gives the staging directory, private so far, the mode that mkdir would have given it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o777 & ~mask)

@@ -1,0 +1,1 @@
+"""From a plan to bytes: schedule, run, kernels, sinks."""

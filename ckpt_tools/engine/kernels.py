@@ -1,0 +1,84 @@
+"""What happens to values between a read and a write: strided copies and casts, in numpy, without torch.
+
+May import levels 0 to 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tools.box import Box, row_major_strides
+from ckpt_tools.dtypes import DType
+
+Bytes = npt.NDArray[np.uint8]
+_WORDS = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("c16")}
+_FLOATS = {"float64": np.dtype("f8"), "float32": np.dtype("f4"), "float16": np.dtype("f2")}
+_BLOCK_NUMEL = 1 << 16
+_BF16_INF, _SIGN = np.uint16(0x7F80), np.uint16(0x8000)
+
+
+def view(data: Bytes, sizes: Sequence[int], itemsize: int, strides: Sequence[int] | None = None) -> npt.NDArray[np.generic]:
+    """Returns bytes as an array of `sizes` whose elements are bare words of `itemsize` bytes; `strides` in elements."""
+    steps = [s * itemsize for s in (strides or row_major_strides(sizes))]
+    return np.ndarray(tuple(sizes), _WORDS[itemsize], buffer=data.data, strides=steps)
+
+
+def scatter(data: Bytes, box: Box, into: Bytes, frame: Box, itemsize: int, strides: Sequence[int] | None = None) -> None:
+    """Copies the elements of `box` into their places within `frame`, a row-major buffer."""
+    view(into, frame.sizes, itemsize)[box.within(frame).slices()] = view(data, box.sizes, itemsize, strides)
+
+
+def gather(data: Bytes, frame: Box, into: Bytes, box: Box, itemsize: int) -> None:
+    """Copies the elements of `box` out of `frame`, a row-major buffer, into a row-major buffer of their own."""
+    view(into, box.sizes, itemsize)[...] = view(data, frame.sizes, itemsize)[box.within(frame).slices()]
+
+
+def cast(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
+    """Converts floating-point values, rounding to nearest even as torch does (by way of float32 where it goes that way).
+
+    Args:
+        data: values of type `src`, contiguous.
+        into: room for as many of type `dst`.
+
+    Returns:
+        How many finite values became infinite.
+    """
+    overflowed = 0
+    src_block, dst_block = _BLOCK_NUMEL * src.itemsize, _BLOCK_NUMEL * dst.itemsize
+    with np.errstate(over="ignore", invalid="ignore"):
+        for number in range(-(-len(data) // src_block)):
+            part = data[number * src_block : (number + 1) * src_block]
+            overflowed += _cast_block(part, src, into[number * dst_block : (number + 1) * dst_block], dst)
+    return overflowed
+
+
+def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
+    if src.name == "bfloat16":
+        values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = data.view(_FLOATS[src.name])
+    if dst.name == "float64":
+        into.view(np.float64)[:] = values
+        return 0
+    singles = values.astype(np.float32, copy=False)
+    if dst.name == "bfloat16":
+        result = into.view(np.uint16)
+        _round_to_bfloat16(singles, result)
+        num_inf = int(np.count_nonzero((result & ~_SIGN) == _BF16_INF))
+    else:
+        out = into.view(_FLOATS[dst.name])
+        out[:] = singles
+        num_inf = int(np.count_nonzero(np.isinf(out)))
+    return num_inf - int(np.count_nonzero(np.isinf(values))) if num_inf else 0
+
+
+def _round_to_bfloat16(singles: npt.NDArray[np.float32], into: npt.NDArray[np.uint16]) -> None:
+    bits = singles.view(np.uint32)
+    rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
+    into[:] = rounded >> 16
+    nan = np.isnan(singles)
+    if nan.any():
+        into[nan] = (bits[nan] >> 16).astype(np.uint16) & _SIGN | np.uint16(0x7FC0)

@@ -1,0 +1,206 @@
+"""Carrying out steps: a few threads, one set of buffers each.
+
+Memory is threads times buffers, whatever the checkpoint's size. The first error stops all threads and is the one that is
+raised. May import levels 0 to 3 and the parts of the engine before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+from ckpt_tools.box import Box, flat_start, is_flat
+from ckpt_tools.engine.kernels import Bytes, cast, scatter
+from ckpt_tools.engine.schedule import Read, Step, Tile
+from ckpt_tools.engine.sinks import Sink, empty_bytes
+from ckpt_tools.errors import CatalogError, printable
+from ckpt_tools.storage import Store
+from ckpt_tools.storage.ranges import Range, coalesce
+
+Progress = Callable[[int], None]
+_DIRECT_NBYTES = 256 << 10
+_GAP_NBYTES = 8 << 10
+_AHEAD_NBYTES = 96 << 20
+
+
+@dataclass
+class Totals:
+    """What a run did: bytes read and written, and per tensor how many finite values a cast made infinite."""
+
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    overflowed: dict[str, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, step: Step, read_nbytes: int, overflowed: dict[str, int]) -> None:
+        """Adds a finished step."""
+        with self.lock:
+            self.read_nbytes += read_nbytes
+            self.written_nbytes += sum(w.nbytes for t in step.tiles for w in t.writes)
+            for fqn, count in overflowed.items():
+                self.overflowed[fqn] = self.overflowed.get(fqn, 0) + count
+
+
+def run(steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Progress | None = None) -> Totals:
+    """Moves every step's tiles from a store into a sink.
+
+    Args:
+        steps: from `schedule`; taken lazily.
+        store: where the reads go.
+        sink: what takes the values.
+        jobs: number of threads.
+        progress: called with the target bytes of each finished step, from any thread.
+
+    Raises:
+        CheckpointError: the first error of any thread; the others stop at their next step.
+    """
+    totals, stop = Totals(), threading.Event()
+    feed = _Feed(steps, store)
+
+    def work() -> None:
+        worker = _Worker(store, sink)
+        while not stop.is_set() and (step := feed.take()) is not None:
+            read_nbytes, overflowed = worker.do(step)
+            totals.add(step, read_nbytes, overflowed)
+            if progress is not None:
+                progress(sum(t.dst_nbytes for t in step.tiles))
+
+    with ThreadPoolExecutor(jobs, "ckpt") as pool:
+        futures = [pool.submit(work) for _ in range(jobs)]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
+    for future in [*done, *futures]:
+        future.result()
+    return totals
+
+
+class _Feed:
+    """Hands steps to threads, and tells the store ahead of time what they will read."""
+
+    def __init__(self, steps: Iterable[Step], store: Store) -> None:
+        self._steps: Iterator[Step] = iter(steps)
+        self._store, self._lock = store, threading.Lock()
+        self._ahead: deque[Step] = deque()
+        self._ahead_nbytes = 0
+
+    def take(self) -> Step | None:
+        with self._lock:
+            while self._ahead_nbytes < _AHEAD_NBYTES and (step := next(self._steps, None)) is not None:
+                self._store.will_read((r.file, r.start, r.nbytes) for t in step.tiles for r in t.reads if r.nbytes >= _GAP_NBYTES)
+                self._ahead.append(step)
+                self._ahead_nbytes += step.read_nbytes + 1
+            if not self._ahead:
+                return None
+            step = self._ahead.popleft()
+            self._ahead_nbytes -= step.read_nbytes + 1
+            return step
+
+
+class _Worker:
+    """One thread's buffers: the tiles of a step side by side, the same before a cast, and room for odd pieces."""
+
+    def __init__(self, store: Store, sink: Sink) -> None:
+        self.store, self.sink = store, sink
+        self._buffers = {name: empty_bytes(0) for name in ("tiles", "raw", "scratch")}
+
+    def _room(self, name: str, nbytes: int) -> Bytes:
+        if len(self._buffers[name]) < nbytes:
+            self._buffers[name] = empty_bytes(nbytes)
+        return self._buffers[name]
+
+    def do(self, step: Step) -> tuple[int, dict[str, int]]:
+        """Moves one step; returns the bytes read and the casts that overflowed, by tensor."""
+        tiles = _cut(self._room("tiles", sum(t.dst_nbytes for t in step.tiles)), [t.dst_nbytes for t in step.tiles])
+        is_cast = [t.tensor.src_dtype is not t.tensor.dst_dtype for t in step.tiles]
+        raw_nbytes = [t.src_nbytes if c else 0 for t, c in zip(step.tiles, is_cast, strict=True)]
+        raw = _cut(self._room("raw", sum(raw_nbytes)), raw_nbytes)
+        stored = [r if c else t for r, t, c in zip(raw, tiles, is_cast, strict=True)]
+        for tile in step.tiles:
+            _check_filled(tile)
+        read_nbytes = self._fill(step, stored)
+        overflowed: dict[str, int] = {}
+        for tile, before, after in zip(step.tiles, stored, tiles, strict=True):
+            if before is not after:
+                count = cast(before, tile.tensor.src_dtype, after, tile.tensor.dst_dtype)
+                if count:
+                    overflowed[tile.tensor.fqn] = overflowed.get(tile.tensor.fqn, 0) + count
+        self.sink.take(step, tiles, self._room("scratch", max(t.dst_nbytes for t in step.tiles)))
+        return read_nbytes, overflowed
+
+    def _fill(self, step: Step, stored: list[Bytes]) -> int:
+        """Reads all pieces: large ones straight into place, small neighbours by way of one window."""
+        small: list[Range] = []
+        pieces: list[tuple[Tile, Read, Bytes]] = []
+        read_nbytes = 0
+        for tile, data in zip(step.tiles, stored, strict=True):
+            for read in tile.reads:
+                if read.nbytes < _DIRECT_NBYTES:
+                    small.append(Range(read.file, read.start, read.nbytes, len(pieces)))
+                    pieces.append((tile, read, data))
+                    continue
+                read_nbytes += read.nbytes
+                into = _in_place(tile, read, data)
+                if into is not None:
+                    self.store.read_into(read.file, read.start, into.data)
+                else:
+                    part = self._room("scratch", read.nbytes)[: read.nbytes]
+                    self.store.read_into(read.file, read.start, part.data)
+                    _place(tile, read, part, data)
+        for window in coalesce(small, _GAP_NBYTES, max(_DIRECT_NBYTES, 1 << 20)):
+            read_nbytes += window.nbytes
+            if len(window.ranges) == 1:
+                tile, read, data = pieces[window.ranges[0].tag]
+                into = _in_place(tile, read, data)
+                if into is not None:
+                    self.store.read_into(read.file, read.start, into.data)
+                    continue
+            part = self._room("scratch", window.nbytes)[: window.nbytes]
+            self.store.read_into(window.file, window.start, part.data)
+            for item in window.ranges:
+                tile, read, data = pieces[item.tag]
+                _place(tile, read, part[item.start - window.start :][: item.nbytes], data)
+        return read_nbytes
+
+
+def _cut(buffer: Bytes, sizes: Iterable[int]) -> list[Bytes]:
+    parts, at = [], 0
+    for nbytes in sizes:
+        parts.append(buffer[at : at + nbytes])
+        at += nbytes
+    return parts
+
+
+def _check_filled(tile: Tile) -> None:
+    """Makes sure that no uninitialised byte of a buffer can leave it."""
+    if sum(r.box.numel for r in tile.reads) != tile.box.numel:
+        raise CatalogError(f"no source for some elements of {printable(tile.tensor.fqn)!r} {tile.box}")
+
+
+def _flat_range(tile: Tile, box: Box) -> tuple[int, int] | None:
+    """Returns the bytes of a tile's buffer that hold `box`, if they are one run."""
+    if box is tile.box or box == tile.box:
+        return 0, tile.src_nbytes
+    inner = box.within(tile.box)
+    if not is_flat(inner, tile.box.sizes):
+        return None
+    start = flat_start(inner, tile.box.sizes) * tile.tensor.src_dtype.itemsize
+    return start, start + box.numel * tile.tensor.src_dtype.itemsize
+
+
+def _in_place(tile: Tile, read: Read, data: Bytes) -> Bytes | None:
+    """Returns the part of a tile's buffer that a read can go straight into."""
+    at = _flat_range(tile, read.box) if read.strides is None else None
+    return None if at is None else data[at[0] : at[1]]
+
+
+def _place(tile: Tile, read: Read, part: Bytes, data: Bytes) -> None:
+    at = _flat_range(tile, read.box) if read.strides is None else None
+    if at is not None:
+        data[at[0] : at[1]] = part
+    else:
+        scatter(part, read.box, data, tile.box, tile.tensor.src_dtype.itemsize, read.strides)

@@ -1,0 +1,135 @@
+"""From a plan to steps: in which order, in how large pieces, from and to which bytes.
+
+Every tensor is cut into tiles: runs of its own row-major order. A tile meets a chunk, however sharded, in one run of that
+chunk, so each read and each write is one range, and only the middle of memory sees strides. Small tiles share a step.
+Pure: takes no store and does no input or output. May import levels 0 to 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.box import Box, BoxIndex, bands, flat_start, is_flat, row_major_strides, whole
+from ckpt_tools.catalog import Chunk, Extent
+from ckpt_tools.plan import Plan, Slot, TensorPlan
+
+DEFAULT_MEMORY_BYTES = 64 << 20
+MIN_TILE_BYTES, MAX_TILE_BYTES = 64 << 10, 2 << 20
+_BUFFERS_PER_WORKER = 3
+
+
+class Read(NamedTuple):
+    """Bytes of a source file that hold the elements of `box`: row-major, or with `strides` (in elements)."""
+
+    file: str
+    start: int
+    nbytes: int
+    box: Box
+    strides: tuple[int, ...] | None
+
+
+class Write(NamedTuple):
+    """Bytes of a target file that take the elements of `box`, row-major."""
+
+    file: str
+    start: int
+    nbytes: int
+    box: Box
+
+
+class Tile(NamedTuple):
+    """One run of a tensor on its way from reads to writes."""
+
+    tensor: TensorPlan
+    box: Box
+    reads: tuple[Read, ...]
+    writes: tuple[Write, ...]
+
+    @property
+    def src_nbytes(self) -> int:
+        """Bytes of the tile as it was stored."""
+        return self.box.numel * self.tensor.src_dtype.itemsize
+
+    @property
+    def dst_nbytes(self) -> int:
+        """Bytes of the tile as it will be."""
+        return self.box.numel * self.tensor.dst_dtype.itemsize
+
+
+class Step(NamedTuple):
+    """Tiles that one worker moves through its buffers in one go."""
+
+    tiles: tuple[Tile, ...]
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes to be read, coverage of strided ranges included."""
+        return sum(r.nbytes for t in self.tiles for r in t.reads)
+
+
+def tile_bytes(memory_bytes: int, jobs: int) -> int:
+    """Returns the size of a tile such that all workers' buffers together stay within a budget."""
+    return max(MIN_TILE_BYTES, min(MAX_TILE_BYTES, memory_bytes // (jobs * _BUFFERS_PER_WORKER)))
+
+
+def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, strided_nbytes: int = DEFAULT_MEMORY_BYTES) -> Iterator[Step]:
+    """Yields the steps that carry out a plan, in the order of the target.
+
+    Args:
+        plan: what to copy.
+        located: where the payloads of packed extents are, from `Format.locate`.
+        tile_nbytes: bytes of a tile and of a step at most; a single element larger than that runs alone.
+        strided_nbytes: bytes of a tile of a tensor that is stored transposed, where small tiles would read it many times.
+
+    Yields:
+        Steps whose tiles write every byte of every slot exactly once.
+    """
+    tiles: list[Tile] = []
+    filled = 0
+    for tensor in plan.tensors:
+        for tile in _tiles(tensor, located, tile_nbytes, strided_nbytes):
+            nbytes = max(tile.src_nbytes, tile.dst_nbytes)
+            if tiles and filled + nbytes > tile_nbytes:
+                yield Step(tuple(tiles))
+                tiles, filled = [], 0
+            tiles.append(tile)
+            filled += nbytes
+    if tiles:
+        yield Step(tuple(tiles))
+
+
+def _tiles(tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: int, strided_nbytes: int) -> Iterator[Tile]:
+    used = sorted({c.src for c in tensor.copies})
+    chunks = [Chunk(tensor.chunks[i].box, located.get(tensor.chunks[i].extent, tensor.chunks[i].extent)) for i in used]
+    is_strided = any(c.extent.strides for c in chunks)
+    itemsize = max(tensor.src_dtype.itemsize, tensor.dst_dtype.itemsize)
+    max_numel = max(1, (max(strided_nbytes, tile_nbytes) if is_strided else tile_nbytes) // itemsize)
+    slots = [s for s in tensor.slots if s.box.numel]
+    regions = [whole(tensor.shape)] if tensor.is_complete else [s.box for s in slots]
+    cuts = [s.box.offsets[0] for s in slots] if tensor.shape else []
+    sources, targets = BoxIndex([c.box for c in chunks]), BoxIndex([s.box for s in slots])
+    for region in regions:
+        for box in bands(region, max_numel, cuts):
+            reads = tuple(_read(chunks[i], shared, tensor.src_dtype.itemsize) for i, shared in sources.overlaps(box))
+            yield Tile(tensor, box, reads, tuple(_writes(slots, targets, box, tensor.dst_dtype.itemsize)))
+
+
+def _read(chunk: Chunk, shared: Box, itemsize: int) -> Read:
+    extent = chunk.extent
+    if shared == chunk.box and extent.strides is None:
+        return Read(extent.file, extent.start, shared.numel * itemsize, shared, None)
+    inner = shared.within(chunk.box)
+    if extent.strides is None and is_flat(inner, chunk.box.sizes):
+        return Read(extent.file, extent.start + flat_start(inner, chunk.box.sizes) * itemsize, shared.numel * itemsize, shared, None)
+    strides = extent.strides or row_major_strides(chunk.box.sizes)
+    first = sum(o * s for o, s in zip(inner.offsets, strides, strict=True))
+    span = 1 + sum((n - 1) * s for n, s in zip(inner.sizes, strides, strict=True))
+    return Read(extent.file, extent.start + first * itemsize, span * itemsize, shared, strides)
+
+
+def _writes(slots: Sequence[Slot], targets: BoxIndex, box: Box, itemsize: int) -> Iterator[Write]:
+    for number, shared in targets.overlaps(box):
+        slot = slots[number]
+        at = flat_start(shared.within(slot.box), slot.box.sizes)
+        yield Write(slot.file, slot.start + at * itemsize, shared.numel * itemsize, shared)

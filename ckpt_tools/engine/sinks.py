@@ -1,0 +1,192 @@
+"""What is done with the values of a step: written to files, or only hashed.
+
+A sink takes steps from several threads. May import levels 0 to 3 and the parts of the engine before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ckpt_tools.box import flat_start
+from ckpt_tools.checksum import crc32, crc64nvme, join_crc32, join_crc64
+from ckpt_tools.engine.kernels import Bytes, gather
+from ckpt_tools.engine.schedule import Step, Tile, Write
+from ckpt_tools.errors import StorageError
+from ckpt_tools.plan import Target
+from ckpt_tools.storage import Store, Writer
+
+
+class Piece(NamedTuple):
+    """A run of bytes with its checksums; `crc32` is 0 where nobody asks for it."""
+
+    start: int
+    nbytes: int
+    crc64: int
+    crc32: int
+
+
+class Sink(Protocol):
+    """Takes the values of tiles, in any order, each tile once."""
+
+    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+        """Consumes a step: `tiles[i]` holds the values of `step.tiles[i]`; `scratch` is room for the largest of them."""
+        ...
+
+
+@dataclass
+class Fingerprints:
+    """CRC-64/NVME of whole tensors in row-major order, joined from their tiles."""
+
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+
+    def add(self, tile: Tile, crc64: int) -> None:
+        """Notes one tile of a tensor."""
+        start = flat_start(tile.box, tile.tensor.shape) * tile.tensor.dst_dtype.itemsize
+        self.pieces.setdefault(tile.tensor.fqn, []).append(Piece(start, tile.dst_nbytes, crc64, 0))
+
+    def join(self) -> dict[str, int]:
+        """Returns the fingerprint of every tensor of which all tiles have passed."""
+        return {fqn: join_crc64((p.crc64, p.nbytes) for p in sorted(pieces)) for fqn, pieces in self.pieces.items()}
+
+
+class HashSink:
+    """Computes fingerprints and keeps nothing."""
+
+    def __init__(self) -> None:
+        self.fingerprints = Fingerprints()
+        self._lock = threading.Lock()
+
+    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+        del scratch
+        for tile, data in zip(step.tiles, tiles, strict=True):
+            crc = crc64nvme(data.data)
+            with self._lock:
+                self.fingerprints.add(tile, crc)
+
+
+class WriteSink:
+    """Writes a target's files and knows, at the end, the checksum of each without reading it again."""
+
+    def __init__(self, target: Target, store: Store) -> None:
+        self.target, self.store = target, store
+        self.fingerprints = Fingerprints()
+        self._pieces: dict[str, list[Piece]] = {name: [] for name in target.file_sizes}
+        self._with_crc32 = {t.file for t in target.trailers}
+        self._lock = threading.Lock()
+        self._writers: dict[str, Writer] = {}
+
+    def open(self) -> None:
+        """Creates all files."""
+        for name, nbytes in self.target.file_sizes.items():
+            self._writers[name] = self.store.create(name, nbytes)
+
+    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+        noted: list[tuple[str, Piece]] = []
+        prints: list[tuple[Tile, int]] = []
+        for tile, data in zip(step.tiles, tiles, strict=True):
+            crc = crc64nvme(data.data)
+            prints.append((tile, crc))
+            for write in tile.writes:
+                is_all = write.nbytes == tile.dst_nbytes
+                values = data if is_all else _cut_out(tile, data, write, scratch)
+                noted.append((write.file, self._put(write.file, write.start, values, crc if is_all else None)))
+        with self._lock:
+            for name, piece in noted:
+                self._pieces[name].append(piece)
+            for tile, crc in prints:
+                if tile.tensor.is_complete and not tile.tensor.is_object:
+                    self.fingerprints.add(tile, crc)
+
+    def _put(self, name: str, start: int, data: Bytes | bytes, crc64: int | None = None) -> Piece:
+        raw = memoryview(data)
+        self._writers[name].write_at(start, raw)
+        return Piece(start, len(raw), crc64nvme(raw) if crc64 is None else crc64, crc32(raw) if name in self._with_crc32 else 0)
+
+    def finish(self) -> dict[str, int]:
+        """Writes what frames the payloads, makes every file durable, and returns the CRC-64/NVME of each.
+
+        Raises:
+            StorageError: a file could not be completed.
+        """
+        frames: dict[str, list[tuple[int, bytes]]] = {name: [] for name in self._writers}
+        for literal in self.target.literals:
+            frames[literal.file].append((literal.start, literal.data))
+        crcs = self._slot_crcs()
+        for trailer in self.target.trailers:
+            frames[trailer.file].append((trailer.start, trailer.render(crcs[trailer.file, trailer.slot_start])))
+        checksums = {}
+        for name, writer in self._writers.items():
+            for start, data in _joined(frames[name]):
+                self._pieces[name].append(self._put(name, start, data))
+            checksums[name] = _join_file(name, self._pieces[name], self.target.file_sizes[name])
+            writer.finish()
+        return checksums
+
+    def abort(self) -> None:
+        """Closes what is open; the staging place is removed by whoever made it."""
+        for writer in self._writers.values():
+            writer.abort()
+
+    def _slot_crcs(self) -> dict[tuple[str, int], int]:
+        """Returns the CRC-32 of every slot by file and start, joined from the pieces that fell into it."""
+        crcs: dict[tuple[str, int], int] = {}
+        for name in self._with_crc32:
+            ordered, at = sorted(self._pieces[name]), 0
+            for trailer in sorted((t for t in self.target.trailers if t.file == name), key=lambda t: t.start):
+                while at < len(ordered) and ordered[at].start < trailer.slot_start:
+                    at += 1
+                first = at
+                while at < len(ordered) and ordered[at].start < trailer.start:
+                    at += 1
+                crcs[name, trailer.slot_start] = join_crc32((p.crc32, p.nbytes) for p in ordered[first:at])
+        return crcs
+
+
+def _cut_out(tile: Tile, data: Bytes, write: Write, scratch: Bytes) -> Bytes:
+    part = scratch[: write.nbytes]
+    gather(data, tile.box, part, write.box, tile.tensor.dst_dtype.itemsize)
+    return part
+
+
+def _joined(frames: Iterable[tuple[int, bytes]]) -> Iterable[tuple[int, bytes]]:
+    """Joins neighbouring frames: a suffix and the prefix behind it are one write."""
+    parts: list[bytes] = []
+    start = end = 0
+    for at, data in sorted(frames):
+        if parts and at != end:
+            yield start, b"".join(parts)
+            parts = []
+        if not parts:
+            start = end = at
+        parts.append(data)
+        end += len(data)
+    if parts:
+        yield start, b"".join(parts)
+
+
+def _join_file(name: str, pieces: list[Piece], nbytes: int) -> int:
+    """Returns a file's checksum from its pieces, which must tile it: no byte missing, none written twice."""
+    end = 0
+    ordered = sorted(pieces)
+    for piece in ordered:
+        if piece.start != end:
+            raise StorageError(f"a file was not written in full: expected a piece at byte {end}, got {piece.start} ({name})")
+        end += piece.nbytes
+    if end != nbytes:
+        raise StorageError(f"a file was not written in full: expected {nbytes} bytes, got {end} ({name})")
+    return join_crc64((p.crc64, p.nbytes) for p in ordered)
+
+
+def empty_bytes(nbytes: int) -> Bytes:
+    """Returns an uninitialised buffer; the engine fills every byte that leaves it."""
+    return np.empty(nbytes, np.uint8)
+
+
+def by_tensor(crcs: Mapping[str, int]) -> dict[str, str]:
+    """Returns fingerprints as the manifest spells them."""
+    return {fqn: f"{crc:016x}" for fqn, crc in crcs.items()}

@@ -1,0 +1,76 @@
+"""Every error that this package raises on purpose, and the exit code that `ckpt` gives for it.
+
+    CheckpointError             1   anything below; also "differences or damage found"
+     ├─ NotACheckpointError    10   nothing at the path that any format recognises
+     ├─ FormatError            11   a file breaks the rules of its format
+     │   └─ UnsafePickleError  11   a pickle asks for something that no checkpoint needs
+     ├─ CatalogError           12   chunks leave a hole, overlap, or exceed their tensor
+     ├─ PlanError              13   the request does not fit the checkpoint
+     ├─ IntegrityError         14   bytes are not what a checksum or a replica says
+     └─ StorageError           15   a read, a write or a rename failed, or would
+
+The command adds 0 (fine), 2 (wrong usage), 130 (Ctrl-C) and 143 (SIGTERM). A message reads *what failed: expected X,
+got Y (path, fqn)*; `hint` is what to do about it. Text that comes out of a checkpoint passes through `printable` first.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """The root of the tree: `except CheckpointError` catches whatever this package reports."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class NotACheckpointError(CheckpointError):
+    """Nothing at the path is a checkpoint; the message says what was found and what was looked for."""
+
+    exit_code = 10
+
+
+class FormatError(CheckpointError):
+    """A file breaks its format's rules; the message gives file, position, expected and got."""
+
+    exit_code = 11
+
+
+class UnsafePickleError(FormatError):
+    """A pickle names a global outside the allow-list, or is built to hurt its reader. Nothing of it ran."""
+
+
+class CatalogError(CheckpointError):
+    """The chunks of a tensor leave a hole, overlap or exceed its shape; the message gives FQN and box."""
+
+    exit_code = 12
+
+
+class PlanError(CheckpointError):
+    """What was asked for does not fit what the checkpoint holds."""
+
+    exit_code = 13
+
+
+class IntegrityError(CheckpointError):
+    """Bytes differ from their checksum, or replicas from each other; the message gives file and range."""
+
+    exit_code = 14
+
+
+class StorageError(CheckpointError):
+    """An operation on a store failed; the message gives path, operation and cause."""
+
+    exit_code = 15
+
+
+_ESCAPED = {*range(0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF}
+_PRINTABLE_CHARS = 512
+
+
+def printable(text: str) -> str:
+    """Returns text from a checkpoint made safe for a terminal: controls, bidi and zero-width characters escaped."""
+    shown = text if len(text) <= _PRINTABLE_CHARS else f"{text[:_PRINTABLE_CHARS]}… ({len(text)} characters)"
+    return "".join(ascii(c)[1:-1] if ord(c) in _ESCAPED or 0xD800 <= ord(c) <= 0xDFFF else c for c in shown)

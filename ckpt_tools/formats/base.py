@@ -1,0 +1,90 @@
+"""The contract of a format: read a store into a catalog, lay a set of tensors out as target files.
+
+One file a format; metadata only, so that a look at 2 TB in a bucket costs a few requests. May import levels 0 to 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckpt_tools.box import Box, whole
+from ckpt_tools.catalog import Catalog, Extent, TensorEntry
+from ckpt_tools.dtypes import DType
+from ckpt_tools.plan import Target
+from ckpt_tools.storage import Store
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTensor:
+    """A tensor to be written: `boxes[r]` is what rank (or file) `r` holds of it, None for nothing at all."""
+
+    fqn: str
+    dtype: DType
+    shape: tuple[int, ...]
+    boxes: tuple[Box | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be laid out: tensors, objects by their size in bytes, and the keys on the way to each where known.
+
+    `file_name` names the one file of a format that has one; `with_index` asks for numbered shards and an index instead.
+    """
+
+    tensors: Sequence[TargetTensor]
+    world_size: int = 1
+    objects: Mapping[str, int] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    attempt: str = ""
+    file_name: str = "model.safetensors"
+    with_index: bool = False
+
+
+class Format(Protocol):
+    """What a module under `formats/` offers."""
+
+    @property
+    def NAME(self) -> str:
+        """As `inspect` prints it."""
+        ...
+
+    @property
+    def LOOKS_FOR(self) -> str:
+        """The file by which the format is recognised, for the message where nothing is."""
+        ...
+
+    def recognise(self, files: Mapping[str, int]) -> bool:
+        """Tells from the names of the files under a root whether they are of this format."""
+        ...
+
+    def read_catalog(self, store: Store) -> Catalog:
+        """Reads metadata only.
+
+        Raises:
+            FormatError: it is malformed.
+            CatalogError: it names tensors without saying where they are.
+        """
+        ...
+
+    def locate(self, store: Store, catalog: Catalog, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+        """Finds the payload within every packed extent of the tensors, in batches; extents that are RAW are left out.
+
+        Raises:
+            FormatError: an item is not what the catalog says: another dtype, shape or length.
+        """
+        ...
+
+    def lay_out(self, request: Request) -> Target:
+        """Returns target files with a slot for every box, all literal bytes, and the index.
+
+        Raises:
+            PlanError: the format cannot hold one of the tensors.
+        """
+        ...
+
+
+def whole_tensor(entry: TensorEntry, dtype: DType | None = None) -> TargetTensor:
+    """Returns the target of a tensor that stays in one piece."""
+    return TargetTensor(entry.fqn, dtype or entry.dtype, entry.shape, (whole(entry.shape),))

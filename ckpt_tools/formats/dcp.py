@@ -1,0 +1,176 @@
+"""PyTorch Distributed Checkpoint: `.metadata` and `.distcp` files.
+
+A `.distcp` is a run of items; each is a complete `torch.save` archive of one chunk or object. `.metadata` says where each
+item lies. A save without collectives leaves one `__{rank}.metadata` per rank instead, each with that rank's view; they are
+joined here, replicas included. May import levels 0 to 2 and the parts of this format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from ckpt_tools.box import Box
+from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.dtypes import by_name
+from ckpt_tools.errors import CatalogError, FormatError, StorageError, printable
+from ckpt_tools.formats import dcp_metadata, torch_zip
+from ckpt_tools.formats.base import Request
+from ckpt_tools.formats.dcp_metadata import Metadata, Place, TensorMeta
+from ckpt_tools.formats.unpickle import no_gc
+from ckpt_tools.plan import Literal, Slot, Target, Trailer
+from ckpt_tools.storage import Store, check_path, read
+
+NAME = "dcp"
+LOOKS_FOR = ".metadata"
+_DATA_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{8})?\.distcp$")
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+
+
+def recognise(files: Mapping[str, int]) -> bool:
+    """Tells whether `.metadata`, or one `__{rank}.metadata` per rank, is among the files."""
+    return ".metadata" in files or any(_RANK_METADATA.fullmatch(name) for name in files)
+
+
+def read_catalog(store: Store) -> Catalog:
+    """Reads `.metadata`, or all of `__{rank}.metadata`; see `Format.read_catalog`."""
+    files = store.list_files()
+    names = [".metadata"] if ".metadata" in files else sorted((n for n in files if _RANK_METADATA.fullmatch(n)), key=_metadata_rank)
+    with no_gc():
+        parsed = [dcp_metadata.parse(read(store, name), name) for name in names]
+        tensors: dict[str, list[Chunk]] = {}
+        metas: dict[str, TensorMeta] = {}
+        objects: dict[str, list[Extent]] = {}
+        for name, metadata in zip(names, parsed, strict=True):
+            _collect(metadata, name, tensors, metas, objects)
+        entries = {fqn: TensorEntry(fqn, by_name(m.dtype, repr(printable(fqn))), m.shape, tuple(tensors[fqn])) for fqn, m in metas.items()}
+    items = {fqn: BytesEntry(fqn, extents[0], tuple(extents[1:])) for fqn, extents in objects.items()}
+    used = {c.extent.file for t in entries.values() for c in t.chunks} | {e.file for extents in objects.values() for e in extents}
+    ranks = {file: int(match[1]) for file in sorted(used) if (match := _DATA_FILE.search(file))}
+    return Catalog(
+        NAME,
+        entries,
+        items,
+        {fqn: path for metadata in parsed for fqn, path in metadata.paths.items()},
+        _sizes(store, files, used),
+        max(ranks.values(), default=0) + 1 if names == [".metadata"] else _metadata_rank(names[-1]) + 1,
+        ranks,
+        parsed[0].extras,
+    )
+
+
+def _metadata_rank(name: str) -> int:
+    match = _RANK_METADATA.fullmatch(name)
+    return int(match[1]) if match else 0
+
+
+def _sizes(store: Store, files: Mapping[str, int], used: Iterable[str]) -> dict[str, int]:
+    """Returns the sizes of the data files that exist; files in folders of their own are looked up one by one."""
+    sizes = {}
+    for file in used:
+        check_path(file, store.url)
+        if file in files:
+            sizes[file] = files[file]
+        elif "/" in file:
+            sizes[file] = store.size(file)
+        else:
+            try:
+                sizes[file] = store.size(file)
+            except StorageError as error:
+                if "link" in str(error):
+                    raise
+    return sizes
+
+
+def _collect(
+    metadata: Metadata, where: str, tensors: dict[str, list[Chunk]], metas: dict[str, TensorMeta], objects: dict[str, list[Extent]]
+) -> None:
+    """Adds one metadata file's entries to those of the ranks before it."""
+    lost: list[str] = []
+    for fqn, meta in metadata.tensors.items():
+        known = metas.setdefault(fqn, meta)
+        if (known.dtype, known.shape) != (meta.dtype, meta.shape):
+            raise FormatError(
+                f"ranks disagree about a tensor: {known.dtype} {list(known.shape)} and {meta.dtype} {list(meta.shape)} ({where}, {printable(fqn)!r})"
+            )
+        chunks = tensors.setdefault(fqn, [])
+        for box in meta.boxes:
+            place = metadata.places.get((fqn, box.offsets))
+            if place is None:
+                lost.append(fqn)
+            else:
+                chunks.append(Chunk(box, Extent(place.file, place.start, place.nbytes, TORCH_ZIP)))
+    for fqn in metadata.objects:
+        place = metadata.places.get((fqn, None))
+        if place is None:
+            lost.append(fqn)
+        else:
+            objects.setdefault(fqn, []).append(Extent(*place))
+    if lost:
+        raise CatalogError(
+            f"{where} lists {len(lost)} chunks that it gives no place for: " + ", ".join(repr(printable(f)) for f in lost[:8]),
+            hint="torch's writer lost them when one of its threads failed (pytorch issue 191391); take an older checkpoint",
+        )
+
+
+def locate(store: Store, catalog: Catalog, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    """Finds the payloads; see `Format.locate`."""
+    del catalog
+    items = [torch_zip.Item(c.extent, t.dtype, c.box.sizes) for t in tensors for c in t.chunks if c.extent.packing == TORCH_ZIP]
+    with no_gc():
+        return dict(torch_zip.locate(store, items))
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------------
+
+
+class _File:
+    """A `.distcp` as it grows."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.nbytes = name, 0
+        self.literals: list[Literal] = []
+        self.trailers: list[Trailer] = []
+
+    def add_object(self, nbytes: int) -> tuple[Slot, Place]:
+        place = Place(self.name, self.nbytes, nbytes)
+        self.nbytes += nbytes
+        return Slot(Box((0,), (nbytes,)), self.name, place.start), place
+
+    def add_chunk(self, box: Box, wrapping: torch_zip.Wrapping) -> tuple[Slot, Place]:
+        start = self.nbytes
+        data = start + len(wrapping.prefix)
+        after = data + wrapping.nbytes
+        self.literals.append(Literal(self.name, start, wrapping.prefix))
+        self.trailers.append(Trailer(self.name, after, wrapping.suffix_nbytes, data, wrapping.render_suffix))
+        self.nbytes = after + wrapping.suffix_nbytes
+        return Slot(box, self.name, data), Place(self.name, start, self.nbytes - start)
+
+
+def lay_out(request: Request) -> Target:
+    """Lays one `.distcp` a rank out, objects on rank 0, and `.metadata` as the index; see `Format.lay_out`."""
+    files = [_File(f"__{rank}_0.distcp") for rank in range(request.world_size)]
+    metadata = Metadata(paths=dict(request.paths))
+    slots: dict[str, tuple[Slot, ...]] = {}
+    for fqn, nbytes in request.objects.items():
+        slot, metadata.places[fqn, None] = files[0].add_object(nbytes)
+        slots[fqn] = (slot,)
+        metadata.objects.append(fqn)
+    for tensor in request.tensors:
+        placed = []
+        for rank, box in enumerate(tensor.boxes):
+            if box is not None:
+                slot, metadata.places[tensor.fqn, box.offsets] = files[rank].add_chunk(box, torch_zip.wrap(tensor.dtype, box.sizes))
+                placed.append(slot)
+        slots[tensor.fqn] = tuple(placed)
+        metadata.tensors[tensor.fqn] = TensorMeta(tensor.dtype.name, tensor.shape, [b for b in tensor.boxes if b is not None])
+    used = [f for f in files if f.nbytes]
+    return Target(
+        NAME,
+        {f.name: f.nbytes for f in used},
+        slots,
+        tuple(literal for f in used for literal in f.literals),
+        tuple(trailer for f in used for trailer in f.trailers),
+        Literal(".metadata", 0, dcp_metadata.render(metadata, request.attempt)),
+        request.world_size,
+    )

@@ -1,0 +1,202 @@
+"""safetensors: one file, or shards with `model.safetensors.index.json`.
+
+A file is an 8-byte little-endian header length, a JSON header, then the payloads back to back. The header is parsed here
+rather than by the library, which takes duplicate keys and keeps the last. May import levels 0 to 2.
+
+Source: the format's specification at github.com/huggingface/safetensors, version 0.8.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt_tools.box import whole
+from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.dtypes import by_tag
+from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.formats.base import Request
+from ckpt_tools.plan import Literal, Slot, Target
+from ckpt_tools.storage import Store, check_path, read
+
+NAME = "safetensors"
+LOOKS_FOR = "*.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+_MAX_INDEX_BYTES = 1 << 28
+_MAX_SIZE = 1 << 48
+_SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
+
+
+def recognise(files: Mapping[str, int]) -> bool:
+    """Tells whether an index, one `.safetensors` file, or one set of numbered shards is among the files."""
+    return INDEX in files or bool(_data_files(files))
+
+
+def _data_files(files: Mapping[str, int]) -> list[str]:
+    found = [name for name in files if name.endswith(".safetensors")]
+    is_set = len({m[1] if (m := _SHARD.fullmatch(name)) else name for name in found}) == 1
+    return found if is_set else []
+
+
+def read_catalog(store: Store) -> Catalog:
+    """Reads the headers; see `Format.read_catalog`."""
+    files = store.list_files()
+    weight_map = _read_index(store) if INDEX in files else None
+    names = sorted(set(weight_map.values())) if weight_map is not None else _data_files(files)
+    tensors: dict[str, TensorEntry] = {}
+    sizes: dict[str, int] = {}
+    extras: dict[str, str] = {}
+    for name in names:
+        sizes[name] = store.size(name)
+        header = _read_header(store, name, sizes[name])
+        extras.update(_read_extras(header.pop("__metadata__", {}), name))
+        for fqn, entry in _entries(header, name, sizes[name]).items():
+            if fqn in tensors:
+                raise FormatError(f"a tensor stands in two shards: {printable(fqn)!r} ({tensors[fqn].chunks[0].extent.file}, {printable(name)})")
+            tensors[fqn] = entry
+    _compare_index(weight_map, tensors)
+    return Catalog(NAME, tensors, file_sizes=sizes, extras=extras)
+
+
+def _compare_index(weight_map: Mapping[str, str] | None, tensors: Mapping[str, TensorEntry]) -> None:
+    for fqn, name in (weight_map or {}).items():
+        if fqn not in tensors or tensors[fqn].chunks[0].extent.file != name:
+            raise FormatError(f"{INDEX} places {printable(fqn)!r} in {printable(name)}, which does not hold it")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {printable(twice)!r} occurs twice")
+    return table
+
+
+def _parse_json(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not valid JSON: {printable(str(error))} ({where})") from error
+    if not isinstance(value, dict):
+        raise FormatError(f"expected a JSON object, got {type(value).__name__} ({where})")
+    return value
+
+
+def _read_index(store: Store) -> dict[str, str]:
+    size = store.size(INDEX)
+    if size > _MAX_INDEX_BYTES:
+        raise FormatError(f"an index is too long: expected at most {_MAX_INDEX_BYTES} bytes, got {size} ({INDEX})")
+    weight_map = _parse_json(read(store, INDEX), INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise FormatError(f"weight_map: expected file names by tensor ({INDEX})")
+    for name in weight_map.values():
+        check_path(name, INDEX)
+    return weight_map
+
+
+def _read_header(store: Store, name: str, size: int) -> dict[str, Any]:
+    where = printable(name)
+    if size < 8:
+        raise FormatError(f"a safetensors file is truncated: expected at least 8 bytes, got {size} ({where})")
+    nbytes = int.from_bytes(read(store, name, 0, 8), "little")
+    if nbytes > MAX_HEADER_BYTES:
+        raise FormatError(f"a safetensors header is too long: expected at most {MAX_HEADER_BYTES} bytes, got {nbytes} ({where})")
+    if 8 + nbytes > size:
+        raise FormatError(f"a safetensors header runs past its file: expected at most {size - 8} bytes, got {nbytes} ({where})")
+    return _parse_json(read(store, name, 8, nbytes), f"header of {where}") | {"__header_bytes__": 8 + nbytes}
+
+
+def _read_extras(value: object, name: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+        raise FormatError(f"__metadata__: expected strings by string ({printable(name)})")
+    return value
+
+
+def _entries(header: dict[str, Any], name: str, size: int) -> dict[str, TensorEntry]:
+    """Returns the tensors of one file; payloads must follow each other without gap from the header to the end."""
+    base = header.pop("__header_bytes__")
+    entries: dict[str, TensorEntry] = {}
+    for fqn, fields in header.items():
+        where = f"{printable(name)}, {printable(fqn)!r}"
+        if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+            raise FormatError(f"a tensor's header: expected dtype, shape and data_offsets ({where})")
+        shape, offsets = fields["shape"], fields["data_offsets"]
+        if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > 64:
+            raise FormatError(f"a tensor's shape or data_offsets are not counts: {printable(str((shape, offsets)))} ({where})")
+        entry = TensorEntry(fqn, by_tag(str(fields["dtype"]), where), tuple(shape), ())
+        if offsets[1] - offsets[0] != entry.nbytes:
+            raise FormatError(f"data_offsets do not fit the shape: expected {entry.nbytes} bytes, got {offsets} ({where})")
+        extent = Extent(name, base + offsets[0], entry.nbytes)
+        entries[fqn] = TensorEntry(fqn, entry.dtype, entry.shape, (Chunk(whole(entry.shape), extent),))
+    end = base
+    for extent in sorted((e.chunks[0].extent for e in entries.values()), key=lambda x: (x.start, x.nbytes)):
+        if extent.start != end:
+            raise FormatError(f"payloads leave a gap or overlap: expected one to start at byte {end}, got {extent.start} ({printable(name)})")
+        end = extent.start + extent.nbytes
+    if end != size:
+        raise FormatError(
+            f"a safetensors file has the wrong length: expected {end} bytes, got {size} ({printable(name)})", hint="it was truncated, or appended to"
+        )
+    return entries
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < _MAX_SIZE for n in value)
+
+
+def locate(store: Store, catalog: Catalog, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    """Payloads lie bare; there is nothing to find."""
+    del store, catalog, tensors
+    return {}
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------------
+
+
+def lay_out(request: Request) -> Target:
+    """Lays out one file, or `world_size` numbered shards with an index; see `Format.lay_out`.
+
+    Raises:
+        PlanError: a dtype has no safetensors tag, or a tensor is split.
+    """
+    if any(t.fqn == "__metadata__" for t in request.tensors):
+        raise PlanError("safetensors cannot hold a tensor named '__metadata__'", hint="leave it out with --select")
+    untagged = [t for t in request.tensors if t.dtype.tag is None]
+    if untagged:
+        raise PlanError(
+            "safetensors cannot hold " + ", ".join(f"{printable(t.fqn)!r} ({t.dtype.name})" for t in untagged[:8]),
+            hint="leave them out with --select",
+        )
+    count = request.world_size
+    names = [request.file_name] if not request.with_index else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    literals, slots, sizes, weight_map = [], {}, {}, {}
+    for number, name in enumerate(names):
+        mine = [t for t in request.tensors if t.boxes[number] is not None]
+        header = _render_header(mine)
+        literals.append(Literal(name, 0, header))
+        at = len(header)
+        for tensor in mine:
+            slots[tensor.fqn] = (Slot(whole(tensor.shape), name, at),)
+            weight_map[tensor.fqn] = name
+            at += whole(tensor.shape).numel * tensor.dtype.itemsize
+        sizes[name] = at
+    total = sum(whole(t.shape).numel * t.dtype.itemsize for t in request.tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    data = json.dumps(index, indent=2).encode() + b"\n"
+    return Target(NAME, sizes, slots, tuple(literals), index=Literal(INDEX, 0, data) if request.with_index else None)
+
+
+def _render_header(tensors: Iterable[Any]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        nbytes = whole(tensor.shape).numel * tensor.dtype.itemsize
+        table[tensor.fqn] = {"dtype": tensor.dtype.tag, "shape": list(tensor.shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,316 @@
+"""`torch.save` archives of one tensor: where the payload lies in one, and the bytes around the payload of a new one.
+
+An archive is a zip of stored (not compressed) records. `data.pkl` says dtype, shape and strides; `data/0` is the payload,
+64-byte aligned; the central directory at the end says where each record is. Only head and tail of an archive are read.
+May import levels 0 to 2 and unpickle.
+
+Source: torch 2.13 `caffe2/serialize/inline_container.cc`, `torch/_utils.py`; PKWARE APPNOTE 6.3.9.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ckpt_tools.box import row_major_strides
+from ckpt_tools.catalog import Extent
+from ckpt_tools.checksum import crc32
+from ckpt_tools.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
+from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats.unpickle import load
+from ckpt_tools.storage import Store
+from ckpt_tools.storage.ranges import Range, coalesce
+
+_LOCAL, _CENTRAL, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_HEAD_BYTES = _TAIL_BYTES = 1536
+_GAP_BYTES, _WINDOW_BYTES = 4096, 4 << 20
+_ALIGNMENT = 64
+_HUGE = 0xFFFFFFFF
+
+
+class Item(NamedTuple):
+    """A chunk to find: where its archive lies, and what the index says is in it."""
+
+    extent: Extent
+    dtype: DType
+    sizes: tuple[int, ...]
+
+
+class Record(NamedTuple):
+    """One file of a zip: its local header's position and its size, in bytes of the archive."""
+
+    header: int
+    nbytes: int
+    crc32: int
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------------
+
+
+def locate(store: Store, items: Sequence[Item]) -> Iterator[tuple[Extent, Extent]]:
+    """Yields for each archive the extent of its payload, after checking that it holds what the index says.
+
+    Costs two reads of 1.5 KiB an item, joined with their neighbours'; small items come whole in windows of 4 MiB.
+    """
+    halves: dict[int, bytes] = {}
+    for window in coalesce(_head_and_tail(items), _GAP_BYTES, _WINDOW_BYTES):
+        view = memoryview(bytearray(window.nbytes))
+        store.read_into(window.file, window.start, view)
+        for part in window.ranges:
+            at = part.start - window.start
+            data = bytes(view[at : at + part.nbytes])
+            number = part.tag >> 1
+            other = halves.pop(number, None)
+            if other is None:
+                halves[number] = data
+                continue
+            head, tail = (other, data) if part.tag & 1 else (data, other)
+            yield items[number].extent, _find_payload(store, items[number], head, tail)
+
+
+def _head_and_tail(items: Sequence[Item]) -> Iterator[Range]:
+    for number, item in enumerate(items):
+        file, start, nbytes = item.extent[:3]
+        yield Range(file, start, min(nbytes, _HEAD_BYTES), 2 * number)
+        tail = min(nbytes, _TAIL_BYTES)
+        yield Range(file, start + nbytes - tail, tail, 2 * number + 1)
+
+
+def _find_payload(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
+    try:
+        return _find(store, item, head, tail)
+    except FormatError as error:
+        raise type(error)(f"{error} ({printable(item.extent.file)} at byte {item.extent.start})", hint=error.hint) from error
+
+
+def _find(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
+    records = _read_directory(store, item.extent, tail)
+    first, stop = _payload_range(store, item.extent, head, _record(records, "data.pkl"))
+    tensor = _parse_tensor(_slice(store, item.extent, head, first, stop), item.dtype, item.sizes)
+    data_record = _record(records, "data/0")
+    if tensor.storage_nbytes != data_record.nbytes:
+        raise FormatError(f"a tensor's storage has the wrong length: expected {tensor.storage_nbytes} bytes, got {data_record.nbytes}")
+    start, stop = _payload_range(store, item.extent, head, data_record)
+    skip = tensor.offset * item.dtype.itemsize
+    nbytes = stop - start - skip if tensor.strides else tensor.nbytes
+    return Extent(item.extent.file, item.extent.start + start + skip, nbytes, strides=tensor.strides)
+
+
+def _slice(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> bytes:
+    """Returns bytes of an archive, from its head where they are there."""
+    if stop <= len(head):
+        return head[start:stop]
+    if not 0 <= start <= stop <= extent.nbytes or stop - start > 1 << 20:
+        raise FormatError(f"a record lies outside its archive: {start}:{stop} of {extent.nbytes} bytes")
+    buffer = bytearray(stop - start)
+    store.read_into(extent.file, extent.start + start, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _payload_range(store: Store, extent: Extent, head: bytes, record: Record) -> tuple[int, int]:
+    """Returns first and last-plus-one byte of a record's data within the archive."""
+    fixed = _slice(store, extent, head, record.header, record.header + _LOCAL.size)
+    magic, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = _LOCAL.unpack(fixed)
+    if magic != b"PK\x03\x04" or method != 0 or flags & 1:
+        raise FormatError(f"not a stored zip record: magic {magic!r}, method {method}, flags {flags:#x}")
+    start = record.header + _LOCAL.size + name_bytes + extra_bytes
+    if start + record.nbytes > extent.nbytes:
+        raise FormatError(f"a record runs past its archive: {start + record.nbytes} of {extent.nbytes} bytes")
+    return start, start + record.nbytes
+
+
+def _record(records: dict[str, Record], name: str) -> Record:
+    try:
+        return records[name]
+    except KeyError:
+        raise FormatError(f"not a saved tensor: the archive has no {name}, only {printable(', '.join(records))}") from None
+
+
+def _read_directory(store: Store, extent: Extent, tail: bytes) -> dict[str, Record]:
+    """Returns the records of an archive by name, without the folder that torch puts in front."""
+    end = _END.unpack(tail[-_END.size :]) if len(tail) >= _END.size else None
+    if end is None or end[0] != b"PK\x05\x06":
+        raise FormatError(f"not a torch.save archive: no zip directory at its end", hint="the file is truncated or was overwritten")
+    count, nbytes, start = end[4], end[5], end[6]
+    if count == 0xFFFF or nbytes == _HUGE or start == _HUGE:
+        at = len(tail) - _END.size - 20 - _END64.size
+        end64 = _END64.unpack_from(tail, at) if at >= 0 else (b"",)
+        if end64[0] != b"PK\x06\x06":
+            raise FormatError(f"a zip64 directory is missing")
+        count, nbytes, start = end64[7], end64[8], end64[9]
+    if start + nbytes > extent.nbytes or nbytes > 1 << 20:
+        raise FormatError(f"a zip directory lies outside its archive: {start}:{start + nbytes} of {extent.nbytes} bytes")
+    at = start - (extent.nbytes - len(tail))
+    return _parse_directory(tail[at : at + nbytes] if at >= 0 else _slice(store, extent, b"", start, start + nbytes), count)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_directory(data: bytes, count: int) -> dict[str, Record]:
+    records: dict[str, Record] = {}
+    at = 0
+    for _ in range(count):
+        if at + _CENTRAL.size > len(data):
+            raise FormatError(f"a zip directory is truncated")
+        entry = _CENTRAL.unpack_from(data, at)
+        magic, method, crc, packed, nbytes, name_bytes, extra_bytes, comment_bytes, header = (
+            entry[0], entry[4], entry[7], entry[8], entry[9], entry[10], entry[11], entry[12], entry[16],
+        )  # fmt: skip
+        name_at = at + _CENTRAL.size
+        name = data[name_at : name_at + name_bytes].decode("utf-8", "replace").partition("/")[2]
+        extra = data[name_at + name_bytes : name_at + name_bytes + extra_bytes]
+        nbytes, packed, header = _widen(extra, nbytes, packed, header)
+        if magic != b"PK\x01\x02" or method != 0 or packed != nbytes or name in records:
+            raise FormatError(f"a zip record is not stored as torch does it: {printable(name)!r}, method {method}")
+        records[name] = Record(header, nbytes, crc)
+        at = name_at + name_bytes + extra_bytes + comment_bytes
+    return records
+
+
+def _widen(extra: bytes, *values: int) -> list[int]:
+    """Returns sizes and positions with those that do not fit into 32 bits taken from the zip64 field."""
+    wide: list[int] = []
+    at = 0
+    while at + 4 <= len(extra):
+        tag, nbytes = struct.unpack_from("<2H", extra, at)
+        if tag == 1:
+            wide = [v for (v,) in struct.iter_unpack("<Q", extra[at + 4 : at + 4 + nbytes // 8 * 8])]
+        at += 4 + nbytes
+    return [wide.pop(0) if v == _HUGE and wide else v for v in values]
+
+
+class _Tensor(NamedTuple):
+    offset: int
+    strides: tuple[int, ...] | None
+    storage_nbytes: int
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=16384)
+def _parse_tensor(data: bytes, dtype: DType, sizes: tuple[int, ...]) -> _Tensor:
+    """Returns how a tensor lies in its storage, from its pickle; the index must agree with it."""
+    allowed: dict[tuple[str, str], Any] = {("torch", name): d for name, d in BY_STORAGE_CLASS.items()}
+    allowed.update({("torch", name): d for name, d in BY_NAME.items()})
+    for module in ("torch", "torch.storage"):
+        allowed[module, "UntypedStorage"] = allowed[module, "TypedStorage"] = None
+    allowed["collections", "OrderedDict"] = lambda *_: None
+    allowed["torch._utils", "_rebuild_tensor_v2"] = lambda *args: args
+    allowed["torch._utils", "_rebuild_tensor_v3"] = lambda *args: args
+    allowed["torch._utils", "_rebuild_parameter"] = lambda tensor, *_: tensor
+    value = load(data, allowed, "data.pkl", persistent_load=lambda pid: pid)
+    try:
+        (_, storage_type, key, _, numel), offset, shape, strides = value[:4]
+        found = storage_type if storage_type is not None else value[6]
+        if not isinstance(found, DType) or not all(type(n) is int and n >= 0 for n in (numel, offset, *shape, *strides)):
+            raise TypeError("its fields are of the wrong type")
+    except (TypeError, ValueError, IndexError) as error:
+        raise FormatError(f"not a saved tensor: {printable(str(error))}") from error
+    if found != dtype or tuple(shape) != sizes or key != "0" or len(strides) != len(sizes):
+        raise FormatError(
+            f"an item is not what the index says: expected {dtype.name} {list(sizes)}, got {found.name} {list(shape)}"
+        )
+    if storage_type is not None and len(value) > 6 and isinstance(value[6], dict) and value[6]:
+        raise FormatError(f"a tensor with pending operations is not supported: {printable(str(value[6]))}")
+    return _as_tensor(found, offset, sizes, tuple(strides), numel if storage_type is None else numel * found.itemsize)
+
+
+def _as_tensor(dtype: DType, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], storage_nbytes: int) -> _Tensor:
+    numel = math.prod(sizes)
+    last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if numel else offset - 1
+    if (last + 1) * dtype.itemsize > storage_nbytes:
+        raise FormatError(f"a tensor exceeds its storage: element {last} of {storage_nbytes // dtype.itemsize}")
+    is_row_major = all(n == 1 or s == r for n, s, r in zip(sizes, strides, row_major_strides(sizes), strict=True))
+    return _Tensor(offset, None if is_row_major or not numel else strides, storage_nbytes, numel * dtype.itemsize)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------------
+
+
+class Wrapping(NamedTuple):
+    """The bytes around a payload: `prefix`, the payload of `nbytes`, then `render_suffix(crc32 of the payload)`."""
+
+    prefix: bytes
+    nbytes: int
+    suffix_nbytes: int
+    render_suffix: Callable[[int], bytes]
+
+
+@functools.lru_cache(maxsize=4096)
+def wrap(dtype: DType, sizes: tuple[int, ...]) -> Wrapping:
+    """Returns the archive that `torch.save` makes of a contiguous CPU tensor, but for its payload.
+
+    The order of records, their alignment and the zip64 end are torch's own. `.data/serialization_id` is left out: it is
+    a hash of the contents that only torch's usage logging reads.
+    """
+    nbytes = math.prod(sizes) * dtype.itemsize
+    prefix, entries = bytearray(), []
+    first = (("data.pkl", _pickle_tensor(dtype, sizes)), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little"))
+    for name, data in first:
+        entries.append(_entry(name, len(prefix), len(data), crc32(data)))
+        prefix += _local_header(name, len(prefix), len(data)) + data + _descriptor(crc32(data), len(data))
+    data_at = len(prefix)
+    prefix += _local_header("data/0", data_at, nbytes)
+    version_at = len(prefix) + nbytes + len(_descriptor(0, nbytes))
+    version = _local_header("version", version_at, 2) + b"3\n" + _descriptor(crc32(b"3\n"), 2)
+    last = _entry("version", version_at, 2, crc32(b"3\n"))
+
+    def render(crc: int) -> bytes:
+        directory = b"".join((*entries, _entry("data/0", data_at, nbytes, crc), last))
+        return _descriptor(crc, nbytes) + version + directory + _end_of_directory(len(first) + 2, len(directory), version_at + len(version))
+
+    return Wrapping(bytes(prefix), nbytes, len(render(0)), render)
+
+
+def _entry(name: str, at: int, nbytes: int, crc: int) -> bytes:
+    """Returns a record's entry in the central directory."""
+    full = f"archive/{name}".encode()
+    big = ([nbytes, nbytes] if nbytes >= _HUGE else []) + ([at] if at >= _HUGE else [])
+    extra = struct.pack(f"<2H{len(big)}Q", 1, 8 * len(big), *big) if big else b""
+    size, header = min(nbytes, _HUGE), min(at, _HUGE)
+    return _CENTRAL.pack(b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, size, size, len(full), len(extra), 0, 0, 0, 0, header) + full + extra
+
+
+def _local_header(name: str, at: int, nbytes: int) -> bytes:
+    full = f"archive/{name}".encode()
+    zip64 = struct.pack("<2H2Q", 1, 16, 0, 0) if nbytes >= _HUGE else b""
+    unpadded = at + _LOCAL.size + len(full) + len(zip64) + 4
+    fill = -unpadded % _ALIGNMENT
+    extra = zip64 + b"FB" + struct.pack("<H", fill) + b"Z" * fill
+    return _LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(full), len(extra)) + full + extra
+
+
+def _descriptor(crc: int, nbytes: int) -> bytes:
+    return struct.pack("<4sIQQ" if nbytes >= _HUGE else "<4sIII", b"PK\x07\x08", crc, nbytes, nbytes)
+
+
+def _end_of_directory(count: int, nbytes: int, start: int) -> bytes:
+    end64 = _END64.pack(b"PK\x06\x06", _END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
+    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + nbytes, 1)
+    return end64 + locator + _END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, min(start, _HUGE), 0)
+
+
+def _pickle_tensor(dtype: DType, sizes: tuple[int, ...]) -> bytes:
+    """Returns `data.pkl`: the call that rebuilds a contiguous tensor over storage "0"."""
+    is_untyped = dtype.storage_class == "UntypedStorage"
+    numel = math.prod(sizes)
+
+    def ints(values: Sequence[int]) -> bytes:
+        return b"(" + b"".join(map(_long, values)) + b"t"
+
+    storage = b"ctorch.storage\nUntypedStorage\n" if is_untyped else b"ctorch\n" + dtype.storage_class.encode() + b"\n"
+    body = b"(X\x07\x00\x00\x00storage" + storage + b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpu"
+    body += _long(numel * dtype.itemsize if is_untyped else numel) + b"tQK\x00" + ints(sizes) + ints(row_major_strides(sizes))
+    body += b"\x89ccollections\nOrderedDict\n)R" + (b"ctorch\n" + dtype.name.encode() + b"\n" if is_untyped else b"")
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v" + (b"3" if is_untyped else b"2") + b"\n(" + body + b"tR."
+
+
+def _long(value: int) -> bytes:
+    if value < 256:
+        return b"K" + bytes([value])
+    if value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes(9, "little")
+    return b"\x8a\x09" + raw

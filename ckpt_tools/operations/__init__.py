@@ -1,0 +1,1 @@
+"""What a person asks for: one file an idea, each a preset of catalog, plan and sink."""

@@ -1,0 +1,103 @@
+"""What a checkpoint holds, from its metadata alone. May import levels 0 to 4."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tools.catalog import Catalog, key_path
+from ckpt_tools.formats import open_source
+
+
+class Total(NamedTuple):
+    """A count of tensors and objects and the bytes that they take."""
+
+    num_tensors: int
+    num_objects: int
+    nbytes: int
+
+
+class Part(NamedTuple):
+    """What one file holds of one tensor."""
+
+    fqn: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """One data file: the rank that wrote it (None where the format does not tell), its bytes, and what it holds."""
+
+    name: str
+    rank: int | None
+    nbytes: int
+    parts: Sequence[Part]
+    num_objects: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `inspect` returns.
+
+    Attributes:
+        path, format, world_size, extras: of the checkpoint, as found.
+        catalog: every tensor with dtype, shape and chunks; every object by name.
+        total, by_dtype, by_key: sums, also per element type and per top-level key.
+        files: every data file with what it holds.
+    """
+
+    path: str
+    format: str
+    world_size: int | None
+    extras: Mapping[str, str]
+    catalog: Catalog
+    total: Total
+    by_dtype: Mapping[str, Total]
+    by_key: Mapping[str, Total]
+    files: Sequence[FileReport]
+
+
+def inspect(src: str | os.PathLike[str]) -> Report:
+    """Reads a checkpoint's metadata, proves that it is structurally whole, and sums it up.
+
+    Args:
+        src: a checkpoint, or a directory with one below.
+
+    Raises:
+        CheckpointError: see the tree in `errors`.
+    """
+    source = open_source(src)
+    catalog = source.catalog
+    source.store.close()
+    by_dtype: dict[str, Total] = {}
+    by_key: dict[str, Total] = {}
+    for fqn, entry in catalog.tensors.items():
+        _add(by_dtype, entry.dtype.name, 1, 0, entry.nbytes)
+        _add(by_key, key_path(catalog, fqn)[0], 1, 0, entry.nbytes)
+    for fqn, item in catalog.objects.items():
+        _add(by_key, key_path(catalog, fqn)[0], 0, 1, item.extent.nbytes)
+    total = Total(len(catalog.tensors), len(catalog.objects), catalog.nbytes)
+    return Report(
+        str(source.path), catalog.format, catalog.world_size, catalog.extras, catalog, total, by_dtype, by_key, _files(catalog)
+    )
+
+
+def _add(table: dict[str, Total], key: str, num_tensors: int, num_objects: int, nbytes: int) -> None:
+    old = table.get(key, Total(0, 0, 0))
+    table[key] = Total(old.num_tensors + num_tensors, old.num_objects + num_objects, old.nbytes + nbytes)
+
+
+def _files(catalog: Catalog) -> list[FileReport]:
+    parts: dict[str, list[Part]] = {name: [] for name in catalog.file_sizes}
+    objects = dict.fromkeys(catalog.file_sizes, 0)
+    for fqn, entry in catalog.tensors.items():
+        for box, extent in entry.chunks:
+            parts[extent.file].append(Part(fqn, box.offsets, box.sizes, box.numel * entry.dtype.itemsize))
+    for item in catalog.objects.values():
+        objects[item.extent.file] += 1
+    order = sorted(catalog.file_sizes, key=lambda name: (catalog.ranks.get(name, 0), name))
+    return [FileReport(n, catalog.ranks.get(n), catalog.file_sizes[n], parts[n], objects[n]) for n in order]

@@ -1,0 +1,405 @@
+"""Merge and reshard: read a catalog, view it, lay a target out, copy, commit.
+
+Both are presets of one path, `_transfer`. May import levels 0 to 4.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from ckpt_tools import formats
+from ckpt_tools.box import whole
+from ckpt_tools.catalog import Catalog, Chunk, TensorEntry, key_path, keep, matcher, model_only, rename, replicas, strip_wrappers
+from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.commit import Staging, check_destination, check_room, publish_directory, publish_file, staging, write_durably
+from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
+from ckpt_tools.engine.run import Totals, run
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
+from ckpt_tools.engine.sinks import HashSink, WriteSink
+from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
+from ckpt_tools.formats import Request, Source, TargetTensor, dcp, open_source, safetensors, whole_tensor
+from ckpt_tools.formats.base import Format
+from ckpt_tools.layout import reshard_boxes, split
+from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_tensors
+from ckpt_tools.plan import Plan, Slot, Target, TensorPlan, plan_copies, plan_transfer
+from ckpt_tools.storage import LocalStore
+from ckpt_tools.version import __version__
+
+Path_ = str | os.PathLike[str]
+ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+_MANIFEST_ROOM_BYTES = 1 << 20
+
+
+class Options(TypedDict, total=False):
+    """How to do it; every operation takes these.
+
+    Attributes:
+        jobs: number of threads; the number of processors, at most 8, where absent.
+        memory_bytes: budget of all buffers together; 64 MiB where absent.
+        overwrite: replace a checkpoint at the destination, once the new one is complete.
+        dry_run: plan only, write nothing.
+        progress: called with a label and a total in bytes; gives a context with a callable that takes bytes done.
+    """
+
+    jobs: int | None
+    memory_bytes: int | None
+    overwrite: bool
+    dry_run: bool
+    progress: ProgressBar | None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """What a merge or reshard did, or with `dry_run` would do.
+
+    Attributes:
+        source, destination, format: from where, to where, in which format.
+        files: bytes of every file written, the index included, the manifest not.
+        num_tensors, num_objects, num_copies: counts of the plan; a copy is one overlap of a source and a target chunk.
+        read_nbytes, written_nbytes, needed_nbytes: bytes read, written, and of the elements that were needed.
+        bytes_by_dtype: bytes written, by element type.
+        left_out: top-level keys that were not taken, with their bytes.
+        stripped: how many names lost a prefix, by prefix.
+        overflowed: finite values that a cast made infinite, by tensor.
+        notes: remarks.
+        seconds: wall-clock time.
+        is_dry_run: whether nothing was written.
+    """
+
+    source: str
+    destination: str
+    format: str
+    files: Mapping[str, int]
+    num_tensors: int
+    num_objects: int
+    num_copies: int
+    read_nbytes: int
+    written_nbytes: int
+    needed_nbytes: int
+    bytes_by_dtype: Mapping[str, int]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    stripped: Mapping[str, int] = field(default_factory=dict)
+    overflowed: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    seconds: float = 0.0
+    is_dry_run: bool = False
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read over bytes needed."""
+        return self.read_nbytes / self.needed_nbytes if self.needed_nbytes else 1.0
+
+
+# ---- the presets ---------------------------------------------------------------------------------------------------------
+
+
+def merge(
+    src: Path_,
+    dst: Path_,
+    *,
+    select: Sequence[str] = (),
+    dtype: str | None = None,
+    keep_dtype: Sequence[str] = (),
+    max_shard_bytes: int | None = None,
+    keep_prefix: bool = False,
+    **options: Unpack[Options],
+) -> TransferResult:
+    """Joins the shards of a model into one safetensors file, ready for inference. (It does not average models.)
+
+    Args:
+        src: a checkpoint, or a directory with one below.
+        dst: the file to write; with `max_shard_bytes` the directory to write shards and an index to.
+        select: globs; only tensors whose name, before or after stripping, matches one are taken.
+        dtype: `bf16`, `fp16`, `fp32` or `fp64`; nothing is cast where None. Only these four types are cast.
+        keep_dtype: globs of names that stay as they are.
+        max_shard_bytes: upper bound of a shard's payload; a larger tensor stands alone.
+        keep_prefix: keep the model's key and wrappers' prefixes in the names.
+        **options: see `Options`.
+
+    Raises:
+        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
+    """
+    source, target_path = open_source(src), Path(dst)
+    if max_shard_bytes is None and target_path.suffix != ".safetensors":
+        raise PlanError(f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory")
+    catalog, stripped = _model_view(source.catalog, keep_prefix)
+    if select:
+        catalog = _select(catalog, select, source.catalog)
+    if not catalog.tensors:
+        raise PlanError(f"no tensor of a model is left of {len(source.catalog.tensors)} ({printable(str(source.path))})", hint=f"ckpt inspect {source.path}")
+    targets = [whole_tensor(t, _target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
+    request = _shards(targets, max_shard_bytes, target_path.name)
+    return _transfer(
+        "merge", source, catalog, target_path, safetensors, request,
+        options, left_out=_left_out(source.catalog, catalog), stripped=stripped,
+    )  # fmt: skip
+
+
+def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = None, **options: Unpack[Options]) -> TransferResult:
+    """Rewrites a DCP checkpoint with the chunks that a job of another number of ranks would have saved.
+
+    Args:
+        src: a DCP checkpoint, or a directory with one below.
+        dst: the directory to write.
+        to_ranks: number of ranks to split for.
+        from_ranks: number of ranks that wrote the source, to be checked.
+        **options: see `Options`.
+
+    Raises:
+        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
+    """
+    source = open_source(src)
+    catalog = source.catalog
+    if source.format is not dcp:
+        raise PlanError(f"reshard reads DCP, got {source.format.NAME} ({printable(str(source.path))})")
+    if to_ranks < 1:
+        raise PlanError(f"a checkpoint is split for at least 1 rank, got {to_ranks}")
+    if from_ranks is not None and from_ranks != catalog.world_size:
+        raise PlanError(
+            f"the source was written by another number of ranks: expected {from_ranks}, got {catalog.world_size} ({printable(str(source.path))})",
+            hint=f"--from {catalog.world_size}, or leave it out",
+        )
+    targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(_rank_boxes(t, catalog.world_size, to_ranks))) for t in catalog.tensors.values()]
+    request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
+    return _transfer("reshard", source, catalog, Path(dst), dcp, request, options)
+
+
+# ---- what to take, and as what ---------------------------------------------------------------------------------------------
+
+
+def _model_view(catalog: Catalog, keep_prefix: bool) -> tuple[Catalog, dict[str, int]]:
+    """Returns the model's tensors under their inference names, and how many names lost which prefix."""
+    model, prefix = model_only(catalog)
+    if keep_prefix:
+        cut = len(".".join(prefix)) + 1 if prefix else 0
+        return rename(model, lambda fqn: ".".join(prefix) + "." + fqn if cut else fqn), {}
+    stripped = {".".join(prefix) + ".": len(model.tensors)} if prefix else {}
+    for fqn in model.tensors:
+        gone = strip_wrappers(fqn)
+        for segment in set(fqn.split(".")) if gone != fqn else ():
+            if fqn.split(".").count(segment) != gone.split(".").count(segment):
+                stripped[f"{segment}."] = stripped.get(f"{segment}.", 0) + 1
+    return rename(model, strip_wrappers), stripped
+
+
+def _select(catalog: Catalog, globs: Sequence[str], original: Catalog) -> Catalog:
+    """Returns the tensors that a glob matches by their new or their stored name."""
+    wanted = matcher(globs)
+    stored = {t.chunks[0].extent: fqn for fqn, t in original.tensors.items() if t.chunks}
+    kept = keep(catalog, lambda fqn: wanted(fqn) or bool((c := catalog.tensors[fqn].chunks) and wanted(stored.get(c[0].extent, ""))))
+    if not kept.tensors:
+        some = ", ".join(printable(f) for f in list(catalog.tensors)[:5])
+        raise PlanError(f"--select matches none of {len(catalog.tensors)} tensors: {printable(' '.join(globs))}", hint=f"names look like: {some}")
+    return kept
+
+
+def _target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str], bool]) -> DType:
+    if dtype is None or not entry.dtype.is_castable or is_kept(entry.fqn):
+        return entry.dtype
+    name = SHORT_NAMES.get(dtype, dtype)
+    if name not in SHORT_NAMES.values():
+        raise PlanError(f"cannot cast to {printable(dtype)!r}: expected one of {', '.join(SHORT_NAMES)}")
+    return BY_NAME[name]
+
+
+def _shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) -> Request:
+    """Puts tensors into shards in their order; a shard is closed by the tensor that no longer fits."""
+    if max_shard_bytes is None:
+        return Request(targets, file_name=name)
+    numbers, number, filled = [], 0, 0
+    for tensor in targets:
+        nbytes = whole(tensor.shape).numel * tensor.dtype.itemsize
+        if filled and filled + nbytes > max_shard_bytes:
+            number, filled = number + 1, 0
+        filled += nbytes
+        numbers.append(number)
+    spread = [
+        TargetTensor(t.fqn, t.dtype, t.shape, tuple(t.boxes[0] if i == mine else None for i in range(number + 1)))
+        for t, mine in zip(targets, numbers, strict=True)
+    ]
+    return Request(spread, number + 1, with_index=True)
+
+
+def _rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[object]:
+    boxes = [c.box for c in entry.chunks]
+    if world_size == 1 and entry.shape and to_ranks > 1:  # one rank holds everything whole; FSDP would have split it along dim 0
+        boxes = [split(whole(entry.shape), 0, 2, part) for part in range(2)]
+    return reshard_boxes(boxes, entry.shape, to_ranks)
+
+
+def _left_out(before: Catalog, after: Catalog) -> dict[str, int]:
+    """Returns the top-level keys of which nothing was taken, with their bytes."""
+    taken = {c.extent for t in after.tensors.values() for c in t.chunks}
+    left: dict[str, int] = {}
+    for fqn, entry in before.tensors.items():
+        if not entry.chunks or entry.chunks[0].extent not in taken:
+            key = key_path(before, fqn)[0]
+            left[key] = left.get(key, 0) + entry.nbytes
+    for fqn, item in before.objects.items():
+        key = key_path(before, fqn)[0]
+        left[key] = left.get(key, 0) + item.extent.nbytes
+    return left
+
+
+# ---- the one path ----------------------------------------------------------------------------------------------------------
+
+
+def _transfer(
+    operation: str,
+    source: Source,
+    catalog: Catalog,
+    dst: Path,
+    form: Format,
+    request: Request,
+    options: Options,
+    left_out: Mapping[str, int] | None = None,
+    stripped: Mapping[str, int] | None = None,
+) -> TransferResult:
+    began = time.monotonic()
+    jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
+    memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
+    overwrite, is_dry_run = options.get("overwrite", False), options.get("dry_run", False)
+    _check_apart(source.path, dst)
+    check_destination(dst, overwrite or is_dry_run, formats.foreign_files)
+    layout = form.lay_out(request)
+    plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
+    located = source.format.locate(source.store, catalog, [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object])
+    tile = tile_bytes(memory, jobs)
+
+    def result(totals: Totals, files: Mapping[str, int]) -> TransferResult:
+        return TransferResult(
+            str(source.path), str(dst), form.NAME, files,
+            sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
+            totals.read_nbytes, sum(files.values()), plan.payload_bytes, _bytes_by_dtype(plan),
+            left_out or {}, stripped or {}, totals.overflowed, plan.notes, time.monotonic() - began, is_dry_run,
+        )  # fmt: skip
+
+    files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
+    if is_dry_run:
+        return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, tile))), files)
+    check_room(dst.parent, layout.nbytes + _MANIFEST_ROOM_BYTES)
+    _prove_replicas(source, catalog, plan, located, jobs, tile)
+    bar = options.get("progress") or (lambda label, total: nullcontext(lambda nbytes: None))
+    with staging(dst) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
+        sink = WriteSink(_with_attempt(form, layout, request, place.attempt), LocalStore(place.path))
+        try:
+            sink.open()
+            totals = run(schedule(plan, located, tile), source.store, sink, jobs, advance)
+            checksums = sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+        manifest = _manifest(operation, place.attempt, source, sink, plan, checksums)
+        _commit(place, manifest, sink.target, overwrite)
+    source.store.close()
+    return result(totals, files)
+
+
+def _with_attempt(form: Format, layout: Target, request: Request, attempt: str) -> Target:
+    """Returns the layout with the attempt's id in its index, where the format keeps one."""
+    if layout.index is None or form is not dcp:
+        return layout
+    return form.lay_out(Request(request.tensors, request.world_size, request.objects, request.paths, attempt))
+
+
+def _bytes_by_dtype(plan: Plan) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for tensor in plan.tensors:
+        key = "objects" if tensor.is_object else tensor.dst_dtype.name
+        sizes[key] = sizes.get(key, 0) + whole(tensor.shape).numel * tensor.dst_dtype.itemsize
+    return sizes
+
+
+def _check_apart(src: Path, dst: Path) -> None:
+    """Refuses a destination within the source, and a source within the destination."""
+    real_src, real_dst = Path(os.path.realpath(src)), Path(os.path.realpath(dst))
+    if real_dst == real_src or real_dst.is_relative_to(real_src):
+        raise StorageError(f"the destination lies in the source: {printable(str(dst))}", hint="write beside it, not into it")
+    if real_src.is_relative_to(real_dst):
+        raise StorageError(f"the source lies in the destination: {printable(str(src))}", hint="replacing the destination would destroy the source")
+
+
+def _prove_replicas(source: Source, catalog: Catalog, plan: Plan, located: Mapping[object, object], jobs: int, tile: int) -> None:
+    """Reads every copy of what several ranks saved, and refuses copies that differ.
+
+    Raises:
+        IntegrityError: two replicas hold different bytes; tensor and files are named.
+    """
+    probes: list[TensorPlan] = []
+    groups: list[tuple[str, list[Chunk]]] = []
+    for tensor in plan.tensors:
+        if tensor.is_object:
+            item = catalog.objects[tensor.fqn]
+            box = whole((item.extent.nbytes,))
+            copies = [Chunk(box, e) for e in (item.extent, *item.replicas)]
+            if any(e.nbytes != item.extent.nbytes for e in item.replicas):
+                raise _differ(catalog, tensor.fqn, copies[0], next(c for c in copies if c.extent.nbytes != item.extent.nbytes))
+            groups += [(tensor.fqn, copies)] if item.replicas else []
+        else:
+            groups += [(tensor.fqn, group) for group in replicas(catalog.tensors[tensor.fqn])]
+    by_fqn = {t.fqn: t for t in plan.tensors}
+    for number, (fqn, group) in enumerate(groups):
+        dtype = by_fqn[fqn].src_dtype
+        for copy, chunk in enumerate(group):
+            box = whole(chunk.box.sizes)
+            slots = (Slot(box, "", 0),)
+            alone = (Chunk(box, chunk.extent),)
+            probes.append(TensorPlan(f"{number}.{copy}", box.sizes, dtype, dtype, alone, slots, tuple(plan_copies([box], [box]))))
+    if not probes:
+        return
+    sink = HashSink()
+    run(schedule(Plan(tuple(probes), Target("", {}, {})), located, tile), source.store, sink, jobs)  # type: ignore[arg-type]
+    prints = sink.fingerprints.join()
+    for number, (fqn, group) in enumerate(groups):
+        for copy, chunk in enumerate(group):
+            if prints[f"{number}.{copy}"] != prints[f"{number}.0"]:
+                raise _differ(catalog, fqn, group[0], chunk)
+
+
+def _differ(catalog: Catalog, fqn: str, first: Chunk, second: Chunk) -> IntegrityError:
+    return IntegrityError(
+        f"replicas differ: {printable(fqn)!r} {first.box} is not the same in {catalog.where(first.extent.file)} and {catalog.where(second.extent.file)}",
+        hint="one of the ranks had another value, or its file is damaged; leave the tensor out, or take another checkpoint",
+    )
+
+
+def _manifest(operation: str, attempt: str, source: Source, sink: WriteSink, plan: Plan, checksums: Mapping[str, int]) -> Manifest:
+    target, catalog = sink.target, source.catalog
+    index = target.index
+    return Manifest(
+        attempt=attempt,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        tool=f"ckpt-tools {__version__}",
+        operation=operation,
+        format=target.format,
+        source={"name": source.path.name, "format": catalog.format, "world_size": catalog.world_size, "save_id": catalog.extras.get("save_id")},
+        world_size=target.world_size,
+        files={name: Sealed(nbytes, hex64(checksums[name])) for name, nbytes in target.file_sizes.items()},
+        index=(index.file, Sealed(len(index.data), hex64(crc64nvme(index.data)))) if index else None,
+        tensors=seal_tensors(plan, sink.fingerprints.join()),
+    )
+
+
+def _commit(place: Staging, manifest: Manifest, target: Target, overwrite: bool) -> None:
+    """Manifest, then index, then one rename."""
+    single = next(iter(target.file_sizes)) if target.index is None else ""
+    name = file_name(place.attempt, beside=single)
+    write_durably(place.path / name, manifest.render())
+    if target.index is None:
+        publish_file(place, single, name, overwrite)
+        return
+    write_durably(place.path / target.index.file, target.index.data)
+    publish_directory(place, overwrite)
+
+
+def describe(names: Iterable[str], limit: int = 8) -> str:
+    """Returns names for a message, the first few of many."""
+    shown = list(names)
+    return ", ".join(printable(n) for n in shown[:limit]) + (f" and {len(shown) - limit} more" if len(shown) > limit else "")

@@ -1,0 +1,213 @@
+"""Results as a person sees them: aligned tables and trees, colours where a terminal has them.
+
+Part of the command line; knows results and nothing of how they came about. May import levels 0 to 5.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.catalog import is_other_state, key_path
+from ckpt_tools.errors import printable
+
+if TYPE_CHECKING:
+    from ckpt_tools.operations.inspect import Report, Total
+    from ckpt_tools.operations.transfer import TransferResult
+
+_MAX_ROWS = 40
+_BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+
+
+def size(nbytes: int) -> str:
+    """Returns bytes as people write them, in powers of 1000: 1.06 GB."""
+    value, unit = float(nbytes), 0
+    while value >= 999.5 and unit < 5:
+        value, unit = value / 1000, unit + 1
+    return f"{nbytes} B" if unit == 0 else f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {'BKMGTP'[unit]}B"
+
+
+def _style(text: str, code: str) -> str:
+    return f"{code}{text}{_PLAIN}" if sys.stdout.isatty() else text
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Prints rows under a head; the columns in `right` are aligned to the right."""
+    cells = [list(head), *map(list, rows)]
+    widths = [max(len(r[c]) for r in cells) for c in range(len(head))]
+    for number, row in enumerate(cells):
+        line = "  ".join(t.rjust(w) if c in right else t.ljust(w) for c, (t, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        print("  " + (_style(line, _BOLD) if number == 0 else line))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+# ---- inspect -------------------------------------------------------------------------------------------------------------
+
+
+def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
+    """Prints a report: the summary, then the tree or the ranks where asked for."""
+    world = f", written by {_count(report.world_size, 'rank')}" if report.world_size else ""
+    print(_style(printable(report.path), _BOLD))
+    print(f"  {report.format}{world}: {_count(report.total.num_tensors, 'tensor')}, {size(report.total.nbytes)}, {_count(report.total.num_objects, 'object')}")
+    print()
+    _totals("key", report.by_key)
+    print()
+    _totals("dtype", report.by_dtype)
+    if tree:
+        print()
+        _show_tree(report)
+    else:
+        _show_objects(report)
+    if ranks:
+        print()
+        _show_ranks(report)
+
+
+def _totals(label: str, totals: Mapping[str, Total]) -> None:
+    rows = sorted(totals.items(), key=lambda item: -item[1].nbytes)
+    table(
+        (label, "tensors", "objects", "bytes"),
+        [(printable(k), f"{t.num_tensors:,}", f"{t.num_objects:,}", size(t.nbytes)) for k, t in rows[:_MAX_ROWS]],
+        right=(1, 2, 3),
+    )
+    if len(rows) > _MAX_ROWS:
+        print(f"  … and {len(rows) - _MAX_ROWS} more")
+
+
+def _show_objects(report: Report) -> None:
+    names = list(report.catalog.objects)
+    if names:
+        width = max(40, shutil.get_terminal_size((100, 24)).columns - 4)
+        print("\n  objects (not unpickled):")
+        shown = ", ".join(printable(n) for n in names[:60]) + (f", … and {len(names) - 60} more" if len(names) > 60 else "")
+        while shown:
+            cut = len(shown) if len(shown) <= width else (shown.rfind(" ", 0, width) + 1 or width)
+            print("    " + shown[:cut].rstrip())
+            shown = shown[cut:]
+    states = [k for k in report.by_key if is_other_state(k)]
+    if states:
+        print(f"\n  beside the model: {', '.join(printable(s) for s in states)}")
+
+
+def _show_tree(report: Report) -> None:
+    root: dict[str, Any] = {}
+    for fqn, entry in report.catalog.tensors.items():
+        node = root
+        *parents, leaf = [s for key in key_path(report.catalog, fqn) for s in (key.split(".") if key else [key])]
+        for segment in parents:
+            node = node.setdefault(segment, {})
+            if not isinstance(node, dict):
+                break
+        if isinstance(node, dict):
+            node[leaf] = (list(entry.shape), entry.dtype.name, entry.nbytes, len(entry.chunks))
+    rows: list[tuple[str, str, str, str, str]] = []
+    _walk(root, "", rows)
+    table(("tree", "shape", "dtype", "chunks", "bytes"), rows, right=(3, 4))
+
+
+def _bytes_below(node: Any) -> int:
+    return sum(map(_bytes_below, node.values())) if isinstance(node, dict) else node[2]
+
+
+def _signature(node: Any) -> object:
+    """Returns what makes two subtrees the same: names, shapes and dtypes below."""
+    return tuple((k, _signature(v)) for k, v in node.items()) if isinstance(node, dict) else (tuple(node[0]), node[1])
+
+
+def _walk(node: Mapping[str, Any], indent: str, rows: list[tuple[str, str, str, str, str]]) -> None:
+    """Adds a subtree's rows; a run of numbered children that look alike is shown once, with its range."""
+    names = sorted(node, key=lambda n: (0, int(n), "") if n.isascii() and n.isdigit() and len(n) < 10 else (1, 0, n))
+    at = 0
+    while at < len(names):
+        name, child = names[at], node[names[at]]
+        if not isinstance(child, dict):
+            shape, dtype, nbytes, num_chunks = child
+            rows.append((indent + printable(name), str(shape), dtype, str(num_chunks), size(nbytes)))
+            at += 1
+            continue
+        end = at + 1
+        while name.isdigit() and end < len(names) and isinstance(node[names[end]], dict) and _signature(node[names[end]]) == _signature(child):
+            end += 1
+        label = f"{name}–{names[end - 1]} (each)" if end - at > 1 else printable(name)
+        rows.append((indent + label, "", "", "", size(_bytes_below(child))))
+        _walk(child, indent + "  ", rows)
+        at = end
+
+
+def _show_ranks(report: Report) -> None:
+    rows = [
+        (printable(f.name), "–" if f.rank is None else str(f.rank), f"{len(f.parts):,}", f"{f.num_objects:,}", size(sum(p.nbytes for p in f.parts)), size(f.nbytes))
+        for f in report.files
+    ]
+    table(("file", "rank", "chunks", "objects", "payload", "file size"), rows[: _MAX_ROWS * 4], right=(1, 2, 3, 4, 5))
+    print()
+    parts = [
+        (printable(p.fqn), "–" if f.rank is None else str(f.rank), ", ".join(f"{o}:{o + s}" for o, s in zip(p.offsets, p.sizes, strict=True)), size(p.nbytes))
+        for f in report.files
+        for p in f.parts
+    ]
+    order = {fqn: number for number, fqn in enumerate(report.catalog.tensors)}
+    shown = sorted(((order[p.fqn], f.rank or 0, i) for i, (f, p) in enumerate((f, p) for f in report.files for p in f.parts)), key=lambda k: k)
+    table(("tensor", "rank", "elements", "bytes"), [parts[i] for _, _, i in shown[: _MAX_ROWS * 4]], right=(1, 3))
+    if len(parts) > _MAX_ROWS * 4:
+        print(f"  … and {len(parts) - _MAX_ROWS * 4:,} more; all of them with --json")
+
+
+def report_as_json(report: Report) -> dict[str, Any]:
+    """Returns a report as plain values, every tensor with its chunks included."""
+    catalog = report.catalog
+    return {
+        "path": report.path, "format": report.format, "world_size": report.world_size, "extras": dict(report.extras),
+        "total": report.total._asdict(),
+        "by_dtype": {k: v._asdict() for k, v in report.by_dtype.items()},
+        "by_key": {k: v._asdict() for k, v in report.by_key.items()},
+        "files": [{"name": f.name, "rank": f.rank, "nbytes": f.nbytes} for f in report.files],
+        "tensors": {
+            fqn: {
+                "dtype": t.dtype.name, "shape": t.shape, "nbytes": t.nbytes,
+                "chunks": [{"offsets": c.box.offsets, "sizes": c.box.sizes, "file": c.extent.file} for c in t.chunks],
+            }
+            for fqn, t in catalog.tensors.items()
+        },
+        "objects": {fqn: {"file": o.extent.file, "nbytes": o.extent.nbytes} for fqn, o in catalog.objects.items()},
+    }  # fmt: skip
+
+
+# ---- merge, reshard --------------------------------------------------------------------------------------------------------
+
+
+def show_transfer(result: TransferResult) -> None:
+    """Prints what a transfer did or, after a dry run, would do."""
+    verb = "would write" if result.is_dry_run else "wrote"
+    took = "" if result.is_dry_run else f" in {result.seconds:.2f} s"
+    objects = f" and {_count(result.num_objects, 'object')}" if result.num_objects else ""
+    print(
+        f"{verb} {_style(printable(result.destination), _BOLD)}: {_count(result.num_tensors, 'tensor')}{objects}, "
+        f"{size(result.written_nbytes)}, {_count(len(result.files), 'file')}{took}"
+    )
+    print("  by dtype: " + ", ".join(f"{k} {size(v)}" for k, v in sorted(result.bytes_by_dtype.items(), key=lambda i: -i[1])))
+    if result.left_out:
+        print("  left out: " + ", ".join(f"{printable(k)} ({size(v)})" for k, v in result.left_out.items()))
+    if result.stripped:
+        print("  stripped: " + ", ".join(f"{printable(k)} ({_count(v, 'name')})" for k, v in result.stripped.items()))
+    for fqn, count in list(result.overflowed.items())[:_MAX_ROWS]:
+        print(f"  overflow: {_count(count, 'finite value')} became infinite in {printable(fqn)}")
+    for note in result.notes:
+        print(f"  note: {note}")
+    if result.is_dry_run:
+        _show_plan(result)
+
+
+def _show_plan(result: TransferResult) -> None:
+    print(
+        f"  plan: {_count(result.num_copies, 'copy').replace('copys', 'copies')}, read {size(result.read_nbytes)} for {size(result.needed_nbytes)} needed "
+        f"(amplification {result.read_amplification:.3f}), write {size(result.written_nbytes)}"
+    )
+    table(("file", "bytes"), [(printable(n), size(b)) for n, b in list(result.files.items())[:_MAX_ROWS]], right=(1,))
+    if len(result.files) > _MAX_ROWS:
+        print(f"  … and {len(result.files) - _MAX_ROWS} more files")

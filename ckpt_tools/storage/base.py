@@ -1,0 +1,123 @@
+"""The contract of a store: named files of bytes under one root.
+
+A store knows bytes, not formats. Paths are relative, with `/` between segments, and never leave the root. May import errors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckpt_tools.errors import StorageError, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store can do, for the schedule to choose by.
+
+    Attributes:
+        can_write_anywhere: a file under construction takes writes at any position, in any order.
+        can_rename: a finished directory or file appears under its final name in one step.
+    """
+
+    can_write_anywhere: bool
+    can_rename: bool
+
+
+class Writer(Protocol):
+    """One file under construction. Several threads may write disjoint ranges at once."""
+
+    def write_at(self, start: int, data: memoryview | bytes) -> None:
+        """Writes all of `data` at byte `start`.
+
+        Raises:
+            StorageError: the store took less; the file is not usable.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Makes the bytes durable and closes the file. A failure is final: nothing is tried twice."""
+        ...
+
+    def abort(self) -> None:
+        """Gives the file up and closes it; never raises."""
+        ...
+
+
+class Store(Protocol):
+    """Files under one root.
+
+    Guarantees: reads see a file as it was at one moment or raise; ranges are half-open; a zero-length range reads nothing
+    and is legal up to the end of the file; a file that is being written is not promised to be visible.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where the root is, for messages."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this store can do."""
+        ...
+
+    def list_files(self) -> Mapping[str, int]:
+        """Returns the files directly under the root with their sizes in bytes; links and devices that leave it are omitted."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Returns the bytes of a file.
+
+        Raises:
+            StorageError: there is no such regular file within the root.
+        """
+        ...
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` from byte `start` of a file.
+
+        Raises:
+            StorageError: the file ends before the buffer is full, or cannot be read.
+        """
+        ...
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Hints that `(path, start, nbytes)` ranges are wanted soon; may do nothing."""
+        ...
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        """Starts a new file of exactly `nbytes` bytes.
+
+        Raises:
+            StorageError: the file exists already, or there is no room.
+        """
+        ...
+
+    def close(self) -> None:
+        """Releases what the store holds open."""
+        ...
+
+
+def read(store: Store, path: str, start: int = 0, nbytes: int | None = None) -> bytes:
+    """Returns `nbytes` bytes of a file from `start`; all the rest where None."""
+    buffer = bytearray(store.size(path) - start if nbytes is None else nbytes)
+    store.read_into(path, start, memoryview(buffer))
+    return bytes(buffer)
+
+
+_SEGMENT = re.compile(r"[^/\\\x00]{1,255}")
+
+
+def check_path(path: str, where: str) -> str:
+    """Returns `path` if it names a file within a root and nothing else.
+
+    Raises:
+        StorageError: it is absolute, climbs with `..`, holds a backslash, NUL, or looks like a URL or a drive.
+    """
+    segments = path.split("/")
+    plain = all(_SEGMENT.fullmatch(s) and s not in (".", "..") for s in segments)
+    if not plain or "://" in path or "::" in path or re.match(r"[A-Za-z]:", path):
+        raise StorageError(f"a file name points outside the checkpoint: {printable(path)!r} ({where})")
+    return path

@@ -1,0 +1,143 @@
+"""The local disk (and whatever is mounted on it) as a store.
+
+Knows file descriptors and nothing of checkpoints. May import errors and storage.base.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.storage.base import Capabilities, Writer, check_path
+
+_FLUSH_BYTES = 32 << 20
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+def failed(operation: str, path: str | Path, error: OSError) -> StorageError:
+    """Returns the StorageError for a failed system call, with a hint where a person can do something."""
+    hints = {28: "free some room, or write to another filesystem", 122: "free some of your quota", 24: "raise `ulimit -n`"}
+    return StorageError(f"cannot {operation}: {error.strerror or error} ({printable(str(path))})", hint=hints.get(error.errno or 0))
+
+
+class LocalStore:
+    """Files under one directory. Symbolic links are followed only as long as they stay under it."""
+
+    capabilities = Capabilities(can_write_anywhere=True, can_rename=True)
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(os.path.realpath(root))
+        self.url = str(root)
+        self._fds: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def list_files(self) -> Mapping[str, int]:
+        try:
+            found = sorted(os.scandir(self.root), key=lambda e: e.name)
+            return {e.name: e.stat().st_size for e in found if e.is_file() and self._is_inside(e.path)}
+        except OSError as error:
+            raise failed("list a directory", self.root, error) from error
+
+    def size(self, path: str) -> int:
+        return os.fstat(self._open(path)).st_size
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        fd, at, view = self._open(path), start, buffer
+        try:
+            while len(view):
+                count = os.preadv(fd, [view], at)
+                if count == 0:
+                    raise StorageError(
+                        f"a file ended early: expected bytes {start}:{start + len(buffer)}, got up to {at} ({printable(path)})",
+                        hint="the file is truncated, or something shrank it while it was read",
+                    )
+                at, view = at + count, view[count:]
+        except OSError as error:
+            raise failed("read", path, error) from error
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        for path, start, nbytes in ranges:
+            os.posix_fadvise(self._open(path), start, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        return _LocalWriter(self.root / check_path(path, str(self.root)), nbytes)
+
+    def close(self) -> None:
+        with self._lock:
+            while self._fds:
+                os.close(self._fds.popitem()[1])
+
+    def _is_inside(self, path: str) -> bool:
+        return Path(os.path.realpath(path)).is_relative_to(self.root)
+
+    def _open(self, path: str) -> int:
+        fd = self._fds.get(path)
+        if fd is None:
+            with self._lock:
+                fd = self._fds.get(path)
+                if fd is None:
+                    fd = self._fds[path] = self._open_regular(path)
+        return fd
+
+    def _open_regular(self, path: str) -> int:
+        full = os.path.join(self.root, check_path(path, str(self.root)))
+        if not self._is_inside(full):
+            raise StorageError(f"a file is a link that leads out of the checkpoint: {printable(path)} -> {printable(os.path.realpath(full))}")
+        try:
+            fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise failed("open", full, error) from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise StorageError(f"not a regular file: {printable(full)}")
+        return fd
+
+
+class _LocalWriter:
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise failed("create", path, error) from error
+        try:
+            if nbytes:
+                os.truncate(self._fd, nbytes)
+        except OSError as error:
+            self.abort()
+            raise failed(f"make room for {nbytes} bytes in", path, error) from error
+
+    def write_at(self, start: int, data: memoryview | bytes) -> None:
+        at, view = start, memoryview(data)
+        try:
+            while len(view):
+                count = os.pwrite(self._fd, view, at)
+                at, view = at + count, view[count:]
+        except OSError as error:
+            raise failed("write", self.path, error) from error
+        if _sync_file_range is not None and start // _FLUSH_BYTES != at // _FLUSH_BYTES:
+            block = start // _FLUSH_BYTES * _FLUSH_BYTES
+            _sync_file_range(self._fd, block, _FLUSH_BYTES, _SYNC_FILE_RANGE_WRITE)  # early, so that the final fsync is short
+
+    def finish(self) -> None:
+        fd, self._fd = self._fd, -1
+        try:
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise failed("make durable", self.path, error) from error
+
+    def abort(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

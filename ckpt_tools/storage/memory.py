@@ -1,0 +1,68 @@
+"""Memory as a store: the in-memory implementation of the contract, for shards in RAM and for tests of everything above.
+
+May import errors and storage.base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.storage.base import Capabilities, Writer, check_path
+
+
+class MemoryStore:
+    """Named buffers. A buffer given to it is read in place; one that it creates is a bytearray of its own."""
+
+    capabilities = Capabilities(can_write_anywhere=True, can_rename=False)
+
+    def __init__(self, files: Mapping[str, bytes | bytearray | memoryview] | None = None, url: str = "memory:") -> None:
+        self.url = url
+        self.files = {name: memoryview(data).cast("B") for name, data in (files or {}).items()}
+
+    def list_files(self) -> Mapping[str, int]:
+        return {name: len(view) for name, view in sorted(self.files.items())}
+
+    def size(self, path: str) -> int:
+        return len(self._view(path))
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        view = self._view(path)
+        if start + len(buffer) > len(view):
+            raise StorageError(f"a file ended early: expected bytes {start}:{start + len(buffer)}, got up to {len(view)} ({printable(path)})")
+        buffer[:] = view[start : start + len(buffer)]
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        del ranges
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        if check_path(path, self.url) in self.files:
+            raise StorageError(f"cannot create: file exists ({printable(path)})")
+        self.files[path] = memoryview(bytearray(nbytes))
+        return _MemoryWriter(self, path)
+
+    def close(self) -> None:
+        """Keeps the files: they are all there is."""
+
+    def _view(self, path: str) -> memoryview:
+        try:
+            return self.files[path]
+        except KeyError:
+            raise StorageError(f"cannot open: no such file ({printable(path)})") from None
+
+
+class _MemoryWriter:
+    def __init__(self, store: MemoryStore, path: str) -> None:
+        self._store, self._path = store, path
+
+    def write_at(self, start: int, data: memoryview | bytes) -> None:
+        view = self._store.files[self._path]
+        if start + len(data) > len(view):
+            raise StorageError(f"cannot write: {start + len(data)} is past the end of the file ({printable(self._path)})")
+        view[start : start + len(data)] = data
+
+    def finish(self) -> None:
+        """Nothing to flush."""
+
+    def abort(self) -> None:
+        self._store.files.pop(self._path, None)
