@@ -1,10 +1,13 @@
 """Inspect, merge and reshard PyTorch FSDP checkpoints at the speed of a file copy, without running what they contain.
 
-    >>> import ckpt_tools
-    >>> ckpt_tools.inspect("run/step-500").world_size
-    >>> ckpt_tools.merge("run/step-500", "model.safetensors", dtype="bf16")
-    >>> ckpt_tools.reshard("run/step-500", "run4/step-500", to_ranks=4)
+>>> import ckpt_tools
+>>> ckpt_tools.inspect("run/step-500").world_size
+>>> ckpt_tools.merge("run/step-500", "model.safetensors", dtype="bf16")
+>>> ckpt_tools.reshard("run/step-500", "run4/step-500", to_ranks=4)
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import (
     CatalogError,
@@ -16,9 +19,11 @@ from ckpt_tools.errors import (
     StorageError,
     UnsafePickleError,
 )
-from ckpt_tools.operations.inspect import Report, inspect
-from ckpt_tools.operations.transfer import TransferResult, merge, reshard
 from ckpt_tools.version import __version__
+
+if TYPE_CHECKING:
+    from ckpt_tools.operations.inspect import Report, inspect
+    from ckpt_tools.operations.transfer import TransferResult, merge, reshard
 
 __all__ = [
     "CatalogError",
@@ -36,3 +41,12 @@ __all__ = [
     "merge",
     "reshard",
 ]
+
+_LAZY = {"Report": "inspect", "inspect": "inspect", "TransferResult": "transfer", "merge": "transfer", "reshard": "transfer"}
+
+
+def __getattr__(name: str) -> object:
+    """Imports an operation when it is first asked for: `ckpt --help` should not wait for numpy."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"ckpt_tools.operations.{_LAZY[name]}"), name)

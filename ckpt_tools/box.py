@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -68,8 +69,9 @@ class BoxIndex:
         if self._starts and len(order) > 1:
             low, high = box.offsets[self._dim], box.offsets[self._dim] + box.sizes[self._dim]
             order = order[bisect_left(self._starts, low - self._reach + 1) : bisect_left(self._starts, high)]
+        boxes = self._boxes
         for number in order:
-            shared = self._boxes[number].intersect(box)
+            shared = boxes[number].intersect(box)
             if shared is not None:
                 yield number, shared
 
@@ -159,6 +161,6 @@ def bands(box: Box, max_numel: int, cuts: Sequence[int] = ()) -> Iterator[Box]:
         return
     step = max(1, max_numel // row)
     edges = [low, *(c for c in sorted(set(cuts)) if low < c < end), end]
-    for left, right in zip(edges, edges[1:], strict=False):
+    for left, right in pairwise(edges):
         for at in range(left, right, step):
             yield Box((at, *rest.offsets), (min(step, right - at), *rest.sizes))

@@ -64,9 +64,17 @@ def _root(
 
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint, or a directory with one below.", show_default=False)]
-Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, max=256, help="Number of threads.  [default: processors, at most 8]", show_default=False)]
-Memory = Annotated[int | None, typer.Option("--memory", parser=_size, metavar="SIZE", help="Budget of all buffers together, such as 64MiB.", show_default="64MiB")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST; the old one stays until the new one is complete.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", min=1, max=256, help="Number of threads.  [default: processors, at most 8]", show_default=False),
+]
+Memory = Annotated[
+    int | None,
+    typer.Option("--memory", parser=_size, metavar="SIZE", help="Budget of all buffers together, such as 64MiB.", show_default="64MiB"),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a checkpoint at DST; the old one stays until the new one is complete.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no report.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -137,7 +145,11 @@ def reshard(
     """
     from ckpt_tools.operations.transfer import reshard as run
 
-    _report(run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **_options(jobs, memory, overwrite, dry_run, quiet or as_json)), quiet, as_json)
+    _report(
+        run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **_options(jobs, memory, overwrite, dry_run, quiet or as_json)),
+        quiet,
+        as_json,
+    )
 
 
 def _check_dtype(dtype: str | None) -> None:

@@ -12,9 +12,8 @@ import errno
 import fcntl
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,11 +44,11 @@ def check_destination(target: Path, overwrite: bool, is_ours: Callable[[Path], l
         is_ours: returns the names under an existing destination that belong to no checkpoint.
 
     Raises:
-        StorageError: it exists, holds foreign files, or its parent is missing or cannot be written to.
+        StorageError: it exists, holds foreign files, or its folder cannot be written to.
     """
-    parent = target.parent
+    parent = existing_parent(target)
     if not parent.is_dir():
-        raise StorageError(f"the destination's folder does not exist: {printable(str(parent))}", hint=f"mkdir -p {parent}")
+        raise StorageError(f"the destination's parent is not a directory: {printable(str(parent))}")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(f"the destination's folder cannot be written to: {printable(str(parent))}")
     if not os.path.lexists(target):
@@ -66,30 +65,38 @@ def check_destination(target: Path, overwrite: bool, is_ours: Callable[[Path], l
         )
 
 
-def check_room(parent: Path, nbytes: int) -> None:
+def existing_parent(target: Path) -> Path:
+    """Returns the nearest folder above a path that exists; those between are made when something is written."""
+    return next(p for p in target.absolute().parents if os.path.lexists(p))
+
+
+def check_room(target: Path, nbytes: int) -> None:
     """Refuses early what the filesystem has no room for.
 
     Raises:
-        StorageError: fewer than `nbytes` bytes are free.
+        StorageError: fewer than `nbytes` bytes are free where `target` will lie.
     """
+    parent = existing_parent(target)
     stat = os.statvfs(parent)
     free = stat.f_bavail * stat.f_frsize
     if free < nbytes:
         raise StorageError(
-            f"no room: expected {nbytes} free bytes, got {free} ({printable(str(parent))})", hint="free some room, or write to another filesystem"
+            f"no room: expected {nbytes} free bytes, got {free} ({printable(str(parent))})",
+            hint="free some room, or write to another filesystem",
         )
 
 
 @contextmanager
-def staging(target: Path) -> Iterator[Staging]:
+def staging(target: Path, attempt: str) -> Iterator[Staging]:
     """Yields a fresh staging directory for `target`; whatever is left of it is removed on the way out.
 
     Leftovers of dead attempts at the same target are removed first; those of live ones are recognised by their lock.
     """
+    made = [p for p in target.absolute().parents if not os.path.lexists(p)]
     _remove_dead(target)
-    attempt = str(uuid.uuid4())
     path = target.parent / f"{_STAGING}{target.name}.{attempt[:8]}"
     try:
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(0o700)
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -100,6 +107,9 @@ def staging(target: Path) -> Iterator[Staging]:
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+        for folder in made if not os.path.lexists(target) else ():
+            with suppress(OSError):  # it is not ours alone any more
+                folder.rmdir()
 
 
 def _try_lock(fd: int) -> bool:
@@ -204,7 +214,10 @@ def _rename(src: Path, dst: Path, flags: int) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
     if code == errno.EEXIST:
-        raise StorageError(f"the destination appeared while this was at work: {printable(str(dst))}", hint="another writer was first; look at what it wrote")
+        raise StorageError(
+            f"the destination appeared while this was at work: {printable(str(dst))}",
+            hint="another writer was first; look at what it wrote",
+        )
     raise failed("rename", dst, OSError(code, os.strerror(code)))
 
 

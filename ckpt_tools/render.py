@@ -53,7 +53,8 @@ def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
     """Prints a report: the summary, then the tree or the ranks where asked for."""
     world = f", written by {_count(report.world_size, 'rank')}" if report.world_size else ""
     print(_style(printable(report.path), _BOLD))
-    print(f"  {report.format}{world}: {_count(report.total.num_tensors, 'tensor')}, {size(report.total.nbytes)}, {_count(report.total.num_objects, 'object')}")
+    total = report.total
+    print(f"  {report.format}{world}: {_count(total.num_tensors, 'tensor')}, {size(total.nbytes)}, {_count(total.num_objects, 'object')}")
     print()
     _totals("key", report.by_key)
     print()
@@ -125,34 +126,55 @@ def _walk(node: Mapping[str, Any], indent: str, rows: list[tuple[str, str, str, 
     at = 0
     while at < len(names):
         name, child = names[at], node[names[at]]
-        if not isinstance(child, dict):
-            shape, dtype, nbytes, num_chunks = child
-            rows.append((indent + printable(name), str(shape), dtype, str(num_chunks), size(nbytes)))
+        label, inner = printable(name), child
+        while isinstance(inner, dict) and len(inner) == 1:  # an only child goes on its parent's line
+            key, inner = next(iter(inner.items()))
+            label += "." + printable(key)
+        if not isinstance(inner, dict):
+            shape, dtype, nbytes, num_chunks = inner
+            rows.append((indent + label, str(shape), dtype, str(num_chunks), size(nbytes)))
             at += 1
             continue
         end = at + 1
-        while name.isdigit() and end < len(names) and isinstance(node[names[end]], dict) and _signature(node[names[end]]) == _signature(child):
+        while (
+            name.isdigit() and end < len(names) and isinstance(node[names[end]], dict) and _signature(node[names[end]]) == _signature(child)
+        ):
             end += 1
-        label = f"{name}–{names[end - 1]} (each)" if end - at > 1 else printable(name)
-        rows.append((indent + label, "", "", "", size(_bytes_below(child))))
-        _walk(child, indent + "  ", rows)
+        if end - at > 1:
+            label = f"{name}–{names[end - 1]}{label[len(name) :]} (each)"
+        rows.append((indent + label, "", "", "", size(_bytes_below(inner))))
+        _walk(inner, indent + "  ", rows)
         at = end
 
 
 def _show_ranks(report: Report) -> None:
     rows = [
-        (printable(f.name), "–" if f.rank is None else str(f.rank), f"{len(f.parts):,}", f"{f.num_objects:,}", size(sum(p.nbytes for p in f.parts)), size(f.nbytes))
+        (
+            printable(f.name),
+            "–" if f.rank is None else str(f.rank),
+            f"{len(f.parts):,}",
+            f"{f.num_objects:,}",
+            size(sum(p.nbytes for p in f.parts)),
+            size(f.nbytes),
+        )
         for f in report.files
     ]
     table(("file", "rank", "chunks", "objects", "payload", "file size"), rows[: _MAX_ROWS * 4], right=(1, 2, 3, 4, 5))
     print()
     parts = [
-        (printable(p.fqn), "–" if f.rank is None else str(f.rank), ", ".join(f"{o}:{o + s}" for o, s in zip(p.offsets, p.sizes, strict=True)), size(p.nbytes))
+        (
+            printable(p.fqn),
+            "–" if f.rank is None else str(f.rank),
+            ", ".join(f"{o}:{o + s}" for o, s in zip(p.offsets, p.sizes, strict=True)),
+            size(p.nbytes),
+        )
         for f in report.files
         for p in f.parts
     ]
     order = {fqn: number for number, fqn in enumerate(report.catalog.tensors)}
-    shown = sorted(((order[p.fqn], f.rank or 0, i) for i, (f, p) in enumerate((f, p) for f in report.files for p in f.parts)), key=lambda k: k)
+    shown = sorted(
+        ((order[p.fqn], f.rank or 0, i) for i, (f, p) in enumerate((f, p) for f in report.files for p in f.parts)), key=lambda k: k
+    )
     table(("tensor", "rank", "elements", "bytes"), [parts[i] for _, _, i in shown[: _MAX_ROWS * 4]], right=(1, 3))
     if len(parts) > _MAX_ROWS * 4:
         print(f"  … and {len(parts) - _MAX_ROWS * 4:,} more; all of them with --json")
@@ -205,8 +227,9 @@ def show_transfer(result: TransferResult) -> None:
 
 def _show_plan(result: TransferResult) -> None:
     print(
-        f"  plan: {_count(result.num_copies, 'copy').replace('copys', 'copies')}, read {size(result.read_nbytes)} for {size(result.needed_nbytes)} needed "
-        f"(amplification {result.read_amplification:.3f}), write {size(result.written_nbytes)}"
+        f"  plan: {result.num_copies:,} {'copy' if result.num_copies == 1 else 'copies'}, "
+        f"read {size(result.read_nbytes)} for {size(result.needed_nbytes)} needed (amplification {result.read_amplification:.3f}), "
+        f"write {size(result.written_nbytes)}"
     )
     table(("file", "bytes"), [(printable(n), size(b)) for n, b in list(result.files.items())[:_MAX_ROWS]], right=(1,))
     if len(result.files) > _MAX_ROWS:

@@ -6,16 +6,17 @@ May import levels 0 to 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy import typing as npt
 
 from ckpt_tools.box import Box, row_major_strides
 from ckpt_tools.dtypes import DType
 
 Bytes = npt.NDArray[np.uint8]
-_WORDS = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("c16")}
-_FLOATS = {"float64": np.dtype("f8"), "float32": np.dtype("f4"), "float16": np.dtype("f2")}
+_WORDS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("c16")}
+_FLOATS: dict[str, np.dtype[Any]] = {"float64": np.dtype("f8"), "float32": np.dtype("f4"), "float16": np.dtype("f2")}
 _BLOCK_NUMEL = 1 << 16
 _BF16_INF, _SIGN = np.uint16(0x7F80), np.uint16(0x8000)
 
@@ -56,7 +57,8 @@ def cast(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
 
 
 def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
-    if src.name == "bfloat16":
+    values: npt.NDArray[Any]
+    if src.name == "bfloat16":  # noqa: SIM108  # two lines say it better
         values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:
         values = data.view(_FLOATS[src.name])

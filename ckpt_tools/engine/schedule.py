@@ -15,7 +15,7 @@ from ckpt_tools.catalog import Chunk, Extent
 from ckpt_tools.plan import Plan, Slot, TensorPlan
 
 DEFAULT_MEMORY_BYTES = 64 << 20
-MIN_TILE_BYTES, MAX_TILE_BYTES = 64 << 10, 2 << 20
+MIN_TILE_BYTES, MAX_TILE_BYTES = 64 << 10, 1 << 20
 _BUFFERS_PER_WORKER = 3
 
 

@@ -6,7 +6,7 @@ A sink takes steps from several threads. May import levels 0 to 3 and the parts 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -94,7 +94,7 @@ class WriteSink:
             for write in tile.writes:
                 is_all = write.nbytes == tile.dst_nbytes
                 values = data if is_all else _cut_out(tile, data, write, scratch)
-                noted.append((write.file, self._put(write.file, write.start, values, crc if is_all else None)))
+                noted.append((write.file, self._put(write.file, write.start, values.data, crc if is_all else None)))
         with self._lock:
             for name, piece in noted:
                 self._pieces[name].append(piece)
@@ -102,10 +102,9 @@ class WriteSink:
                 if tile.tensor.is_complete and not tile.tensor.is_object:
                     self.fingerprints.add(tile, crc)
 
-    def _put(self, name: str, start: int, data: Bytes | bytes, crc64: int | None = None) -> Piece:
-        raw = memoryview(data)
-        self._writers[name].write_at(start, raw)
-        return Piece(start, len(raw), crc64nvme(raw) if crc64 is None else crc64, crc32(raw) if name in self._with_crc32 else 0)
+    def _put(self, name: str, start: int, data: memoryview | bytes, crc64: int | None = None) -> Piece:
+        self._writers[name].write_at(start, data)
+        return Piece(start, len(data), crc64nvme(data) if crc64 is None else crc64, crc32(data) if name in self._with_crc32 else 0)
 
     def finish(self) -> dict[str, int]:
         """Writes what frames the payloads, makes every file durable, and returns the CRC-64/NVME of each.
@@ -185,8 +184,3 @@ def _join_file(name: str, pieces: list[Piece], nbytes: int) -> int:
 def empty_bytes(nbytes: int) -> Bytes:
     """Returns an uninitialised buffer; the engine fills every byte that leaves it."""
     return np.empty(nbytes, np.uint8)
-
-
-def by_tensor(crcs: Mapping[str, int]) -> dict[str, str]:
-    """Returns fingerprints as the manifest spells them."""
-    return {fqn: f"{crc:016x}" for fqn, crc in crcs.items()}

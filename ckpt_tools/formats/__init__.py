@@ -71,7 +71,8 @@ def detect(path: str | os.PathLike[str]) -> tuple[Path, Format]:
     if found:
         shown = "\n".join(f"  {printable(str(p))}  ({f.NAME})" for p, f in found[:20])
         raise NotACheckpointError(
-            f"{len(found)} checkpoints lie below {printable(str(root))}; give the path of one:\n{shown}", hint=f"for example: {found[-1][0]}"
+            f"{len(found)} checkpoints lie below {printable(str(root))}; give the path of one:\n{shown}",
+            hint=f"for example: {found[-1][0]}",
         )
     raise _nothing_found(root)
 
@@ -82,7 +83,8 @@ def _file_format(path: Path) -> Format:
     if path.name == ".metadata" or path.suffix == ".distcp":
         raise NotACheckpointError(f"a part of a checkpoint: {printable(str(path))}", hint=f"give the directory: {path.parent}")
     raise NotACheckpointError(
-        f"not a checkpoint: {printable(str(path))}; looked for *.safetensors, or a directory with " + " or ".join(f.LOOKS_FOR for f in FORMATS)
+        f"not a checkpoint: {printable(str(path))}; looked for *.safetensors, or a directory with "
+        + " or ".join(f.LOOKS_FOR for f in FORMATS)
     )
 
 
@@ -128,7 +130,9 @@ def _nothing_found(root: Path) -> NotACheckpointError:
     elif any(n.endswith((".pt", ".pth", ".bin")) for n in names):
         hint = "torch.save files are not supported yet"
     return NotACheckpointError(
-        f"not a checkpoint: {printable(str(root))} holds {inside}; looked for " + " or ".join(f.LOOKS_FOR for f in FORMATS) + ", three levels down",
+        f"not a checkpoint: {printable(str(root))} holds {inside}; looked for "
+        + " or ".join(f.LOOKS_FOR for f in FORMATS)
+        + ", three levels down",
         hint=hint,
     )
 

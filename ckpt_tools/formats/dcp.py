@@ -91,7 +91,8 @@ def _collect(
         known = metas.setdefault(fqn, meta)
         if (known.dtype, known.shape) != (meta.dtype, meta.shape):
             raise FormatError(
-                f"ranks disagree about a tensor: {known.dtype} {list(known.shape)} and {meta.dtype} {list(meta.shape)} ({where}, {printable(fqn)!r})"
+                f"ranks disagree about a tensor: {known.dtype} {list(known.shape)} and {meta.dtype} {list(meta.shape)}"
+                f" ({where}, {printable(fqn)!r})"
             )
         chunks = tensors.setdefault(fqn, [])
         for box in meta.boxes:

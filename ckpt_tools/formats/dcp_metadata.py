@@ -62,7 +62,7 @@ def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
     """Returns the allow-list with fresh inert classes, and those classes by name."""
     names = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")
     stubs: dict[str, type] = {name: type(name, (), {}) for name in (*names, "_StorageInfo")}
-    stubs["TensorProperties"] = type("TensorProperties", (), {"__setstate__": lambda self, state: self.__dict__.update(state=state)})
+    stubs["TensorProperties"] = type("TensorProperties", (), {"__setstate__": lambda self, state: setattr(self, "state", state)})
     allowed: dict[tuple[str, str], Any] = {(_METADATA, name): stub for name, stub in stubs.items()}
     allowed[_FILESYSTEM, "_StorageInfo"] = stubs["_StorageInfo"]
     allowed[_OLD_METADATA, "TensorProperties"] = stubs["TensorProperties"]
@@ -149,7 +149,9 @@ class _Reader:
         if type(state) is not tuple or len(state) < 2:
             raise self.fail("tensor properties", state)
         if state[1] != "torch.strided":
-            raise FormatError(f"unsupported layout: expected torch.strided, got {printable(str(state[1]))} ({self.where}, {printable(fqn)!r})")
+            raise FormatError(
+                f"unsupported layout: expected torch.strided, got {printable(str(state[1]))} ({self.where}, {printable(fqn)!r})"
+            )
         chunks = fields.get("chunks")
         if not isinstance(chunks, list):
             raise self.fail("a list of chunks", chunks)
@@ -174,7 +176,8 @@ class _Reader:
             key, at = index.__dict__, info.__dict__
             if at.get("transform_descriptors"):
                 raise FormatError(
-                    f"an item is compressed or transformed ({printable(str(at['transform_descriptors']))}), which is not supported yet ({self.where})"
+                    f"an item is compressed or transformed, which is not supported yet: {printable(str(at['transform_descriptors']))}"
+                    f" ({self.where})"
                 )
             fqn, offset = self.text(key.get("fqn")), key.get("offset")
             start, nbytes = self.ints((at.get("offset"), at.get("length")))

@@ -55,7 +55,9 @@ def read_catalog(store: Store) -> Catalog:
         extras.update(_read_extras(header.pop("__metadata__", {}), name))
         for fqn, entry in _entries(header, name, sizes[name]).items():
             if fqn in tensors:
-                raise FormatError(f"a tensor stands in two shards: {printable(fqn)!r} ({tensors[fqn].chunks[0].extent.file}, {printable(name)})")
+                raise FormatError(
+                    f"a tensor stands in two shards: {printable(fqn)!r} ({tensors[fqn].chunks[0].extent.file}, {printable(name)})"
+                )
             tensors[fqn] = entry
     _compare_index(weight_map, tensors)
     return Catalog(NAME, tensors, file_sizes=sizes, extras=extras)
@@ -135,11 +137,14 @@ def _entries(header: dict[str, Any], name: str, size: int) -> dict[str, TensorEn
     end = base
     for extent in sorted((e.chunks[0].extent for e in entries.values()), key=lambda x: (x.start, x.nbytes)):
         if extent.start != end:
-            raise FormatError(f"payloads leave a gap or overlap: expected one to start at byte {end}, got {extent.start} ({printable(name)})")
+            raise FormatError(
+                f"payloads leave a gap or overlap: expected one to start at byte {end}, got {extent.start} ({printable(name)})"
+            )
         end = extent.start + extent.nbytes
     if end != size:
         raise FormatError(
-            f"a safetensors file has the wrong length: expected {end} bytes, got {size} ({printable(name)})", hint="it was truncated, or appended to"
+            f"a safetensors file has the wrong length: expected {end} bytes, got {size} ({printable(name)})",
+            hint="it was truncated, or appended to",
         )
     return entries
 

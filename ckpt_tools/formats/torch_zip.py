@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.box import row_major_strides
-from ckpt_tools.catalog import Extent
+from ckpt_tools.catalog import RAW, Extent
 from ckpt_tools.checksum import crc32
 from ckpt_tools.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError, printable
@@ -30,6 +30,7 @@ _HEAD_BYTES = _TAIL_BYTES = 1536
 _GAP_BYTES, _WINDOW_BYTES = 4096, 4 << 20
 _ALIGNMENT = 64
 _HUGE = 0xFFFFFFFF
+_CRC_AT = 16
 
 
 class Item(NamedTuple):
@@ -45,7 +46,6 @@ class Record(NamedTuple):
 
     header: int
     nbytes: int
-    crc32: int
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------------
@@ -89,15 +89,29 @@ def _find_payload(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
 
 def _find(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
     records = _read_directory(store, item.extent, tail)
-    first, stop = _payload_range(store, item.extent, head, _record(records, "data.pkl"))
-    tensor = _parse_tensor(_slice(store, item.extent, head, first, stop), item.dtype, item.sizes)
     data_record = _record(records, "data/0")
+    front = data_record.header + _LOCAL.size
+    if front > len(head):  # a pickle so long that it pushes the payload out of the first 1.5 KiB
+        head = _slice(store, item.extent, head, 0, front)
+    start, tensor = _parse_front(head[:front], _record(records, "data.pkl"), data_record, item.dtype, item.sizes)
+    if start + data_record.nbytes > item.extent.nbytes:
+        raise FormatError(f"a record runs past its archive: {start + data_record.nbytes} of {item.extent.nbytes} bytes")
+    skip = tensor.offset * item.dtype.itemsize
+    nbytes = data_record.nbytes - skip if tensor.strides else tensor.nbytes
+    return Extent(item.extent.file, item.extent.start + start + skip, nbytes, RAW, tensor.strides)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_front(front: bytes, pickle_record: Record, data_record: Record, dtype: DType, sizes: tuple[int, ...]) -> tuple[int, _Tensor]:
+    """Returns where the payload starts and how the tensor lies in it, from the bytes up to the payload's local header.
+
+    Items of one dtype and shape have the same front, byte for byte, so a checkpoint of a million chunks costs few parses.
+    """
+    start, tensor_bytes = _data_start(front, pickle_record), pickle_record.nbytes
+    tensor = _parse_tensor(front[start : start + tensor_bytes], dtype, sizes)
     if tensor.storage_nbytes != data_record.nbytes:
         raise FormatError(f"a tensor's storage has the wrong length: expected {tensor.storage_nbytes} bytes, got {data_record.nbytes}")
-    start, stop = _payload_range(store, item.extent, head, data_record)
-    skip = tensor.offset * item.dtype.itemsize
-    nbytes = stop - start - skip if tensor.strides else tensor.nbytes
-    return Extent(item.extent.file, item.extent.start + start + skip, nbytes, strides=tensor.strides)
+    return _data_start(front, data_record), tensor
 
 
 def _slice(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> bytes:
@@ -111,16 +125,14 @@ def _slice(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> 
     return bytes(buffer)
 
 
-def _payload_range(store: Store, extent: Extent, head: bytes, record: Record) -> tuple[int, int]:
-    """Returns first and last-plus-one byte of a record's data within the archive."""
-    fixed = _slice(store, extent, head, record.header, record.header + _LOCAL.size)
-    magic, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = _LOCAL.unpack(fixed)
+def _data_start(front: bytes, record: Record) -> int:
+    """Returns the first byte of a record's data within the archive, from its local header."""
+    if record.header + _LOCAL.size > len(front):
+        raise FormatError(f"a record stands where none belongs: at byte {record.header}")
+    magic, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = _LOCAL.unpack_from(front, record.header)
     if magic != b"PK\x03\x04" or method != 0 or flags & 1:
         raise FormatError(f"not a stored zip record: magic {magic!r}, method {method}, flags {flags:#x}")
-    start = record.header + _LOCAL.size + name_bytes + extra_bytes
-    if start + record.nbytes > extent.nbytes:
-        raise FormatError(f"a record runs past its archive: {start + record.nbytes} of {extent.nbytes} bytes")
-    return start, start + record.nbytes
+    return int(record.header + _LOCAL.size + name_bytes + extra_bytes)
 
 
 def _record(records: dict[str, Record], name: str) -> Record:
@@ -134,39 +146,55 @@ def _read_directory(store: Store, extent: Extent, tail: bytes) -> dict[str, Reco
     """Returns the records of an archive by name, without the folder that torch puts in front."""
     end = _END.unpack(tail[-_END.size :]) if len(tail) >= _END.size else None
     if end is None or end[0] != b"PK\x05\x06":
-        raise FormatError(f"not a torch.save archive: no zip directory at its end", hint="the file is truncated or was overwritten")
+        raise FormatError("not a torch.save archive: no zip directory at its end", hint="the file is truncated or was overwritten")
     count, nbytes, start = end[4], end[5], end[6]
     if count == 0xFFFF or nbytes == _HUGE or start == _HUGE:
         at = len(tail) - _END.size - 20 - _END64.size
         end64 = _END64.unpack_from(tail, at) if at >= 0 else (b"",)
         if end64[0] != b"PK\x06\x06":
-            raise FormatError(f"a zip64 directory is missing")
+            raise FormatError("a zip64 directory is missing")
         count, nbytes, start = end64[7], end64[8], end64[9]
     if start + nbytes > extent.nbytes or nbytes > 1 << 20:
         raise FormatError(f"a zip directory lies outside its archive: {start}:{start + nbytes} of {extent.nbytes} bytes")
     at = start - (extent.nbytes - len(tail))
-    return _parse_directory(tail[at : at + nbytes] if at >= 0 else _slice(store, extent, b"", start, start + nbytes), count)
+    data = tail[at : at + nbytes] if at >= 0 else _slice(store, extent, b"", start, start + nbytes)
+    cuts, known = _directories.get((len(data), count), ((), {}))
+    records = known.get(b"".join([data[a:b] for a, b in cuts]))
+    return records if records is not None else _parse_directory(data, count)
 
 
-@functools.lru_cache(maxsize=4096)
+# Directories that differ in nothing but their CRCs are parsed once: by length and count, where to cut the CRCs out, and the
+# records by what is left. Bounded, so that a file with a million different ones costs time and not memory.
+_Directories = dict[tuple[int, int], tuple[tuple[tuple[int, int], ...], dict[bytes, dict[str, Record]]]]
+_directories: _Directories = {}
+_MAX_DIRECTORIES = 4096
+
+
 def _parse_directory(data: bytes, count: int) -> dict[str, Record]:
     records: dict[str, Record] = {}
-    at = 0
+    at, cuts = 0, [0]
     for _ in range(count):
         if at + _CENTRAL.size > len(data):
-            raise FormatError(f"a zip directory is truncated")
+            raise FormatError("a zip directory is truncated")
         entry = _CENTRAL.unpack_from(data, at)
-        magic, method, crc, packed, nbytes, name_bytes, extra_bytes, comment_bytes, header = (
-            entry[0], entry[4], entry[7], entry[8], entry[9], entry[10], entry[11], entry[12], entry[16],
-        )  # fmt: skip
+        method, packed, nbytes, name_bytes, extra_bytes, comment_bytes, header = (*entry[4:5], *entry[8:13], entry[16])
         name_at = at + _CENTRAL.size
         name = data[name_at : name_at + name_bytes].decode("utf-8", "replace").partition("/")[2]
         extra = data[name_at + name_bytes : name_at + name_bytes + extra_bytes]
         nbytes, packed, header = _widen(extra, nbytes, packed, header)
-        if magic != b"PK\x01\x02" or method != 0 or packed != nbytes or name in records:
+        if entry[0] != b"PK\x01\x02" or method != 0 or packed != nbytes or name in records:
             raise FormatError(f"a zip record is not stored as torch does it: {printable(name)!r}, method {method}")
-        records[name] = Record(header, nbytes, crc)
+        records[name] = Record(header, nbytes)
+        cuts += [at + _CRC_AT, at + _CRC_AT + 4]
         at = name_at + name_bytes + extra_bytes + comment_bytes
+    pairs = tuple(zip(cuts[::2], [*cuts[1::2], len(data)], strict=True))
+    if len(_directories) > _MAX_DIRECTORIES:
+        _directories.clear()
+    old_pairs, known = _directories.get((len(data), count), (pairs, {}))
+    if old_pairs != pairs or len(known) > _MAX_DIRECTORIES:
+        known = {}
+    _directories[len(data), count] = (pairs, known)
+    known[b"".join([data[a:b] for a, b in pairs])] = records
     return records
 
 
@@ -189,7 +217,6 @@ class _Tensor(NamedTuple):
     nbytes: int
 
 
-@functools.lru_cache(maxsize=16384)
 def _parse_tensor(data: bytes, dtype: DType, sizes: tuple[int, ...]) -> _Tensor:
     """Returns how a tensor lies in its storage, from its pickle; the index must agree with it."""
     allowed: dict[tuple[str, str], Any] = {("torch", name): d for name, d in BY_STORAGE_CLASS.items()}
@@ -209,9 +236,7 @@ def _parse_tensor(data: bytes, dtype: DType, sizes: tuple[int, ...]) -> _Tensor:
     except (TypeError, ValueError, IndexError) as error:
         raise FormatError(f"not a saved tensor: {printable(str(error))}") from error
     if found != dtype or tuple(shape) != sizes or key != "0" or len(strides) != len(sizes):
-        raise FormatError(
-            f"an item is not what the index says: expected {dtype.name} {list(sizes)}, got {found.name} {list(shape)}"
-        )
+        raise FormatError(f"an item is not what the index says: expected {dtype.name} {list(sizes)}, got {found.name} {list(shape)}")
     if storage_type is not None and len(value) > 6 and isinstance(value[6], dict) and value[6]:
         raise FormatError(f"a tensor with pending operations is not supported: {printable(str(value[6]))}")
     return _as_tensor(found, offset, sizes, tuple(strides), numel if storage_type is None else numel * found.itemsize)

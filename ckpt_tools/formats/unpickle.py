@@ -20,7 +20,8 @@ from ckpt_tools.errors import FormatError, UnsafePickleError, printable
 
 MAX_PICKLE_BYTES = 1 << 30
 _BROKEN = (
-    pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError, OverflowError, MemoryError, RecursionError,
+    pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError, OverflowError, MemoryError,
+    RecursionError,
 )  # fmt: skip
 
 # Opcodes of fixed length, skipped in runs at C speed. The scan stops at those that carry a length, an index or a name.

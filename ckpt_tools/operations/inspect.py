@@ -81,9 +81,7 @@ def inspect(src: str | os.PathLike[str]) -> Report:
     for fqn, item in catalog.objects.items():
         _add(by_key, key_path(catalog, fqn)[0], 0, 1, item.extent.nbytes)
     total = Total(len(catalog.tensors), len(catalog.objects), catalog.nbytes)
-    return Report(
-        str(source.path), catalog.format, catalog.world_size, catalog.extras, catalog, total, by_dtype, by_key, _files(catalog)
-    )
+    return Report(str(source.path), catalog.format, catalog.world_size, catalog.extras, catalog, total, by_dtype, by_key, _files(catalog))
 
 
 def _add(table: dict[str, Total], key: str, num_tensors: int, num_objects: int, nbytes: int) -> None:

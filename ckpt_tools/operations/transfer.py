@@ -5,30 +5,32 @@ Both are presets of one path, `_transfer`. May import levels 0 to 4.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
 from ckpt_tools import formats
-from ckpt_tools.box import whole
-from ckpt_tools.catalog import Catalog, Chunk, TensorEntry, key_path, keep, matcher, model_only, rename, replicas, strip_wrappers
+from ckpt_tools.box import Box, whole
+from ckpt_tools.catalog import Catalog, TensorEntry, keep, key_path, matcher, model_only, rename, strip_wrappers
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.commit import Staging, check_destination, check_room, publish_directory, publish_file, staging, write_durably
 from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.engine.run import Totals, run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
-from ckpt_tools.engine.sinks import HashSink, WriteSink
-from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
+from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats import Request, Source, TargetTensor, dcp, open_source, safetensors, whole_tensor
 from ckpt_tools.formats.base import Format
 from ckpt_tools.layout import reshard_boxes, split
 from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_tensors
-from ckpt_tools.plan import Plan, Slot, Target, TensorPlan, plan_copies, plan_transfer
+from ckpt_tools.operations.replicas import prove_replicas
+from ckpt_tools.plan import Plan, Target, plan_transfer
 from ckpt_tools.storage import LocalStore
 from ckpt_tools.version import __version__
 
@@ -128,12 +130,17 @@ def merge(
     """
     source, target_path = open_source(src), Path(dst)
     if max_shard_bytes is None and target_path.suffix != ".safetensors":
-        raise PlanError(f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory")
+        raise PlanError(
+            f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory"
+        )
     catalog, stripped = _model_view(source.catalog, keep_prefix)
     if select:
         catalog = _select(catalog, select, source.catalog)
     if not catalog.tensors:
-        raise PlanError(f"no tensor of a model is left of {len(source.catalog.tensors)} ({printable(str(source.path))})", hint=f"ckpt inspect {source.path}")
+        raise PlanError(
+            f"no tensor of a model is left of {len(source.catalog.tensors)} ({printable(str(source.path))})",
+            hint=f"ckpt inspect {source.path}",
+        )
     targets = [whole_tensor(t, _target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
     request = _shards(targets, max_shard_bytes, target_path.name)
     return _transfer(
@@ -163,10 +170,12 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
         raise PlanError(f"a checkpoint is split for at least 1 rank, got {to_ranks}")
     if from_ranks is not None and from_ranks != catalog.world_size:
         raise PlanError(
-            f"the source was written by another number of ranks: expected {from_ranks}, got {catalog.world_size} ({printable(str(source.path))})",
+            f"the source was written by another number of ranks: expected {from_ranks}, got {catalog.world_size}"
+            f" ({printable(str(source.path))})",
             hint=f"--from {catalog.world_size}, or leave it out",
         )
-    targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(_rank_boxes(t, catalog.world_size, to_ranks))) for t in catalog.tensors.values()]
+    world_size = catalog.world_size
+    targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(_rank_boxes(t, world_size, to_ranks))) for t in catalog.tensors.values()]
     request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
     return _transfer("reshard", source, catalog, Path(dst), dcp, request, options)
 
@@ -196,7 +205,9 @@ def _select(catalog: Catalog, globs: Sequence[str], original: Catalog) -> Catalo
     kept = keep(catalog, lambda fqn: wanted(fqn) or bool((c := catalog.tensors[fqn].chunks) and wanted(stored.get(c[0].extent, ""))))
     if not kept.tensors:
         some = ", ".join(printable(f) for f in list(catalog.tensors)[:5])
-        raise PlanError(f"--select matches none of {len(catalog.tensors)} tensors: {printable(' '.join(globs))}", hint=f"names look like: {some}")
+        raise PlanError(
+            f"--select matches none of {len(catalog.tensors)} tensors: {printable(' '.join(globs))}", hint=f"names look like: {some}"
+        )
     return kept
 
 
@@ -227,7 +238,7 @@ def _shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str)
     return Request(spread, number + 1, with_index=True)
 
 
-def _rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[object]:
+def _rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[Box | None]:
     boxes = [c.box for c in entry.chunks]
     if world_size == 1 and entry.shape and to_ranks > 1:  # one rank holds everything whole; FSDP would have split it along dim 0
         boxes = [split(whole(entry.shape), 0, 2, part) for part in range(2)]
@@ -268,7 +279,8 @@ def _transfer(
     overwrite, is_dry_run = options.get("overwrite", False), options.get("dry_run", False)
     _check_apart(source.path, dst)
     check_destination(dst, overwrite or is_dry_run, formats.foreign_files)
-    layout = form.lay_out(request)
+    attempt = str(uuid.uuid4())
+    layout = form.lay_out(replace(request, attempt=attempt))
     plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
     located = source.format.locate(source.store, catalog, [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object])
     tile = tile_bytes(memory, jobs)
@@ -284,11 +296,11 @@ def _transfer(
     files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
     if is_dry_run:
         return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, tile))), files)
-    check_room(dst.parent, layout.nbytes + _MANIFEST_ROOM_BYTES)
-    _prove_replicas(source, catalog, plan, located, jobs, tile)
-    bar = options.get("progress") or (lambda label, total: nullcontext(lambda nbytes: None))
-    with staging(dst) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
-        sink = WriteSink(_with_attempt(form, layout, request, place.attempt), LocalStore(place.path))
+    check_room(dst, layout.nbytes + _MANIFEST_ROOM_BYTES)
+    prove_replicas(source, catalog, plan, located, jobs, tile)
+    bar = options.get("progress") or (_no_bar)
+    with staging(dst, attempt) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
+        sink = WriteSink(layout, LocalStore(place.path))
         try:
             sink.open()
             totals = run(schedule(plan, located, tile), source.store, sink, jobs, advance)
@@ -296,17 +308,15 @@ def _transfer(
         except BaseException:
             sink.abort()
             raise
-        manifest = _manifest(operation, place.attempt, source, sink, plan, checksums)
+        manifest = _manifest(operation, attempt, source, sink, plan, checksums)
         _commit(place, manifest, sink.target, overwrite)
     source.store.close()
     return result(totals, files)
 
 
-def _with_attempt(form: Format, layout: Target, request: Request, attempt: str) -> Target:
-    """Returns the layout with the attempt's id in its index, where the format keeps one."""
-    if layout.index is None or form is not dcp:
-        return layout
-    return form.lay_out(Request(request.tensors, request.world_size, request.objects, request.paths, attempt))
+def _no_bar(label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+    del label, total
+    return nullcontext(lambda _: None)
 
 
 def _bytes_by_dtype(plan: Plan) -> dict[str, int]:
@@ -323,51 +333,9 @@ def _check_apart(src: Path, dst: Path) -> None:
     if real_dst == real_src or real_dst.is_relative_to(real_src):
         raise StorageError(f"the destination lies in the source: {printable(str(dst))}", hint="write beside it, not into it")
     if real_src.is_relative_to(real_dst):
-        raise StorageError(f"the source lies in the destination: {printable(str(src))}", hint="replacing the destination would destroy the source")
-
-
-def _prove_replicas(source: Source, catalog: Catalog, plan: Plan, located: Mapping[object, object], jobs: int, tile: int) -> None:
-    """Reads every copy of what several ranks saved, and refuses copies that differ.
-
-    Raises:
-        IntegrityError: two replicas hold different bytes; tensor and files are named.
-    """
-    probes: list[TensorPlan] = []
-    groups: list[tuple[str, list[Chunk]]] = []
-    for tensor in plan.tensors:
-        if tensor.is_object:
-            item = catalog.objects[tensor.fqn]
-            box = whole((item.extent.nbytes,))
-            copies = [Chunk(box, e) for e in (item.extent, *item.replicas)]
-            if any(e.nbytes != item.extent.nbytes for e in item.replicas):
-                raise _differ(catalog, tensor.fqn, copies[0], next(c for c in copies if c.extent.nbytes != item.extent.nbytes))
-            groups += [(tensor.fqn, copies)] if item.replicas else []
-        else:
-            groups += [(tensor.fqn, group) for group in replicas(catalog.tensors[tensor.fqn])]
-    by_fqn = {t.fqn: t for t in plan.tensors}
-    for number, (fqn, group) in enumerate(groups):
-        dtype = by_fqn[fqn].src_dtype
-        for copy, chunk in enumerate(group):
-            box = whole(chunk.box.sizes)
-            slots = (Slot(box, "", 0),)
-            alone = (Chunk(box, chunk.extent),)
-            probes.append(TensorPlan(f"{number}.{copy}", box.sizes, dtype, dtype, alone, slots, tuple(plan_copies([box], [box]))))
-    if not probes:
-        return
-    sink = HashSink()
-    run(schedule(Plan(tuple(probes), Target("", {}, {})), located, tile), source.store, sink, jobs)  # type: ignore[arg-type]
-    prints = sink.fingerprints.join()
-    for number, (fqn, group) in enumerate(groups):
-        for copy, chunk in enumerate(group):
-            if prints[f"{number}.{copy}"] != prints[f"{number}.0"]:
-                raise _differ(catalog, fqn, group[0], chunk)
-
-
-def _differ(catalog: Catalog, fqn: str, first: Chunk, second: Chunk) -> IntegrityError:
-    return IntegrityError(
-        f"replicas differ: {printable(fqn)!r} {first.box} is not the same in {catalog.where(first.extent.file)} and {catalog.where(second.extent.file)}",
-        hint="one of the ranks had another value, or its file is damaged; leave the tensor out, or take another checkpoint",
-    )
+        raise StorageError(
+            f"the source lies in the destination: {printable(str(src))}", hint="replacing the destination would destroy the source"
+        )
 
 
 def _manifest(operation: str, attempt: str, source: Source, sink: WriteSink, plan: Plan, checksums: Mapping[str, int]) -> Manifest:
@@ -375,11 +343,16 @@ def _manifest(operation: str, attempt: str, source: Source, sink: WriteSink, pla
     index = target.index
     return Manifest(
         attempt=attempt,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         tool=f"ckpt-tools {__version__}",
         operation=operation,
         format=target.format,
-        source={"name": source.path.name, "format": catalog.format, "world_size": catalog.world_size, "save_id": catalog.extras.get("save_id")},
+        source={
+            "name": source.path.name,
+            "format": catalog.format,
+            "world_size": catalog.world_size,
+            "save_id": catalog.extras.get("save_id"),
+        },
         world_size=target.world_size,
         files={name: Sealed(nbytes, hex64(checksums[name])) for name, nbytes in target.file_sizes.items()},
         index=(index.file, Sealed(len(index.data), hex64(crc64nvme(index.data)))) if index else None,
@@ -397,9 +370,3 @@ def _commit(place: Staging, manifest: Manifest, target: Target, overwrite: bool)
         return
     write_durably(place.path / target.index.file, target.index.data)
     publish_directory(place, overwrite)
-
-
-def describe(names: Iterable[str], limit: int = 8) -> str:
-    """Returns names for a message, the first few of many."""
-    shown = list(names)
-    return ", ".join(printable(n) for n in shown[:limit]) + (f" and {len(shown) - limit} more" if len(shown) > limit else "")

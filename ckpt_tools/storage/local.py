@@ -90,7 +90,9 @@ class LocalStore:
     def _open_regular(self, path: str) -> int:
         full = os.path.join(self.root, check_path(path, str(self.root)))
         if not self._is_inside(full):
-            raise StorageError(f"a file is a link that leads out of the checkpoint: {printable(path)} -> {printable(os.path.realpath(full))}")
+            raise StorageError(
+                f"a file is a link that leads out of the checkpoint: {printable(path)} -> {printable(os.path.realpath(full))}"
+            )
         try:
             fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:

@@ -29,7 +29,9 @@ class MemoryStore:
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         view = self._view(path)
         if start + len(buffer) > len(view):
-            raise StorageError(f"a file ended early: expected bytes {start}:{start + len(buffer)}, got up to {len(view)} ({printable(path)})")
+            raise StorageError(
+                f"a file ended early: expected bytes {start}:{start + len(buffer)}, got up to {len(view)} ({printable(path)})"
+            )
         buffer[:] = view[start : start + len(buffer)]
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:

@@ -1,0 +1,59 @@
+"""Proof that what several ranks saved is the same on all of them. May import levels 0 to 4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_tools.box import whole
+from ckpt_tools.catalog import Catalog, Chunk, Extent, replicas
+from ckpt_tools.engine.run import run
+from ckpt_tools.engine.schedule import schedule
+from ckpt_tools.engine.sinks import HashSink
+from ckpt_tools.errors import IntegrityError, printable
+from ckpt_tools.formats import Source
+from ckpt_tools.plan import Plan, Slot, Target, TensorPlan, plan_copies
+
+
+def prove_replicas(source: Source, catalog: Catalog, plan: Plan, located: Mapping[Extent, Extent], jobs: int, tile: int) -> None:
+    """Reads every copy of what several ranks saved, and refuses copies that differ.
+
+    Raises:
+        IntegrityError: two replicas hold different bytes; tensor and files are named.
+    """
+    probes: list[TensorPlan] = []
+    groups: list[tuple[str, list[Chunk]]] = []
+    for tensor in plan.tensors:
+        if tensor.is_object:
+            item = catalog.objects[tensor.fqn]
+            box = whole((item.extent.nbytes,))
+            copies = [Chunk(box, e) for e in (item.extent, *item.replicas)]
+            if any(e.nbytes != item.extent.nbytes for e in item.replicas):
+                raise _differ(catalog, tensor.fqn, copies[0], next(c for c in copies if c.extent.nbytes != item.extent.nbytes))
+            groups += [(tensor.fqn, copies)] if item.replicas else []
+        else:
+            groups += [(tensor.fqn, group) for group in replicas(catalog.tensors[tensor.fqn])]
+    by_fqn = {t.fqn: t for t in plan.tensors}
+    for number, (fqn, group) in enumerate(groups):
+        dtype = by_fqn[fqn].src_dtype
+        for copy, chunk in enumerate(group):
+            box = whole(chunk.box.sizes)
+            slots = (Slot(box, "", 0),)
+            alone = (Chunk(box, chunk.extent),)
+            probes.append(TensorPlan(f"{number}.{copy}", box.sizes, dtype, dtype, alone, slots, tuple(plan_copies([box], [box]))))
+    if not probes:
+        return
+    sink = HashSink()
+    run(schedule(Plan(tuple(probes), Target("", {}, {})), located, tile), source.store, sink, jobs)
+    prints = sink.fingerprints.join()
+    for number, (fqn, group) in enumerate(groups):
+        for copy, chunk in enumerate(group):
+            if prints[f"{number}.{copy}"] != prints[f"{number}.0"]:
+                raise _differ(catalog, fqn, group[0], chunk)
+
+
+def _differ(catalog: Catalog, fqn: str, first: Chunk, second: Chunk) -> IntegrityError:
+    return IntegrityError(
+        f"replicas differ: {printable(fqn)!r} {first.box} is not the same in {catalog.where(first.extent.file)}"
+        f" and {catalog.where(second.extent.file)}",
+        hint="one of the ranks had another value, or its file is damaged; leave the tensor out, or take another checkpoint",
+    )

@@ -1,0 +1,47 @@
+"""Real jobs, run once a session: `saved(n)` is a folder of checkpoints that an n-rank torchrun job wrote, with their oracles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ALL_CASES = "adamw sgd hsdp tp columns dtypes strided names fsdp1 compiled titan local differ"
+CASES = {8: ALL_CASES, 4: "adamw columns tp hsdp", 3: "adamw columns", 1: "adamw columns", 16: "adamw columns"}
+
+
+def torchrun(num_ranks: int, script: str, *args: str) -> None:
+    """Runs a script of tests/dist on real gloo processes, and shows what it printed if it fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), str(HERE / "dist" / script), *args]
+    result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    done: dict[int, Path] = {}
+
+    def get(num_ranks: int) -> Path:
+        if num_ranks not in done:
+            out = tmp_path_factory.mktemp(f"ranks{num_ranks}_")
+            torchrun(num_ranks, "save.py", str(out), *CASES[num_ranks].split())
+            done[num_ranks] = out
+        return done[num_ranks]
+
+    return get
+
+
+@pytest.fixture
+def ckpt() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command as a user would, in a process of its own."""
+
+    def run(*args: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ckpt_tools", *map(str, args)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)  # type: ignore[call-overload]
+
+    return run

@@ -1,0 +1,1 @@
+"""A small FSDP2 training program that uses checkpoints the way users would."""
