@@ -200,7 +200,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     gc.disable()  # a short-lived process that makes no cycles worth collecting
     try:
-        app()
+        app(prog_name="ckpt")
     except CheckpointError as error:
         _fail(str(error), error.hint, error.exit_code)
     except KeyboardInterrupt:

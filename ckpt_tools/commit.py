@@ -93,23 +93,34 @@ def staging(target: Path, attempt: str) -> Iterator[Staging]:
     Leftovers of dead attempts at the same target are removed first; those of live ones are recognised by their lock.
     """
     made = [p for p in target.absolute().parents if not os.path.lexists(p)]
-    _remove_dead(target)
     path = target.parent / f"{_STAGING}{target.name}.{attempt[:8]}"
-    try:
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(0o700)
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise failed("create a staging directory", path, error) from error
-    try:
-        _try_lock(lock)
-        yield Staging(attempt, path, target)
-    finally:
+
+    def clean() -> None:
         shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
         for folder in made if not os.path.lexists(target) else ():
             with suppress(OSError):  # it is not ours alone any more
                 folder.rmdir()
+
+    lock = -1
+    try:  # from here on, so that a signal at any instant finds its way to the cleaning
+        _remove_dead(target)
+        try:
+            target.absolute().parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(0o700)
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise failed("create a staging directory", path, error) from error
+        _try_lock(lock)
+        yield Staging(attempt, path, target)
+    finally:
+        try:
+            clean()
+        except BaseException:  # a signal during the cleaning: finish it first
+            clean()
+            raise
+        finally:
+            if lock >= 0:
+                os.close(lock)
 
 
 def _try_lock(fd: int) -> bool:
@@ -149,17 +160,6 @@ def sync_directory(path: Path) -> None:
         raise failed("make durable", path, error) from error
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Writes a new small file and makes its bytes durable."""
-    try:
-        with open(path, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise failed("write", path, error) from error
-
-
 def publish_directory(place: Staging, overwrite: bool) -> None:
     """Gives a complete staging directory its final name: the commit.
 
@@ -176,31 +176,42 @@ def publish_directory(place: Staging, overwrite: bool) -> None:
             shutil.rmtree(trash, ignore_errors=True)
     elif not _rename(place.path, place.target, _RENAME_NOREPLACE):
         _rename_where_absent(place.path, place.target)
-    sync_directory(place.target.parent)
+    _confirm(place.target)
 
 
 def publish_file(place: Staging, name: str, manifest: str, overwrite: bool) -> None:
     """Gives a staged file its final name, its manifest first: the rename of the data is the commit.
 
     Raises:
-        StorageError: another writer was first, or the rename failed.
+        StorageError: another writer was first, or the rename failed; nothing is visible then.
     """
     target = place.target
     sync_directory(place.path)
-    os.rename(place.path / manifest, target.parent / manifest)
-    sync_directory(target.parent)
     try:
+        os.rename(place.path / manifest, target.parent / manifest)
+        sync_directory(target.parent)
         if overwrite:
             os.replace(place.path / name, target)
         elif not _rename(place.path / name, target, _RENAME_NOREPLACE):
             _rename_where_absent(place.path / name, target)
-    except (OSError, StorageError):
-        (target.parent / manifest).unlink(missing_ok=True)
+    except BaseException:
+        if (place.path / name).exists():
+            (target.parent / manifest).unlink(missing_ok=True)
         raise
-    sync_directory(target.parent)
+    _confirm(target)
     for old in target.parent.glob(f"{_escape_glob(target.name)}.ckpt.manifest.????????.json"):
         if old.name != manifest:
             old.unlink(missing_ok=True)
+
+
+def _confirm(target: Path) -> None:
+    """Makes the new name durable; if that fails the result is there, but a power cut might undo it."""
+    try:
+        sync_directory(target.parent)
+    except StorageError as error:
+        raise StorageError(
+            str(error), hint=f"{target} is complete and in place, but a power cut might still undo its name: run `sync`"
+        ) from error
 
 
 def _rename(src: Path, dst: Path, flags: int) -> bool:

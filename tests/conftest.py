@@ -17,7 +17,16 @@ CASES = {8: ALL_CASES, 4: "adamw columns tp hsdp", 3: "adamw columns", 1: "adamw
 
 def torchrun(num_ranks: int, script: str, *args: str) -> None:
     """Runs a script of tests/dist on real gloo processes, and shows what it printed if it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), str(HERE / "dist" / script), *args]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+        str(HERE / "dist" / script),
+        *args,
+    ]
     result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
 

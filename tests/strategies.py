@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -32,6 +33,5 @@ def cut(box: Box, dim: int, cuts: list[int]) -> list[Box]:
     low, end = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
     edges = [low, *(min(max(c, low), end) for c in cuts), end]
     return [
-        Box((*box.offsets[:dim], a, *box.offsets[dim + 1 :]), (*box.sizes[:dim], b - a, *box.sizes[dim + 1 :]))
-        for a, b in zip(edges, edges[1:], strict=False)
+        Box((*box.offsets[:dim], a, *box.offsets[dim + 1 :]), (*box.sizes[:dim], b - a, *box.sizes[dim + 1 :])) for a, b in pairwise(edges)
     ]

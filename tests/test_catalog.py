@@ -102,7 +102,12 @@ def test_names_that_collide_after_stripping_are_refused() -> None:
         (("app.model.a.w", "app.optim.state.a.w"), None, ("app", "model"), ["a.w"]),
         (("state.model.a", "state.optimizers.a"), None, ("state", "model"), ["a"]),
         (("a.w", "model.x", "optimizer.a", "train_state.n"), None, (), ["a.w", "model.x"]),
-        (("model.step", "model.optim.w", "step"), {"model.step": ("model", "step"), "model.optim.w": ("model", "optim.w")}, ("model",), ["step", "optim.w"]),
+        (
+            ("model.step", "model.optim.w", "step"),
+            {"model.step": ("model", "step"), "model.optim.w": ("model", "optim.w")},
+            ("model",),
+            ["step", "optim.w"],
+        ),
         (("optimizer.a",), None, (), []),
     ],
 )

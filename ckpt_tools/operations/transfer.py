@@ -19,7 +19,7 @@ from ckpt_tools import formats
 from ckpt_tools.box import Box, whole
 from ckpt_tools.catalog import Catalog, TensorEntry, keep, key_path, matcher, model_only, rename, strip_wrappers
 from ckpt_tools.checksum import crc64nvme, hex64
-from ckpt_tools.commit import Staging, check_destination, check_room, publish_directory, publish_file, staging, write_durably
+from ckpt_tools.commit import Staging, check_destination, check_room, publish_directory, publish_file, staging
 from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.engine.run import Totals, run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
@@ -364,9 +364,20 @@ def _commit(place: Staging, manifest: Manifest, target: Target, overwrite: bool)
     """Manifest, then index, then one rename."""
     single = next(iter(target.file_sizes)) if target.index is None else ""
     name = file_name(place.attempt, beside=single)
-    write_durably(place.path / name, manifest.render())
+    store = LocalStore(place.path)
+    _write(store, name, manifest.render())
     if target.index is None:
         publish_file(place, single, name, overwrite)
         return
-    write_durably(place.path / target.index.file, target.index.data)
+    _write(store, target.index.file, target.index.data)
     publish_directory(place, overwrite)
+
+
+def _write(store: LocalStore, name: str, data: bytes) -> None:
+    """Writes a small file and makes it durable."""
+    writer = store.create(name, len(data))
+    try:
+        writer.write_at(0, data)
+        writer.finish()
+    finally:
+        writer.abort()

@@ -1,0 +1,91 @@
+"""The suite that every format passes: lay out, fill, recognise, read back, locate; values and names intact."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from ckpt_tools.box import whole
+from ckpt_tools.catalog import RAW, Catalog, Chunk, Extent, TensorEntry, check
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.engine.run import run
+from ckpt_tools.engine.schedule import schedule
+from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.formats import FORMATS, Request, TargetTensor
+from ckpt_tools.layout import reshard_boxes
+from ckpt_tools.plan import plan_transfer
+from ckpt_tools.storage import MemoryStore, Store, read
+
+NAMES = ["w", "dots.in.name", "a/b", "ünïcödé-名前", "line\nbreak", "\x1b]0;pwn", '"quoted"\\', "x" * 400]
+SHAPES = [(7, 3), (), (0,), (3, 0, 2), (1, 17), (5,), (2, 3, 4), (300,)]
+
+
+def filled(form: ModuleType, dtype: str, ranks: int) -> tuple[MemoryStore, dict[str, np.ndarray]]:
+    """Writes a set of tensors through a format's layout, from memory to memory."""
+    rng = np.random.default_rng(0)
+    itemsize = BY_NAME[dtype].itemsize
+    values = {n: rng.integers(0, 255, (*s, itemsize), np.uint8) for n, s in zip(NAMES, SHAPES, strict=True)}
+    blob, entries = bytearray(), {}
+    for name, shape in zip(NAMES, SHAPES, strict=True):
+        raw = values[name].tobytes()
+        entries[name] = TensorEntry(name, BY_NAME[dtype], shape, (Chunk(whole(shape), Extent("f", len(blob), len(raw))),))
+        blob += raw
+    tensors = []
+    for name, shape in zip(NAMES, SHAPES, strict=True):
+        boxes = [whole(shape)]
+        if ranks > 1 and form.NAME == "dcp" and shape:
+            boxes = reshard_boxes([whole(shape), whole((*shape[:-1], 0))], shape, ranks)
+        tensors.append(TargetTensor(name, BY_NAME[dtype], shape, (*boxes, *[None] * (ranks - len(boxes)))))
+    target = form.lay_out(Request(tensors, ranks, attempt="0" * 32, with_index=ranks > 1))
+    source, out = Catalog("memory", entries, file_sizes={"f": len(blob)}), MemoryStore()
+    sink = WriteSink(target, out)
+    sink.open()
+    run(schedule(plan_transfer(source, target), {}, 64), MemoryStore({"f": blob}), sink, 2)
+    sink.finish()
+    if target.index:
+        out.files[target.index.file] = memoryview(target.index.data)
+    return out, values
+
+
+def value(store: Store, catalog: Catalog, form: ModuleType, name: str) -> np.ndarray:
+    entry = catalog.tensors[name]
+    located = form.locate(store, catalog, [entry])
+    full = np.zeros((*entry.shape, entry.dtype.itemsize), np.uint8)
+    for box, packed in entry.chunks:
+        extent = located.get(packed, packed)
+        assert extent.packing == RAW
+        raw = np.frombuffer(read(store, extent.file, extent.start, extent.nbytes), np.uint8)
+        full[box.slices()] = raw.reshape((*box.sizes, entry.dtype.itemsize))
+    return full
+
+
+@pytest.fixture(params=FORMATS, ids=lambda f: f.NAME)
+def form(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int64", "float8_e4m3fn", "uint16"])
+def test_what_is_laid_out_reads_back(form: ModuleType, dtype: str, ranks: int) -> None:
+    store, values = filled(form, dtype, ranks)
+    assert form.recognise(store.list_files())
+    catalog = form.read_catalog(store)
+    check(catalog)
+    assert set(catalog.tensors) == set(NAMES)
+    for name, shape in zip(NAMES, SHAPES, strict=True):
+        entry = catalog.tensors[name]
+        assert (entry.shape, entry.dtype.name) == (shape, dtype)
+        assert (value(store, catalog, form, name) == values[name]).all()
+
+
+def test_other_files_are_not_mistaken(form: ModuleType) -> None:
+    assert not form.recognise({})
+    assert not form.recognise({"weights.bin": 5, "notes.txt": 1})
+
+
+def test_locating_a_few_tensors_reads_no_payload(form: ModuleType) -> None:
+    store, _ = filled(form, "float32", 1)
+    catalog = form.read_catalog(store)
+    assert len(form.locate(store, catalog, [catalog.tensors["w"]])) <= 1

@@ -1,0 +1,265 @@
+"""Real signals, real limits, real full disks: afterwards the destination is absent, old or complete, and a re-run succeeds."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+VERBS = {"merge": ["merge", "src", "out.safetensors"], "reshard": ["reshard", "src", "out", "--to", "3"]}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("source")
+    torch.manual_seed(0)
+    dcp.save({"model": {f"w{i}": torch.randn(1024, 1024) for i in range(24)}, "step": 1}, checkpoint_id=root / "src", no_dist=True)
+    return root / "src"
+
+
+@pytest.fixture
+def work(source: Path, tmp_path: Path) -> Path:
+    (tmp_path / "src").symlink_to(source)
+    return tmp_path
+
+
+def start(work: Path, *args: str, **kwargs: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "ckpt_tools", *args]
+    return subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)  # type: ignore[call-overload]
+
+
+def leftovers(work: Path) -> list[str]:
+    return [p.name for p in work.iterdir() if p.name.startswith((".tmp.", ".trash."))]
+
+
+def is_complete(work: Path, source: Path) -> bool:
+    """Whether what is at the destination is whole, to stock readers; absence is not."""
+    if (work / "out.safetensors").exists():
+        got = load_file(work / "out.safetensors")
+    elif (work / "out").exists():
+        got = {f"w{i}": torch.empty(1024, 1024) for i in range(24)}
+        dcp.load({"model": got}, checkpoint_id=work / "out", no_dist=True)
+    else:
+        return False
+    torch.manual_seed(0)
+    assert all(torch.equal(got[f"w{i}"], torch.randn(1024, 1024)) for i in range(24))
+    return True
+
+
+def staged(work: Path, process: subprocess.Popen[str]) -> bool:
+    """Waits until a run has begun to write; False if it was done before that was seen."""
+    while process.poll() is None:
+        if leftovers(work):
+            return True
+        time.sleep(0.001)
+    return False
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_the_middle_leaves_nothing(verb: str, number: signal.Signals, code: int, work: Path, source: Path) -> None:
+    hit = 0
+    for _ in range(4):
+        process = start(work, *VERBS[verb])
+        staged(work, process)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode in (0, code)
+        assert leftovers(work) == []
+        if process.returncode == code:
+            hit += 1
+            assert not is_complete(work, source)
+            assert sorted(p.name for p in work.iterdir()) == ["src"]
+        for path in work.glob("out*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert hit
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_kill_9_at_any_moment_leaves_absent_or_complete_and_a_rerun_cleans_up(verb: str, work: Path, source: Path) -> None:
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(8):
+        process = start(work, *VERBS[verb])
+        staged(work, process)
+        time.sleep(rng.uniform(0, 0.12))
+        process.kill()
+        process.communicate(timeout=60)
+        seen.add(is_complete(work, source))
+        for path in work.glob("out*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert False in seen
+    assert subprocess.run([sys.executable, "-m", "ckpt_tools", *VERBS[verb]], cwd=work, capture_output=True).returncode == 0
+    assert is_complete(work, source)
+    assert leftovers(work) == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_kill_9_while_overwriting_leaves_the_old_or_the_new_whole(verb: str, work: Path, source: Path) -> None:
+    rng = random.Random(1)
+    subprocess.run([sys.executable, "-m", "ckpt_tools", *VERBS[verb]], cwd=work, check=True, capture_output=True)
+    for _ in range(6):
+        process = start(work, *VERBS[verb], "--overwrite")
+        staged(work, process)
+        time.sleep(rng.uniform(0, 0.15))
+        process.kill()
+        process.communicate(timeout=60)
+        assert is_complete(work, source)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_run_leaves_the_staging_of_a_live_one_alone(verb: str, work: Path, source: Path) -> None:
+    first = start(work, *VERBS[verb])
+    assert staged(work, first)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        alive = leftovers(work)
+        second = subprocess.run([sys.executable, "-m", "ckpt_tools", *VERBS[verb]], cwd=work, capture_output=True, text=True)
+        assert second.returncode == 0, second.stderr
+        assert leftovers(work) == alive
+    finally:
+        first.send_signal(signal.SIGCONT)
+    error = first.communicate(timeout=60)[1]
+    assert first.returncode == 15
+    assert "appeared while this was at work" in error
+    assert is_complete(work, source)
+    assert leftovers(work) == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_file_size_limit_in_the_middle_is_a_clear_error(verb: str, work: Path) -> None:
+    process = start(work, *VERBS[verb], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20)))
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 15
+    assert "File too large" in error
+    assert sorted(p.name for p in work.iterdir()) == ["src"]
+
+
+@pytest.fixture
+def small_disk(work: Path) -> Iterator[Callable[[int], Path]]:
+    """A tmpfs of so many MiB at `disk`, where this user may mount one."""
+    (work / "disk").mkdir()
+
+    def mount(mib: int) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(work / "disk")]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting a tmpfs needs root")
+        return work / "disk"
+
+    yield mount
+    subprocess.run(["umount", str(work / "disk")], capture_output=True)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_too_small_a_disk_is_refused_before_anything_is_written(verb: str, work: Path, small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(16)
+    args = [a.replace("out", "disk/out") for a in VERBS[verb]]
+    result = subprocess.run([sys.executable, "-m", "ckpt_tools", *args], cwd=work, capture_output=True, text=True)
+    assert result.returncode == 15
+    assert "no room: expected" in result.stderr
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_disk_that_fills_in_the_middle_is_a_clear_error_and_the_old_result_stays(
+    verb: str, work: Path, source: Path, small_disk: Callable[[int], Path]
+) -> None:
+    disk = small_disk(130)
+    args = [a.replace("out", "disk/out") for a in VERBS[verb]]
+    process = start(work, *args)
+    assert staged(disk, process)
+    process.send_signal(signal.SIGSTOP)
+    fill(disk / "filler")
+    process.send_signal(signal.SIGCONT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 15
+    assert "No space left on device" in error
+    assert "hint: free some room" in error
+    assert [p.name for p in disk.iterdir()] == ["filler"]
+
+
+def fill(path: Path) -> None:
+    """Takes all the room that is left."""
+    with suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+
+
+def test_a_destination_that_cannot_be_written_to_is_refused(work: Path, source: Path) -> None:
+    if os.geteuid() == 0:
+        (work / "ro").mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(work / "ro")], capture_output=True).returncode:
+            pytest.skip("root may write anywhere, and mounting is not allowed")
+        try:
+            result = subprocess.run(
+                [sys.executable, "-m", "ckpt_tools", "merge", "src", "ro/m.safetensors"], cwd=work, capture_output=True, text=True
+            )
+        finally:
+            subprocess.run(["umount", str(work / "ro")], check=True)
+    else:
+        (work / "ro").mkdir(mode=0o500)
+        result = subprocess.run(
+            [sys.executable, "-m", "ckpt_tools", "merge", "src", "ro/m.safetensors"], cwd=work, capture_output=True, text=True
+        )
+    assert result.returncode == 15
+    assert "cannot be written to" in result.stderr
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("fault", ["error=EIO", "error=ENOSPC", "signal=SIGKILL"])
+def test_a_fault_at_every_call_that_changes_the_disk(verb: str, fault: str, tmp_path: Path) -> None:
+    """Of each system call: faults the first, then the second, …, until a run goes through untouched."""
+    dcp.save({"model": {"w": torch.ones(300)}, "step": 1}, checkpoint_id=tmp_path / "src", no_dist=True)
+    hits = {call: fault_every(call, fault, verb, tmp_path) for call in ("fsync", "renameat2", "rename", "chmod", "pwrite64", "ftruncate")}
+    few = {"fsync": 4, "pwrite64": 3, "ftruncate": 2, "renameat2": 1}
+    assert all(hits[call] >= count for call, count in few.items()), hits
+    assert subprocess.run([sys.executable, "-m", "ckpt_tools", *VERBS[verb]], cwd=tmp_path, capture_output=True).returncode == 0
+    assert leftovers(tmp_path) == []
+
+
+def fault_every(call: str, fault: str, verb: str, work: Path) -> int:
+    """Returns at how many calls a fault was injected; after each, the destination was absent or whole."""
+    out = work / VERBS[verb][2]
+    for number in range(1, 30):
+        trace = work / "trace"
+        command = ["strace", "-f", "-qq", "-o", str(trace), "-e", f"trace={call}", "-e", f"inject={call}:{fault}:when={number}"]
+        result = subprocess.run(
+            [*command, sys.executable, "-m", "ckpt_tools", *VERBS[verb], "-q"], cwd=work, capture_output=True, text=True
+        )
+        if "INJECTED" not in trace.read_text() and "SIGKILL" not in trace.read_text():
+            assert result.returncode == 0, (number, result.stderr, sorted(work.iterdir()))
+            return number - 1
+        if "signal" not in fault:
+            assert "Traceback" not in result.stderr
+            assert leftovers(work) == []
+        if result.returncode == 0 or out.exists():
+            assert whole(out)
+        elif "signal" not in fault:
+            assert not list(work.glob("out*"))
+        if out.is_dir():
+            shutil.rmtree(out)
+        for path in work.glob("out*"):
+            path.unlink()
+    raise AssertionError(f"{call} never ended")
+
+
+def whole(out: Path) -> bool:
+    if out.is_file():
+        return bool((load_file(out)["w"] == 1).all())
+    got = {"w": torch.zeros(300)}
+    dcp.load({"model": got}, checkpoint_id=out, no_dist=True)
+    return bool((got["w"] == 1).all())

@@ -1,0 +1,104 @@
+"""The house: a file imports only from the levels before it, and only a few may import torch. Checked on the syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import ckpt_tools
+
+ROOT = Path(ckpt_tools.__file__).parent
+LEVELS = [
+    ["errors", "box", "dtypes", "checksum", "version"],
+    ["catalog", "layout", "storage.base", "storage.ranges"],
+    ["storage.local", "storage.memory", "storage", "plan"],
+    ["formats.base", "formats.unpickle", "formats.torch_zip", "formats.dcp_metadata", "formats.dcp", "formats.safetensors", "formats"],
+    ["engine.kernels", "engine.schedule", "engine.sinks", "engine.run", "engine", "commit", "manifest"],
+    ["operations.replicas", "operations.inspect", "operations.transfer", "operations"],
+    ["", "render", "cli", "__main__"],
+]
+LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
+MAY_IMPORT_TORCH: set[str] = set()
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(p for p in parts if p != "__init__")
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found += [f"{node.module}.{a.name}" for a in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_imports_only_from_its_own_level_or_below(path: Path) -> None:
+    mine = LEVEL[name_of(path)]
+    for imported in imports(path):
+        if imported.split(".")[0] != "ckpt_tools":
+            continue
+        name = imported.removeprefix("ckpt_tools").lstrip(".")
+        while name not in LEVEL:
+            name = name.rpartition(".")[0]
+        if name:
+            assert LEVEL[name] <= mine, f"{name_of(path)} (level {mine}) imports {name} (level {LEVEL[name]})"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_torch_is_imported_nowhere_but_where_it_must_be(path: Path) -> None:
+    if name_of(path) not in MAY_IMPORT_TORCH:
+        assert not [i for i in imports(path) if i.split(".")[0] == "torch"]
+
+
+def test_every_file_has_a_level_and_every_level_a_file() -> None:
+    assert {name_of(p) for p in FILES} == set(LEVEL)
+
+
+def test_no_cycles() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        targets = set()
+        for imported in imports(path):
+            name = imported.removeprefix("ckpt_tools").lstrip(".")
+            if imported.split(".")[0] == "ckpt_tools":
+                while name not in LEVEL:
+                    name = name.rpartition(".")[0]
+                targets.add(name)
+        graph[name_of(path)] = targets - {name_of(path), ""}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"cycle: {' -> '.join((*trail, name))}"
+        if name not in done:
+            for target in graph[name]:
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_files_and_functions_stay_short() -> None:
+    for path in [*FILES, *(ROOT.parent / "training").glob("*.py")]:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 60, f"{path}:{node.name}"
+
+
+def test_exported_names_exist_and_are_documented() -> None:
+    for name in ckpt_tools.__all__:
+        value = getattr(ckpt_tools, name)
+        assert name == "__version__" or value.__doc__
+    with pytest.raises(AttributeError):
+        _ = ckpt_tools.nothing

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt_tools
+from ckpt_tools.errors import FormatError
+
+
+def write(path: Path, header: object, payload: bytes = b"", length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + payload)
+    return path
+
+
+def entry(start: int = 0, stop: int = 8, shape: object = (2,), dtype: object = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"not json", "not valid JSON"),
+        (b"[]", "expected a JSON object"),
+        (
+            b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+            "'a' occurs twice",
+        ),
+        (b'{"a":' * 5000, "not valid JSON"),
+        ({"a": entry(dtype="F99")}, "unknown dtype"),
+        ({"a": entry(dtype=["F32"])}, "unknown dtype"),
+        ({"a": entry(shape=(3,))}, "do not fit the shape"),
+        ({"a": entry(shape=(-2,))}, "not counts"),
+        ({"a": entry(shape=[2.0])}, "not counts"),
+        ({"a": entry(shape=[True, 2])}, "not counts"),
+        ({"a": entry(shape=(1 << 60,))}, "not counts"),
+        ({"a": entry(4, 12)}, "gap or overlap"),
+        ({"a": entry(), "b": entry()}, "gap or overlap"),
+        ({"a": entry(0, 8), "b": entry(8, 16)}, "wrong length"),
+        ({}, "wrong length"),
+        ({"a": {"dtype": "F32"}}, "expected dtype, shape"),
+        ({"a": 5}, "expected dtype, shape"),
+        ({"__metadata__": {"format": 1}, "a": entry()}, "expected strings"),
+    ],
+)
+def test_a_header_that_breaks_the_rules_is_refused(header: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=message):
+        ckpt_tools.inspect(write(tmp_path / "m.safetensors", header, bytes(8)))
+
+
+@pytest.mark.parametrize(("length", "message"), [(100_000_001, "too long"), (1 << 63, "too long"), (5000, "runs past")])
+def test_a_header_length_is_checked_before_anything_is_read(length: int, message: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=message):
+        ckpt_tools.inspect(write(tmp_path / "m.safetensors", {"a": entry()}, bytes(8), length))
+
+
+def test_a_file_shorter_than_its_length_field_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(b"1234")
+    with pytest.raises(FormatError, match="truncated"):
+        ckpt_tools.inspect(tmp_path / "m.safetensors")
+
+
+def sharded(tmp_path: Path) -> Path:
+    root = tmp_path / "src"
+    root.mkdir()
+    save_file({"a": torch.arange(6.0)}, root / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.ones(3, dtype=torch.bool)}, root / "model-00002-of-00002.safetensors")
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 27}, "weight_map": weight_map}))
+    return root
+
+
+def test_shards_with_an_index_merge_into_one_file_and_back(tmp_path: Path) -> None:
+    root = sharded(tmp_path)
+    ckpt_tools.merge(root, tmp_path / "one.safetensors")
+    assert {k: v.tolist() for k, v in load_file(tmp_path / "one.safetensors").items()} == {"a": [0, 1, 2, 3, 4, 5], "b": [True] * 3}
+    result = ckpt_tools.merge(tmp_path / "one.safetensors", tmp_path / "many", max_shard_bytes=24)
+    assert sorted(result.files) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert index == json.loads((root / "model.safetensors.index.json").read_text())
+    assert load_file(tmp_path / "many" / "model-00001-of-00002.safetensors")["a"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "../secret.safetensors"}, "outside the checkpoint"),
+        ({"a": "/etc/passwd"}, "outside the checkpoint"),
+        ({"a": "https://host/x.safetensors"}, "outside the checkpoint"),
+        ({"a": "model-00003-of-00002.safetensors"}, "No such file"),
+        ({"a": "model-00002-of-00002.safetensors"}, "does not hold it"),
+        ({"a": 5}, "expected file names"),
+        ([], "expected file names"),
+    ],
+)
+def test_an_index_that_points_astray_is_refused(weight_map: object, message: str, tmp_path: Path) -> None:
+    root = sharded(tmp_path)
+    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ckpt_tools.CheckpointError, match=message):
+        ckpt_tools.inspect(root)
+
+
+def test_every_dtype_of_safetensors_is_taken_bit_for_bit(tmp_path: Path) -> None:
+    names = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 uint16 uint32 uint64 float8_e4m3fn float8_e5m2".split()
+    tensors = {
+        n: torch.arange(6).to(torch.uint8).repeat(8)[: 6 * getattr(torch, n).itemsize].view(getattr(torch, n)) for n in names if n != "bool"
+    }
+    tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(7.0), "empty": torch.empty(0, 3)}
+    tensors = {k: v.clone() for k, v in tensors.items()}
+    save_file(tensors, tmp_path / "in.safetensors")
+    ckpt_tools.merge(tmp_path / "in.safetensors", tmp_path / "out.safetensors")
+    got = load_file(tmp_path / "out.safetensors")
+    assert all(got[k].dtype == v.dtype and got[k].shape == v.shape for k, v in tensors.items())
+    for name, tensor in tensors.items():
+        assert got[name].flatten().view(torch.uint8).tolist() == tensor.flatten().contiguous().view(torch.uint8).tolist()
