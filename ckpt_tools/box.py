@@ -60,12 +60,19 @@ class BoxIndex:
         self._dim = max(range(ndim), key=lambda d: len({b.offsets[d] for b in boxes}), default=0)
         self._order = sorted(range(len(boxes)), key=lambda i: boxes[i].offsets[self._dim : self._dim + 1])
         self._boxes = boxes
+        self._low = tuple(map(min, zip(*(b.offsets for b in boxes), strict=True)))
+        self._high = tuple(map(max, zip(*(b.ends for b in boxes), strict=True)))
         self._starts = [boxes[i].offsets[self._dim] for i in self._order] if ndim else []
         self._reach = max((b.sizes[self._dim] for b in boxes), default=0) if ndim else 0
 
     def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yields the number of every box that shares elements with `box`, and what they share."""
+        if not self._boxes:
+            return
         order: Sequence[int] = self._order
+        if all(o <= low and o + s >= high for o, s, low, high in zip(box.offsets, box.sizes, self._low, self._high, strict=True)):
+            yield from ((number, self._boxes[number]) for number in order if self._boxes[number].numel)  # it holds them all
+            return
         if self._starts and len(order) > 1:
             low, high = box.offsets[self._dim], box.offsets[self._dim] + box.sizes[self._dim]
             order = order[bisect_left(self._starts, low - self._reach + 1) : bisect_left(self._starts, high)]

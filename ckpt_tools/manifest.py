@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from ckpt_tools.checksum import hex64
 from ckpt_tools.plan import Plan
@@ -17,16 +17,14 @@ VERSION = 1
 CHECKSUM = "crc64nvme"
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
+class Sealed(NamedTuple):
     """A file or tensor with its checksum as 16 hex digits."""
 
     nbytes: int
     crc64nvme: str
 
 
-@dataclass(frozen=True, slots=True)
-class SealedTensor:
+class SealedTensor(NamedTuple):
     """A tensor with the checksum of its row-major little-endian bytes, however it is sharded."""
 
     dtype: str
@@ -51,10 +49,19 @@ class Manifest:
     step: int | None = None
 
     def render(self) -> bytes:
-        """Returns the JSON text, ASCII only, keys in a fixed order."""
-        body = {"ckpt_manifest": VERSION, "checksum": CHECKSUM} | asdict(self)
-        body["index"] = {"name": self.index[0], **asdict(self.index[1])} if self.index else None
-        return json.dumps(body, indent=1).encode("ascii") + b"\n"
+        """Returns the JSON text: ASCII, a line for every file and tensor, keys in a fixed order."""
+        body: dict[str, Any] = {"ckpt_manifest": VERSION, "checksum": CHECKSUM}
+        body |= {f.name: getattr(self, f.name) for f in fields(self)}
+        body["index"] = {"name": self.index[0], **self.index[1]._asdict()} if self.index else None
+        lines = [
+            f" {json.dumps(key)}: {_table(value) if key in ('files', 'tensors') else json.dumps(value)}" for key, value in body.items()
+        ]
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
+
+
+def _table(entries: Mapping[str, Sealed | SealedTensor]) -> str:
+    lines = [f"  {json.dumps(name)}: {json.dumps(entry._asdict())}" for name, entry in entries.items()]
+    return "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
 
 
 def file_name(attempt: str, beside: str = "") -> str:

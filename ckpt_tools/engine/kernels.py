@@ -24,17 +24,43 @@ _BF16_INF, _SIGN = np.uint16(0x7F80), np.uint16(0x8000)
 def view(data: Bytes, sizes: Sequence[int], itemsize: int, strides: Sequence[int] | None = None) -> npt.NDArray[np.generic]:
     """Returns bytes as an array of `sizes` whose elements are bare words of `itemsize` bytes; `strides` in elements."""
     steps = [s * itemsize for s in (strides or row_major_strides(sizes))]
-    return np.ndarray(tuple(sizes), _WORDS[itemsize], buffer=data.data, strides=steps)
+    return np.ndarray(tuple(sizes), _WORDS.get(itemsize) or np.dtype(f"V{itemsize}"), buffer=data.data, strides=steps)
 
 
 def scatter(data: Bytes, box: Box, into: Bytes, frame: Box, itemsize: int, strides: Sequence[int] | None = None) -> None:
     """Copies the elements of `box` into their places within `frame`, a row-major buffer."""
-    view(into, frame.sizes, itemsize)[box.within(frame).slices()] = view(data, box.sizes, itemsize, strides)
+    box = box.within(frame)
+    sizes = frame.sizes
+    if strides is None:
+        box, sizes, itemsize = _join_runs(box, sizes, itemsize)
+    view(into, sizes, itemsize)[box.slices()] = view(data, box.sizes, itemsize, strides)
 
 
 def gather(data: Bytes, frame: Box, into: Bytes, box: Box, itemsize: int) -> None:
     """Copies the elements of `box` out of `frame`, a row-major buffer, into a row-major buffer of their own."""
-    view(into, box.sizes, itemsize)[...] = view(data, frame.sizes, itemsize)[box.within(frame).slices()]
+    box, sizes, itemsize = _join_runs(box.within(frame), frame.sizes, itemsize)
+    view(into, box.sizes, itemsize)[...] = view(data, sizes, itemsize)[box.slices()]
+
+
+def _join_runs(box: Box, sizes: tuple[int, ...], itemsize: int) -> tuple[Box, tuple[int, ...], int]:
+    """Takes what lies together for one wide element: one move a run instead of one an element.
+
+    Args:
+        box: piece of a row-major array of `sizes`, in its coordinates.
+
+    Returns:
+        The same piece and array in wide elements, and their width in bytes.
+    """
+    ndim = len(sizes)
+    while ndim and box.sizes[ndim - 1] == sizes[ndim - 1]:
+        ndim -= 1
+        itemsize *= sizes[ndim]
+    offsets, extent, full = box.offsets[:ndim], box.sizes[:ndim], sizes[:ndim]
+    if ndim and full[-1] % extent[-1] == 0 and offsets[-1] % extent[-1] == 0:
+        run = extent[-1]
+        offsets, extent, full = (*offsets[:-1], offsets[-1] // run), (*extent[:-1], 1), (*full[:-1], full[-1] // run)
+        itemsize *= run
+    return Box(offsets, extent), full, itemsize
 
 
 def cast(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:

@@ -17,6 +17,7 @@ from ckpt_tools.plan import Plan, Slot, TensorPlan
 DEFAULT_MEMORY_BYTES = 64 << 20
 MIN_TILE_BYTES, MAX_TILE_BYTES = 64 << 10, 1 << 20
 _BUFFERS_PER_WORKER = 3
+_CHUNKS_PER_TILE, _MAX_GROWTH = 16, 4
 
 
 class Read(NamedTuple):
@@ -79,7 +80,8 @@ def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, str
     Args:
         plan: what to copy.
         located: where the payloads of packed extents are, from `Format.locate`.
-        tile_nbytes: bytes of a tile and of a step at most; a single element larger than that runs alone.
+        tile_nbytes: bytes of a tile and of a step at most, up to 4 times as much where dozens of column shards meet in a tile; a
+            single element larger than that runs alone.
         strided_nbytes: bytes of a tile of a tensor that is stored transposed, where small tiles would read it many times.
 
     Yields:
@@ -104,7 +106,8 @@ def _tiles(tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: in
     chunks = [Chunk(tensor.chunks[i].box, located.get(tensor.chunks[i].extent, tensor.chunks[i].extent)) for i in used]
     is_strided = any(c.extent.strides for c in chunks)
     itemsize = max(tensor.src_dtype.itemsize, tensor.dst_dtype.itemsize)
-    max_numel = max(1, (max(strided_nbytes, tile_nbytes) if is_strided else tile_nbytes) // itemsize)
+    limit = max(strided_nbytes, tile_nbytes) if is_strided else tile_nbytes * _growth(chunks)
+    max_numel = max(1, limit // itemsize)
     slots = [s for s in tensor.slots if s.box.numel]
     regions = [whole(tensor.shape)] if tensor.is_complete else [s.box for s in slots]
     cuts = [s.box.offsets[0] for s in slots] if tensor.shape else []
@@ -113,6 +116,12 @@ def _tiles(tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: in
         for box in bands(region, max_numel, cuts):
             reads = tuple(_read(chunks[i], shared, tensor.src_dtype.itemsize) for i, shared in sources.overlaps(box))
             yield Tile(tensor, box, reads, tuple(_writes(slots, targets, box, tensor.dst_dtype.itemsize)))
+
+
+def _growth(chunks: Sequence[Chunk]) -> int:
+    """Returns how much larger a tile may be where many chunks meet in it, so that the parts do not become crumbs."""
+    num_beside = len({c.box.offsets[1:] for c in chunks})
+    return min(_MAX_GROWTH, max(1, num_beside // _CHUNKS_PER_TILE))
 
 
 def _read(chunk: Chunk, shared: Box, itemsize: int) -> Read:

@@ -1,9 +1,9 @@
 """Makes a checkpoint of Llama-like shapes with stock torch, for the benchmarks.
 
-    torchrun --standalone --nproc-per-node 8 tests/benchmarks/make_input.py DIR --gb 1 [--optimizer] [--dim 1] [--tiny 20000]
+    torchrun --standalone --nproc-per-node 8 tests/benchmarks/make_input.py DIR --gb 1 [--optimizer] [--dim 1] [--hidden 4096] [--tiny 20000]
 
 `--gb` is the size of the model in 10^9 bytes of float32; AdamW states come on top. `--dim 1` shards matrices by column;
-`--ways` splits into that many chunks a tensor (64-way shards from 8 processes). `--tiny N` makes N tensors of 4 KB instead.
+`--tiny N` makes N tensors of 4 KB instead.
 """
 
 import argparse
@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 
-def shapes(gb: float) -> dict[str, tuple[int, ...]]:
+def shapes(gb: float, hidden: int) -> dict[str, tuple[int, ...]]:
     """Returns names and shapes of a decoder whose float32 bytes are close to `gb` * 10^9."""
-    hidden = 1024
-    inner, vocab = hidden * 8 // 3 // 64 * 64, 16000
+    inner, vocab = hidden * 8 // 3 // 64 * 64, 16_000_000 // hidden
     block = {
         "attention_norm.weight": (hidden,), "attention.wq.weight": (hidden, hidden), "attention.wk.weight": (hidden, hidden),
         "attention.wv.weight": (hidden, hidden), "attention.wo.weight": (hidden, hidden), "ffn_norm.weight": (hidden,),
@@ -36,6 +35,7 @@ def main() -> None:
     parser.add_argument("dir")
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--dim", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--tiny", type=int, default=0)
     parser.add_argument("--optimizer", action="store_true")
     args = parser.parse_args()
@@ -53,9 +53,10 @@ def main() -> None:
             local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride()
         )
 
-    names = {f"t{i:05d}": (32, 32) for i in range(args.tiny)} if args.tiny else shapes(args.gb)
-    state: dict[str, object] = {"model": {name: make(shape) for name, shape in names.items()}, "step": 500}
+    names = {f"t{i:05d}": (32, 32) for i in range(args.tiny)} if args.tiny else shapes(args.gb, args.hidden)
+    state: dict[str, object] = {"model": {name: make(shape) for name, shape in names.items()}}
     if args.optimizer:
+        state["step"] = 500
         moments = {n: {"step": torch.tensor(500.0), "exp_avg": make(s), "exp_avg_sq": make(s)} for n, s in names.items()}
         state["optimizer"] = {"state": moments, "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "params": list(names)}]}
     dcp.save(state, checkpoint_id=args.dir)
