@@ -61,9 +61,13 @@ class IntegrityError(CheckpointError):
 
 
 class StorageError(CheckpointError):
-    """An operation on a store failed; the message gives path, operation and cause."""
+    """An operation on a store failed; the message gives path, operation and cause. `is_missing`: there is no such file."""
 
     exit_code = 15
+
+    def __init__(self, message: str, *, hint: str | None = None, is_missing: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.is_missing = is_missing
 
 
 _ESCAPED = {*range(0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF}

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.catalog import is_other_state, key_path
+from ckpt_tools.catalog import key_path
 from ckpt_tools.errors import printable
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
     _totals("key", report.by_key)
     print()
     _totals("dtype", report.by_dtype)
+    if report.optimizer_states:
+        print()
+        _totals("optimizer state", report.optimizer_states)
     if tree:
         print()
         _show_tree(report)
@@ -90,9 +93,6 @@ def _show_objects(report: Report) -> None:
             cut = len(shown) if len(shown) <= width else (shown.rfind(" ", 0, width) + 1 or width)
             print("    " + shown[:cut].rstrip())
             shown = shown[cut:]
-    states = [k for k in report.by_key if is_other_state(k)]
-    if states:
-        print(f"\n  beside the model: {', '.join(printable(s) for s in states)}")
 
 
 def _show_tree(report: Report) -> None:
@@ -188,6 +188,7 @@ def report_as_json(report: Report) -> dict[str, Any]:
         "total": report.total._asdict(),
         "by_dtype": {k: v._asdict() for k, v in report.by_dtype.items()},
         "by_key": {k: v._asdict() for k, v in report.by_key.items()},
+        "optimizer_states": {k: v._asdict() for k, v in report.optimizer_states.items()},
         "files": [{"name": f.name, "rank": f.rank, "nbytes": f.nbytes} for f in report.files],
         "tensors": {
             fqn: {

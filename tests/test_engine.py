@@ -59,9 +59,10 @@ def test_any_split_becomes_any_other_bit_for_bit(shape: tuple[int, ...], dtype: 
         slots.append(Slot(box, "out", at))
         at += box.numel * values.itemsize
     target = Target("test", {"out": at}, {"w": tuple(slots)}, (Literal("out", 0, b"abc"),))
-    steps = list(schedule(plan_transfer(catalog, target), {}, tile, strided_nbytes=tile))
+    steps = list(schedule(plan_transfer(catalog, target), {}, tile, tile))
     assert all(sum(t.dst_nbytes for t in s.tiles) <= tile or len(s.tiles) == 1 for s in steps)
     assert all(t.dst_nbytes <= max(tile, values.itemsize) for s in steps for t in s.tiles)
+    assert all(r.nbytes <= 2 * r.box.numel * values.itemsize for s in steps for t in s.tiles for r in t.reads)
     out = MemoryStore()
     sink = WriteSink(target, out)
     sink.open()
@@ -87,7 +88,7 @@ def test_a_plan_of_one_rank_reads_no_more_than_it_needs_along_the_same_dim(shape
     mine = Box((0,) * len(shape), (-(-shape[0] // ranks), *shape[1:]))
     target = Target("test", {"out": mine.numel * 4}, {"w": (Slot(mine, "out", 0),)})
     plan = plan_transfer(catalog, target)
-    assert sum(s.read_nbytes for s in schedule(plan, {}, 64)) == plan.payload_bytes == mine.numel * 4
+    assert sum(s.read_nbytes for s in schedule(plan, {}, 64, 64)) == plan.payload_bytes == mine.numel * 4
 
 
 def test_a_hole_in_the_source_never_becomes_uninitialised_memory() -> None:
@@ -98,7 +99,7 @@ def test_a_hole_in_the_source_never_becomes_uninitialised_memory() -> None:
     sink = WriteSink(target, MemoryStore())
     sink.open()
     with pytest.raises(CatalogError, match="no source"):
-        run(schedule(plan_transfer(catalog, target), {}, 64), store, sink, 1)
+        run(schedule(plan_transfer(catalog, target), {}, 64, 64), store, sink, 1)
 
 
 def test_a_file_that_is_not_written_in_full_is_not_finished() -> None:
@@ -128,7 +129,7 @@ def test_the_first_error_of_any_thread_is_the_one_that_is_raised(jobs: int) -> N
     sink = WriteSink(target, MemoryStore())
     sink.open()
     with pytest.raises(StorageError, match="I/O error"):
-        run(schedule(plan_transfer(catalog, target), {}, 256), Breaking(store.files), sink, jobs)
+        run(schedule(plan_transfer(catalog, target), {}, 256, 256), Breaking(store.files), sink, jobs)
 
 
 FLOATS = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -166,4 +167,4 @@ def test_a_tile_is_never_larger_than_one_element_or_the_budget() -> None:
     _, catalog = source(np.zeros((3, 1000), "c16"), [whole((3, 1000))], "complex128", [0, 1])
     target = Target("test", {"out": 48000}, {"w": (Slot(whole((3, 1000)), "out", 0),)})
     for tile in (1, 16, 100, 16000):
-        assert max(t.dst_nbytes for s in schedule(plan_transfer(catalog, target), {}, tile) for t in s.tiles) <= max(16, tile)
+        assert max(t.dst_nbytes for s in schedule(plan_transfer(catalog, target), {}, tile, tile) for t in s.tiles) <= max(16, tile)

@@ -69,20 +69,21 @@ class Step(NamedTuple):
         return sum(r.nbytes for t in self.tiles for r in t.reads)
 
 
-def tile_bytes(memory_bytes: int, jobs: int) -> int:
-    """Returns the size of a tile such that all workers' buffers together stay within a budget."""
-    return max(MIN_TILE_BYTES, min(MAX_TILE_BYTES, memory_bytes // (jobs * _BUFFERS_PER_WORKER)))
+def tile_bytes(memory_bytes: int, jobs: int) -> tuple[int, int]:
+    """Returns the usual and the largest size of a tile such that all workers' buffers together stay within a budget."""
+    largest = max(MIN_TILE_BYTES, memory_bytes // (jobs * _BUFFERS_PER_WORKER))
+    return min(MAX_TILE_BYTES, largest), largest
 
 
-def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, strided_nbytes: int = DEFAULT_MEMORY_BYTES) -> Iterator[Step]:
+def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int) -> Iterator[Step]:
     """Yields the steps that carry out a plan, in the order of the target.
 
     Args:
         plan: what to copy.
         located: where the payloads of packed extents are, from `Format.locate`.
-        tile_nbytes: bytes of a tile and of a step at most, up to 4 times as much where dozens of column shards meet in a tile; a
-            single element larger than that runs alone.
-        strided_nbytes: bytes of a tile of a tensor that is stored transposed, where small tiles would read it many times.
+        tile_nbytes: bytes of a tile, and of a step, as a rule.
+        max_tile_nbytes: bytes of a tile where small ones would become crumbs: dozens of column shards meet in it, or the tensor
+            is stored transposed. A single element larger than that runs alone.
 
     Yields:
         Steps whose tiles write every byte of every slot exactly once.
@@ -90,7 +91,7 @@ def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, str
     tiles: list[Tile] = []
     filled = 0
     for tensor in plan.tensors:
-        for tile in _tiles(tensor, located, tile_nbytes, strided_nbytes):
+        for tile in _tiles(tensor, located, tile_nbytes, max(tile_nbytes, max_tile_nbytes)):
             nbytes = max(tile.src_nbytes, tile.dst_nbytes)
             if tiles and filled + nbytes > tile_nbytes:
                 yield Step(tuple(tiles))
@@ -101,12 +102,12 @@ def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, str
         yield Step(tuple(tiles))
 
 
-def _tiles(tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: int, strided_nbytes: int) -> Iterator[Tile]:
+def _tiles(tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int) -> Iterator[Tile]:
     used = sorted({c.src for c in tensor.copies})
     chunks = [Chunk(tensor.chunks[i].box, located.get(tensor.chunks[i].extent, tensor.chunks[i].extent)) for i in used]
     is_strided = any(c.extent.strides for c in chunks)
     itemsize = max(tensor.src_dtype.itemsize, tensor.dst_dtype.itemsize)
-    limit = max(strided_nbytes, tile_nbytes) if is_strided else tile_nbytes * _growth(chunks)
+    limit = max_tile_nbytes if is_strided else min(max_tile_nbytes, tile_nbytes * _growth(chunks))
     max_numel = max(1, limit // itemsize)
     slots = [s for s in tensor.slots if s.box.numel]
     regions = [whole(tensor.shape)] if tensor.is_complete else [s.box for s in slots]
@@ -114,7 +115,7 @@ def _tiles(tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: in
     sources, targets = BoxIndex([c.box for c in chunks]), BoxIndex([s.box for s in slots])
     for region in regions:
         for box in bands(region, max_numel, cuts):
-            reads = tuple(_read(chunks[i], shared, tensor.src_dtype.itemsize) for i, shared in sources.overlaps(box))
+            reads = tuple(r for i, shared in sources.overlaps(box) for r in _reads(chunks[i], shared, tensor.src_dtype.itemsize))
             yield Tile(tensor, box, reads, tuple(_writes(slots, targets, box, tensor.dst_dtype.itemsize)))
 
 
@@ -124,17 +125,39 @@ def _growth(chunks: Sequence[Chunk]) -> int:
     return min(_MAX_GROWTH, max(1, num_beside // _CHUNKS_PER_TILE))
 
 
-def _read(chunk: Chunk, shared: Box, itemsize: int) -> Read:
+def _reads(chunk: Chunk, shared: Box, itemsize: int) -> Iterator[Read]:
+    """Yields what to read for the elements that a tile and a chunk share: one run, or few ranges that are mostly wanted."""
     extent = chunk.extent
-    if shared == chunk.box and extent.strides is None:
-        return Read(extent.file, extent.start, shared.numel * itemsize, shared, None)
+    if extent.strides is None and shared == chunk.box:
+        yield Read(extent.file, extent.start, shared.numel * itemsize, shared, None)
+        return
     inner = shared.within(chunk.box)
     if extent.strides is None and is_flat(inner, chunk.box.sizes):
-        return Read(extent.file, extent.start + flat_start(inner, chunk.box.sizes) * itemsize, shared.numel * itemsize, shared, None)
+        start = extent.start + flat_start(inner, chunk.box.sizes) * itemsize
+        yield Read(extent.file, start, shared.numel * itemsize, shared, None)
+        return
     strides = extent.strides or row_major_strides(chunk.box.sizes)
-    first = sum(o * s for o, s in zip(inner.offsets, strides, strict=True))
-    span = 1 + sum((n - 1) * s for n, s in zip(inner.sizes, strides, strict=True))
-    return Read(extent.file, extent.start + first * itemsize, span * itemsize, shared, strides)
+    for part in _dense_parts(inner, strides):
+        first = sum(o * s for o, s in zip(part.offsets, strides, strict=True))
+        box = Box(tuple(o + p for o, p in zip(part.offsets, chunk.box.offsets, strict=True)), part.sizes)
+        yield Read(extent.file, extent.start + first * itemsize, _span(part, strides) * itemsize, box, strides)
+
+
+def _span(box: Box, strides: Sequence[int]) -> int:
+    """Returns how many elements lie from the first to the last one of a strided box."""
+    return 1 + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
+
+
+def _dense_parts(box: Box, strides: Sequence[int]) -> Iterator[Box]:
+    """Cuts a strided box along its widest strides until each part is at least half of what lies between its ends."""
+    if _span(box, strides) <= 2 * box.numel:
+        yield box
+        return
+    dim = max((d for d, n in enumerate(box.sizes) if n > 1), key=lambda d: strides[d])
+    for index in range(box.offsets[dim], box.offsets[dim] + box.sizes[dim]):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[dim], sizes[dim] = index, 1
+        yield from _dense_parts(Box(tuple(offsets), tuple(sizes)), strides)
 
 
 def _writes(slots: Sequence[Slot], targets: BoxIndex, box: Box, itemsize: int) -> Iterator[Write]:

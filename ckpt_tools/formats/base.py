@@ -68,7 +68,7 @@ class Format(Protocol):
         """
         ...
 
-    def locate(self, store: Store, catalog: Catalog, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    def locate(self, store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
         """Finds the payload within every packed extent of the tensors, in batches; extents that are RAW are left out.
 
         Raises:

@@ -7,6 +7,7 @@ joined here, replicas included. May import levels 0 to 2 and the parts of this f
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 
@@ -24,6 +25,7 @@ from ckpt_tools.storage import Store, check_path, read
 NAME = "dcp"
 LOOKS_FOR = ".metadata"
 _DATA_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{8})?\.distcp$")
+_MANIFEST = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 
 
@@ -53,7 +55,7 @@ def read_catalog(store: Store) -> Catalog:
         items,
         {fqn: path for metadata in parsed for fqn, path in metadata.paths.items()},
         _sizes(store, files, used),
-        max(ranks.values(), default=0) + 1 if names == [".metadata"] else _metadata_rank(names[-1]) + 1,
+        max([*ranks.values(), *map(_metadata_rank, names), _sealed_world_size(store, files) - 1]) + 1,
         ranks,
         parsed[0].extras,
     )
@@ -65,21 +67,29 @@ def _metadata_rank(name: str) -> int:
 
 
 def _sizes(store: Store, files: Mapping[str, int], used: Iterable[str]) -> dict[str, int]:
-    """Returns the sizes of the data files that exist; files in folders of their own are looked up one by one."""
+    """Returns the sizes of the data files that exist; those in folders of their own are looked up one by one."""
     sizes = {}
     for file in used:
-        check_path(file, store.url)
-        if file in files:
-            sizes[file] = files[file]
-        elif "/" in file:
-            sizes[file] = store.size(file)
-        else:
-            try:
-                sizes[file] = store.size(file)
-            except StorageError as error:
-                if "link" in str(error):
-                    raise
+        try:
+            sizes[file] = files[check_path(file, store.url)] if file in files else store.size(file)
+        except StorageError as error:
+            if not error.is_missing:
+                raise
     return sizes
+
+
+def _sealed_world_size(store: Store, files: Mapping[str, int]) -> int:
+    """Returns the number of ranks that a manifest of ours gives (some may have saved nothing), 0 where there is none."""
+    names = [name for name in files if _MANIFEST.fullmatch(name)]
+    if len(names) != 1:
+        return 0
+    try:
+        world_size = json.loads(read(store, names[0]))["world_size"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FormatError(
+            f"a manifest is malformed: {printable(str(error))} ({names[0]})", hint="remove it to read the checkpoint without"
+        ) from error
+    return world_size if type(world_size) is int else 0
 
 
 def _collect(
@@ -114,9 +124,8 @@ def _collect(
         )
 
 
-def locate(store: Store, catalog: Catalog, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
     """Finds the payloads; see `Format.locate`."""
-    del catalog
     items = [torch_zip.Item(c.extent, t.dtype, c.box.sizes) for t in tensors for c in t.chunks if c.extent.packing == TORCH_ZIP]
     with no_gc():
         return dict(torch_zip.locate(store, items))

@@ -153,9 +153,9 @@ def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < _MAX_SIZE for n in value)
 
 
-def locate(store: Store, catalog: Catalog, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
     """Payloads lie bare; there is nothing to find."""
-    del store, catalog, tensors
+    del store, tensors
     return {}
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tools.catalog import Catalog, key_path
 from ckpt_tools.formats import open_source
+
+_OPTIMIZER = re.compile(r"(^|\.)optim(izer)?s?(_\d+)?\.state(\.|$)")
 
 
 class Total(NamedTuple):
@@ -47,6 +50,7 @@ class Report:
         path, format, world_size, extras: of the checkpoint, as found.
         catalog: every tensor with dtype, shape and chunks; every object by name.
         total, by_dtype, by_key: sums, also per element type and per top-level key.
+        optimizer_states: sums per name of an optimizer's state: `exp_avg`, `step`, ….
         files: every data file with what it holds.
     """
 
@@ -58,6 +62,7 @@ class Report:
     total: Total
     by_dtype: Mapping[str, Total]
     by_key: Mapping[str, Total]
+    optimizer_states: Mapping[str, Total]
     files: Sequence[FileReport]
 
 
@@ -75,13 +80,19 @@ def inspect(src: str | os.PathLike[str]) -> Report:
     source.store.close()
     by_dtype: dict[str, Total] = {}
     by_key: dict[str, Total] = {}
+    states: dict[str, Total] = {}
     for fqn, entry in catalog.tensors.items():
         _add(by_dtype, entry.dtype.name, 1, 0, entry.nbytes)
-        _add(by_key, key_path(catalog, fqn)[0], 1, 0, entry.nbytes)
+        path = key_path(catalog, fqn)
+        _add(by_key, path[0], 1, 0, entry.nbytes)
+        if _OPTIMIZER.search(".".join(path[:-1])):
+            _add(states, path[-1].rpartition(".")[2], 1, 0, entry.nbytes)
     for fqn, item in catalog.objects.items():
         _add(by_key, key_path(catalog, fqn)[0], 0, 1, item.extent.nbytes)
     total = Total(len(catalog.tensors), len(catalog.objects), catalog.nbytes)
-    return Report(str(source.path), catalog.format, catalog.world_size, catalog.extras, catalog, total, by_dtype, by_key, _files(catalog))
+    return Report(
+        str(source.path), catalog.format, catalog.world_size, catalog.extras, catalog, total, by_dtype, by_key, states, _files(catalog)
+    )
 
 
 def _add(table: dict[str, Total], key: str, num_tensors: int, num_objects: int, nbytes: int) -> None:

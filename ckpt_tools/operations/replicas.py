@@ -14,7 +14,9 @@ from ckpt_tools.formats import Source
 from ckpt_tools.plan import Plan, Slot, Target, TensorPlan, plan_copies
 
 
-def prove_replicas(source: Source, catalog: Catalog, plan: Plan, located: Mapping[Extent, Extent], jobs: int, tile: int) -> None:
+def prove_replicas(
+    source: Source, catalog: Catalog, plan: Plan, located: Mapping[Extent, Extent], jobs: int, tiles: tuple[int, int]
+) -> None:
     """Reads every copy of what several ranks saved, and refuses copies that differ.
 
     Raises:
@@ -43,7 +45,7 @@ def prove_replicas(source: Source, catalog: Catalog, plan: Plan, located: Mappin
     if not probes:
         return
     sink = HashSink()
-    run(schedule(Plan(tuple(probes), Target("", {}, {})), located, tile), source.store, sink, jobs)
+    run(schedule(Plan(tuple(probes), Target("", {}, {})), located, *tiles), source.store, sink, jobs)
     prints = sink.fingerprints.join()
     for number, (fqn, group) in enumerate(groups):
         for copy, chunk in enumerate(group):

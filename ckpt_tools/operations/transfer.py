@@ -282,8 +282,8 @@ def _transfer(
     attempt = str(uuid.uuid4())
     layout = form.lay_out(replace(request, attempt=attempt))
     plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
-    located = source.format.locate(source.store, catalog, [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object])
-    tile = tile_bytes(memory, jobs)
+    located = source.format.locate(source.store, [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object])
+    tiles = tile_bytes(memory, jobs)
 
     def result(totals: Totals, files: Mapping[str, int]) -> TransferResult:
         return TransferResult(
@@ -295,15 +295,15 @@ def _transfer(
 
     files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
     if is_dry_run:
-        return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, tile))), files)
+        return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, *tiles))), files)
     check_room(dst, layout.nbytes + _MANIFEST_ROOM_BYTES)
-    prove_replicas(source, catalog, plan, located, jobs, tile)
+    prove_replicas(source, catalog, plan, located, jobs, tiles)
     bar = options.get("progress") or (_no_bar)
     with staging(dst, attempt) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
         sink = WriteSink(layout, LocalStore(place.path))
         try:
             sink.open()
-            totals = run(schedule(plan, located, tile), source.store, sink, jobs, advance)
+            totals = run(schedule(plan, located, *tiles), source.store, sink, jobs, advance)
             checksums = sink.finish()
         except BaseException:
             sink.abort()

@@ -6,6 +6,7 @@ Knows file descriptors and nothing of checkpoints. May import errors and storage
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import stat
 import threading
@@ -24,8 +25,13 @@ if _sync_file_range is not None:
 
 def failed(operation: str, path: str | Path, error: OSError) -> StorageError:
     """Returns the StorageError for a failed system call, with a hint where a person can do something."""
-    hints = {28: "free some room, or write to another filesystem", 122: "free some of your quota", 24: "raise `ulimit -n`"}
-    return StorageError(f"cannot {operation}: {error.strerror or error} ({printable(str(path))})", hint=hints.get(error.errno or 0))
+    hints = {
+        errno.ENOSPC: "free some room, or write to another filesystem",
+        errno.EDQUOT: "free some of your quota",
+        errno.EMFILE: "raise `ulimit -n`",
+    }
+    message = f"cannot {operation}: {error.strerror or error} ({printable(str(path))})"
+    return StorageError(message, hint=hints.get(error.errno or 0), is_missing=error.errno == errno.ENOENT)
 
 
 class LocalStore:

@@ -50,7 +50,7 @@ class MemoryStore:
         try:
             return self.files[path]
         except KeyError:
-            raise StorageError(f"cannot open: no such file ({printable(path)})") from None
+            raise StorageError(f"cannot open: no such file ({printable(path)})", is_missing=True) from None
 
 
 class _MemoryWriter:

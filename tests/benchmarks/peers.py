@@ -35,12 +35,20 @@ def dcp(src: Path, dst: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(src, dst)
+    fsync(dst)
 
 
 def accelerate(src: Path, dst: Path) -> None:
     from accelerate.utils import merge_fsdp_weights
 
     merge_fsdp_weights(str(src), str(dst))
+    fsync(next(dst.glob("*.safetensors")))
+
+
+def fsync(path: Path) -> None:
+    """Makes durable what the peer leaves to chance: every contender ends with its bytes on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def reshard(src: Path, dst: Path) -> None:

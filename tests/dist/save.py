@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, ShardedOptimStateDictConfig, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -179,6 +179,23 @@ def case_titan():
     return {**model, "optimizer": {"state.layers.0.wq.weight.exp_avg": torch.ones(3)}, "train_state": {"step": torch.tensor(5)}, "lr_scheduler": {"last_epoch": 3}}
 
 
+def case_headless():
+    """The coordinator holds nothing: the mesh starts at rank 1; and tensors of which every shard is empty."""
+    mesh = DeviceMesh("cpu", list(range(1, dist.get_world_size())))
+    torch.manual_seed(0)
+    full = {"w": torch.randn(9, 4), "one": torch.randn(1, 17), "empty": torch.empty(0, 5)}
+    _FULL.update(full)
+    if dist.get_rank() == 0:
+        return {"model": {}}
+    rank, size = dist.get_rank() - 1, dist.get_world_size() - 1
+    state = {}
+    for name, value in full.items():
+        step = -(-value.shape[0] // size)
+        local = value[rank * step :][:step].clone()
+        state[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
+    return {"model": state}
+
+
 def case_local():
     """No collectives: one `__{rank}.metadata` each; the replicated buffer is saved by everybody."""
     return fsdp2()
@@ -201,7 +218,7 @@ def main() -> None:
             dist.barrier()
         else:
             dcp.save(state, checkpoint_id=out / case)
-        oracle = {"model": {k: _FULL[k] if k in _FULL else whole(v) for k, v in state["model"].items()}} if "model" in state else whole(state)
+        oracle = {"model": {k: whole(v) for k, v in state["model"].items() if k not in _FULL} | _FULL} if "model" in state else whole(state)
         oracle |= {k: whole(v) for k, v in state.items() if k != "model"} if case != "fsdp1" else {}
         if dist.get_rank() == 0:
             torch.save(oracle, out / f"{case}.pt")
