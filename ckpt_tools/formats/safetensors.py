@@ -27,6 +27,7 @@ INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 1 << 28
 _MAX_SIZE = 1 << 48
+_PAGE_BYTES = 4096
 _SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 
 
@@ -203,5 +204,5 @@ def _render_header(tensors: Iterable[Any]) -> bytes:
         table[tensor.fqn] = {"dtype": tensor.dtype.tag, "shape": list(tensor.shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % _PAGE_BYTES)  # so that whole pages are written, and mapped tensors lie on pages
     return len(text).to_bytes(8, "little") + text
