@@ -15,9 +15,8 @@ from ckpt_tools.catalog import Chunk, Extent
 from ckpt_tools.plan import Plan, Slot, TensorPlan
 
 DEFAULT_MEMORY_BYTES = 64 << 20
-MIN_TILE_BYTES, MAX_TILE_BYTES = 64 << 10, 1 << 20
+MIN_TILE_BYTES, MAX_TILE_BYTES = 64 << 10, 4 << 20
 _BUFFERS_PER_WORKER = 3
-_CHUNKS_PER_TILE, _MAX_GROWTH = 16, 4
 
 
 class Read(NamedTuple):
@@ -82,8 +81,8 @@ def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max
         plan: what to copy.
         located: where the payloads of packed extents are, from `Format.locate`.
         tile_nbytes: bytes of a tile, and of a step, as a rule.
-        max_tile_nbytes: bytes of a tile where small ones would become crumbs: dozens of column shards meet in it, or the tensor
-            is stored transposed. A single element larger than that runs alone.
+        max_tile_nbytes: bytes of a tile of a tensor that is stored transposed, whose runs are the longer the larger the tile. A
+            single element larger than that runs alone.
 
     Yields:
         Steps whose tiles write every byte of every slot exactly once.
@@ -107,7 +106,7 @@ def _tiles(tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: in
     chunks = [Chunk(tensor.chunks[i].box, located.get(tensor.chunks[i].extent, tensor.chunks[i].extent)) for i in used]
     is_strided = any(c.extent.strides for c in chunks)
     itemsize = max(tensor.src_dtype.itemsize, tensor.dst_dtype.itemsize)
-    limit = max_tile_nbytes if is_strided else min(max_tile_nbytes, tile_nbytes * _growth(chunks))
+    limit = max_tile_nbytes if is_strided else tile_nbytes
     max_numel = max(1, limit // itemsize)
     slots = [s for s in tensor.slots if s.box.numel]
     regions = [whole(tensor.shape)] if tensor.is_complete else [s.box for s in slots]
@@ -117,12 +116,6 @@ def _tiles(tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: in
         for box in bands(region, max_numel, cuts):
             reads = tuple(r for i, shared in sources.overlaps(box) for r in _reads(chunks[i], shared, tensor.src_dtype.itemsize))
             yield Tile(tensor, box, reads, tuple(_writes(slots, targets, box, tensor.dst_dtype.itemsize)))
-
-
-def _growth(chunks: Sequence[Chunk]) -> int:
-    """Returns how much larger a tile may be where many chunks meet in it, so that the parts do not become crumbs."""
-    num_beside = len({c.box.offsets[1:] for c in chunks})
-    return min(_MAX_GROWTH, max(1, num_beside // _CHUNKS_PER_TILE))
 
 
 def _reads(chunk: Chunk, shared: Box, itemsize: int) -> Iterator[Read]:

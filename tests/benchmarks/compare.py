@@ -3,7 +3,7 @@
     python tests/benchmarks/compare.py [--dir DIR] [--runs 5] [--accelerate PYTHON] [--only merge,reshard,…]
 
 Makes its own input below DIR (about 13 GB, kept for the next call). Every command is a whole process, from start to exit with
-its result durable; contenders run in turn, so that a machine whose speed drifts is unfair to nobody. Medians; RSS of the
+its result durable; contenders run in turn, another one first in every round, so that a machine whose speed drifts is unfair to nobody. Medians; RSS of the
 largest process. Before each, the same page cache is filled and freed. `--accelerate` names a Python that has accelerate installed.
 """
 
@@ -69,7 +69,7 @@ def settle(root: Path) -> None:
     """Fills and frees page cache, so that no contender pays for memory that the one before gave back to the machine."""
     path = root / "settle"
     with path.open("wb") as file:
-        for _ in range(1500):
+        for _ in range(3000):
             file.write(bytes(1 << 20))
     path.unlink()
 
@@ -93,7 +93,8 @@ def run(contender: Contender, out: Path, cold: Path | None) -> None:
 
 def race(title: str, contenders: list[Contender], runs: int, out: Path, cold: Path | None = None) -> None:
     for number in range(runs + 1):  # the first round warms up and is not counted
-        for contender in contenders:
+        turn = number % len(contenders)
+        for contender in contenders[turn:] + contenders[:turn]:
             remove(out)
             run(contender, out, cold)
             if number == 0:
