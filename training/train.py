@@ -14,7 +14,7 @@ import re
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 from training.data import batch, standard_library
 from training.model import MODELS, Decoder, ModelConfig
 
+T = TypeVar("T")
 PROMPT = b"def main():\n    parser = argparse"
 
 
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace, is_cuda: bool) -> None:
     config = MODELS[args.model]
     model = build(config, device, args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    start_from = args.resume_from or newest(args.dir)
+    start_from = args.resume_from or from_rank_0(newest(args.dir))
     first = load(start_from, model, optimizer) if start_from else 0
     if rank == 0:
         args.dir.mkdir(parents=True, exist_ok=True)
@@ -122,6 +123,13 @@ def run(args: argparse.Namespace, is_cuda: bool) -> None:
         logits = logits_for(model, device)
         if rank == 0:
             torch.save(logits, args.logits)
+
+
+def from_rank_0(value: T) -> T:
+    """Returns rank 0's value on every rank, so that all decide alike on what stands on a disk."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def log(text: str) -> None:
@@ -159,7 +167,7 @@ def train(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opt
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Saves one step; torch would write into what is there already, so it must not be."""
-    if path.exists():
+    if from_rank_0(path.exists()):  # a rank that looked for itself might see the folder that rank 0 is making
         raise SystemExit(f"{path} exists already: move it away, or choose another --dir")
     dcp.save(train_state(model, optimizer, step), checkpoint_id=path)
     log(f"saved {path}")

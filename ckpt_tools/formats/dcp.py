@@ -48,7 +48,8 @@ def read_catalog(store: Store) -> Catalog:
         entries = {fqn: TensorEntry(fqn, by_name(m.dtype, repr(printable(fqn))), m.shape, tuple(tensors[fqn])) for fqn, m in metas.items()}
     items = {fqn: BytesEntry(fqn, extents[0], tuple(extents[1:])) for fqn, extents in objects.items()}
     used = {c.extent.file for t in entries.values() for c in t.chunks} | {e.file for extents in objects.values() for e in extents}
-    ranks = {file: int(match[1]) for file in sorted(used) if (match := _DATA_FILE.search(file))}
+    empty = {file for file, nbytes in files.items() if not nbytes}  # torch's writer leaves one of a rank that saved nothing
+    ranks = {file: int(match[1]) for file in sorted(used | empty) if (match := _DATA_FILE.search(file))}
     return Catalog(
         NAME,
         entries,
