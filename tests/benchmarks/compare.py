@@ -113,7 +113,7 @@ class Bench:
 
     def __init__(self, root: Path, runs: int, accelerate: str | None) -> None:
         self.root, self.runs, self.accelerate = root, runs, accelerate
-        self.out = root / "out"
+        self.out, self.where = root / "out", ""
 
     def source(self, name: str) -> Path:
         path = self.root / name
@@ -138,7 +138,7 @@ class Bench:
         if self.accelerate:
             command = peer("accelerate", self.source("1gb"), f"{self.out}-acc", python=self.accelerate)
             contenders.append(Contender("accelerate `merge_fsdp_weights`", command))
-        race("merge, 1 GB, 8 ranks", contenders, self.runs, self.out)
+        race(f"merge, 1 GB, 8 ranks{self.where}", contenders, self.runs, self.out)
 
     def large(self) -> None:
         race("merge, 4 GB, 8 ranks", [self.merge_of("4gb"), self.copy_of("4gb")], self.runs, self.out)
@@ -170,8 +170,17 @@ class Bench:
     def reshard_adamw(self) -> None:
         self.reshard("3gb-adamw", "reshard 8 to 4, 3 GB with AdamW")
 
+    def ram(self) -> None:
+        """The same with the output on a tmpfs: what is left when the disk is not the limit."""
+        disk, self.out, self.where = self.out, Path("/dev/shm/ckpt-bench/out"), ", output in memory (tmpfs)"
+        self.out.parent.mkdir(exist_ok=True)
+        self.merge()
+        self.reshard(title=f"reshard 8 to 4, 1 GB, model only{self.where}")
+        self.reshard("3gb-adamw", f"reshard 8 to 4, 3 GB with AdamW{self.where}")
+        self.out, self.where = disk, ""
 
-CASES = ("inspect", "merge", "large", "columns", "many", "cold", "reshard", "reshard_adamw")
+
+CASES = ("inspect", "merge", "large", "columns", "many", "cold", "reshard", "reshard_adamw", "ram")
 
 
 def main() -> None:
