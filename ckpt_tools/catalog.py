@@ -23,7 +23,8 @@ class Extent(NamedTuple):
     """Bytes `start <= i < start + nbytes` of a file.
 
     `strides` are in elements and None for row-major order. `packing` is RAW where the range is the payload itself, or
-    TORCH_ZIP where it is a `torch.save` archive within which the payload has yet to be found (`Format.locate`).
+    TORCH_ZIP where it is a `torch.save` archive within which the payload has yet to be found (`Format.locate`). `crc32` is that
+    of the bytes, where the format keeps one.
     """
 
     file: str
@@ -31,6 +32,7 @@ class Extent(NamedTuple):
     nbytes: int
     packing: str = RAW
     strides: tuple[int, ...] | None = None
+    crc32: int | None = None
 
 
 class Chunk(NamedTuple):

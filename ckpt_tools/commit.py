@@ -86,6 +86,11 @@ def check_room(target: Path, nbytes: int) -> None:
         )
 
 
+def staging_path(target: Path, attempt: str) -> Path:
+    """Returns where an attempt at `target` gathers its files."""
+    return target.parent / f"{_STAGING}{target.name}.{attempt[:8]}"
+
+
 @contextmanager
 def staging(target: Path, attempt: str) -> Iterator[Staging]:
     """Yields a fresh staging directory for `target`; whatever is left of it is removed on the way out.
@@ -93,7 +98,7 @@ def staging(target: Path, attempt: str) -> Iterator[Staging]:
     Leftovers of dead attempts at the same target are removed first; those of live ones are recognised by their lock.
     """
     made = [p for p in target.absolute().parents if not os.path.lexists(p)]
-    path = target.parent / f"{_STAGING}{target.name}.{attempt[:8]}"
+    path = staging_path(target, attempt)
 
     def clean() -> None:
         shutil.rmtree(path, ignore_errors=True)

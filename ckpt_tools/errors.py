@@ -70,6 +70,12 @@ class StorageError(CheckpointError):
         self.is_missing = is_missing
 
 
+class PeerError(CheckpointError):
+    """Another rank of the job failed or did not answer; the message gives phase, ranks and their own messages."""
+
+    exit_code = 16
+
+
 _ESCAPED = {*range(0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF}
 _PRINTABLE_CHARS = 512
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from ckpt_tools.box import Box, flat_start, is_flat
+import numpy as np
+
 from ckpt_tools.engine.kernels import Bytes, cast, scatter
 from ckpt_tools.engine.schedule import Read, Step, Tile
 from ckpt_tools.engine.sinks import Sink, empty_bytes
@@ -115,14 +116,19 @@ class _Worker:
 
     def do(self, step: Step) -> tuple[int, dict[str, int]]:
         """Moves one step; returns the bytes read and the casts that overflowed, by tensor."""
-        tiles = _cut(self._room("tiles", sum(t.dst_nbytes for t in step.tiles)), [t.dst_nbytes for t in step.tiles])
+        for tile in step.tiles:
+            _check_filled(tile)
         is_cast = [t.tensor.src_dtype is not t.tensor.dst_dtype for t in step.tiles]
+        views = [None if c else self._view(t) for t, c in zip(step.tiles, is_cast, strict=True)]
+        rooms = [self.sink.room(t) if v is None else v for t, v in zip(step.tiles, views, strict=True)]
+        own_nbytes = [t.dst_nbytes if r is None else 0 for t, r in zip(step.tiles, rooms, strict=True)]
+        own = _cut(self._room("tiles", sum(own_nbytes)), own_nbytes)
+        tiles = [o if r is None else r for o, r in zip(own, rooms, strict=True)]
         raw_nbytes = [t.src_nbytes if c else 0 for t, c in zip(step.tiles, is_cast, strict=True)]
         raw = _cut(self._room("raw", sum(raw_nbytes)), raw_nbytes)
         stored = [r if c else t for r, t, c in zip(raw, tiles, is_cast, strict=True)]
-        for tile in step.tiles:
-            _check_filled(tile)
-        read_nbytes = self._fill(step, stored)
+        read_nbytes = self._fill([(t, s) for t, s, v in zip(step.tiles, stored, views, strict=True) if v is None])
+        read_nbytes += sum(len(v) for v in views if v is not None)
         overflowed: dict[str, int] = {}
         for tile, before, after in zip(step.tiles, stored, tiles, strict=True):
             if before is not after:
@@ -132,12 +138,20 @@ class _Worker:
         self.sink.take(step, tiles, self._room("scratch", max(t.dst_nbytes for t in step.tiles)))
         return read_nbytes, overflowed
 
-    def _fill(self, step: Step, stored: list[Bytes]) -> int:
+    def _view(self, tile: Tile) -> Bytes | None:
+        """Returns the values where they already lie, if they lie together in memory."""
+        if len(tile.reads) != 1 or tile.reads[0].strides is not None or tile.reads[0].nbytes != tile.src_nbytes:
+            return None
+        read = tile.reads[0]
+        view = self.store.view(read.file, read.start, read.nbytes)
+        return None if view is None else np.frombuffer(view, np.uint8)
+
+    def _fill(self, wanted: list[tuple[Tile, Bytes]]) -> int:
         """Reads all pieces: large ones straight into place, small neighbours by way of one window."""
         small: list[Range] = []
         pieces: list[tuple[Tile, Read, Bytes]] = []
         read_nbytes = 0
-        for tile, data in zip(step.tiles, stored, strict=True):
+        for tile, data in wanted:
             for read in tile.reads:
                 if read.nbytes < _DIRECT_NBYTES:
                     small.append(Range(read.file, read.start, read.nbytes, len(pieces)))
@@ -181,25 +195,14 @@ def _check_filled(tile: Tile) -> None:
         raise CatalogError(f"no source for some elements of {printable(tile.tensor.fqn)!r} {tile.box}")
 
 
-def _flat_range(tile: Tile, box: Box) -> tuple[int, int] | None:
-    """Returns the bytes of a tile's buffer that hold `box`, if they are one run."""
-    if box is tile.box or box == tile.box:
-        return 0, tile.src_nbytes
-    inner = box.within(tile.box)
-    if not is_flat(inner, tile.box.sizes):
-        return None
-    start = flat_start(inner, tile.box.sizes) * tile.tensor.src_dtype.itemsize
-    return start, start + box.numel * tile.tensor.src_dtype.itemsize
-
-
 def _in_place(tile: Tile, read: Read, data: Bytes) -> Bytes | None:
     """Returns the part of a tile's buffer that a read can go straight into."""
-    at = _flat_range(tile, read.box) if read.strides is None else None
+    at = tile.flat_range(read.box) if read.strides is None else None
     return None if at is None else data[at[0] : at[1]]
 
 
 def _place(tile: Tile, read: Read, part: Bytes, data: Bytes) -> None:
-    at = _flat_range(tile, read.box) if read.strides is None else None
+    at = tile.flat_range(read.box) if read.strides is None else None
     if at is not None:
         data[at[0] : at[1]] = part
     else:

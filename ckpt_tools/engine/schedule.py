@@ -57,6 +57,17 @@ class Tile(NamedTuple):
         return self.box.numel * self.tensor.dst_dtype.itemsize
 
 
+    def flat_range(self, box: Box) -> tuple[int, int] | None:
+        """Returns the bytes of the tile's source values that hold `box`, if they are one run."""
+        if box is self.box or box == self.box:
+            return 0, self.src_nbytes
+        inner = box.within(self.box)
+        if not is_flat(inner, self.box.sizes):
+            return None
+        start = flat_start(inner, self.box.sizes) * self.tensor.src_dtype.itemsize
+        return start, start + box.numel * self.tensor.src_dtype.itemsize
+
+
 class Step(NamedTuple):
     """Tiles that one worker moves through its buffers in one go."""
 

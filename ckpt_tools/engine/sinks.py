@@ -1,4 +1,4 @@
-"""What is done with the values of a step: written to files, or only hashed.
+"""What is done with the values of a step: written to files, put into memory, or only hashed.
 
 A sink takes steps from several threads. May import levels 0 to 3 and the parts of the engine before it.
 """
@@ -6,6 +6,7 @@ A sink takes steps from several threads. May import levels 0 to 3 and the parts 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -13,12 +14,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ckpt_tools.box import flat_start
+from ckpt_tools.catalog import Extent
 from ckpt_tools.checksum import crc32, crc64nvme, join_crc32, join_crc64
 from ckpt_tools.engine.kernels import Bytes, gather
-from ckpt_tools.engine.schedule import Step, Tile, Write
-from ckpt_tools.errors import StorageError
+from ckpt_tools.engine.schedule import Read, Step, Tile, Write
+from ckpt_tools.errors import IntegrityError, StorageError, printable
 from ckpt_tools.plan import Target
-from ckpt_tools.storage import Store, Writer
+from ckpt_tools.storage import MemoryStore, Store, Writer
 
 
 class Piece(NamedTuple):
@@ -32,6 +34,10 @@ class Piece(NamedTuple):
 
 class Sink(Protocol):
     """Takes the values of tiles, in any order, each tile once."""
+
+    def room(self, tile: Tile) -> Bytes | None:
+        """Returns where the tile's values are wanted, if they may be read straight into it; None for a buffer of the run's."""
+        ...
 
     def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
         """Consumes a step: `tiles[i]` holds the values of `step.tiles[i]`; `scratch` is room for the largest of them."""
@@ -61,12 +67,86 @@ class HashSink:
         self.fingerprints = Fingerprints()
         self._lock = threading.Lock()
 
+    def room(self, tile: Tile) -> Bytes | None:
+        del tile
+        return None
+
     def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
         for tile, data in zip(step.tiles, tiles, strict=True):
             crc = crc64nvme(data.data)
             with self._lock:
                 self.fingerprints.add(tile, crc)
+
+
+class FillSink:
+    """Puts values into memory that is there already, and proves what it can: every source range that is read in full."""
+
+    def __init__(self, memory: MemoryStore, sealed: Iterable[Extent] = ()) -> None:
+        """Takes the memory that holds the target's files, and the source ranges that are read in full and whose CRC-32 is known."""
+        self._memory = memory
+        self._sealed: dict[str, list[Extent]] = {}
+        for extent in sealed:
+            self._sealed.setdefault(extent.file, []).append(extent)
+        for extents in self._sealed.values():
+            extents.sort()
+        self._starts = {file: [e.start for e in extents] for file, extents in self._sealed.items()}
+        self._pieces: dict[Extent, list[Piece]] = {}
+        self._lock = threading.Lock()
+        self.num_proved = 0
+
+    def room(self, tile: Tile) -> Bytes | None:
+        if len(tile.writes) != 1 or tile.tensor.src_dtype is not tile.tensor.dst_dtype:
+            return None
+        write = tile.writes[0]
+        return np.frombuffer(self._memory.view(write.file, write.start, write.nbytes), np.uint8)
+
+    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+        noted: list[tuple[Extent, Piece]] = []
+        for tile, data in zip(step.tiles, tiles, strict=True):
+            if tile.tensor.src_dtype is tile.tensor.dst_dtype:
+                noted += [(extent, piece) for read in tile.reads if (extent := self._extent(read)) and (piece := _piece(tile, data, read))]
+            for write in tile.writes:
+                values = data if write.nbytes == tile.dst_nbytes else _cut_out(tile, data, write, scratch)
+                into = np.frombuffer(self._memory.view(write.file, write.start, write.nbytes), np.uint8)
+                if into.ctypes.data != values.ctypes.data:
+                    into[:] = values
+        with self._lock:
+            for extent, piece in noted:
+                self._pieces.setdefault(extent, []).append(piece)
+
+    def _extent(self, read: Read) -> Extent | None:
+        starts = self._starts.get(read.file)
+        return self._sealed[read.file][bisect_right(starts, read.start) - 1] if starts and starts[0] <= read.start else None
+
+    def finish(self) -> None:
+        """Compares the checksums of the ranges that were read in full.
+
+        Raises:
+            IntegrityError: bytes on disk are not what was written.
+        """
+        for extent, pieces in self._pieces.items():
+            end = extent.start
+            for piece in sorted(pieces):
+                if piece.start != end:
+                    break
+                end += piece.nbytes
+            if end != extent.start + extent.nbytes:
+                continue
+            crc = join_crc32((p.crc32, p.nbytes) for p in sorted(pieces))
+            if crc != extent.crc32:
+                raise IntegrityError(
+                    f"bytes were damaged since they were written: expected CRC-32 {extent.crc32:08x}, got {crc:08x}"
+                    f" ({printable(extent.file)}, bytes {extent.start}:{end})",
+                    hint="resume from an older step, or restore the file",
+                )
+            self.num_proved += 1
+
+
+def _piece(tile: Tile, data: Bytes, read: Read) -> Piece | None:
+    """Returns the checksum of a read that stands in one run of a tile, None where it was taken apart."""
+    at = tile.flat_range(read.box) if read.strides is None else None
+    return None if at is None else Piece(read.start, read.nbytes, 0, crc32(data[at[0] : at[1]].data))
 
 
 class WriteSink:
@@ -79,11 +159,16 @@ class WriteSink:
         self._with_crc32 = {t.file for t in target.trailers}
         self._lock = threading.Lock()
         self._writers: dict[str, Writer] = {}
+        self.slots: dict[tuple[str, int], Piece] = {}
 
     def open(self) -> None:
         """Creates all files."""
         for name, nbytes in self.target.file_sizes.items():
             self._writers[name] = self.store.create(name, nbytes)
+
+    def room(self, tile: Tile) -> Bytes | None:
+        del tile
+        return None
 
     def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
         noted: list[tuple[str, Piece]] = []
@@ -115,9 +200,9 @@ class WriteSink:
         frames: dict[str, list[tuple[int, bytes]]] = {name: [] for name in self._writers}
         for literal in self.target.literals:
             frames[literal.file].append((literal.start, literal.data))
-        crcs = self._slot_crcs()
+        self.slots = self._join_slots()
         for trailer in self.target.trailers:
-            frames[trailer.file].append((trailer.start, trailer.render(crcs[trailer.file, trailer.slot_start])))
+            frames[trailer.file].append((trailer.start, trailer.render(self.slots[trailer.file, trailer.slot_start].crc32)))
         checksums = {}
         for name, writer in self._writers.items():
             for start, data in _joined(frames[name]):
@@ -131,9 +216,9 @@ class WriteSink:
         for writer in self._writers.values():
             writer.abort()
 
-    def _slot_crcs(self) -> dict[tuple[str, int], int]:
-        """Returns the CRC-32 of every slot by file and start, joined from the pieces that fell into it."""
-        crcs: dict[tuple[str, int], int] = {}
+    def _join_slots(self) -> dict[tuple[str, int], Piece]:
+        """Returns the checksums of every slot by file and start, joined from the pieces that fell into it."""
+        slots: dict[tuple[str, int], Piece] = {}
         for name in self._with_crc32:
             ordered, at = sorted(self._pieces[name]), 0
             for trailer in sorted((t for t in self.target.trailers if t.file == name), key=lambda t: t.start):
@@ -142,8 +227,10 @@ class WriteSink:
                 first = at
                 while at < len(ordered) and ordered[at].start < trailer.start:
                     at += 1
-                crcs[name, trailer.slot_start] = join_crc32((p.crc32, p.nbytes) for p in ordered[first:at])
-        return crcs
+                parts = ordered[first:at]
+                crc64, crc = join_crc64((p.crc64, p.nbytes) for p in parts), join_crc32((p.crc32, p.nbytes) for p in parts)
+                slots[name, trailer.slot_start] = Piece(trailer.slot_start, sum(p.nbytes for p in parts), crc64, crc)
+        return slots
 
 
 def _cut_out(tile: Tile, data: Bytes, write: Write, scratch: Bytes) -> Bytes:

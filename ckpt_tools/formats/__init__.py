@@ -39,7 +39,7 @@ class _OneFile:
     def __init__(self, inner: LocalStore, name: str) -> None:
         self._inner, self._name = inner, name
         self.url, self.capabilities = inner.url, inner.capabilities
-        self.size, self.read_into, self.will_read = inner.size, inner.read_into, inner.will_read
+        self.size, self.read_into, self.view, self.will_read = inner.size, inner.read_into, inner.view, inner.will_read
         self.create, self.close = inner.create, inner.close
 
     def list_files(self) -> Mapping[str, int]:

@@ -135,7 +135,7 @@ def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Exte
 # ---- writing -------------------------------------------------------------------------------------------------------------
 
 
-class _File:
+class DataFile:
     """A `.distcp` as it grows."""
 
     def __init__(self, name: str) -> None:
@@ -144,11 +144,13 @@ class _File:
         self.trailers: list[Trailer] = []
 
     def add_object(self, nbytes: int) -> tuple[Slot, Place]:
+        """Appends an object of so many bytes."""
         place = Place(self.name, self.nbytes, nbytes)
         self.nbytes += nbytes
         return Slot(Box((0,), (nbytes,)), self.name, place.start), place
 
     def add_chunk(self, box: Box, wrapping: torch_zip.Wrapping) -> tuple[Slot, Place]:
+        """Appends the archive of a chunk."""
         start = self.nbytes
         data = start + len(wrapping.prefix)
         after = data + wrapping.nbytes
@@ -158,9 +160,14 @@ class _File:
         return Slot(box, self.name, data), Place(self.name, start, self.nbytes - start)
 
 
+def data_file_name(rank: int) -> str:
+    """Returns the name that torch gives to a rank's only data file."""
+    return f"__{rank}_0.distcp"
+
+
 def lay_out(request: Request) -> Target:
     """Lays one `.distcp` a rank out, objects on rank 0, and `.metadata` as the index; see `Format.lay_out`."""
-    files = [_File(f"__{rank}_0.distcp") for rank in range(request.world_size)]
+    files = [DataFile(data_file_name(rank)) for rank in range(request.world_size)]
     metadata = Metadata(paths=dict(request.paths))
     slots: dict[str, tuple[Slot, ...]] = {}
     for fqn, nbytes in request.objects.items():

@@ -217,10 +217,15 @@ def _int(value: int) -> bytes:
 class _Emitter:
     """Opcodes with a memo for what recurs: globals, attribute names, file names, FQNs."""
 
-    def __init__(self) -> None:
-        self.parts: list[bytes] = [b"\x80\x04"]
+    def __init__(self, memo: Mapping[object, bytes] | None = None) -> None:
+        self.parts: list[bytes] = []
         self.put = self.parts.append
-        self._memo: dict[object, bytes] = {}
+        self._memo: dict[object, bytes] = dict(memo or {})
+
+    @property
+    def memo(self) -> Mapping[object, bytes]:
+        """What has been pushed once, with the opcodes that push it again."""
+        return self._memo
 
     def once(self, key: object, make: Callable[[], bytes]) -> bytes:
         """Returns opcodes that push a value: `make()` and a memo slot the first time, a look-up of the slot from then on."""
@@ -248,30 +253,48 @@ class _Emitter:
         return self.glob("torch", "Size") + (b"(" if len(dims) > 3 else b"") + body + close + b"\x85R"
 
 
-def render(metadata: Metadata, save_id: str) -> bytes:
-    """Returns the `.metadata` that torch would write: the same objects, the same order of fields.
+class Template:
+    """`.metadata` but for what changes from one save to the next: the places of objects, and the id of the save.
 
-    `checkpoint_id` is left empty: torch stores the absolute path of the training host there, which is nobody's business.
+    The objects and the order of their fields are what torch would write. `checkpoint_id` is left empty: torch stores the
+    absolute path of the training host there, which is nobody's business.
     """
-    out = _Emitter()
-    out.put(out.new(_METADATA, "Metadata") + b"}(" + out.name("state_dict_metadata") + b"}(")
-    for fqn, tensor in metadata.tensors.items():
-        out.put(out.name(fqn))
-        _emit_tensor(out, tensor)
-    for fqn in metadata.objects:
-        out.put(out.name(fqn) + out.new(_METADATA, "BytesStorageMetadata"))
-    out.put(b"u" + out.name("planner_data") + b"}(")
-    for fqn, path in metadata.paths.items():
-        keys = b"".join(out.name(k) if isinstance(k, str) else _int(k) for k in path)
-        out.put(out.name(fqn) + b"(" + keys + b"t")
-    out.put(b"u" + out.name("storage_data") + b"}(")
-    numbers = {fqn: {box.offsets: i for i, box in enumerate(t.boxes)} for fqn, t in metadata.tensors.items()}
-    for (fqn, offset), place in metadata.places.items():
-        _emit_place(out, fqn, offset, None if offset is None else numbers[fqn][offset], place)
-    out.put(b"u" + out.name("storage_meta") + out.new(_METADATA, "StorageMeta") + b"}(")
-    out.put(out.name("checkpoint_id") + _text("") + out.name("save_id") + _text(save_id))
-    out.put(out.name("load_id") + b"N" + out.name("modules") + b"]ub" + out.name("version") + _text("1.0.0") + b"ub.")
-    return b"".join(out.parts)
+
+    def __init__(self, metadata: Metadata) -> None:
+        """Renders all that stays the same; `metadata.places` may lack the objects'."""
+        out = _Emitter()
+        out.put(b"\x80\x04" + out.new(_METADATA, "Metadata") + b"}(" + out.name("state_dict_metadata") + b"}(")
+        for fqn, tensor in metadata.tensors.items():
+            out.put(out.name(fqn))
+            _emit_tensor(out, tensor)
+        for fqn in metadata.objects:
+            out.put(out.name(fqn) + out.new(_METADATA, "BytesStorageMetadata"))
+        out.put(b"u" + out.name("planner_data") + b"}(")
+        for fqn, path in metadata.paths.items():
+            keys = b"".join(out.name(k) if isinstance(k, str) else _int(k) for k in path)
+            out.put(out.name(fqn) + b"(" + keys + b"t")
+        out.put(b"u" + out.name("storage_data") + b"}(")
+        numbers = {fqn: {box.offsets: i for i, box in enumerate(t.boxes)} for fqn, t in metadata.tensors.items()}
+        for (fqn, offset), place in metadata.places.items():
+            if offset is not None:
+                _emit_place(out, fqn, offset, numbers[fqn][offset], place)
+        self._head, self._memo = b"".join(out.parts), out.memo
+
+    def render(self, objects: Mapping[str, Place], save_id: str) -> bytes:
+        """Returns the whole file."""
+        out = _Emitter(self._memo)
+        out.put(self._head)
+        for fqn, place in objects.items():
+            _emit_place(out, fqn, None, None, place)
+        out.put(b"u" + out.name("storage_meta") + out.new(_METADATA, "StorageMeta") + b"}(")
+        out.put(out.name("checkpoint_id") + _text("") + out.name("save_id") + _text(save_id))
+        out.put(out.name("load_id") + b"N" + out.name("modules") + b"]ub" + out.name("version") + _text("1.0.0") + b"ub.")
+        return b"".join(out.parts)
+
+
+def render(metadata: Metadata, save_id: str) -> bytes:
+    """Returns the `.metadata` that torch would write; see `Template`."""
+    return Template(metadata).render({fqn: place for (fqn, offset), place in metadata.places.items() if offset is None}, save_id)
 
 
 def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:

@@ -42,10 +42,11 @@ class Item(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One file of a zip: its local header's position and its size, in bytes of the archive."""
+    """One file of a zip: its local header's position and its size, in bytes of the archive; where the directory has its CRC-32."""
 
     header: int
     nbytes: int
+    crc_at: int
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def _find_payload(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
 
 
 def _find(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
-    records = _read_directory(store, item.extent, tail)
+    records, directory = _read_directory(store, item.extent, tail)
     data_record = _record(records, "data/0")
     front = data_record.header + _LOCAL.size
     if front > len(head):  # a pickle so long that it pushes the payload out of the first 1.5 KiB
@@ -98,7 +99,9 @@ def _find(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
         raise FormatError(f"a record runs past its archive: {start + data_record.nbytes} of {item.extent.nbytes} bytes")
     skip = tensor.offset * item.dtype.itemsize
     nbytes = data_record.nbytes - skip if tensor.strides else tensor.nbytes
-    return Extent(item.extent.file, item.extent.start + start + skip, nbytes, RAW, tensor.strides)
+    (crc,) = struct.unpack_from("<I", directory, data_record.crc_at)
+    is_all = nbytes == data_record.nbytes and (crc or not nbytes)  # 0 stands where the writer computed none
+    return Extent(item.extent.file, item.extent.start + start + skip, nbytes, RAW, tensor.strides, crc if is_all else None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,8 +145,8 @@ def _record(records: dict[str, Record], name: str) -> Record:
         raise FormatError(f"not a saved tensor: the archive has no {name}, only {printable(', '.join(records))}") from None
 
 
-def _read_directory(store: Store, extent: Extent, tail: bytes) -> dict[str, Record]:
-    """Returns the records of an archive by name, without the folder that torch puts in front."""
+def _read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str, Record], bytes]:
+    """Returns the records of an archive by name, without the folder that torch puts in front, and the directory as it stands."""
     end = _END.unpack(tail[-_END.size :]) if len(tail) >= _END.size else None
     if end is None or end[0] != b"PK\x05\x06":
         raise FormatError("not a torch.save archive: no zip directory at its end", hint="the file is truncated or was overwritten")
@@ -160,7 +163,7 @@ def _read_directory(store: Store, extent: Extent, tail: bytes) -> dict[str, Reco
     data = tail[at : at + nbytes] if at >= 0 else _slice(store, extent, b"", start, start + nbytes)
     cuts, known = _directories.get((len(data), count), ((), {}))
     records = known.get(b"".join([data[a:b] for a, b in cuts]))
-    return records if records is not None else _parse_directory(data, count)
+    return records if records is not None else _parse_directory(data, count), data
 
 
 # Directories that differ in nothing but their CRCs are parsed once: by length and count, where to cut the CRCs out, and the
@@ -184,7 +187,7 @@ def _parse_directory(data: bytes, count: int) -> dict[str, Record]:
         nbytes, packed, header = _widen(extra, nbytes, packed, header)
         if entry[0] != b"PK\x01\x02" or method != 0 or packed != nbytes or name in records:
             raise FormatError(f"a zip record is not stored as torch does it: {printable(name)!r}, method {method}")
-        records[name] = Record(header, nbytes)
+        records[name] = Record(header, nbytes, at + _CRC_AT)
         cuts += [at + _CRC_AT, at + _CRC_AT + 4]
         at = name_at + name_bytes + extra_bytes + comment_bytes
     pairs = tuple(zip(cuts[::2], [*cuts[1::2], len(data)], strict=True))

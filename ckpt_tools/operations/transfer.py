@@ -31,7 +31,7 @@ from ckpt_tools.layout import reshard_boxes, split
 from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_tensors
 from ckpt_tools.operations.replicas import prove_replicas
 from ckpt_tools.plan import Plan, Target, plan_transfer
-from ckpt_tools.storage import LocalStore
+from ckpt_tools.storage import LocalStore, write_file
 from ckpt_tools.version import __version__
 
 Path_ = str | os.PathLike[str]
@@ -365,19 +365,9 @@ def _commit(place: Staging, manifest: Manifest, target: Target, overwrite: bool)
     single = next(iter(target.file_sizes)) if target.index is None else ""
     name = file_name(place.attempt, beside=single)
     store = LocalStore(place.path)
-    _write(store, name, manifest.render())
+    write_file(store, name, manifest.render())
     if target.index is None:
         publish_file(place, single, name, overwrite)
         return
-    _write(store, target.index.file, target.index.data)
+    write_file(store, target.index.file, target.index.data)
     publish_directory(place, overwrite)
-
-
-def _write(store: LocalStore, name: str, data: bytes) -> None:
-    """Writes a small file and makes it durable."""
-    writer = store.create(name, len(data))
-    try:
-        writer.write_at(0, data)
-        writer.finish()
-    finally:
-        writer.abort()

@@ -37,6 +37,10 @@ class Writer(Protocol):
         """
         ...
 
+    def view(self, start: int, nbytes: int) -> memoryview | None:
+        """Returns the memory of a range if the file lies in memory, to be filled in place; None where it must be written."""
+        ...
+
     def finish(self) -> None:
         """Makes the bytes durable and closes the file. A failure is final: nothing is tried twice."""
         ...
@@ -83,6 +87,10 @@ class Store(Protocol):
         """
         ...
 
+    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
+        """Returns the memory of a range if the file lies in memory; None where it must be read."""
+        ...
+
     def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Hints that `(path, start, nbytes)` ranges are wanted soon; may do nothing."""
         ...
@@ -105,6 +113,16 @@ def read(store: Store, path: str, start: int = 0, nbytes: int | None = None) -> 
     buffer = bytearray(store.size(path) - start if nbytes is None else nbytes)
     store.read_into(path, start, memoryview(buffer))
     return bytes(buffer)
+
+
+def write_file(store: Store, path: str, data: bytes) -> None:
+    """Writes a small file whole and makes it durable."""
+    writer = store.create(path, len(data))
+    try:
+        writer.write_at(0, data)
+        writer.finish()
+    finally:
+        writer.abort()
 
 
 _SEGMENT = re.compile(r"[^/\\\x00]{1,255}")

@@ -69,6 +69,10 @@ class LocalStore:
         except OSError as error:
             raise failed("read", path, error) from error
 
+    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
+        del path, start, nbytes
+        return None
+
     def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         for path, start, nbytes in ranges:
             os.posix_fadvise(self._open(path), start, nbytes, os.POSIX_FADV_WILLNEED)
@@ -134,6 +138,10 @@ class _LocalWriter:
         if _sync_file_range is not None and start // _FLUSH_BYTES != at // _FLUSH_BYTES:
             block = start // _FLUSH_BYTES * _FLUSH_BYTES
             _sync_file_range(self._fd, block, _FLUSH_BYTES, _SYNC_FILE_RANGE_WRITE)  # early, so that the final fsync is short
+
+    def view(self, start: int, nbytes: int) -> memoryview | None:
+        del start, nbytes
+        return None
 
     def finish(self) -> None:
         fd, self._fd = self._fd, -1

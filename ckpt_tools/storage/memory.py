@@ -27,12 +27,13 @@ class MemoryStore:
         return len(self._view(path))
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        buffer[:] = self.view(path, start, len(buffer))
+
+    def view(self, path: str, start: int, nbytes: int) -> memoryview:
         view = self._view(path)
-        if start + len(buffer) > len(view):
-            raise StorageError(
-                f"a file ended early: expected bytes {start}:{start + len(buffer)}, got up to {len(view)} ({printable(path)})"
-            )
-        buffer[:] = view[start : start + len(buffer)]
+        if start + nbytes > len(view):
+            raise StorageError(f"a file ended early: expected bytes {start}:{start + nbytes}, got up to {len(view)} ({printable(path)})")
+        return view[start : start + nbytes]
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         del ranges
@@ -58,10 +59,13 @@ class _MemoryWriter:
         self._store, self._path = store, path
 
     def write_at(self, start: int, data: memoryview | bytes) -> None:
+        self.view(start, len(data))[:] = data
+
+    def view(self, start: int, nbytes: int) -> memoryview:
         view = self._store.files[self._path]
-        if start + len(data) > len(view):
-            raise StorageError(f"cannot write: {start + len(data)} is past the end of the file ({printable(self._path)})")
-        view[start : start + len(data)] = data
+        if start + nbytes > len(view):
+            raise StorageError(f"cannot write: {start + nbytes} is past the end of the file ({printable(self._path)})")
+        return view[start : start + nbytes]
 
     def finish(self) -> None:
         """Nothing to flush."""

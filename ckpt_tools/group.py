@@ -1,0 +1,151 @@
+"""What the ranks of a job tell each other while they save or load: few bytes, in step, and never without a deadline.
+
+Every phase ends in one exchange of who failed, so that an error on one rank is that error on all of them, and nobody waits
+for a rank that is not coming. A group of its own keeps this apart from the collectives of the training. May import errors.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ckpt_tools.errors import CheckpointError, PeerError
+
+T = TypeVar("T")
+_ROLL_CALL_S = 3.0
+
+
+class Group:
+    """All ranks of a job, or one process alone. Every method but `rank` and `size` is called by all ranks in the same order."""
+
+    def __init__(self, timeout_s: float, pg: dist.ProcessGroup | None = None) -> None:
+        """Opens a gloo group over the ranks of `pg` (all ranks where None); alone where torch.distributed is not initialised."""
+        self._is_alone = not (dist.is_available() and dist.is_initialized())
+        self.rank, self.size = (0, 1) if self._is_alone else (dist.get_rank(pg), dist.get_world_size(pg))
+        self._timeout_s, self._count = timeout_s, 0
+        if self.size == 1:
+            self._is_alone = True
+        if not self._is_alone:
+            ranks = None if pg is None else dist.get_process_group_ranks(pg)
+            self._pg = dist.new_group(ranks, timeout=dt.timedelta(seconds=timeout_s), backend="gloo")
+            self._root = 0 if ranks is None else ranks[0]
+            self._name = f"ckpt/{dist.get_world_size()}/{self._root}"
+
+    @contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Runs the body on every rank, then tells all ranks who failed at it.
+
+        Args:
+            what: names the phase in messages: "write step 500".
+
+        Raises:
+            PeerError: another rank failed, with its own message; or did not answer in time.
+            BaseException: this rank's own error, once the others know of it.
+        """
+        own: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:  # told to all, then raised below
+            own = error
+        try:
+            self._settle(what, own)
+        except PeerError:
+            if own is None:
+                raise
+        if own is not None:
+            raise own
+
+    def _settle(self, what: str, own: BaseException | None) -> None:
+        if self._is_alone:
+            return
+        failed = self.sum(torch.tensor([own is not None], dtype=torch.int64), what)
+        if not int(failed[0]):
+            return
+        text = None if own is None else f"{type(own).__name__}: {own}"
+        texts = [(rank, t) for rank, t in enumerate(self.all_gather(text, what)) if t]
+        hint = own.hint if isinstance(own, CheckpointError) else None
+        shown = "\n".join(f"  rank {rank}: {t}" for rank, t in texts[:8]) + (f"\n  and {len(texts) - 8} more" if len(texts) > 8 else "")
+        raise PeerError(f"{what} failed on {len(texts)} of {self.size} ranks:\n{shown}", hint=hint)
+
+    def sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """Returns the element-wise sum over all ranks of an int64 tensor, on every rank."""
+        if not self._is_alone:
+            self._call(what, lambda: dist.all_reduce(values, group=self._pg))
+        return values
+
+    def xor(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """Returns the element-wise exclusive-or over all ranks of an int64 tensor; of use on rank 0."""
+        if not self._is_alone:
+            self._call(what, lambda: dist.reduce(values, self._root, dist.ReduceOp.BXOR, group=self._pg))
+        return values
+
+    def gather(self, value: T, what: str) -> list[T]:
+        """Returns every rank's value on rank 0, and an empty list on the others."""
+        if self._is_alone:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        self._call(what, lambda: dist.gather_object(value, values, self._root, group=self._pg))
+        return values or []
+
+    def all_gather(self, value: T, what: str) -> list[T]:
+        """Returns every rank's value on every rank."""
+        if self._is_alone:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self._call(what, lambda: dist.all_gather_object(values, value, group=self._pg))
+        return values
+
+    def scatter(self, values: Sequence[T], what: str) -> T:
+        """Returns to each rank its own of the values that rank 0 gives."""
+        if self._is_alone:
+            return values[0]
+        mine: list[Any] = [None]
+        self._call(what, lambda: dist.scatter_object_list(mine, list(values) if self.rank == 0 else None, self._root, group=self._pg))
+        return mine[0]  # type: ignore[no-any-return]
+
+    def broadcast(self, value: T, what: str) -> T:
+        """Returns rank 0's value on every rank."""
+        if self._is_alone:
+            return value
+        values: list[Any] = [value]
+        self._call(what, lambda: dist.broadcast_object_list(values, self._root, group=self._pg))
+        return values[0]  # type: ignore[no-any-return]
+
+    def _call(self, what: str, collective: Callable[[], object]) -> None:
+        self._count += 1
+        try:
+            collective()
+        except (RuntimeError, ValueError) as error:
+            missing = self._missing()
+            who = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+            raise PeerError(
+                f"{what}: {who} did not answer (waited at most {self._timeout_s:g} s): {str(error).splitlines()[0]}",
+                hint="look at that rank's own log; nothing was published, the newest complete step is as it was",
+            ) from error
+
+    def _missing(self) -> list[int]:
+        """Returns the ranks that do not answer a roll call: those that live have seen the same exchange fail by now."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            key = f"{self._name}/roll/{self._count}"
+            store.set(f"{key}/{self.rank}", "here")
+            deadline = time.monotonic() + _ROLL_CALL_S
+            missing = list(range(self.size))
+            while missing and time.monotonic() < deadline:
+                missing = [r for r in missing if not store.check([f"{key}/{r}"])]
+                time.sleep(0.05)
+        except (RuntimeError, ValueError):  # the store died with the rank that served it
+            return []
+        return missing
+
+    def close(self) -> None:
+        """Gives the group up."""
+        if not self._is_alone and dist.is_initialized():
+            dist.destroy_process_group(self._pg)
+        self._is_alone = True

@@ -1,0 +1,378 @@
+"""Saving a live state: the ranks agree once on who writes what, then each writes its shards from memory, and one commits.
+
+What was agreed is kept: as long as no rank's layout changes, a save exchanges a few bytes a file, and an exclusive-or of the
+tensors' checksums. The files are what stock `dcp.save` writes, and the manifest. Imports torch. May import levels 0 to 4,
+shards, state and group.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ckpt_tools.box import Box, flat_start, is_flat, whole
+from ckpt_tools.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry, check
+from ckpt_tools.checksum import combine_crc64nvme, crc64nvme, hex64
+from ckpt_tools.commit import Staging, check_destination, check_room, publish_directory, staging, staging_path, sync_directory
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.engine.run import run
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, schedule, tile_bytes
+from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.errors import PlanError, StorageError, printable
+from ckpt_tools.formats import dcp, foreign_files, torch_zip
+from ckpt_tools.formats.dcp_metadata import Metadata, Place, Template, TensorMeta
+from ckpt_tools.group import Group
+from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name
+from ckpt_tools.plan import Literal, Slot, Target, plan_transfer
+from ckpt_tools.shards import Shard, alias_key
+from ckpt_tools.storage import LocalStore, MemoryStore, write_file
+from ckpt_tools.version import __version__
+
+_MANIFEST_ROOM_BYTES = 1 << 20
+_SIGN = 1 << 63
+
+
+class Offer(NamedTuple):
+    """A piece that a rank holds: FQN, type, global shape, box, and the FQN whose memory it shares ("" for none)."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    alias: str
+
+
+class Task(NamedTuple):
+    """A rank's part: which of its offers it writes, and the tensor's number among all."""
+
+    offers: tuple[int, ...]
+    numbers: tuple[int, ...]
+    num_tensors: int
+
+
+class Head(NamedTuple):
+    """What only rank 0 keeps: the metadata but for the objects, and per tensor whether its chunks give a fingerprint."""
+
+    template: Template
+    tensors: tuple[tuple[str, SealedTensor, bool], ...]
+    aliases: Mapping[str, str]
+    objects: tuple[tuple[str, ...], ...]
+
+
+@dataclass(slots=True)
+class Layout:
+    """What the ranks agreed on, as one of them needs it: kept from save to save."""
+
+    offers: tuple[Offer, ...]
+    objects: tuple[str, ...]
+    task: Task
+    target: Target
+    steps: tuple[Step, ...]
+    head: Head | None
+    generation: int
+
+
+@dataclass(slots=True)
+class SaveReport:
+    """What a save wrote: path, bytes of this rank's file, and of all files (on rank 0)."""
+
+    path: str
+    own_nbytes: int
+    nbytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+# ---- agreeing --------------------------------------------------------------------------------------------------------------
+
+
+def offers_of(shards: Sequence[Shard]) -> tuple[Offer, ...]:
+    """Returns what this rank holds; tied weights are marked."""
+    seen: dict[object, str] = {}
+    offers = []
+    for shard in shards:
+        key = alias_key(shard)
+        first = shard.fqn if key is None else seen.setdefault(key, shard.fqn)
+        offers.append(Offer(shard.fqn, shard.dtype.name, shard.shape, shard.box, "" if first == shard.fqn else first))
+    return tuple(offers)
+
+
+def agree(
+    group: Group, known: Layout | None, offers: tuple[Offer, ...], objects: tuple[str, ...], paths: Mapping[str, tuple[str | int, ...]]
+) -> Layout:
+    """Returns the layout of a save, the known one where no rank's part has changed.
+
+    Args:
+        group: all ranks.
+        known: what the last save returned.
+        offers, objects: this rank's pieces, and the names of the objects that it writes.
+        paths: the keys on the way to every name, from rank 0's point of view.
+
+    Raises:
+        PlanError: ranks disagree about a tensor, or pieces leave a hole; on every rank.
+    """
+    changed = known is None or known.offers != offers or known.objects != objects
+    if not int(group.sum(torch.tensor([changed], dtype=torch.int64), "agree on the layout")[0]):
+        assert known is not None
+        return known
+    tasks: list[Task] = []
+    head = None
+    gathered = group.gather((offers, objects, dict(paths)), "agree on the layout")
+    with group.phase("agree on the layout"):
+        if group.rank == 0:
+            tasks, head = assign([g[0] for g in gathered], [g[1] for g in gathered], {k: v for g in reversed(gathered) for k, v in g[2].items()})
+    task = group.scatter(tasks, "agree on the layout")
+    target = _lay_out(group.rank, offers, task)
+    return Layout(offers, objects, task, target, _steps(offers, task, target), head, (known.generation if known else 0) + 1)
+
+
+def assign(
+    offers: Sequence[Sequence[Offer]], objects: Sequence[tuple[str, ...]], paths: Mapping[str, tuple[str | int, ...]]
+) -> tuple[list[Task], Head]:
+    """Decides who writes what: every piece once, replicas spread so that all ranks write about as much.
+
+    Args:
+        offers: per rank.
+        objects: per rank, names of the objects that it writes.
+        paths: keys on the way to every name.
+
+    Returns:
+        Per rank its task; and what rank 0 needs to commit.
+
+    Raises:
+        PlanError, CatalogError: ranks disagree about a tensor, or the pieces do not make it whole.
+    """
+    first: dict[str, tuple[Offer, int]] = {}
+    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
+    boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
+    partners: dict[str, set[str]] = {}
+    for rank, mine in enumerate(offers):
+        for number, offer in enumerate(mine):
+            known, known_rank = first.setdefault(offer.fqn, (offer, rank))
+            if (known.dtype, known.shape) != (offer.dtype, offer.shape):
+                raise PlanError(
+                    f"ranks disagree about {printable(offer.fqn)!r}: rank {known_rank} has {known.dtype} {list(known.shape)},"
+                    f" rank {rank} has {offer.dtype} {list(offer.shape)}"
+                )
+            key = (offer.fqn, offer.box.offsets)  # DCP keeps one chunk per offset: of several empty ones the first
+            if boxes.setdefault(key, offer.box).numel < offer.box.numel:
+                boxes[key], holders[key] = offer.box, []
+            if boxes[key] == offer.box:
+                holders.setdefault(key, []).append((rank, number))
+            if offer.box.numel:
+                partners.setdefault(offer.fqn, set()).add(offer.alias)
+    aliases = {fqn: next(iter(found)) for fqn, found in partners.items() if len(found) == 1 and found != {""}}  # tied on every rank
+    return _spread(offers, objects, paths, first, holders, boxes, aliases)
+
+
+def _spread(
+    offers: Sequence[Sequence[Offer]], objects: Sequence[tuple[str, ...]], paths: Mapping[str, tuple[str | int, ...]],
+    first: Mapping[str, tuple[Offer, int]], holders: Mapping[tuple[str, tuple[int, ...]], list[tuple[int, int]]],
+    boxes: Mapping[tuple[str, tuple[int, ...]], Box], aliases: Mapping[str, str],
+) -> tuple[list[Task], Head]:  # fmt: skip
+    load = [0] * len(offers)
+    chosen: list[list[int]] = [[] for _ in offers]
+    pieces = [(boxes[key].numel * BY_NAME[first[key[0]][0].dtype].itemsize, key) for key in holders if key[0] not in aliases]
+    shared = [p for p in pieces if len(holders[p[1]]) > 1]
+    for nbytes, key in (p for p in pieces if len(holders[p[1]]) == 1):
+        rank, number = holders[key][0]
+        load[rank] += nbytes
+        chosen[rank].append(number)
+    for nbytes, key in sorted(shared, key=lambda p: -p[0]):
+        rank, number = min(holders[key], key=lambda h: (load[h[0]], h[0]))
+        load[rank] += nbytes
+        chosen[rank].append(number)
+    names = [fqn for fqn in first if fqn not in aliases]
+    numbers = {fqn: i for i, fqn in enumerate(names)}
+    tasks = [Task(tuple(sorted(mine)), tuple(numbers[offers[r][i].fqn] for i in sorted(mine)), len(names)) for r, mine in enumerate(chosen)]
+    return tasks, _head(offers, tasks, objects, paths, {fqn: offer for fqn, (offer, _) in first.items()}, aliases)
+
+
+def _head(
+    offers: Sequence[Sequence[Offer]], tasks: Sequence[Task], objects: Sequence[tuple[str, ...]],
+    paths: Mapping[str, tuple[str | int, ...]], first: Mapping[str, Offer], aliases: Mapping[str, str],
+) -> Head:  # fmt: skip
+    """Lays every rank's file out, proves that the pieces make every tensor whole, and renders the metadata."""
+    placed: dict[str, list[tuple[Box, Place]]] = {fqn: [] for fqn in first}
+    sizes: dict[str, int] = {}
+    for rank, (mine, task) in enumerate(zip(offers, tasks, strict=True)):
+        file = dcp.DataFile(dcp.data_file_name(rank))
+        for number in task.offers:
+            box = mine[number].box
+            _, place = file.add_chunk(box, torch_zip.wrap(BY_NAME[mine[number].dtype], box.sizes))
+            placed[mine[number].fqn].append((box, place))
+        sizes[file.name] = file.nbytes
+    for fqn, other in aliases.items():
+        placed[fqn] = placed[other]
+    metadata = Metadata(paths=dict(paths))
+    entries = {}
+    for fqn, offer in first.items():
+        found = sorted(placed[fqn], key=lambda p: p[0].offsets)
+        metadata.tensors[fqn] = TensorMeta(offer.dtype, offer.shape, [box for box, _ in found])
+        metadata.places |= {(fqn, box.offsets): place for box, place in found}
+        chunks = tuple(Chunk(box, Extent(place.file, place.start, place.nbytes, TORCH_ZIP)) for box, place in found)
+        entries[fqn] = TensorEntry(fqn, BY_NAME[offer.dtype], offer.shape, chunks)
+    check(Catalog(dcp.NAME, entries, file_sizes=sizes))
+    metadata.objects = [name for names in objects for name in names]
+    tensors = tuple(
+        (fqn, SealedTensor(o.dtype, o.shape, ""), all(is_flat(box, o.shape) for box, _ in placed[fqn]))
+        for fqn, o in first.items()
+        if fqn not in aliases
+    )
+    return Head(Template(metadata), tensors, aliases, tuple(objects))
+
+
+def _lay_out(rank: int, offers: Sequence[Offer], task: Task) -> Target:
+    """Returns this rank's file without its objects."""
+    file = dcp.DataFile(dcp.data_file_name(rank))
+    slots: dict[str, list[Slot]] = {}
+    for number in task.offers:
+        offer = offers[number]
+        slot, _ = file.add_chunk(offer.box, torch_zip.wrap(BY_NAME[offer.dtype], offer.box.sizes))
+        slots.setdefault(offer.fqn, []).append(slot)
+    return Target(dcp.NAME, {file.name: file.nbytes}, {f: tuple(s) for f, s in slots.items()}, tuple(file.literals), tuple(file.trailers))
+
+
+def _steps(offers: Sequence[Offer], task: Task, target: Target) -> tuple[Step, ...]:
+    """Plans the copies from memory, in which offer number `i` is the file called `i`, into this rank's file."""
+    entries: dict[str, TensorEntry] = {}
+    for number in task.offers:
+        offer = offers[number]
+        dtype = BY_NAME[offer.dtype]
+        chunk = Chunk(offer.box, Extent(str(number), 0, offer.box.numel * dtype.itemsize))
+        known = entries.get(offer.fqn)
+        entries[offer.fqn] = TensorEntry(offer.fqn, dtype, offer.shape, ((*known.chunks, chunk) if known else (chunk,)))
+    plan = plan_transfer(Catalog("memory", entries), target)
+    return tuple(schedule(plan, {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2)))
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """What a rank tells rank 0 about its file: bytes, CRC-64, and where its objects lie (start, bytes)."""
+
+    nbytes: int
+    crc64: int
+    objects: tuple[tuple[int, int], ...]
+
+
+def write(
+    group: Group, target: Path, step: int | None, layout: Layout, memory: Mapping[int, memoryview], objects: Mapping[str, bytes], jobs: int
+) -> SaveReport:
+    """Writes one checkpoint and makes it visible; called by all ranks, from the layout that they agreed on.
+
+    Args:
+        group: all ranks.
+        target: the directory to be; it must not exist.
+        step: for the manifest.
+        memory: the bytes of this rank's pieces, by number of the offer.
+        objects: this rank's objects as archives, in the layout's order.
+        jobs: threads on this rank.
+
+    Raises:
+        CheckpointError: this rank's error, or PeerError with another's; nothing is then visible at `target`.
+    """
+    what = target.name
+    attempt = group.broadcast(str(uuid.uuid4()), f"begin {what}")
+    with ExitStack() as stack:
+        with group.phase(f"begin {what}"):
+            if group.rank == 0:
+                check_destination(target, False, foreign_files)
+                place = stack.enter_context(staging(target, attempt))
+        folder = staging_path(target, attempt)
+        with group.phase(f"write {what}"):
+            if not folder.is_dir():
+                raise StorageError(
+                    f"this rank does not see what rank 0 made: {printable(str(folder))}", hint="the directory must be shared by all ranks"
+                )
+            part, prints = _write_part(layout, folder, memory, objects, jobs)
+        parts = group.gather(part, f"write {what}")
+        prints = group.xor(prints, f"write {what}")
+        with group.phase(f"commit {what}"):
+            if group.rank == 0:
+                _commit(place, step, layout, parts, prints)
+    return SaveReport(str(target), part.nbytes, sum(p.nbytes for p in parts))
+
+
+def _write_part(
+    layout: Layout, folder: Path, memory: Mapping[int, memoryview], objects: Mapping[str, bytes], jobs: int
+) -> tuple[_Part, torch.Tensor]:
+    (name, nbytes), *_ = layout.target.file_sizes.items()
+    literals, places = list(layout.target.literals), []
+    for data in objects.values():
+        places.append((nbytes, len(data)))
+        literals.append(Literal(name, nbytes, data))
+        nbytes += len(data)
+    prints = torch.zeros(layout.task.num_tensors, dtype=torch.int64)
+    if not nbytes:
+        return _Part(0, 0, ()), prints
+    check_room(folder, nbytes + _MANIFEST_ROOM_BYTES)
+    sink = WriteSink(replace(layout.target, file_sizes={name: nbytes}, literals=tuple(literals)), LocalStore(folder))
+    try:
+        sink.open()
+        run(layout.steps, MemoryStore({str(number): view for number, view in memory.items()}), sink, jobs)
+        checksums = sink.finish()
+    finally:
+        sink.abort()
+    sync_directory(folder)
+    _add_prints(layout, sink, name, prints)
+    return _Part(nbytes, checksums[name], tuple(places)), prints
+
+
+def _add_prints(layout: Layout, sink: WriteSink, file: str, prints: torch.Tensor) -> None:
+    """Adds each slot's share of its tensor's fingerprint: its checksum, shifted by the bytes behind it.
+
+    CRCs are linear: the fingerprint is the exclusive-or of all shares, whoever holds them.
+    """
+    values = [0] * layout.task.num_tensors
+    at = {fqn: iter(slots) for fqn, slots in layout.target.slots.items()}
+    for number, tensor in zip(layout.task.offers, layout.task.numbers, strict=True):
+        offer = layout.offers[number]
+        slot = next(at[offer.fqn])
+        if offer.box.numel and is_flat(offer.box, offer.shape):
+            itemsize = BY_NAME[offer.dtype].itemsize
+            behind = whole(offer.shape).numel - flat_start(offer.box, offer.shape) - offer.box.numel
+            values[tensor] ^= combine_crc64nvme(sink.slots[file, slot.start].crc64, 0, behind * itemsize)
+    prints += torch.tensor([v - (1 << 64) if v >= _SIGN else v for v in values], dtype=torch.int64)
+
+
+def _commit(place: Staging, step: int | None, layout: Layout, parts: Sequence[_Part], prints: torch.Tensor) -> None:
+    """Rank 0: proves that every file is there, then manifest, index, one rename."""
+    head = layout.head
+    assert head is not None
+    files: dict[str, Sealed] = {}
+    objects: dict[str, Place] = {}
+    for rank, part in enumerate(parts):
+        name = dcp.data_file_name(rank)
+        if not part.nbytes:
+            continue
+        found = os.stat(place.path / name).st_size
+        if found != part.nbytes:
+            raise StorageError(f"a file is not what its rank wrote: expected {part.nbytes} bytes, got {found} ({name})")
+        files[name] = Sealed(part.nbytes, hex64(part.crc64))
+        objects |= {fqn: Place(name, *at) for fqn, at in zip(head.objects[rank], part.objects, strict=True)}
+    index = head.template.render(objects, place.attempt)
+    values = [v & ((1 << 64) - 1) for v in prints.tolist()]
+    tensors = {
+        fqn: SealedTensor(sealed.dtype, sealed.shape, hex64(value))
+        for (fqn, sealed, is_known), value in zip(head.tensors, values, strict=True)
+        if is_known
+    }
+    tensors |= {fqn: tensors[other] for fqn, other in head.aliases.items() if other in tensors}
+    manifest = Manifest(
+        attempt=place.attempt, created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), tool=f"ckpt-tools {__version__}",
+        operation="save", format=dcp.NAME, source={}, world_size=len(parts), files=files,
+        index=(".metadata", Sealed(len(index), hex64(crc64nvme(index)))), tensors=tensors, step=step,
+    )  # fmt: skip
+    store = LocalStore(place.path)
+    write_file(store, file_name(place.attempt), manifest.render())
+    write_file(store, ".metadata", index)
+    publish_directory(place, False)
