@@ -15,6 +15,7 @@ from ckpt_tools.errors import (
     FormatError,
     IntegrityError,
     NotACheckpointError,
+    PeerError,
     PlanError,
     StorageError,
     UnsafePickleError,
@@ -22,17 +23,23 @@ from ckpt_tools.errors import (
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
+    from ckpt_tools.live.state import PerRank, RngState
+    from ckpt_tools.manager import CheckpointManager
     from ckpt_tools.operations.inspect import Report, inspect
     from ckpt_tools.operations.transfer import TransferResult, merge, reshard
 
 __all__ = [
     "CatalogError",
     "CheckpointError",
+    "CheckpointManager",
     "FormatError",
     "IntegrityError",
     "NotACheckpointError",
+    "PeerError",
+    "PerRank",
     "PlanError",
     "Report",
+    "RngState",
     "StorageError",
     "TransferResult",
     "UnsafePickleError",
@@ -42,11 +49,15 @@ __all__ = [
     "reshard",
 ]
 
-_LAZY = {"Report": "inspect", "inspect": "inspect", "TransferResult": "transfer", "merge": "transfer", "reshard": "transfer"}
+_LAZY = {
+    "Report": "operations.inspect", "inspect": "operations.inspect",
+    "TransferResult": "operations.transfer", "merge": "operations.transfer", "reshard": "operations.transfer",
+    "CheckpointManager": "manager", "PerRank": "live.state", "RngState": "live.state",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    """Imports an operation when it is first asked for: `ckpt --help` should not wait for numpy."""
+    """Imports an operation when it is first asked for: `ckpt --help` should not wait for numpy, nor `ckpt merge` for torch."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"ckpt_tools.operations.{_LAZY[name]}"), name)
+    return getattr(import_module(f"ckpt_tools.{_LAZY[name]}"), name)

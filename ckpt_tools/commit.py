@@ -91,6 +91,11 @@ def staging_path(target: Path, attempt: str) -> Path:
     return target.parent / f"{_STAGING}{target.name}.{attempt[:8]}"
 
 
+def trash_path(target: Path, attempt: str) -> Path:
+    """Returns the name under which a result of an attempt waits for its removal."""
+    return target.parent / f"{_TRASH}{target.name}.{attempt[:8]}"
+
+
 @contextmanager
 def staging(target: Path, attempt: str) -> Iterator[Staging]:
     """Yields a fresh staging directory for `target`; whatever is left of it is removed on the way out.
@@ -108,7 +113,7 @@ def staging(target: Path, attempt: str) -> Iterator[Staging]:
 
     lock = -1
     try:  # from here on, so that a signal at any instant finds its way to the cleaning
-        _remove_dead(target)
+        remove_dead(target.parent, _escape_glob(target.name))
         try:
             target.absolute().parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(0o700)
@@ -136,17 +141,28 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _remove_dead(target: Path) -> None:
+def remove_dead(parent: Path, name: str = "*", dry_run: bool = False) -> list[Path]:
+    """Removes what dead attempts left in a folder, and returns it: staging and trash whose lock no process holds.
+
+    Args:
+        parent: the folder.
+        name: glob of the targets whose leftovers are meant.
+        dry_run: only look.
+    """
+    dead = []
     for prefix in (_STAGING, _TRASH):
-        for path in target.parent.glob(f"{prefix}{_escape_glob(target.name)}.????????"):
+        for path in sorted(parent.glob(f"{prefix}{name}.????????")):
             if path.is_symlink() or not path.is_dir():
                 continue
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 if _try_lock(fd):
-                    shutil.rmtree(path, ignore_errors=True)
+                    dead.append(path)
+                    if not dry_run:
+                        shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(fd)
+    return dead
 
 
 def _escape_glob(name: str) -> str:
@@ -175,7 +191,7 @@ def publish_directory(place: Staging, overwrite: bool) -> None:
     _apply_umask(place.path)
     if overwrite and os.path.lexists(place.target):
         if not _rename(place.path, place.target, _RENAME_EXCHANGE):  # the staging name now holds the old one
-            trash = place.target.with_name(f"{_TRASH}{place.target.name}.{place.attempt[:8]}")
+            trash = trash_path(place.target, place.attempt)
             os.rename(place.target, trash)  # no exchange on this filesystem: for a moment the old one bears another name
             os.rename(place.path, place.target)
             shutil.rmtree(trash, ignore_errors=True)

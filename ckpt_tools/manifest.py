@@ -6,14 +6,17 @@ May import levels 0 to 3.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from ckpt_tools.checksum import hex64
+from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.plan import Plan
 
 VERSION = 1
+NAME = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
 CHECKSUM = "crc64nvme"
 
 
@@ -67,6 +70,48 @@ def _table(entries: Mapping[str, Sealed | SealedTensor]) -> str:
 def file_name(attempt: str, beside: str = "") -> str:
     """Returns the manifest's name: unique per attempt; with the data file's name in front where it stands beside one."""
     return f"{beside}.ckpt.manifest.{attempt[:8]}.json" if beside else f"ckpt.manifest.{attempt[:8]}.json"
+
+
+_HEX = re.compile(r"[0-9a-f]{16}")
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """Returns a manifest from its text.
+
+    Raises:
+        FormatError: it is malformed, or of a version that this tool does not know.
+    """
+    try:
+        body = json.loads(data)
+        if body["ckpt_manifest"] != VERSION or body["checksum"] != CHECKSUM:
+            raise FormatError(
+                f"a manifest of another version: expected {VERSION} with {CHECKSUM},"
+                f" got {printable(str(body['ckpt_manifest']))} with {printable(str(body['checksum']))} ({printable(where)})"
+            )
+        index = body["index"]
+        return Manifest(
+            **{f.name: body[f.name] for f in fields(Manifest) if f.name not in ("files", "index", "tensors")},
+            files={str(name): _sealed(entry) for name, entry in body["files"].items()},
+            index=None if index is None else (str(index["name"]), _sealed(index)),
+            tensors={
+                str(fqn): SealedTensor(str(t["dtype"]), tuple(map(int, t["shape"])), _hex(t["fingerprint"]))
+                for fqn, t in body["tensors"].items()
+            },
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError(f"a manifest is malformed: {printable(repr(error))} ({printable(where)})") from error
+
+
+def _sealed(entry: Mapping[str, Any]) -> Sealed:
+    if type(entry["nbytes"]) is not int or entry["nbytes"] < 0:
+        raise ValueError(f"nbytes is {entry['nbytes']!r}")
+    return Sealed(entry["nbytes"], _hex(entry["crc64nvme"]))
+
+
+def _hex(value: object) -> str:
+    if not isinstance(value, str) or not _HEX.fullmatch(value):
+        raise ValueError(f"not a checksum: {value!r}")
+    return value
 
 
 def seal_tensors(plan: Plan, fingerprints: Mapping[str, int]) -> dict[str, SealedTensor]:

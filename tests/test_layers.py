@@ -15,12 +15,14 @@ LEVELS = [
     ["catalog", "layout", "storage.base", "storage.ranges"],
     ["storage.local", "storage.memory", "storage", "plan"],
     ["formats.base", "formats.unpickle", "formats.torch_zip", "formats.dcp_metadata", "formats.dcp", "formats.safetensors", "formats"],
-    ["engine.kernels", "engine.schedule", "engine.sinks", "engine.run", "engine", "commit", "manifest"],
+    ["engine.kernels", "engine.schedule", "engine.sinks", "engine.run", "engine", "commit", "manifest", "steps"],
     ["operations.replicas", "operations.inspect", "operations.transfer", "operations"],
+    ["live.group", "live.shards", "live.state", "live.save", "live.load", "live"],
+    ["manager"],
     ["", "render", "cli", "__main__"],
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
-MAY_IMPORT_TORCH: set[str] = set()
+MAY_IMPORT_TORCH = {"live.group", "live.shards", "live.state", "live.save", "live.load", "manager"}
 FILES = sorted(ROOT.rglob("*.py"))
 
 

@@ -56,7 +56,6 @@ class Tile(NamedTuple):
         """Bytes of the tile as it will be."""
         return self.box.numel * self.tensor.dst_dtype.itemsize
 
-
     def flat_range(self, box: Box) -> tuple[int, int] | None:
         """Returns the bytes of the tile's source values that hold `box`, if they are one run."""
         if box is self.box or box == self.box:

@@ -92,6 +92,7 @@ class FillSink:
             extents.sort()
         self._starts = {file: [e.start for e in extents] for file, extents in self._sealed.items()}
         self._pieces: dict[Extent, list[Piece]] = {}
+        self._owner: dict[Extent, str] = {}
         self._lock = threading.Lock()
         self.num_proved = 0
 
@@ -102,22 +103,29 @@ class FillSink:
         return np.frombuffer(self._memory.view(write.file, write.start, write.nbytes), np.uint8)
 
     def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
-        noted: list[tuple[Extent, Piece]] = []
+        noted: list[tuple[Extent, Piece, str]] = []
         for tile, data in zip(step.tiles, tiles, strict=True):
-            if tile.tensor.src_dtype is tile.tensor.dst_dtype:
-                noted += [(extent, piece) for read in tile.reads if (extent := self._extent(read)) and (piece := _piece(tile, data, read))]
+            for read in tile.reads if tile.tensor.src_dtype is tile.tensor.dst_dtype else ():
+                extent = self._extent(read)
+                piece = _piece(tile, data, read) if extent else None
+                if extent and piece:
+                    noted.append((extent, piece, tile.tensor.fqn))
             for write in tile.writes:
                 values = data if write.nbytes == tile.dst_nbytes else _cut_out(tile, data, write, scratch)
                 into = np.frombuffer(self._memory.view(write.file, write.start, write.nbytes), np.uint8)
                 if into.ctypes.data != values.ctypes.data:
                     into[:] = values
         with self._lock:
-            for extent, piece in noted:
+            for extent, piece, fqn in noted:
                 self._pieces.setdefault(extent, []).append(piece)
+                self._owner[extent] = fqn
 
     def _extent(self, read: Read) -> Extent | None:
-        starts = self._starts.get(read.file)
-        return self._sealed[read.file][bisect_right(starts, read.start) - 1] if starts and starts[0] <= read.start else None
+        """Returns the range that a read lies in, if it is one that is read in full."""
+        starts = self._starts.get(read.file, [])
+        number = bisect_right(starts, read.start) - 1
+        extent = self._sealed[read.file][number] if number >= 0 else None
+        return extent if extent and read.start + read.nbytes <= extent.start + extent.nbytes else None
 
     def finish(self) -> None:
         """Compares the checksums of the ranges that were read in full.
@@ -126,18 +134,17 @@ class FillSink:
             IntegrityError: bytes on disk are not what was written.
         """
         for extent, pieces in self._pieces.items():
+            ordered = sorted(set(pieces))
             end = extent.start
-            for piece in sorted(pieces):
-                if piece.start != end:
-                    break
-                end += piece.nbytes
+            for piece in ordered:
+                end = end + piece.nbytes if piece.start == end else -1
             if end != extent.start + extent.nbytes:
-                continue
-            crc = join_crc32((p.crc32, p.nbytes) for p in sorted(pieces))
+                continue  # some of it was taken apart on the way
+            crc = join_crc32((p.crc32, p.nbytes) for p in ordered)
             if crc != extent.crc32:
                 raise IntegrityError(
                     f"bytes were damaged since they were written: expected CRC-32 {extent.crc32:08x}, got {crc:08x}"
-                    f" ({printable(extent.file)}, bytes {extent.start}:{end})",
+                    f" ({printable(self._owner[extent])!r} in {printable(extent.file)}, bytes {extent.start}:{end})",
                     hint="resume from an older step, or restore the file",
                 )
             self.num_proved += 1

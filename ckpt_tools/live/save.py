@@ -12,7 +12,7 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,10 +29,10 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats import dcp, foreign_files, torch_zip
 from ckpt_tools.formats.dcp_metadata import Metadata, Place, Template, TensorMeta
-from ckpt_tools.group import Group
+from ckpt_tools.live.group import Group
+from ckpt_tools.live.shards import Shard, alias_key
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name
 from ckpt_tools.plan import Literal, Slot, Target, plan_transfer
-from ckpt_tools.shards import Shard, alias_key
 from ckpt_tools.storage import LocalStore, MemoryStore, write_file
 from ckpt_tools.version import __version__
 
@@ -87,7 +87,7 @@ class SaveReport:
     path: str
     own_nbytes: int
     nbytes: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 # ---- agreeing --------------------------------------------------------------------------------------------------------------
@@ -127,7 +127,9 @@ def agree(
     gathered = group.gather((offers, objects, dict(paths)), "agree on the layout")
     with group.phase("agree on the layout"):
         if group.rank == 0:
-            tasks, head = assign([g[0] for g in gathered], [g[1] for g in gathered], {k: v for g in reversed(gathered) for k, v in g[2].items()})
+            tasks, head = assign(
+                [g[0] for g in gathered], [g[1] for g in gathered], {k: v for g in reversed(gathered) for k, v in g[2].items()}
+            )
     task = group.scatter(tasks, "agree on the layout")
     target = _lay_out(group.rank, offers, task)
     return Layout(offers, objects, task, target, _steps(offers, task, target), head, (known.generation if known else 0) + 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import random
 import zipfile
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,8 +60,8 @@ class RngState:
             state["cuda"] = torch.cuda.get_rng_state()
         import numpy as np
 
-        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        state["numpy"] = (str(name), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached))
+        name, keys, *rest = np.random.get_state(legacy=True)
+        state["numpy"] = (name, torch.from_numpy(np.asarray(keys).astype("int64")), *rest)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -81,13 +81,15 @@ class RngState:
 class Exported:
     """A state under flat names: tensors as they live (DTensors and all), other values, and the keys on the way to each.
 
-    `per_rank` has the names under which each rank has a value of its own, with the wrapper.
+    `per_rank` has the names under which each rank has a value of its own, with the wrapper. `free` has the paths of values
+    whose structure may have changed since (a history, a scheduler): what was stored below them is what they become.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Key] = field(default_factory=dict)
     per_rank: dict[str, PerRank] = field(default_factory=dict)
+    free: list[Key] = field(default_factory=list)
 
 
 def name_of_rank(name: str, rank: int) -> str:
@@ -105,42 +107,56 @@ def export(state: Mapping[str, Any], for_loading: bool = False) -> Exported:
     Raises:
         PlanError: two entries have one name, or an optimizer's parameters belong to no module of the state.
     """
-    modules = _modules(state)
-    per_rank: dict[str, PerRank] = {}
-
-    def visit(value: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(value, nn.Module):
-            return get_model_state_dict(value)
-        if isinstance(value, Optimizer):
-            return _export_optimizer(_owner(value, modules, path), value, for_loading)
-        if isinstance(value, Mapping):
-            return {key: visit(v, (*path, str(key))) for key, v in value.items() if not _is_left_out(v)}
-        return value.state_dict() if hasattr(value, "state_dict") else value
-
-    def _is_left_out(value: Any) -> bool:
-        return isinstance(value, (PerRank, RngState))
-
-    def find_per_rank(value: Mapping[str, Any], path: tuple[str, ...]) -> None:
-        for key, item in value.items():
-            if isinstance(item, RngState):
-                item = PerRank(item, "reset")
-            if isinstance(item, PerRank):
-                per_rank[".".join((*path, str(key)))] = item
-            elif isinstance(item, Mapping):
-                find_per_rank(item, (*path, str(key)))
-
-    find_per_rank(state, ())
     try:
-        flat, paths = flatten_state_dict({key: visit(value, (str(key),)) for key, value in state.items() if not _is_left_out(value)})
+        flat, paths = flatten_state_dict(_export_dict(state, (), _modules(state), for_loading))
     except ValueError as error:
         raise PlanError(f"two entries of the state have one name: {printable(str(error))}") from error
-    result = Exported(paths=dict(paths), per_rank=per_rank)
+    result = Exported(paths=dict(paths), per_rank=dict(_find_per_rank(state, ())), free=list(_find_free(state, ())))
     for name, value in flat.items():
         if isinstance(value, torch.Tensor):
             result.tensors[name] = value
         else:
             result.objects[name] = value
     return result
+
+
+def _export_dict(state: Mapping[str, Any], path: tuple[str, ...], modules: Sequence[nn.Module], for_loading: bool) -> dict[str, Any]:
+    exported: dict[str, Any] = {}
+    for key, value in state.items():
+        here = (*path, str(key))
+        if isinstance(value, nn.Module):
+            exported[key] = get_model_state_dict(value)
+        elif isinstance(value, Optimizer):
+            exported[key] = _export_optimizer(_owner(value, modules, here), value, for_loading)
+        elif isinstance(value, Mapping):
+            exported[key] = _export_dict(value, here, modules, for_loading)
+        elif not isinstance(value, (PerRank, RngState)):
+            exported[key] = value.state_dict() if hasattr(value, "state_dict") else value
+    return exported
+
+
+def _find_free(state: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Key]:
+    for key, value in state.items():
+        here = (*path, str(key))
+        if isinstance(value, Mapping) and not _is_plain(value):
+            yield from _find_free(value, here)
+        elif not isinstance(value, (nn.Module, Optimizer, PerRank, RngState)):
+            yield here
+
+
+def _is_plain(value: Any) -> bool:
+    """Tells whether a value is loaded by replacing it, not by asking something in it to load."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(v) for v in value.values())
+    return not isinstance(value, (nn.Module, Optimizer, PerRank, RngState)) and not hasattr(value, "load_state_dict")
+
+
+def _find_per_rank(state: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, PerRank]]:
+    for key, value in state.items():
+        if isinstance(value, (PerRank, RngState)):
+            yield ".".join((*path, str(key))), value if isinstance(value, PerRank) else PerRank(value, "reset")
+        elif isinstance(value, Mapping):
+            yield from _find_per_rank(value, (*path, str(key)))
 
 
 def _modules(state: Mapping[str, Any]) -> list[nn.Module]:
@@ -234,6 +250,9 @@ def restore(state: MutableMapping[str, Any], values: Mapping[str, Any], paths: M
                 set_model_state_dict(value, new, options=StateDictOptions(strict=False))
             elif isinstance(value, Optimizer):
                 set_optimizer_state_dict(_owner(value, modules, here), value, {"state": {}, **new}, options=StateDictOptions(strict=False))
+            elif isinstance(value, MutableMapping) and _is_plain(value):
+                value.clear()
+                value.update(new)
             elif isinstance(value, MutableMapping):
                 visit(value, new, here)
             elif hasattr(value, "load_state_dict"):

@@ -51,7 +51,7 @@ class Group:
         own: BaseException | None = None
         try:
             yield
-        except BaseException as error:  # told to all, then raised below
+        except BaseException as error:  # noqa: BLE001  # told to all ranks, then raised below
             own = error
         try:
             self._settle(what, own)

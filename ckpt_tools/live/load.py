@@ -10,7 +10,6 @@ import difflib
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +20,10 @@ from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_byte
 from ckpt_tools.engine.sinks import FillSink
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Source, open_source
-from ckpt_tools.group import Group
+from ckpt_tools.live.group import Group
+from ckpt_tools.live.shards import Shard, alias_key, as_bytes, local_shards
+from ckpt_tools.live.state import Exported, Key, PerRank, export, name_of_rank, restore, unpack
 from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
-from ckpt_tools.shards import Shard, alias_key, as_bytes, local_shards
-from ckpt_tools.state import Exported, PerRank, export, name_of_rank, restore, unpack
 from ckpt_tools.storage import MemoryStore, read
 
 _SHOWN = 8
@@ -52,11 +51,16 @@ class LoadReport:
 
 
 class Match(NamedTuple):
-    """How the names of a state and of a checkpoint meet: ours to stored; and what does not fit."""
+    """How the names of a state and of a checkpoint meet: ours to stored.
+
+    `new` has stored names below free values, which become whatever was stored; `gone` ours that are left out for that reason,
+    or because the checkpoint has no optimizer state of that parameter.
+    """
 
     tensors: dict[str, str]
     objects: dict[str, str]
-    stateless: list[str]
+    new: list[str]
+    gone: set[str]
     notes: list[str]
 
 
@@ -95,16 +99,20 @@ def load(
     report = LoadReport(str(source.path), notes=found.notes)
     jobs = jobs or min(4, max(1, (os.cpu_count() or 1)))
     with group.phase(f"read {printable(str(path))}"):
-        _read_tensors(source, exported, found.tensors, jobs, memory_bytes or DEFAULT_MEMORY_BYTES, report)
-        values = {ours: _read_object(source, stored, trust_pickle) for ours, stored in found.objects.items()}
+        made = {n: _make(source.catalog.tensors[n]) for n in found.new if n in source.catalog.tensors}
+        tensors = {n: exported.tensors[n] for n in found.tensors} | made
+        _read_tensors(source, tensors, found.tensors, jobs, memory_bytes or DEFAULT_MEMORY_BYTES, report)
+        wanted = found.objects | {n: n for n in found.new if n in source.catalog.objects}
+        values: dict[str, Any] = {ours: _read_object(source, stored, trust_pickle) for ours, stored in wanted.items()}
         report.num_objects = len(values)
         ranks = {n: _per_rank(source, n, w, group, trust_pickle, report) for n, w in exported.per_rank.items() if not select}
         source.store.close()
     with group.phase(f"restore {printable(str(path))}"):
-        touched = {_root(n) for n in (*found.tensors, *values)}
+        touched = {_root(n) for n in (*tensors, *values)}
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
-        given = {n: v for n, v in current.items() if _root(n) in touched} | values
-        restore(state, {n: v for n, v in given.items() if n not in set(found.stateless)}, exported.paths)
+        given = {n: v for n, v in current.items() if _root(n) in touched and n not in found.gone} | made | values
+        paths = {n: exported.paths.get(n) or source.catalog.paths.get(n) or tuple(n.split(".")) for n in given}
+        restore(state, given, paths)
         for name, value in ranks.items():
             if value is not None:
                 _set_per_rank(state, name, value[0])
@@ -131,9 +139,14 @@ def match(exported: Exported, catalog: Catalog, wanted: Callable[[str], bool], s
     missing = [n for n, stored in tensors.items() if stored not in catalog.tensors]
     missing_objects = [n for n, stored in objects.items() if stored not in catalog.objects]
     tied = _tied(exported, missing, tensors, catalog)
-    stateless = _stateless(missing, catalog, names, exported)
-    absent = [n for n in missing if n not in tied and n not in set(stateless)] + missing_objects
-    extra = _extra(exported, catalog, {*tensors.values(), *objects.values()}, wanted) if strict else []
+    stateless = set(_stateless(missing, catalog, names, exported))
+    free = [".".join(map(str, path)) for path in exported.free]
+    below = {f: [n for n in (*catalog.tensors, *catalog.objects) if _is_below(n, f) and wanted(n)] for f in free}
+    gone = {n for n in (*missing, *missing_objects) for f in free if _is_below(n, f) and below[f]} | stateless
+    absent = [n for n in (*missing, *missing_objects) if n not in tied and n not in gone]
+    used = {*tensors.values(), *objects.values()}
+    new = [n for names_below in below.values() for n in names_below if n not in used]
+    extra = _extra(exported, catalog, {*used, *new}, wanted) if strict else []
     fitting = {n: s for n, s in tensors.items() if s in catalog.tensors}
     shapes = [n for n, s in fitting.items() if tuple(exported.tensors[n].shape) != catalog.tensors[s].shape]
     types = [n for n, s in fitting.items() if not _fits_type(exported.tensors[n], catalog.tensors[s], cast)]
@@ -143,10 +156,16 @@ def match(exported: Exported, catalog: Catalog, wanted: Callable[[str], bool], s
         notes.append(f"{len(stateless)} entries of optimizer state are not in the checkpoint: those parameters start without")
     if absent:
         notes.append(f"{len(absent)} entries are not in the checkpoint and keep what they have: {_some(absent)}")
-    left = sorted({_root(n) for n in (*catalog.tensors, *catalog.objects)} - {_root(names.get(n, n)) for n in exported.paths} - set(exported.per_rank))
+    left = sorted(
+        {_root(n) for n in (*catalog.tensors, *catalog.objects)} - {_root(names.get(n, n)) for n in exported.paths} - set(exported.per_rank)
+    )
     if left and not any(names):
         notes.append(f"not asked for and left out: {_some(left)}")
-    return Match(fitting, {n: s for n, s in objects.items() if s in catalog.objects}, stateless, notes)
+    return Match(fitting, {n: s for n, s in objects.items() if s in catalog.objects}, new, gone, notes)
+
+
+def _is_below(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
 
 
 def _mapping(exported: Exported, catalog: Catalog, notes: list[str]) -> dict[str, str]:
@@ -164,7 +183,9 @@ def _mapping(exported: Exported, catalog: Catalog, notes: list[str]) -> dict[str
             candidate = {n: plain.get(prefix + n[len(root) + 1 :], "") for n in ours}
             if sum(map(bool, candidate.values())) * 2 > len(ours):
                 result |= {n: s for n, s in candidate.items() if s}
-                notes.append(f"{root}.* was stored as {prefix}*" if prefix != f"{root}." else f"{root}.* was stored with the prefixes of wrappers")
+                notes.append(
+                    f"{root}.* was stored as {prefix}*" if prefix != f"{root}." else f"{root}.* was stored with the prefixes of wrappers"
+                )
                 break
     return result
 
@@ -180,18 +201,23 @@ def _tied(exported: Exported, missing: Sequence[str], tensors: Mapping[str, str]
 
 def _stateless(missing: Sequence[str], catalog: Catalog, names: Mapping[str, str], exported: Exported) -> list[str]:
     """Returns the missing names that are state of a parameter for which the checkpoint has no optimizer state at all."""
-    has_state = {path.rpartition(".")[0] for path in catalog.tensors}
-    groups = {n.partition(".")[0] for n in exported.objects if n.endswith(".param_groups")}
-    return [
-        n for n in missing if _root(n) in groups and len(exported.paths[n]) >= 4 and names.get(n, n).rpartition(".")[0] not in has_state
-        and str(exported.paths[n][-3]) == "state"
-    ]  # fmt: skip
+    with_state = {name.rpartition(".")[0] for name in catalog.tensors}
+    optimizers = {path[: path.index("param_groups")] for path in exported.paths.values() if "param_groups" in path}
+
+    def is_state(path: Key) -> bool:
+        return len(path) > 3 and path[-3] == "state" and path[:-3] in optimizers
+
+    return [n for n in missing if is_state(exported.paths[n]) and names.get(n, n).rpartition(".")[0] not in with_state]
 
 
 def _extra(exported: Exported, catalog: Catalog, used: set[str], wanted: Callable[[str], bool]) -> list[str]:
     roots = {_root(n) for n in exported.paths}
     known = tuple(f"{name}." for name in exported.per_rank)
-    return [n for n in (*catalog.tensors, *catalog.objects) if _root(n) in roots and n not in used and wanted(n) and not n.startswith(known or ("\0",))]
+    return [
+        n
+        for n in (*catalog.tensors, *catalog.objects)
+        if _root(n) in roots and n not in used and wanted(n) and not n.startswith(known or ("\0",))
+    ]
 
 
 def _fits_type(tensor: torch.Tensor, entry: TensorEntry, cast: bool) -> bool:
@@ -232,14 +258,19 @@ def _nearest(name: str, others: Sequence[str]) -> str:
 
 
 def _hint(absent: Sequence[str], extra: Sequence[str], types: Sequence[str]) -> str:
-    prefix = os.path.commonprefix([n[::-1] for n in (absent[0], extra[0])])[::-1] if absent and extra else ""
-    if prefix and len(absent) == len(extra):
-        ours, theirs = absent[0][: -len(prefix)], extra[0][: -len(prefix)]
-        if {ours + n[len(theirs) :] for n in extra if n.startswith(theirs)} == set(absent):
+    if absent and len(absent) == len(extra):
+        ours, theirs = _difference(absent[0], extra[0])
+        if {ours + n.removeprefix(theirs) for n in extra} == set(absent):
             return f"the names differ by a prefix only: {printable(theirs)!r} in the checkpoint, {printable(ours)!r} in the state"
     if types and not absent and not extra:
         return "pass cast=True to convert on the way"
     return "pass strict=False to load what fits and keep the rest, or select=[…] to load a part"
+
+
+def _difference(ours: str, theirs: str) -> tuple[str, str]:
+    """Returns what stands before the longest common end of two names."""
+    same = next((i for i, (a, b) in enumerate(zip(reversed(ours), reversed(theirs), strict=False)) if a != b), min(len(ours), len(theirs)))
+    return ours[: len(ours) - same], theirs[: len(theirs) - same]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -249,10 +280,16 @@ def _some(names: Sequence[str]) -> str:
 # ---- reading ---------------------------------------------------------------------------------------------------------------
 
 
-def _read_tensors(source: Source, exported: Exported, names: Mapping[str, str], jobs: int, memory_bytes: int, report: LoadReport) -> None:
-    """Fills this rank's shards."""
-    shards = _distinct(local_shards({n: exported.tensors[n] for n in names}))
-    report.num_tensors = len(names)
+def _make(entry: TensorEntry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
+
+
+def _read_tensors(
+    source: Source, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], jobs: int, memory_bytes: int, report: LoadReport
+) -> None:
+    """Fills this rank's shards of `tensors`; `names` has those that are stored under another name."""
+    shards = _distinct(local_shards(tensors))
+    report.num_tensors = len(tensors)
     memory: dict[str, memoryview] = {}
     bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
     slots: dict[str, list[Slot]] = {}
@@ -265,7 +302,7 @@ def _read_tensors(source: Source, exported: Exported, names: Mapping[str, str], 
         assert view is not None
         memory[str(number)] = view
         slots.setdefault(shard.fqn, []).append(Slot(shard.box, str(number), 0))
-    catalog = replace(source.catalog, tensors={n: replace(source.catalog.tensors[names[n]], fqn=n) for n in slots})
+    catalog = replace(source.catalog, tensors={n: replace(source.catalog.tensors[names.get(n, n)], fqn=n) for n in slots})
     target = Target("memory", {name: len(view) for name, view in memory.items()}, {n: tuple(s) for n, s in slots.items()})
     plan = plan_transfer(catalog, target, {s.fqn: s.dtype for s in shards})
     located = source.format.locate(source.store, [_used(catalog.tensors[t.fqn], {c.src for c in t.copies}) for t in plan.tensors])

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -42,7 +42,9 @@ def local_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
         PlanError: a tensor cannot be stored: partial sums, a sparse or quantized layout, an unknown element type.
     """
     return [
-        Shard(fqn, _dtype(fqn, value), tuple(value.shape), box, local) for fqn, value in tensors.items() for box, local in _pieces(fqn, value)
+        Shard(fqn, _dtype(fqn, value), tuple(value.shape), box, local)
+        for fqn, value in tensors.items()
+        for box, local in _pieces(fqn, value)
     ]
 
 
@@ -54,7 +56,9 @@ def _pieces(fqn: str, value: torch.Tensor) -> Sequence[tuple[Box, torch.Tensor]]
     if value.device_mesh.get_coordinate() is None:
         return []
     if any(isinstance(p, Partial) for p in value.placements):
-        raise PlanError(f"a tensor is a partial sum and cannot be stored: {value.placements} ({printable(fqn)!r})", hint="redistribute it first")
+        raise PlanError(
+            f"a tensor is a partial sum and cannot be stored: {value.placements} ({printable(fqn)!r})", hint="redistribute it first"
+        )
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     local = value._local_tensor.detach()  # to_local() would wait for a collective and record a gradient
     return [(Box(tuple(offsets), tuple(sizes)), local)]
@@ -71,7 +75,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview | None:
     """Returns the memory of a tensor's elements in row-major order; None where they do not lie so in the host's memory."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class Stage:
@@ -94,7 +98,7 @@ class Stage:
         for start, tensor in zip(starts, tensors, strict=True):
             part = self._buffer[start : start + tensor.numel() * tensor.element_size()]
             part.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-            views.append(memoryview(part.numpy()))
+            views.append(part.numpy().data)
         for device in devices:
             torch.cuda.synchronize(device)
         return views

@@ -1,0 +1,350 @@
+"""What a training loop calls: save, resume, and nothing lost in between.
+
+    with CheckpointManager("run", keep_last=3) as checkpoints:
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": RngState()}
+        first = checkpoints.resume(state)
+        for step in range(first + 1, last + 1):
+            …
+            if step % 500 == 0:
+                checkpoints.save(step, state)
+
+Imports torch. May import everything below the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt_tools.commit import remove_dead
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
+from ckpt_tools.live.group import Group
+from ckpt_tools.live.load import LoadReport, load
+from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
+from ckpt_tools.live.shards import Stage, as_bytes, local_shards
+from ckpt_tools.live.state import export, name_of_rank, pack, state_of
+from ckpt_tools.steps import Step, latest, list_steps, lock, removable, remove, step_name
+
+log = logging.getLogger("ckpt_tools")
+
+
+class CheckpointManager:
+    """The checkpoints of one run under one directory. Made, and every method called, by all ranks alike.
+
+    `save` leaves a committed `root/step-00000500/`: stock DCP files and a manifest. Until that instant the step does not
+    exist, and from then on it is whole; an error on one rank is an error on all, and the steps before stay as they are.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        asynchronous: bool = True,
+        when_busy: str = "wait",
+        process_group: dist.ProcessGroup | None = None,
+        timeout_s: float = 600.0,
+        jobs: int | None = None,
+        handle_signals: bool = True,
+    ) -> None:
+        """Claims a directory for this job, and removes what dead ones left half-written in it.
+
+        Args:
+            root: a directory that all ranks share; made if it is not there.
+            keep_last: how many of the newest complete steps stay.
+            keep_every: steps whose number is a multiple of this stay for good.
+            asynchronous: copy to host memory and write in the background.
+            when_busy: what a save does while the one before is still being written: `"wait"` for it, or `"skip"`.
+            process_group: the ranks that save together; all where None. One process where torch.distributed is not initialised.
+            timeout_s: how long ranks wait for each other before the missing one is named.
+            jobs: threads a rank writes and reads with.
+            handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once.
+
+        Raises:
+            StorageError: another job holds the directory, it cannot be written to, or not all ranks see it.
+        """
+        if keep_last < 1 or when_busy not in ("wait", "skip"):
+            raise ValueError(f"keep_last must be at least 1 and when_busy 'wait' or 'skip', got {keep_last} and {when_busy!r}")
+        self.root = Path(root)
+        self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
+        self.reports: list[SaveReport] = []
+        self.last_load: LoadReport | None = None
+        self._jobs = jobs or 2
+        self._group, self._writers = Group(timeout_s, process_group), Group(timeout_s, process_group)
+        self._stage, self._layout = Stage(), None
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: Future[SaveReport] | None = None
+        self._resumed: Path | None = None
+        self._lock = -1
+        self._signal = 0
+        try:
+            self._claim()
+        except BaseException:
+            self._release()
+            raise
+        self._old_handlers = self._watch_signals() if handle_signals else {}
+
+    _layout: Layout | None
+
+    def _claim(self) -> None:
+        with self._group.phase("open the run's directory"):
+            if self._group.rank == 0:
+                try:
+                    self.root.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise StorageError(f"cannot make the run's directory: {error.strerror} ({printable(str(self.root))})") from error
+                self._lock = lock(self.root)
+                for path in remove_dead(self.root):
+                    log.info("removed what a dead job left: %s", path)
+        token = self._group.broadcast(
+            (os.fstat(self._lock).st_ino, os.getpid()) if self._group.rank == 0 else (0, 0), "share the directory"
+        )
+        with self._group.phase("share the run's directory"):
+            self._see(token[0])
+
+    def _see(self, inode: int) -> None:
+        """Makes sure that this rank's directory is rank 0's."""
+        deadline = time.monotonic() + 10.0
+        while True:
+            with contextlib.suppress(OSError):
+                if os.stat(self.root / ".ckpt.lock").st_ino == inode:
+                    return
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"rank {self._group.rank} does not see rank 0's directory: {printable(str(self.root))} is not shared",
+                    hint="save to a filesystem that all nodes mount",
+                )
+            time.sleep(0.1)
+
+    # ---- saving --------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: Mapping[str, Any], asynchronous: bool | None = None) -> bool:
+        """Saves a step. Returns once the state may change again: at once after a copy, or with the step committed.
+
+        Args:
+            step: its number, at least 0; a step that is there already is refused.
+            state: dicts of modules, optimizers, anything with `state_dict`, `RngState`, `PerRank`, tensors and plain values.
+            asynchronous: instead of what the manager was made with.
+
+        Returns:
+            False where `when_busy="skip"` and the save before is still being written.
+
+        Raises:
+            CheckpointError: this save failed, or the one before in the background, with its own traceback.
+        """
+        if self._is_busy() and self.when_busy == "skip":
+            return False
+        self.wait()
+        what = step_name(step)
+        with torch.no_grad():
+            with self._group.phase(f"collect the state for {what}"):
+                exported = export(state)
+                shards = local_shards(exported.tensors)
+                objects = self._objects(exported.objects if self._group.rank == 0 else {}, exported.per_rank)
+                paths = exported.paths | {
+                    name_of_rank(n, self._group.rank): (*n.split("."), f"rank_{self._group.rank}") for n in exported.per_rank
+                }
+            offers = offers_of(shards)
+            self._layout = layout = agree(
+                self._group, self._layout, offers, tuple(objects), {n: paths[n] for n in (*exported.tensors, *objects)}
+            )
+            is_background = self.asynchronous if asynchronous is None else asynchronous
+            with self._group.phase(f"copy the state for {what}"):
+                memory = self._memory([shards[i].tensor for i in layout.task.offers], is_background)
+        numbered = dict(zip(layout.task.offers, memory, strict=True))
+        if not is_background:
+            self._write(step, layout, numbered, objects, self._group)
+            return True
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "ckpt-save")
+        self._running = self._pool.submit(self._write, step, layout, numbered, objects, self._writers)
+        return True
+
+    def _objects(self, objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> dict[str, bytes]:
+        own = {name_of_rank(name, self._group.rank): state_of(wrapper) for name, wrapper in per_rank.items()}
+        return {name: pack(value) for name, value in (*objects.items(), *own.items())}
+
+    def _memory(self, tensors: Sequence[torch.Tensor], is_background: bool) -> list[memoryview]:
+        """Returns the bytes to write: the live memory for a save that blocks, else a copy of it."""
+        if is_background:
+            return self._stage.copy(tensors)
+        live = [as_bytes(t) for t in tensors]
+        copies = iter(self._stage.copy([t for t, view in zip(tensors, live, strict=True) if view is None]))
+        return [next(copies) if view is None else view for view in live]
+
+    def _write(self, step: int, layout: Layout, memory: Mapping[int, memoryview], objects: Mapping[str, bytes], group: Group) -> SaveReport:
+        began = time.monotonic()
+        report = write(group, self.root / step_name(step), step, layout, memory, objects, self._jobs)
+        report.seconds = time.monotonic() - began
+        if group.rank == 0:
+            self._retain()
+        self.reports.append(report)
+        return report
+
+    def _retain(self) -> None:
+        """Lets old steps go; a failure to do so is a warning, the save is committed."""
+        kept = [self._resumed] if self._resumed else []
+        try:
+            for step in removable(list_steps(self.root), self.keep_last, self.keep_every, kept):
+                remove(step)
+                log.info("removed %s: newer ones are complete", step.path)
+            self._resumed = None  # a newer one is committed
+        except (CheckpointError, OSError) as error:
+            log.warning("could not remove old steps: %s", error)
+
+    def _is_busy(self) -> bool:
+        """Tells whether a save is still being written on any rank."""
+        mine = self._running is not None and not self._running.done()
+        return bool(self._group.sum(torch.tensor([mine], dtype=torch.int64), "ask whether a save is being written")[0])
+
+    def wait(self) -> None:
+        """Waits until the save in the background is committed.
+
+        Raises:
+            CheckpointError: it failed; raised once, with its own traceback.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    # ---- resuming ------------------------------------------------------------------------------------------------------
+
+    def resume(
+        self,
+        state: MutableMapping[str, Any],
+        step: int | None = None,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        select: Sequence[str] = (),
+        strict: bool = True,
+        cast: bool = False,
+        trust_pickle: bool = False,
+    ) -> int:
+        """Loads the newest complete step into a state, on any number of ranks.
+
+        Args:
+            state: as given to `save`. Modules and optimizers are loaded in place, plain values are replaced.
+            step: this one instead of the newest.
+            path: a checkpoint anywhere instead: of another run, of stock DCP, torchtitan.
+            select: globs of names to load, such as `["model.*"]`; everything where empty. The rest keeps what it has.
+            strict: refuse where the checkpoint lacks something of the state or has more under the same keys.
+            cast: let floating-point tensors change their type; nothing is cast unless asked.
+            trust_pickle: run the code that objects in the checkpoint ask for; never needed for what this tool saved.
+
+        Returns:
+            The number of the step; 0 where there is none, and for a `path` whose name has none.
+
+        Raises:
+            PlanError: the checkpoint does not fit the state; the message is a table.
+            NotACheckpointError: there is no such step.
+            CheckpointError: it is damaged; or another rank failed.
+        """
+        self.wait()
+        with self._group.phase("find the step to resume"):
+            chosen = self._choose(step, path) if self._group.rank == 0 else (0, None)
+        number, found = self._group.broadcast(chosen, "find the step to resume")
+        if found is None:
+            return 0
+        report = load(found, state, self._group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle, jobs=self._jobs)
+        self.last_load = report
+        for note in report.notes if self._group.rank == 0 else ():
+            log.warning("%s: %s", found.name, note)
+        self._resumed = found if path is None else None
+        return number
+
+    def _choose(self, step: int | None, path: str | os.PathLike[str] | None) -> tuple[int, Path | None]:
+        if path is not None:
+            digits = "".join(c for c in Path(path).name if c.isdigit())
+            return int(digits or 0), Path(path)
+        if step is not None:
+            found = next((s for s in list_steps(self.root) if s.number == step), None)
+            if found is None:
+                there = ", ".join(str(s.number) for s in list_steps(self.root)) or "none"
+                raise NotACheckpointError(f"no step {step} in {printable(str(self.root))}; there are: {there}")
+            if found.problem:
+                raise NotACheckpointError(f"step {step} is not complete: {found.problem} ({printable(str(found.path))})")
+            return step, found.path
+        choice = latest(self.root)
+        for passed, reason in choice.passed_over:
+            log.warning("passed over %s: %s", passed, reason)
+        return (choice.step.number, choice.step.path) if choice.step else (0, None)
+
+    def steps(self) -> list[Step]:
+        """Returns all steps of the run, complete or not, by number."""
+        return list_steps(self.root)
+
+    def latest(self) -> Step | None:
+        """Returns the newest complete step."""
+        return latest(self.root).step
+
+    # ---- signals and the end ---------------------------------------------------------------------------------------------
+
+    def _watch_signals(self) -> dict[int, Any]:
+        def note(number: int, frame: FrameType | None) -> None:
+            del frame
+            self._signal = self._signal or number
+
+        try:
+            return {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        except ValueError:  # not in the main thread
+            return {}
+
+    def preempted(self) -> int:
+        """Tells, on all ranks alike, whether any of them got SIGTERM or SIGUSR1: the number of the signal, or 0.
+
+        Call it after each step. Then save with `asynchronous=False` and exit with 128 + the number (143, 138): torchrun and
+        Slurm start the job again, and `resume` goes on from there.
+        """
+        flags = torch.tensor([self._signal == signal.SIGTERM, self._signal == signal.SIGUSR1], dtype=torch.int64)
+        term, user = self._group.sum(flags, "ask for signals").tolist()
+        return signal.SIGTERM if term else signal.SIGUSR1 if user else 0
+
+    def close(self) -> None:
+        """Waits for the save in the background and gives the directory free.
+
+        Raises:
+            CheckpointError: that save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+        for number, handler in getattr(self, "_old_handlers", {}).items():
+            signal.signal(number, handler)
+        self._old_handlers = {}
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        self._group.close()
+        self._writers.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.wait()
+        except CheckpointError:
+            log.exception("the save in the background failed as well")
+        finally:
+            self._release()

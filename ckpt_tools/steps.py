@@ -1,0 +1,221 @@
+"""The checkpoints of one run, `ROOT/step-00000500`: which there are, which are complete, which may go.
+
+Truth is found by looking, never in a pointer file. Unknown names are never touched. May import levels 0 to 3, commit, manifest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.commit import remove_dead, sync_directory, trash_path
+from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.formats import detect
+from ckpt_tools.manifest import NAME as MANIFEST_NAME
+from ckpt_tools.manifest import Manifest, parse
+from ckpt_tools.storage import LocalStore, read
+from ckpt_tools.storage.local import failed
+
+_STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?(\d{1,18})")
+_LOCK = ".ckpt.lock"
+_BLOCK_BYTES = 4 << 20
+
+
+class Step(NamedTuple):
+    """One checkpoint of a run.
+
+    `manifest` is None for one that this tool did not write; `problem` says why it cannot be resumed from, "" where it can.
+    """
+
+    number: int
+    path: Path
+    nbytes: int
+    manifest: Manifest | None
+    problem: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Tells whether this tool wrote it, under the name that it gives, so that retention may remove it."""
+        return self.manifest is not None and self.path.name == step_name(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """The step to resume from, and for each newer one that was passed over, why."""
+
+    step: Step | None
+    passed_over: Sequence[tuple[Path, str]]
+
+
+def step_name(number: int) -> str:
+    """Returns the name of a step's directory."""
+    return f"step-{number:08d}"
+
+
+def list_steps(root: str | os.PathLike[str]) -> list[Step]:
+    """Returns the steps directly under a directory, by number. Reads names, sizes and manifests, no data.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    try:
+        found = [(int(m[1]), Path(e.path)) for e in os.scandir(root) if (m := _STEP.fullmatch(e.name)) and e.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise failed("list", Path(root), error) from error
+    return [look_at(number, path) for number, path in sorted(found)]
+
+
+def look_at(number: int, path: Path) -> Step:
+    """Looks at one step: every file that its manifest names is there with its size, and the index has its checksum."""
+    store = LocalStore(path)
+    try:
+        files = store.list_files()
+        nbytes = sum(files.values())
+        manifests = [name for name in files if MANIFEST_NAME.fullmatch(name)]
+        if len(manifests) > 1:
+            return Step(number, path, nbytes, None, f"{len(manifests)} manifests: {', '.join(manifests)}")
+        if not manifests:
+            return Step(number, path, nbytes, None, _foreign_problem(path))
+        manifest = parse(read(store, manifests[0]), manifests[0])
+        return Step(number, path, nbytes, manifest, _sealed_problem(store, manifest))
+    except CheckpointError as error:
+        return Step(number, path, 0, None, str(error))
+    finally:
+        store.close()
+
+
+def _foreign_problem(path: Path) -> str:
+    try:
+        detect(path)
+    except CheckpointError:
+        return "no .metadata: the save never finished"
+    return ""
+
+
+def _sealed_problem(store: LocalStore, manifest: Manifest) -> str:
+    files = store.list_files()
+    for name, sealed in manifest.files.items():
+        if name not in files:
+            return f"{printable(name)} is missing"
+        if files[name] != sealed.nbytes:
+            return f"{printable(name)} has {files[name]} bytes, the manifest says {sealed.nbytes}"
+    if manifest.index is not None:
+        name, sealed = manifest.index
+        if name not in files:
+            return f"{printable(name)} is missing"
+        if hex64(crc64nvme(read(store, name))) != sealed.crc64nvme:
+            return f"{printable(name)} is damaged: its checksum is not what the manifest says"
+    return ""
+
+
+def damage(step: Step) -> str:
+    """Reads a step in full and returns what is wrong with it, "" for nothing; without a manifest there is nothing to compare."""
+    if step.problem or step.manifest is None:
+        return step.problem
+    store = LocalStore(step.path)
+    try:
+        for name, sealed in step.manifest.files.items():
+            crc = 0
+            for start in range(0, sealed.nbytes, _BLOCK_BYTES):
+                crc = crc64nvme(read(store, name, start, min(_BLOCK_BYTES, sealed.nbytes - start)), crc)
+            if hex64(crc) != sealed.crc64nvme:
+                return f"{printable(name)} is damaged: its checksum is not what the manifest says"
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        store.close()
+    return ""
+
+
+def latest(root: str | os.PathLike[str], verify: bool = False) -> Latest:
+    """Finds the newest step that is complete, by number.
+
+    Args:
+        root: directory of the run.
+        verify: also read every byte, and pass over a step whose checksums are wrong.
+    """
+    passed: list[tuple[Path, str]] = []
+    for step in reversed(list_steps(root)):
+        problem = damage(step) if verify else step.problem
+        if not problem:
+            return Latest(step, passed)
+        passed.append((step.path, problem))
+    return Latest(None, passed)
+
+
+# ---- retention -------------------------------------------------------------------------------------------------------------
+
+
+def removable(steps: Iterable[Step], keep_last: int, keep_every: int | None, kept: Iterable[Path] = ()) -> list[Step]:
+    """Returns the steps that retention lets go: never one of the newest `keep_last` complete ones, never the only one.
+
+    Args:
+        steps: from `list_steps`; incomplete and foreign ones are neither counted nor removed.
+        keep_last: how many of the newest complete ones stay, at least 1.
+        keep_every: steps whose number is a multiple of this stay for good.
+        kept: paths that stay whatever the rules say.
+    """
+    complete = [s for s in steps if not s.problem]
+    stay = {*kept, *(s.path for s in complete[-max(1, keep_last) :])}
+    return [s for s in complete if s.is_ours and s.path not in stay and not (keep_every and s.number % keep_every == 0)]
+
+
+def remove(step: Step) -> None:
+    """Removes a step: first its name, in one instant, then its bytes.
+
+    Raises:
+        StorageError: it could not be renamed; it is as it was.
+    """
+    assert step.manifest is not None
+    trash = trash_path(step.path, step.manifest.attempt)
+    try:
+        os.rename(step.path, trash)
+        sync_directory(step.path.parent)
+        shutil.rmtree(trash)
+    except OSError as error:
+        raise failed("remove", step.path, error) from error
+
+
+def leftovers(root: str | os.PathLike[str]) -> list[Path]:
+    """Returns what dead jobs left under a root: staging and trash directories whose lock nobody holds."""
+    return remove_dead(Path(root), dry_run=True)
+
+
+# ---- one job at a time -----------------------------------------------------------------------------------------------------
+
+
+def lock(root: Path) -> int:
+    """Claims a root for this process, as long as it lives, and returns the open file; the kernel releases it whatever happens.
+
+    Raises:
+        StorageError: another live job holds it; host, pid and time are named.
+    """
+    path = root / _LOCK
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise failed("create", path, error) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = printable(os.pread(fd, 4096, 0).decode("utf-8", "replace").strip()) or "unknown"
+        os.close(fd)
+        raise StorageError(
+            f"another job saves to {printable(str(root))}: {holder}", hint="give each job a root of its own, or end that job first"
+        ) from error
+    text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{text}\n".encode(), 0)
+    return fd

@@ -1,0 +1,182 @@
+"""Real jobs that save and resume with the manager: `torchrun … tests/dist/manage.py ROOT {save|resume} CASE …`.
+
+`save` trains, saves twice (blocking, then in the background), disturbs everything, resumes, and compares bit for bit with
+what was live; rank 0 writes the live state as whole tensors to ROOT/CASE.pt. `resume` loads it on another number of ranks.
+"""
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ckpt_tools import CheckpointManager, PerRank, RngState
+from tests.dist.save import Net, adamw, whole
+
+
+class Position:
+    """A dataloader's, as a rank would keep it."""
+
+    def __init__(self) -> None:
+        self.at = 100 * dist.get_rank()
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def mesh(*shape, names=("dp",)):
+    return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def fsdp2(model, where=None):
+    for child in (model.a, model.b, model.c, model.d):
+        fully_shard(child, mesh=where)
+    return fully_shard(model, mesh=where)
+
+
+def build(case):
+    """Returns a model and its optimizers."""
+    torch.manual_seed(0)
+    model = Net()
+    if case == "fsdp2":
+        fsdp2(model)
+    elif case == "hsdp":
+        fsdp2(model, mesh(2, dist.get_world_size() // 2, names=("replicate", "shard")))
+    elif case == "tp":
+        both = mesh(dist.get_world_size() // 2, 2, names=("dp", "tp"))
+        model = nn.Sequential(model.c, nn.ReLU(), model.d)
+        parallelize_module(model, both["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=both["dp"])
+    elif case == "fsdp1":
+        model.frozen.weight.requires_grad_(True)
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_mesh=mesh(), device_id=torch.device("cpu"))
+    elif case == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif case == "wrapped":
+        model.a, model.b = checkpoint_wrapper(model.a), torch.compile(model.b, backend="eager")
+        fsdp2(model)
+        model = torch.compile(model, backend="eager")
+    elif case == "tied":
+        model = nn.Sequential(nn.Linear(6, 11, bias=False), nn.ReLU(), nn.Linear(11, 6), nn.Linear(6, 11, bias=False))
+        model[3].weight = model[0].weight
+        fully_shard(model)
+        return model, [torch.optim.AdamW(model.parameters())]
+    if case == "two":  # two optimizers, one of them without state; a parameter that never gets a gradient
+        model.unused = nn.Parameter(torch.zeros(3))
+        fsdp2(model)
+        return model, [torch.optim.AdamW([*model.a.parameters(), model.unused]), torch.optim.SGD([*model.b.parameters(), *model.c.parameters()], lr=0.1)]
+    return model, [torch.optim.AdamW(model.parameters(), foreach=False) if case in ("tp", "fsdp1") else adamw(model)]
+
+
+def train(model, optimizers, num_steps):
+    inputs = torch.Generator().manual_seed(num_steps)  # the same on all ranks, so that their replicated buffers stay the same
+    for _ in range(num_steps):
+        model(torch.randn(4, 6, generator=inputs)).pow(2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def make_state(case):
+    model, optimizers = build(case)
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2) for o in optimizers]
+    state = {"model": model, **{f"optimizer{i or ''}": o for i, o in enumerate(optimizers)}, "scheduler": schedulers[0]}
+    state |= {"rng": RngState(), "data": PerRank(Position(), on_resize=deal), "epoch": 3, "history": [1.5, {"loss": 2.0}], "nested": {"ema": torch.arange(5.0)}}
+    return model, optimizers, state
+
+
+def deal(states, rank, world_size):
+    return {"at": sum(s["at"] for s in states) + rank}
+
+
+def snapshot(model, optimizers):
+    """Everything as whole tensors, gathered from the live objects."""
+    parts = {"model": whole(get_model_state_dict(model))}
+    for number, optimizer in enumerate(optimizers):
+        had = dict(optimizer.state)
+        parts[f"optimizer{number or ''}"] = whole(get_optimizer_state_dict(model, optimizer)) if had else {}
+    return parts
+
+
+def assert_same(got, want, path=""):
+    if isinstance(want, dict):
+        assert set(got) == set(want), (path, set(got) ^ set(want))
+        for key in want:
+            assert_same(got[key], want[key], f"{path}.{key}")
+    elif isinstance(want, torch.Tensor):
+        assert got.dtype == want.dtype and torch.equal(got, want), path
+    elif isinstance(want, (list, tuple)):
+        assert len(got) == len(want), path
+        for i, (a, b) in enumerate(zip(got, want)):
+            assert_same(a, b, f"{path}[{i}]")
+    else:
+        assert got == want, (path, got, want)
+
+
+def draw():
+    return torch.randn(3).tolist(), random.random(), float(np.random.rand())
+
+
+def save(root, case):
+    model, optimizers, state = make_state(case)
+    random.seed(dist.get_rank()), np.random.seed(dist.get_rank()), torch.manual_seed(100 + dist.get_rank())
+    with CheckpointManager(root / case, timeout_s=60) as checkpoints:
+        assert checkpoints.resume(state) == 0
+        train(model, optimizers, 1)
+        checkpoints.save(1, state, asynchronous=False)
+        train(model, optimizers, 1)
+        state["scheduler"].step()
+        want = snapshot(model, optimizers)
+        scheduled = state["scheduler"].state_dict()
+        assert checkpoints.save(2, state)
+        drawn = draw()
+        train(model, optimizers, 1)  # while the save is being written
+        checkpoints.wait()
+        state["epoch"], state["history"], state["data"].value.at = 9, [], -1
+        state["nested"]["ema"].zero_()
+        assert checkpoints.resume(state) == 2
+        assert draw() == drawn
+        assert_same(snapshot(model, optimizers), want)
+        assert state["scheduler"].state_dict() == scheduled
+        assert (state["epoch"], state["history"]) == (3, [1.5, {"loss": 2.0}])
+        assert state["nested"]["ema"].tolist() == [0, 1, 2, 3, 4] and state["data"].value.at == 100 * dist.get_rank()
+        train(model, optimizers, 1)
+    if dist.get_rank() == 0:
+        torch.save(want, root / f"{case}.pt")
+
+
+def resume(root, case):
+    """On another number of ranks; the source is only read."""
+    model, optimizers, state = make_state(case)
+    scratch = root / f"{case}-{dist.get_world_size()}"
+    with CheckpointManager(scratch, timeout_s=60) as checkpoints:
+        assert checkpoints.resume(state, path=root / case / "step-00000002") == 2
+        notes = "\n".join(checkpoints.last_load.notes)
+        assert "rng: the checkpoint has the states of" in notes and "reset" in notes and "data" in notes and "redistributed" in notes
+    want = torch.load(root / f"{case}.pt", weights_only=False)
+    assert_same(snapshot(model, optimizers), want)
+    train(model, optimizers, 1)
+
+
+def main() -> None:
+    root, action = Path(sys.argv[1]), {"save": save, "resume": resume}[sys.argv[2]]
+    dist.init_process_group("gloo")
+    for case in sys.argv[3:]:
+        action(root, case)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
