@@ -115,11 +115,14 @@ class Breaking(MemoryStore):
 
     reads = 0
 
+    def view(self, path: str, start: int, nbytes: int) -> None:  # type: ignore[override]
+        """A disk's files do not lie in memory."""
+
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         self.reads += 1
         if self.reads == 3:
             raise StorageError("cannot read: I/O error (f)")
-        super().read_into(path, start, buffer)
+        buffer[:] = super().view(path, start, len(buffer))
 
 
 @pytest.mark.parametrize("jobs", [1, 4])
