@@ -1,4 +1,4 @@
-"""Real jobs that save and resume with the manager: `torchrun … tests/dist/manage.py ROOT {save|resume} CASE …`.
+"""Real jobs that save and resume with the manager: `torchrun … tests/dist/manage.py ROOT {save|resume|stock} CASE …`.
 
 `save` trains, saves twice (blocking, then in the background), disturbs everything, resumes, and compares bit for bit with
 what was live; rank 0 writes the live state as whole tensors to ROOT/CASE.pt. `resume` loads it on another number of ranks.
@@ -169,8 +169,20 @@ def resume(root, case):
     train(model, optimizers, 1)
 
 
+def stock(root, case):
+    """What `tests/dist/save.py` wrote with stock `dcp.save` on 8 ranks."""
+    torch.manual_seed(99)
+    model = fsdp2(Net())
+    state = {"model": model, "optimizer": adamw(model), "step": 0, "note": ""}
+    with CheckpointManager(root / f"scratch-{case}-{dist.get_world_size()}") as checkpoints:
+        checkpoints.resume(state, path=root / case)
+    want = torch.load(root / f"{case}.pt", weights_only=False)
+    assert_same(snapshot(model, [state["optimizer"]]), {k: want[k] for k in ("model", "optimizer")})
+    assert (state["step"], state["note"]) == (7, "ünï\n")
+
+
 def main() -> None:
-    root, action = Path(sys.argv[1]), {"save": save, "resume": resume}[sys.argv[2]]
+    root, action = Path(sys.argv[1]), {"save": save, "resume": resume, "stock": stock}[sys.argv[2]]
     dist.init_process_group("gloo")
     for case in sys.argv[3:]:
         action(root, case)
