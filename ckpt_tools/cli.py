@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ckpt_tools.errors import CheckpointError, printable
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 EXIT_STATUS = """EXIT STATUS
 
 0 fine · 1 error · 2 wrong usage · 10 not a checkpoint · 11 malformed or unsafe file · 12 holes or overlaps ·
-13 the request does not fit · 14 damaged bytes · 15 reading or writing failed · 130 interrupted · 143 terminated"""
+13 the request does not fit · 14 damaged bytes · 15 reading or writing failed · 16 another rank failed · 130 interrupted · 143 terminated"""
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -150,6 +150,71 @@ def reshard(
         quiet,
         as_json,
     )
+
+
+Root = Annotated[Path, typer.Argument(metavar="ROOT", help="The directory of a run, with its step-… directories.", show_default=False)]
+
+
+@app.command("ls", epilog=app.info.epilog)
+def list_(root: Root, as_json: Json = False) -> None:
+    """List the steps of a run: size, time, world size, complete or not and why."""
+    from ckpt_tools import render
+    from ckpt_tools.steps import list_steps
+
+    steps = list_steps(root)
+    if not steps and not root.is_dir():
+        raise NotACheckpointError(f"not a directory: {printable(str(root))}")
+    if as_json:
+        print(json.dumps([render.step_as_json(s) for s in steps]))
+    else:
+        render.show_steps(steps)
+
+
+@app.command(epilog=app.info.epilog)
+def latest(
+    root: Root,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte, and pass over steps with wrong checksums.")] = False,
+) -> None:
+    """Print the path of the newest complete step: the one that a job would resume from.
+
+    Newer ones that are passed over are named on stderr with the reason. Exit status 10 where there is none.
+    """
+    from ckpt_tools.steps import latest as find
+
+    found = find(root, verify)
+    for path, reason in found.passed_over:
+        print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
+    if found.step is None:
+        raise NotACheckpointError(f"no complete step in {printable(str(root))}")
+    print(found.step.path)
+
+
+@app.command(epilog=app.info.epilog)
+def prune(
+    root: Root,
+    keep_last: Annotated[int, typer.Option("--keep-last", min=1, metavar="N", help="How many of the newest complete steps stay.", show_default=False)],
+    keep_every: Annotated[int | None, typer.Option("--keep-every", min=1, metavar="M", help="Steps whose number is a multiple of M stay as well.", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would go and remove nothing.")] = False,
+    quiet: Quiet = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Remove old steps of a run, and what dead jobs left half-written.
+
+    Never the newest complete step, never one that is incomplete or that another tool wrote, never anything else in ROOT.
+    """
+    from ckpt_tools import render
+    from ckpt_tools.commit import remove_dead
+    from ckpt_tools.steps import prune as run
+
+    removed = run(root, keep_last, keep_every, dry_run=dry_run)
+    leftovers = remove_dead(root, dry_run=dry_run)
+    if as_json:
+        print(
+            json.dumps(
+                {"steps": [render.step_as_json(s) for s in removed], "leftovers": [str(p) for p in leftovers], "is_dry_run": dry_run}
+            )
+        )
+    elif not quiet:
+        render.show_pruned(removed, leftovers, dry_run)
 
 
 def _check_dtype(dtype: str | None) -> None:

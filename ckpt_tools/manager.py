@@ -34,7 +34,7 @@ from ckpt_tools.live.load import LoadReport, load
 from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
 from ckpt_tools.live.shards import Stage, as_bytes, local_shards
 from ckpt_tools.live.state import export, name_of_rank, pack, state_of
-from ckpt_tools.steps import Step, latest, list_steps, lock, removable, remove, step_name
+from ckpt_tools.steps import Step, latest, list_steps, lock, prune, step_name
 
 log = logging.getLogger("ckpt_tools")
 
@@ -197,8 +197,7 @@ class CheckpointManager:
         """Lets old steps go; a failure to do so is a warning, the save is committed."""
         kept = [self._resumed] if self._resumed else []
         try:
-            for step in removable(list_steps(self.root), self.keep_last, self.keep_every, kept):
-                remove(step)
+            for step in prune(self.root, self.keep_last, self.keep_every, kept):
                 log.info("removed %s: newer ones are complete", step.path)
             self._resumed = None  # a newer one is committed
         except (CheckpointError, OSError) as error:

@@ -14,8 +14,11 @@ from ckpt_tools.catalog import key_path
 from ckpt_tools.errors import printable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ckpt_tools.operations.inspect import Report, Total
     from ckpt_tools.operations.transfer import TransferResult
+    from ckpt_tools.steps import Step
 
 _MAX_ROWS = 40
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -235,3 +238,40 @@ def _show_plan(result: TransferResult) -> None:
     table(("file", "bytes"), [(printable(n), size(b)) for n, b in list(result.files.items())[:_MAX_ROWS]], right=(1,))
     if len(result.files) > _MAX_ROWS:
         print(f"  … and {len(result.files) - _MAX_ROWS} more files")
+
+
+# ---- ls, prune -------------------------------------------------------------------------------------------------------------
+
+
+def show_steps(steps: Sequence[Step]) -> None:
+    """Prints the steps of a run, a line each."""
+    rows = []
+    for step in steps:
+        made, ranks = ("", "") if step.manifest is None else (step.manifest.created, str(step.manifest.world_size or ""))
+        state = f"incomplete: {step.problem}" if step.problem else "complete" if step.manifest else "complete (another tool's)"
+        rows.append(
+            (f"{step.number:,}", size(step.nbytes), made.replace("T", " ").replace("+00:00", "Z"), ranks, state, printable(step.path.name))
+        )
+    if not rows:
+        print("no steps")
+        return
+    table(("step", "bytes", "saved", "ranks", "state", "name"), rows, right=(0, 1, 3))
+
+
+def show_pruned(removed: Sequence[Step], leftovers: Sequence[Path], is_dry_run: bool) -> None:
+    """Prints what a prune removed or, after a dry run, would remove."""
+    verb = "would remove" if is_dry_run else "removed"
+    for step in removed:
+        print(f"{verb} {printable(str(step.path))}  {size(step.nbytes)}")
+    for path in leftovers:
+        print(f"{verb} {printable(str(path))}  what a dead job left")
+    if not removed and not leftovers:
+        print("nothing to remove")
+
+
+def step_as_json(step: Step) -> dict[str, Any]:
+    """Returns a step as plain values."""
+    return {
+        "step": step.number, "path": str(step.path), "nbytes": step.nbytes, "is_complete": not step.problem, "problem": step.problem,
+        "world_size": step.manifest.world_size if step.manifest else None, "created": step.manifest.created if step.manifest else None,
+    }  # fmt: skip

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tools.checksum import crc64nvme, hex64
-from ckpt_tools.commit import remove_dead, sync_directory, trash_path
-from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.commit import sync_directory, trash_path
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import detect
 from ckpt_tools.manifest import NAME as MANIFEST_NAME
 from ckpt_tools.manifest import Manifest, parse
@@ -46,7 +46,7 @@ class Step(NamedTuple):
     @property
     def is_ours(self) -> bool:
         """Tells whether this tool wrote it, under the name that it gives, so that retention may remove it."""
-        return self.manifest is not None and self.path.name == step_name(self.number)
+        return self.manifest is not None and self.path.name == step_name(self.number) and not self.path.is_symlink()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +172,23 @@ def removable(steps: Iterable[Step], keep_last: int, keep_every: int | None, kep
     return [s for s in complete if s.is_ours and s.path not in stay and not (keep_every and s.number % keep_every == 0)]
 
 
+def prune(
+    root: str | os.PathLike[str], keep_last: int, keep_every: int | None = None, kept: Iterable[Path] = (), dry_run: bool = False
+) -> list[Step]:
+    """Removes the steps that retention lets go, oldest first, and returns them; arguments as for `removable`.
+
+    Raises:
+        NotACheckpointError: there is no such directory.
+        StorageError: one could not be removed; those before it are gone.
+    """
+    if not os.path.isdir(root):
+        raise NotACheckpointError(f"not a directory: {printable(str(root))}")
+    steps = removable(list_steps(root), keep_last, keep_every, kept)
+    for step in steps if not dry_run else ():
+        remove(step)
+    return steps
+
+
 def remove(step: Step) -> None:
     """Removes a step: first its name, in one instant, then its bytes.
 
@@ -186,11 +203,6 @@ def remove(step: Step) -> None:
         shutil.rmtree(trash)
     except OSError as error:
         raise failed("remove", step.path, error) from error
-
-
-def leftovers(root: str | os.PathLike[str]) -> list[Path]:
-    """Returns what dead jobs left under a root: staging and trash directories whose lock nobody holds."""
-    return remove_dead(Path(root), dry_run=True)
 
 
 # ---- one job at a time -----------------------------------------------------------------------------------------------------

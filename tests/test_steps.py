@@ -1,0 +1,231 @@
+"""Which steps there are, which one is resumed from, and which ones retention may take."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools import CheckpointManager, FormatError, StorageError
+from ckpt_tools.manifest import parse
+from ckpt_tools.steps import Step, damage, latest, list_steps, prune, removable, step_name
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.save(1, {"w": torch.arange(100.0), "b": torch.ones(3, 2), "note": "x"}, asynchronous=False)
+    return root / step_name(1)
+
+
+@pytest.fixture
+def run(template: Path, tmp_path: Path) -> Path:
+    """A run with the steps 900, 1000 and 10000."""
+    for number in (900, 1000, 10000):
+        shutil.copytree(template, tmp_path / step_name(number))
+    return tmp_path
+
+
+def numbers(steps: list[Step]) -> list[int]:
+    return [s.number for s in steps]
+
+
+def test_steps_are_ordered_by_number_and_other_names_are_not_steps(run: Path) -> None:
+    for name in ("step-", "step--2", "step-5.bak", "latest", ".tmp.step-00000001.abcdabcd", "logs", "step-1_x"):
+        (run / name).mkdir()
+    (run / "step-7").write_text("a file")
+    (run / "step-99999999999999999999").mkdir()
+    assert numbers(list_steps(run)) == [900, 1000, 10000]
+    assert list_steps(run / "nothing") == []
+
+
+def newest(run: Path) -> Path:
+    return run / step_name(10000)
+
+
+def manifest_of(step: Path) -> Path:
+    return next(step.glob("ckpt.manifest.*.json"))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+INCOMPLETE = {
+    "a file is gone": (lambda s: (s / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "a file is cut": (lambda s: os.truncate(s / "__0_0.distcp", 100), "has 100 bytes, the manifest says"),
+    "a file has grown": (lambda s: os.truncate(s / "__0_0.distcp", 100_000), "has 100000 bytes"),
+    "no index": (lambda s: (s / ".metadata").unlink(), ".metadata is missing"),
+    "index damaged": (lambda s: flip(s / ".metadata", 50), "checksum"),
+    "no manifest, no index": (lambda s: (manifest_of(s).unlink(), (s / ".metadata").unlink()), "never finished"),
+    "manifest cut": (lambda s: os.truncate(manifest_of(s), 60), "malformed"),
+    "two manifests": (lambda s: shutil.copy(manifest_of(s), s / "ckpt.manifest.00000000.json"), "2 manifests"),
+    "empty": (lambda s: [f.unlink() for f in s.iterdir()], "never finished"),
+}
+
+
+@pytest.mark.parametrize("case", INCOMPLETE)
+def test_an_incomplete_step_is_passed_over_with_the_reason(case: str, run: Path) -> None:
+    change, reason = INCOMPLETE[case]
+    change(newest(run))
+    found = latest(run)
+    assert found.step is not None and found.step.number == 1000
+    assert [path for path, _ in found.passed_over] == [newest(run)]
+    assert reason in found.passed_over[0][1]
+    assert numbers(removable(list_steps(run), 1, None)) == [900]  # neither counted nor removed
+
+
+def test_a_damaged_step_is_passed_over_when_every_byte_is_read(run: Path) -> None:
+    data = newest(run) / "__0_0.distcp"
+    for at in range(0, data.stat().st_size, 97):
+        flip(data, at)
+        assert "damaged" in damage(list_steps(run)[-1])
+        flip(data, at)
+    flip(data, 200)
+    assert latest(run).step == list_steps(run)[-1]
+    found = latest(run, verify=True)
+    assert found.step is not None and found.step.number == 1000
+    assert "checksum" in found.passed_over[0][1]
+
+
+def test_a_stock_checkpoint_counts_as_a_step_but_is_never_removed(run: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=run / "step-2", no_dist=True)
+    assert numbers(prune(run, 1)) == [900, 1000]
+    assert numbers(list_steps(run)) == [2, 10000]
+
+
+def test_a_linked_step_is_never_removed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "kept"
+    os.rename(run / step_name(900), elsewhere)
+    (run / step_name(900)).symlink_to(elsewhere)
+    assert numbers(prune(run, 1)) == [1000]
+    assert elsewhere.is_dir()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.booleans()), unique_by=lambda s: s[0]).map(sorted),
+    st.integers(1, 5),
+    st.one_of(st.none(), st.integers(1, 10)),
+)
+def test_retention_never_takes_the_newest_complete_ones_nor_those_kept_by_rule(found, keep_last: int, keep_every: int | None) -> None:
+    sealed = parse(MANIFEST, "here")
+    steps = [Step(n, Path(step_name(n)), 1, sealed, "" if is_complete else "broken") for n, is_complete in found]
+    gone = removable(steps, keep_last, keep_every)
+    complete = [s for s in steps if not s.problem]
+    assert not set(numbers(gone)) & set(numbers(complete[-keep_last:]))
+    assert all(not s.problem and not (keep_every and s.number % keep_every == 0) for s in gone)
+    assert len(complete) - len(gone) >= min(len(complete), keep_last)
+
+
+MANIFEST = json.dumps(
+    {
+        "ckpt_manifest": 1, "checksum": "crc64nvme", "attempt": "a", "created": "", "tool": "", "operation": "save", "format": "dcp", "source": {},
+        "world_size": 1, "step": 3, "files": {"f": {"nbytes": 3, "crc64nvme": "0" * 16}}, "index": {"name": "i", "nbytes": 1, "crc64nvme": "f" * 16},
+        "tensors": {"w": {"dtype": "float32", "shape": [1], "fingerprint": "0" * 16}},
+    }
+).encode()  # fmt: skip
+
+
+def without(key: str) -> bytes:
+    return json.dumps({k: v for k, v in json.loads(MANIFEST).items() if k != key}).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"{}", b"[]", b"\xff", b"[" * 100_000, MANIFEST[:-3], without("files"), without("tensors"), without("checksum"),
+        MANIFEST.replace(b'"nbytes": 3', b'"nbytes": -3'), MANIFEST.replace(b'"nbytes": 3', b'"nbytes": true'),
+        MANIFEST.replace(b'"shape": [1]', b'"shape": ["x"]'), MANIFEST.replace(b'"ckpt_manifest": 1', b'"ckpt_manifest": 2'),
+        MANIFEST.replace(b"ffffffffffffffff", b"FFFF"), MANIFEST.replace(b'"files": {', b'"files": 3, "x": {'),
+    ],
+)  # fmt: skip
+def test_a_malformed_manifest_is_one_clear_error(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        parse(data, "ckpt.manifest.00000000.json")
+
+
+def test_a_manifest_survives_rendering(template: Path) -> None:
+    text = manifest_of(template).read_bytes()
+    assert parse(text, "m").render() == text
+
+
+# ---- one job at a time -----------------------------------------------------------------------------------------------------
+
+HOLD = "import sys, time; from pathlib import Path; from ckpt_tools.steps import lock; lock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+
+
+def test_a_second_job_is_refused_with_the_first_ones_host_pid_and_time(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(StorageError, match=rf'another job saves to .*"host": ".+", "pid": {other.pid}, "since": "20'):
+            CheckpointManager(tmp_path)
+        other.kill()
+    CheckpointManager(tmp_path).close()  # the kernel released it
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------------
+
+
+def test_ls_shows_every_step_and_why_one_is_incomplete(run: Path, ckpt: Run) -> None:
+    (newest(run) / "__0_0.distcp").unlink()
+    lines = ckpt("ls", run).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "900", "1,000", "10,000"]
+    assert "complete" in lines[1] and "incomplete: __0_0.distcp is missing" in lines[3]
+    steps = json.loads(ckpt("ls", run, "--json").stdout)
+    assert [(s["step"], s["is_complete"], s["world_size"]) for s in steps] == [(900, True, 1), (1000, True, 1), (10000, False, 1)]
+    assert ckpt("ls", run / "nothing").returncode == 10
+
+
+def test_latest_prints_one_path_and_says_what_it_passed_over(run: Path, ckpt: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
+    flip(newest(run) / "__0_0.distcp", 300)
+    assert ckpt("latest", run).stdout == f"{newest(run)}\n"
+    result = ckpt("latest", run, "--verify")
+    assert result.stdout == f"{run / step_name(1000)}\n"
+    assert f"passed over {newest(run)}: __0_0.distcp is damaged" in result.stderr
+    nothing = ckpt("latest", tmp_path_factory.mktemp("empty"))
+    assert (nothing.returncode, nothing.stdout) == (10, "")
+
+
+def test_prune_removes_what_the_rules_let_go_and_nothing_else(run: Path, ckpt: Run) -> None:
+    dead, mine = run / ".tmp.step-00000011.abcdabcd", run / "notes"
+    dead.mkdir()
+    mine.mkdir()
+    before = sorted(p.name for p in run.iterdir())
+    dry = ckpt("prune", run, "--keep-last", 1, "--keep-every", 900, "--dry-run")
+    assert sorted(p.name for p in run.iterdir()) == before
+    assert step_name(1000) in dry.stdout and step_name(900) not in dry.stdout and str(dead) in dry.stdout
+    assert ckpt("prune", run, "--keep-last", 1, "--keep-every", 900).returncode == 0
+    assert sorted(p.name for p in run.iterdir()) == ["notes", step_name(900), step_name(10000)]
+    assert ckpt("prune", run, "--keep-last", 1, "--keep-every", 900).stdout == "nothing to remove\n"
+    assert ckpt("prune", run, "--keep-last", 0).returncode == 2
+    assert ckpt("prune", run / "nothing", "--keep-last", 1).returncode == 10
+
+
+def test_prune_leaves_the_staging_of_a_live_job(run: Path, ckpt: Run) -> None:
+    import fcntl
+
+    live = run / ".tmp.step-00000011.abcdabcd"
+    live.mkdir()
+    fd = os.open(live, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    ckpt("prune", run, "--keep-last", 3)
+    assert live.is_dir()
+    os.close(fd)
+    ckpt("prune", run, "--keep-last", 3)
+    assert not live.exists()
