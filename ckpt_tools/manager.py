@@ -32,7 +32,7 @@ from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.load import LoadReport, load
 from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
-from ckpt_tools.live.shards import Stage, as_bytes, local_shards
+from ckpt_tools.live.shards import Stage, local_shards
 from ckpt_tools.live.state import export, name_of_rank, pack, state_of
 from ckpt_tools.steps import Step, latest, list_steps, lock, prune, step_name
 
@@ -162,32 +162,22 @@ class CheckpointManager:
             )
             is_background = self.asynchronous if asynchronous is None else asynchronous
             with self._group.phase(f"copy the state for {what}"):
-                memory = self._memory([shards[i].tensor for i in layout.task.offers], is_background)
-        numbered = dict(zip(layout.task.offers, memory, strict=True))
+                tensors = [shards[i].tensor for i in layout.task.offers]
+                memory = self._stage.copy(tensors) if is_background else self._stage.live(tensors)
         if not is_background:
-            self._write(step, layout, numbered, objects, self._group)
+            self._write(step, layout, memory, objects, self._group)
             return True
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "ckpt-save")
-        self._running = self._pool.submit(self._write, step, layout, numbered, objects, self._writers)
+        self._running = self._pool.submit(self._write, step, layout, memory, objects, self._writers)
         return True
 
     def _objects(self, objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> dict[str, bytes]:
         own = {name_of_rank(name, self._group.rank): state_of(wrapper) for name, wrapper in per_rank.items()}
         return {name: pack(value) for name, value in (*objects.items(), *own.items())}
 
-    def _memory(self, tensors: Sequence[torch.Tensor], is_background: bool) -> list[memoryview]:
-        """Returns the bytes to write: the live memory for a save that blocks, else a copy of it."""
-        if is_background:
-            return self._stage.copy(tensors)
-        live = [as_bytes(t) for t in tensors]
-        copies = iter(self._stage.copy([t for t, view in zip(tensors, live, strict=True) if view is None]))
-        return [next(copies) if view is None else view for view in live]
-
-    def _write(self, step: int, layout: Layout, memory: Mapping[int, memoryview], objects: Mapping[str, bytes], group: Group) -> SaveReport:
-        began = time.monotonic()
+    def _write(self, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], group: Group) -> SaveReport:
         report = write(group, self.root / step_name(step), step, layout, memory, objects, self._jobs)
-        report.seconds = time.monotonic() - began
         if group.rank == 0:
             self._retain()
         self.reports.append(report)

@@ -17,12 +17,12 @@ LEVELS = [
     ["formats.base", "formats.unpickle", "formats.torch_zip", "formats.dcp_metadata", "formats.dcp", "formats.safetensors", "formats"],
     ["engine.kernels", "engine.schedule", "engine.sinks", "engine.run", "engine", "commit", "manifest", "steps"],
     ["operations.replicas", "operations.inspect", "operations.transfer", "operations"],
-    ["live.group", "live.shards", "live.state", "live.save", "live.load", "live"],
-    ["manager"],
+    ["live.group", "live.shards", "live.state", "live.match", "live.write", "live.save", "live.load", "live"],
+    ["manager", "distributed"],
     ["", "render", "cli", "__main__"],
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
-MAY_IMPORT_TORCH = {"live.group", "live.shards", "live.state", "live.save", "live.load", "manager"}
+MAY_IMPORT_TORCH = {"live.group", "live.shards", "live.state", "live.match", "live.save", "live.load", "manager", "distributed"}
 FILES = sorted(ROOT.rglob("*.py"))
 
 

@@ -7,47 +7,29 @@ shards, state and group.
 
 from __future__ import annotations
 
-import datetime as dt
-import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ckpt_tools.box import Box, flat_start, is_flat, whole
+from ckpt_tools.box import Box, is_flat
 from ckpt_tools.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry, check
-from ckpt_tools.checksum import combine_crc64nvme, crc64nvme, hex64
-from ckpt_tools.commit import Staging, check_destination, check_room, publish_directory, staging, staging_path, sync_directory
+from ckpt_tools.commit import check_destination, staging, staging_path
 from ckpt_tools.dtypes import BY_NAME
-from ckpt_tools.engine.run import run
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, schedule, tile_bytes
-from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats import dcp, foreign_files, torch_zip
 from ckpt_tools.formats.dcp_metadata import Metadata, Place, Template, TensorMeta
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.shards import Shard, alias_key
-from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name
-from ckpt_tools.plan import Literal, Slot, Target, plan_transfer
-from ckpt_tools.storage import LocalStore, MemoryStore, write_file
-from ckpt_tools.version import __version__
+from ckpt_tools.live.write import FilePlan, Offer, commit, plan_file, share_of_print, write_part
+from ckpt_tools.manifest import SealedTensor
 
-_MANIFEST_ROOM_BYTES = 1 << 20
 _SIGN = 1 << 63
-
-
-class Offer(NamedTuple):
-    """A piece that a rank holds: FQN, type, global shape, box, and the FQN whose memory it shares ("" for none)."""
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    alias: str
 
 
 class Task(NamedTuple):
@@ -74,10 +56,8 @@ class Layout:
     offers: tuple[Offer, ...]
     objects: tuple[str, ...]
     task: Task
-    target: Target
-    steps: tuple[Step, ...]
+    file: FilePlan
     head: Head | None
-    generation: int
 
 
 @dataclass(slots=True)
@@ -131,8 +111,7 @@ def agree(
                 [g[0] for g in gathered], [g[1] for g in gathered], {k: v for g in reversed(gathered) for k, v in g[2].items()}
             )
     task = group.scatter(tasks, "agree on the layout")
-    target = _lay_out(group.rank, offers, task)
-    return Layout(offers, objects, task, target, _steps(offers, task, target), head, (known.generation if known else 0) + 1)
+    return Layout(offers, objects, task, plan_file(group.rank, [offers[i] for i in task.offers]), head)
 
 
 def assign(
@@ -231,43 +210,11 @@ def _head(
     return Head(Template(metadata), tensors, aliases, tuple(objects))
 
 
-def _lay_out(rank: int, offers: Sequence[Offer], task: Task) -> Target:
-    """Returns this rank's file without its objects."""
-    file = dcp.DataFile(dcp.data_file_name(rank))
-    slots: dict[str, list[Slot]] = {}
-    for number in task.offers:
-        offer = offers[number]
-        slot, _ = file.add_chunk(offer.box, torch_zip.wrap(BY_NAME[offer.dtype], offer.box.sizes))
-        slots.setdefault(offer.fqn, []).append(slot)
-    return Target(dcp.NAME, {file.name: file.nbytes}, {f: tuple(s) for f, s in slots.items()}, tuple(file.literals), tuple(file.trailers))
-
-
-def _steps(offers: Sequence[Offer], task: Task, target: Target) -> tuple[Step, ...]:
-    """Plans the copies from memory, in which offer number `i` is the file called `i`, into this rank's file."""
-    entries: dict[str, TensorEntry] = {}
-    for number in task.offers:
-        offer = offers[number]
-        dtype = BY_NAME[offer.dtype]
-        chunk = Chunk(offer.box, Extent(str(number), 0, offer.box.numel * dtype.itemsize))
-        known = entries.get(offer.fqn)
-        entries[offer.fqn] = TensorEntry(offer.fqn, dtype, offer.shape, ((*known.chunks, chunk) if known else (chunk,)))
-    plan = plan_transfer(Catalog("memory", entries), target)
-    return tuple(schedule(plan, {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2)))
-
-
 # ---- writing ---------------------------------------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
-    """What a rank tells rank 0 about its file: bytes, CRC-64, and where its objects lie (start, bytes)."""
-
-    nbytes: int
-    crc64: int
-    objects: tuple[tuple[int, int], ...]
-
-
 def write(
-    group: Group, target: Path, step: int | None, layout: Layout, memory: Mapping[int, memoryview], objects: Mapping[str, bytes], jobs: int
+    group: Group, target: Path, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], jobs: int
 ) -> SaveReport:
     """Writes one checkpoint and makes it visible; called by all ranks, from the layout that they agreed on.
 
@@ -275,14 +222,15 @@ def write(
         group: all ranks.
         target: the directory to be; it must not exist.
         step: for the manifest.
-        memory: the bytes of this rank's pieces, by number of the offer.
+        layout: from `agree`.
+        memory: the bytes of this rank's pieces, in the order of its task.
         objects: this rank's objects as archives, in the layout's order.
         jobs: threads on this rank.
 
     Raises:
         CheckpointError: this rank's error, or PeerError with another's; nothing is then visible at `target`.
     """
-    what = target.name
+    what, began = target.name, time.monotonic()
     attempt = group.broadcast(str(uuid.uuid4()), f"begin {what}")
     with ExitStack() as stack:
         with group.phase(f"begin {what}"):
@@ -295,86 +243,34 @@ def write(
                 raise StorageError(
                     f"this rank does not see what rank 0 made: {printable(str(folder))}", hint="the directory must be shared by all ranks"
                 )
-            part, prints = _write_part(layout, folder, memory, objects, jobs)
-        parts = group.gather(part, f"write {what}")
-        prints = group.xor(prints, f"write {what}")
+            part = write_part(layout.file, folder, memory, list(objects.values()), jobs)
+        parts = group.gather(part[:3], f"write {what}")
+        prints = group.xor(_prints(layout, part.crc64s), f"write {what}")
         with group.phase(f"commit {what}"):
             if group.rank == 0:
-                _commit(place, step, layout, parts, prints)
-    return SaveReport(str(target), part.nbytes, sum(p.nbytes for p in parts))
+                assert layout.head is not None
+                places = {
+                    fqn: Place(dcp.data_file_name(rank), *at)
+                    for rank, (names, found) in enumerate(zip(layout.head.objects, parts, strict=True))
+                    for fqn, at in zip(names, found[2], strict=True)
+                }
+                index = layout.head.template.render(places, attempt)
+                commit(place, index, [p[:2] for p in parts], _seal(layout.head, prints), step)
+    return SaveReport(str(target), part.nbytes, sum(p[0] for p in parts), time.monotonic() - began)
 
 
-def _write_part(
-    layout: Layout, folder: Path, memory: Mapping[int, memoryview], objects: Mapping[str, bytes], jobs: int
-) -> tuple[_Part, torch.Tensor]:
-    (name, nbytes), *_ = layout.target.file_sizes.items()
-    literals, places = list(layout.target.literals), []
-    for data in objects.values():
-        places.append((nbytes, len(data)))
-        literals.append(Literal(name, nbytes, data))
-        nbytes += len(data)
-    prints = torch.zeros(layout.task.num_tensors, dtype=torch.int64)
-    if not nbytes:
-        return _Part(0, 0, ()), prints
-    check_room(folder, nbytes + _MANIFEST_ROOM_BYTES)
-    sink = WriteSink(replace(layout.target, file_sizes={name: nbytes}, literals=tuple(literals)), LocalStore(folder))
-    try:
-        sink.open()
-        run(layout.steps, MemoryStore({str(number): view for number, view in memory.items()}), sink, jobs)
-        checksums = sink.finish()
-    finally:
-        sink.abort()
-    sync_directory(folder)
-    _add_prints(layout, sink, name, prints)
-    return _Part(nbytes, checksums[name], tuple(places)), prints
-
-
-def _add_prints(layout: Layout, sink: WriteSink, file: str, prints: torch.Tensor) -> None:
-    """Adds each slot's share of its tensor's fingerprint: its checksum, shifted by the bytes behind it.
-
-    CRCs are linear: the fingerprint is the exclusive-or of all shares, whoever holds them.
-    """
+def _prints(layout: Layout, crc64s: Sequence[int]) -> torch.Tensor:
+    """Returns this rank's share of every tensor's fingerprint, as int64."""
     values = [0] * layout.task.num_tensors
-    at = {fqn: iter(slots) for fqn, slots in layout.target.slots.items()}
-    for number, tensor in zip(layout.task.offers, layout.task.numbers, strict=True):
-        offer = layout.offers[number]
-        slot = next(at[offer.fqn])
-        if offer.box.numel and is_flat(offer.box, offer.shape):
-            itemsize = BY_NAME[offer.dtype].itemsize
-            behind = whole(offer.shape).numel - flat_start(offer.box, offer.shape) - offer.box.numel
-            values[tensor] ^= combine_crc64nvme(sink.slots[file, slot.start].crc64, 0, behind * itemsize)
-    prints += torch.tensor([v - (1 << 64) if v >= _SIGN else v for v in values], dtype=torch.int64)
+    for number, tensor, crc64 in zip(layout.task.offers, layout.task.numbers, crc64s, strict=True):
+        values[tensor] ^= share_of_print(layout.offers[number], crc64)
+    return torch.tensor([v - (1 << 64) if v >= _SIGN else v for v in values], dtype=torch.int64)
 
 
-def _commit(place: Staging, step: int | None, layout: Layout, parts: Sequence[_Part], prints: torch.Tensor) -> None:
-    """Rank 0: proves that every file is there, then manifest, index, one rename."""
-    head = layout.head
-    assert head is not None
-    files: dict[str, Sealed] = {}
-    objects: dict[str, Place] = {}
-    for rank, part in enumerate(parts):
-        name = dcp.data_file_name(rank)
-        if not part.nbytes:
-            continue
-        found = os.stat(place.path / name).st_size
-        if found != part.nbytes:
-            raise StorageError(f"a file is not what its rank wrote: expected {part.nbytes} bytes, got {found} ({name})")
-        files[name] = Sealed(part.nbytes, hex64(part.crc64))
-        objects |= {fqn: Place(name, *at) for fqn, at in zip(head.objects[rank], part.objects, strict=True)}
-    index = head.template.render(objects, place.attempt)
-    values = [v & ((1 << 64) - 1) for v in prints.tolist()]
+def _seal(head: Head, prints: torch.Tensor) -> dict[str, SealedTensor]:
     tensors = {
-        fqn: SealedTensor(sealed.dtype, sealed.shape, hex64(value))
-        for (fqn, sealed, is_known), value in zip(head.tensors, values, strict=True)
+        fqn: sealed._replace(fingerprint=f"{value & ((1 << 64) - 1):016x}")
+        for (fqn, sealed, is_known), value in zip(head.tensors, prints.tolist(), strict=True)
         if is_known
     }
-    tensors |= {fqn: tensors[other] for fqn, other in head.aliases.items() if other in tensors}
-    manifest = Manifest(
-        attempt=place.attempt, created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), tool=f"ckpt-tools {__version__}",
-        operation="save", format=dcp.NAME, source={}, world_size=len(parts), files=files,
-        index=(".metadata", Sealed(len(index), hex64(crc64nvme(index)))), tensors=tensors, step=step,
-    )  # fmt: skip
-    store = LocalStore(place.path)
-    write_file(store, file_name(place.attempt), manifest.render())
-    write_file(store, ".metadata", index)
-    publish_directory(place, False)
+    return tensors | {fqn: tensors[other] for fqn, other in head.aliases.items() if other in tensors}

@@ -84,6 +84,12 @@ class Stage:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
+    def live(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+        """Returns the memory of tensors itself where it can be written from as it lies, and copies of the others."""
+        views = [as_bytes(t) for t in tensors]
+        copies = iter(self.copy([t for t, view in zip(tensors, views, strict=True) if view is None]))
+        return [next(copies) if view is None else view for view in views]
+
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
         """Copies tensors side by side, and returns once all of them are there; the views hold until the next copy."""
         starts, end = [], 0

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_tools
-from ckpt_tools.steps import damage, list_steps
+from ckpt_tools.steps import damage, list_steps, look_at
 from tests.conftest import torchrun
 from tests.dist.test_real_jobs import assert_same, same_bits, stock_load
 
@@ -93,3 +93,20 @@ Saved = Callable[[int], Path]
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_stock_checkpoint_resumes(num_ranks: int, saved: Saved) -> None:
     torchrun(num_ranks, "manage.py", str(saved(8)), "stock", "adamw", "local")
+
+
+PLUGGED = "adamw hsdp tp columns dtypes strided names fsdp1 titan headless"
+
+
+def test_the_writer_and_reader_for_dcp_save_and_load(tmp_path: Path) -> None:
+    torchrun(4, "plugin.py", str(tmp_path), *PLUGGED.split())
+    for case in PLUGGED.split():
+        step = look_at(0, tmp_path / f"{case}-ours")
+        assert damage(step) == "", case
+        assert step.manifest is not None
+        ckpt_tools.reshard(tmp_path / f"{case}-stock", tmp_path / f"{case}-again", to_ranks=1)
+        again = look_at(0, tmp_path / f"{case}-again")
+        assert again.manifest is not None
+        prints = {n: t for n, t in again.manifest.tensors.items() if n in step.manifest.tensors}
+        assert prints == dict(step.manifest.tensors), case
+        assert prints or case == "columns"

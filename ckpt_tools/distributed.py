@@ -1,0 +1,304 @@
+"""For those who stay with `dcp.save`, `dcp.async_save` and `dcp.load`: the same engine below them, the same files.
+
+    dcp.save(state, storage_writer=StorageWriter("run/step-500"))
+    dcp.load(state, storage_reader=StorageReader("run/step-500"))
+
+torch plans and talks between ranks; this writes, commits and reads. Imports torch. May import everything below the manager.
+
+Source: torch 2.13 `torch/distributed/checkpoint/storage.py`, `planner.py`, `state_dict_saver.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import uuid
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ckpt_tools.box import Box, is_flat
+from ckpt_tools.commit import Staging, check_destination, staging, staging_path
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
+from ckpt_tools.errors import PlanError, StorageError, printable
+from ckpt_tools.formats import Source, dcp, foreign_files, open_source
+from ckpt_tools.live.load import LoadReport, fill
+from ckpt_tools.live.shards import Shard, Stage
+from ckpt_tools.live.state import pack, unpack
+from ckpt_tools.live.write import Offer, commit, plan_file, share_of_print, write_part
+from ckpt_tools.manifest import SealedTensor
+from ckpt_tools.storage import read
+
+_VERSION = "1.0.0"
+
+
+class _Order(NamedTuple):
+    """What the coordinator tells a rank: the attempt, and the rank's number."""
+
+    attempt: str
+    rank: int
+
+
+class _Wrote(NamedTuple):
+    """What a rank tells the coordinator about an item, and with it about its file."""
+
+    info: _StorageInfo
+    share: int
+    file_nbytes: int
+    file_crc64: int
+
+
+class StorageWriter(storage.StorageWriter):
+    """Writes one checkpoint: one file a rank, committed by one rename after every byte is durable, with a manifest.
+
+    For `dcp.save` and `dcp.async_save` (thread or process). The memory of contiguous CPU tensors is written as it lies.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = "", *, overwrite: bool = False, jobs: int = 2) -> None:
+        """Takes the directory to be.
+
+        Args:
+            path: it must not exist, unless `overwrite`; `checkpoint_id` of `dcp.save` takes its place.
+            overwrite: replace a checkpoint there; the old one stays until the new one is complete.
+            jobs: threads on each rank.
+        """
+        super().__init__()
+        self.path, self.overwrite, self.jobs = Path(path), overwrite, jobs
+        self._is_collective = True
+        self._stack: ExitStack | None = None
+        self._place: Staging | None = None
+        self._num_ranks = 0
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins another save; what a failed one left is removed."""
+        if checkpoint_id:
+            self.path = Path(checkpoint_id)
+        self._close()
+
+    def _close(self) -> None:
+        stack, self._stack, self._place = self._stack, None, None
+        if stack is not None:
+            stack.close()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        del is_coordinator, args
+        self._is_collective = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Makes the staging directory, on the coordinator.
+
+        Raises:
+            StorageError: the destination exists or cannot be written to.
+            PlanError: the ranks save without collectives, and nobody would commit.
+        """
+        if not self._is_collective and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise PlanError("saving without collectives has no commit: one rank must know that all have written")
+        check_destination(self.path, self.overwrite, foreign_files)
+        attempt, self._num_ranks = str(uuid.uuid4()), len(plans)
+        self._stack = ExitStack()
+        self._place = self._stack.enter_context(staging(self.path, attempt))
+        return [dataclasses.replace(plan, storage_data=_Order(attempt, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's items.
+
+        Raises:
+            StorageError: there is no room, a write failed, or the directory is not shared.
+        """
+        order: _Order = plan.storage_data
+        folder = staging_path(self.path, order.attempt)
+        if not folder.is_dir():
+            raise StorageError(
+                f"this rank does not see what the coordinator made: {printable(str(folder))}",
+                hint="the directory must be shared by all ranks",
+            )
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        pieces = [_offer(item) for item in tensors]
+        values = [planner.resolve_data(item) for item in plan.items]
+        memory = Stage().live([v.detach() for v in values if isinstance(v, torch.Tensor)])
+        file = plan_file(order.rank, pieces)
+        part = write_part(file, folder, memory, [v.getvalue() for v in values if isinstance(v, io.BytesIO)], self.jobs)
+        name = dcp.data_file_name(order.rank)
+        results = [
+            _result(item, name, place.start, place.nbytes, share_of_print(piece, crc64), part)
+            for item, piece, place, crc64 in zip(tensors, pieces, file.places, part.crc64s, strict=True)
+        ]
+        results += [_result(item, name, *at, 0, part) for item, at in zip(objects, part.objects, strict=True)]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits, on the coordinator.
+
+        Raises:
+            StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is visible then.
+        """
+        assert self._place is not None
+        parts = [(0, 0)] * self._num_ranks
+        prints: dict[str, int] = {}
+        metadata.storage_data = {}
+        for rank, wrote in enumerate(results):
+            for result in wrote:
+                info, share, *part = result.storage_data
+                parts[rank] = (part[0], part[1])
+                prints[result.index.fqn] = prints.get(result.index.fqn, 0) ^ share
+                metadata.storage_data[result.index] = info
+        metadata.version = _VERSION
+        metadata.storage_meta = StorageMeta(checkpoint_id="", save_id=self._place.attempt)
+        tensors = {
+            fqn: SealedTensor(str(m.properties.dtype).removeprefix("torch."), tuple(m.size), f"{prints.get(fqn, 0):016x}")
+            for fqn, m in metadata.state_dict_metadata.items()
+            if isinstance(m, TensorStorageMetadata) and all(is_flat(_box(c), tuple(m.size)) for c in m.chunks)
+        }
+        try:
+            commit(self._place, pickle.dumps(metadata, protocol=4), parts, tensors, None, self.overwrite)
+        finally:
+            self._close()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in str(checkpoint_id)
+
+
+def _box(chunk: ChunkStorageMetadata) -> Box:
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _offer(item: WriteItem) -> Offer:
+    data = item.tensor_data
+    assert data is not None
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    if dtype not in BY_NAME:
+        raise PlanError(f"a tensor of this kind cannot be stored: {dtype} ({printable(item.index.fqn)!r})")
+    return Offer(item.index.fqn, dtype, tuple(data.size), _box(data.chunk))
+
+
+def _result(item: WriteItem, file: str, start: int, nbytes: int, share: int, part: Any) -> WriteResult:
+    return WriteResult(item.index, nbytes, _Wrote(_StorageInfo(file, start, nbytes), share, part.nbytes, part.crc64))
+
+
+class StorageReader(storage.StorageReader):
+    """Reads any checkpoint that `ckpt` reads, for `dcp.load`: straight into the tensors' memory, and without running its pickles."""
+
+    def __init__(self, path: str | os.PathLike[str] = "", *, cast: bool = False, trust_pickle: bool = False, jobs: int = 2) -> None:
+        """Takes the checkpoint's path.
+
+        Args:
+            path: `checkpoint_id` of `dcp.load` takes its place.
+            cast: let floating-point tensors change their type on the way; stock readers do so without a word.
+            trust_pickle: run the code that objects of the checkpoint ask for.
+            jobs: threads on each rank.
+        """
+        super().__init__()
+        self.path, self.cast, self.trust_pickle, self.jobs = Path(path), cast, trust_pickle, jobs
+        self.report = LoadReport(str(path))
+        self._source: Source | None = None
+
+    @property
+    def source(self) -> Source:
+        """The checkpoint, opened once."""
+        if self._source is None:
+            self._source = open_source(self.path)
+        return self._source
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins another load."""
+        if self._source is not None:
+            self._source.store.close()
+        self._source = None
+        if checkpoint_id:
+            self.path = Path(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns what the checkpoint holds, as torch's planners want it.
+
+        Raises:
+            NotACheckpointError, FormatError, CatalogError: see `ckpt_tools.inspect`.
+        """
+        del args, kwargs
+        catalog = self.source.catalog
+        entries: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in catalog.objects}
+        for fqn, entry in catalog.tensors.items():
+            boxes = dict.fromkeys(c.box for c in entry.chunks)
+            entries[fqn] = TensorStorageMetadata(
+                TensorProperties(dtype=getattr(torch, entry.dtype.name)),
+                torch.Size(entry.shape),
+                [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes],
+            )
+        return Metadata(entries, planner_data=dict(catalog.paths) or {fqn: (fqn,) for fqn in entries})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Needs nothing: every rank opens the checkpoint for itself."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads this rank's items.
+
+        Raises:
+            IntegrityError: bytes that were read in full are not what was written.
+            PlanError: a tensor has another type, and `cast` is False.
+            UnsafePickleError: an object asks for code, and `trust_pickle` is False.
+        """
+        tensors = []
+        shards = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                extent = self.source.catalog.objects[item.storage_index.fqn].extent
+                data = read(self.source.store, extent.file, extent.start, extent.nbytes)
+                if not self.trust_pickle:  # a planner unpickles whatever it gets: so it gets our own
+                    data = pack(unpack(data, item.storage_index.fqn, False))
+                planner.load_bytes(item, io.BytesIO(data))
+                continue
+            tensor = planner.resolve_tensor(item).detach()
+            chunk = item.storage_index.offset or (0,) * len(item.lengths)
+            box = Box(tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True)), tuple(item.lengths))
+            shards.append(self._shard(item.storage_index.fqn, box, tensor))
+            tensors.append((item, tensor))
+        fill(self.source, [s for s in shards if s.box.numel], self.jobs, DEFAULT_MEMORY_BYTES, self.report)
+        for item, tensor in tensors:
+            planner.commit_tensor(item, tensor)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _shard(self, fqn: str, box: Box, tensor: torch.Tensor) -> Shard:
+        entry = self.source.catalog.tensors[fqn]
+        dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
+        if dtype is not entry.dtype and not (self.cast and dtype.is_castable and entry.dtype.is_castable):
+            raise PlanError(
+                f"types differ: the checkpoint has {entry.dtype.name}, the state {dtype.name} ({printable(fqn)!r})",
+                hint="StorageReader(…, cast=True) converts between floating-point types on the way",
+            )
+        return Shard(fqn, dtype, entry.shape, box, tensor)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in str(checkpoint_id)

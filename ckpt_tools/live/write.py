@@ -1,0 +1,170 @@
+"""A rank's part of a save: its pieces from memory into one `.distcp`; and, on one rank, the commit of all parts.
+
+Imports nothing of torch. May import levels 0 to 4.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_tools.box import Box, flat_start, is_flat, whole
+from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.checksum import combine_crc64nvme, crc64nvme, hex64
+from ckpt_tools.commit import Staging, check_room, publish_directory, sync_directory
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.engine.run import run
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, schedule, tile_bytes
+from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.errors import StorageError
+from ckpt_tools.formats import dcp, torch_zip
+from ckpt_tools.formats.dcp_metadata import Place
+from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name
+from ckpt_tools.plan import Literal, Slot, Target, plan_transfer
+from ckpt_tools.storage import LocalStore, MemoryStore, write_file
+from ckpt_tools.version import __version__
+
+_MANIFEST_ROOM_BYTES = 1 << 20
+
+
+class Offer(NamedTuple):
+    """A piece that a rank holds: FQN, type, global shape, box, and the FQN whose memory it shares ("" for none)."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    alias: str = ""
+
+
+class FilePlan(NamedTuple):
+    """A rank's file, planned once for as long as its pieces stay the same: objects come behind them.
+
+    `slots` has, piece by piece, where its payload begins, and `places` its archive.
+    """
+
+    target: Target
+    steps: tuple[Step, ...]
+    slots: tuple[int, ...]
+    places: tuple[Place, ...]
+
+
+class Part(NamedTuple):
+    """What a rank wrote: bytes and CRC-64 of its file, (start, bytes) of its objects, and the CRC-64 of each piece."""
+
+    nbytes: int
+    crc64: int
+    objects: tuple[tuple[int, int], ...]
+    crc64s: tuple[int, ...]
+
+
+def plan_file(rank: int, pieces: Sequence[Offer]) -> FilePlan:
+    """Lays a rank's file out, and plans the copies into it from memory in which piece number `i` is the file called `i`."""
+    file = dcp.DataFile(dcp.data_file_name(rank))
+    slots: dict[str, list[Slot]] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    starts, places = [], []
+    for number, piece in enumerate(pieces):
+        dtype = BY_NAME[piece.dtype]
+        slot, place = file.add_chunk(piece.box, torch_zip.wrap(dtype, piece.box.sizes))
+        starts.append(slot.start)
+        places.append(place)
+        slots.setdefault(piece.fqn, []).append(slot)
+        chunks.setdefault(piece.fqn, []).append(Chunk(piece.box, Extent(str(number), 0, piece.box.numel * dtype.itemsize)))
+    entries = {p.fqn: TensorEntry(p.fqn, BY_NAME[p.dtype], p.shape, tuple(chunks[p.fqn])) for p in pieces}
+    target = Target(dcp.NAME, {file.name: file.nbytes}, {f: tuple(s) for f, s in slots.items()}, tuple(file.literals), tuple(file.trailers))
+    steps = schedule(plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2))
+    return FilePlan(target, tuple(steps), tuple(starts), tuple(places))
+
+
+def write_part(plan: FilePlan, folder: Path, memory: Sequence[memoryview], objects: Sequence[bytes], jobs: int) -> Part:
+    """Writes a rank's file and makes it durable.
+
+    Args:
+        plan: from `plan_file`.
+        folder: the staging directory of the attempt.
+        memory: the bytes of every piece, in the plan's order.
+        objects: archives that go behind the pieces.
+        jobs: threads.
+
+    Raises:
+        StorageError: there is no room, or a write failed.
+    """
+    (name, nbytes), *_ = plan.target.file_sizes.items()
+    literals, places = list(plan.target.literals), []
+    for data in objects:
+        places.append((nbytes, len(data)))
+        literals.append(Literal(name, nbytes, data))
+        nbytes += len(data)
+    if not nbytes:
+        return Part(0, 0, (), ())
+    check_room(folder, nbytes + _MANIFEST_ROOM_BYTES)
+    sink = WriteSink(replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals)), LocalStore(folder))
+    try:
+        sink.open()
+        run(plan.steps, MemoryStore({str(number): view for number, view in enumerate(memory)}), sink, jobs)
+        checksums = sink.finish()
+    finally:
+        sink.abort()
+    sync_directory(folder)
+    return Part(nbytes, checksums[name], tuple(places), tuple(sink.slots[name, start].crc64 for start in plan.slots))
+
+
+def share_of_print(piece: Offer, crc64: int) -> int:
+    """Returns a piece's share of its tensor's fingerprint: its checksum, shifted by the bytes behind it.
+
+    CRCs are linear: the fingerprint is the exclusive-or of all shares, whoever holds them. 0 for a piece that is not one run
+    of its tensor; such tensors have no fingerprint.
+    """
+    if not piece.box.numel or not is_flat(piece.box, piece.shape):
+        return 0
+    behind = whole(piece.shape).numel - flat_start(piece.box, piece.shape) - piece.box.numel
+    return int(combine_crc64nvme(crc64, 0, behind * BY_NAME[piece.dtype].itemsize))
+
+
+def commit(
+    place: Staging,
+    index: bytes,
+    parts: Sequence[tuple[int, int]],
+    tensors: Mapping[str, SealedTensor],
+    step: int | None,
+    overwrite: bool = False,
+) -> None:
+    """Proves that every rank's file is there, then manifest, index, one rename.
+
+    Args:
+        place: the staging directory, complete but for manifest and index.
+        index: the contents of `.metadata`.
+        parts: bytes and CRC-64 of every rank's file.
+        tensors: their fingerprints, as far as known.
+        step: for the manifest.
+        overwrite: change places with what is there, in one step.
+
+    Raises:
+        StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is visible then.
+    """
+    files: dict[str, Sealed] = {}
+    for rank, (nbytes, crc64) in enumerate(parts):
+        name = dcp.data_file_name(rank)
+        if not nbytes:
+            continue
+        try:
+            found = os.stat(place.path / name).st_size
+        except FileNotFoundError:
+            found = 0
+        if found != nbytes:
+            raise StorageError(f"a file is not what its rank wrote: expected {nbytes} bytes, got {found} ({name})")
+        files[name] = Sealed(nbytes, hex64(crc64))
+    manifest = Manifest(
+        attempt=place.attempt, created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), tool=f"ckpt-tools {__version__}",
+        operation="save", format=dcp.NAME, source={}, world_size=len(parts), files=files,
+        index=(".metadata", Sealed(len(index), hex64(crc64nvme(index)))), tensors=tensors, step=step,
+    )  # fmt: skip
+    store = LocalStore(place.path)
+    write_file(store, file_name(place.attempt), manifest.render())
+    write_file(store, ".metadata", index)
+    publish_directory(place, overwrite)
