@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -34,7 +35,7 @@ from ckpt_tools.live.load import LoadReport, load
 from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
 from ckpt_tools.live.shards import Stage, local_shards
 from ckpt_tools.live.state import export, name_of_rank, pack, state_of
-from ckpt_tools.steps import Step, latest, list_steps, lock, prune, step_name
+from ckpt_tools.steps import Step, latest, list_steps, lock, look_at, prune, step_name
 
 log = logging.getLogger("ckpt_tools")
 
@@ -79,7 +80,7 @@ class CheckpointManager:
             raise ValueError(f"keep_last must be at least 1 and when_busy 'wait' or 'skip', got {keep_last} and {when_busy!r}")
         self.root = Path(root)
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
-        self.reports: list[SaveReport] = []
+        self.last_save: SaveReport | None = None
         self.last_load: LoadReport | None = None
         self._jobs = jobs or 2
         self._group, self._writers = Group(timeout_s, process_group), Group(timeout_s, process_group)
@@ -180,7 +181,7 @@ class CheckpointManager:
         report = write(group, self.root / step_name(step), step, layout, memory, objects, self._jobs)
         if group.rank == 0:
             self._retain()
-        self.reports.append(report)
+        self.last_save = report
         return report
 
     def _retain(self) -> None:
@@ -233,7 +234,7 @@ class CheckpointManager:
             trust_pickle: run the code that objects in the checkpoint ask for; never needed for what this tool saved.
 
         Returns:
-            The number of the step; 0 where there is none, and for a `path` whose name has none.
+            The number of the step; 0 where there is none, and for a `path` that tells none by manifest or name.
 
         Raises:
             PlanError: the checkpoint does not fit the state; the message is a table.
@@ -255,8 +256,9 @@ class CheckpointManager:
 
     def _choose(self, step: int | None, path: str | os.PathLike[str] | None) -> tuple[int, Path | None]:
         if path is not None:
-            digits = "".join(c for c in Path(path).name if c.isdigit())
-            return int(digits or 0), Path(path)
+            manifest = look_at(0, Path(path)).manifest if os.path.isdir(path) else None
+            digits = re.findall(r"\d+", Path(path).name)
+            return int((manifest and manifest.step) or (digits[-1] if digits else 0)), Path(path)
         if step is not None:
             found = next((s for s in list_steps(self.root) if s.number == step), None)
             if found is None:

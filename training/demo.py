@@ -1,7 +1,7 @@
 """The main job from end to end, in a folder of its own: `make demo`, or `python -m training.demo DIR`.
 
-Trains on 8 ranks, looks inside, reshards to 4, goes on training on 4, merges, and proves that one plain process computes the
-very logits that the 4 ranks did.
+Trains on 8 ranks, kills them in the middle, goes on, looks inside, reshards to 4, goes on training on 4, merges, and proves
+that one plain process computes the very logits that the 4 ranks did.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,16 +25,33 @@ _BOLD, _PLAIN = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
-def show(title: str, shown: str, *command: str) -> None:
-    """Prints a command as a user would type it, and runs it."""
+def show(title: str, shown: str, *command: str, kill_after: Path | None = None) -> None:
+    """Prints a command as a user would type it, and runs it; with `kill_after`, until a moment after that path appears."""
     print(f"\n{_BOLD}{title}{_PLAIN}\n$ {shown}", flush=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    subprocess.run(command, check=True, env=environment)
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    if kill_after is not None:
+        while process.poll() is None and not kill_after.exists():
+            time.sleep(0.05)
+        time.sleep(0.2)
+        kill_all(process.pid)
+        process.wait()
+        print("kill -9: the launcher and all ranks", flush=True)
+    elif process.wait():
+        raise SystemExit(f"failed with exit status {process.returncode}: {shown}")
 
 
-def train(title: str, num_ranks: int, arguments: str) -> None:
+def kill_all(launcher: int) -> None:
+    """Kills a launcher and its ranks, each of which leads a session of its own."""
+    ranks = [int(pid) for path in Path(f"/proc/{launcher}/task").glob("*/children") for pid in path.read_text().split()]
+    for pid in (launcher, *ranks):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def train(title: str, num_ranks: int, arguments: str, kill_after: Path | None = None) -> None:
     shown = f"torchrun --standalone --nproc-per-node {num_ranks} -m training {arguments}"
-    show(title, shown, *_TORCHRUN, str(num_ranks), "-m", "training", *shlex.split(arguments))
+    show(title, shown, *_TORCHRUN, str(num_ranks), "-m", "training", *shlex.split(arguments), kill_after=kill_after)
 
 
 def ckpt(title: str, arguments: str) -> None:
@@ -43,13 +63,16 @@ def main() -> None:
     if root.exists():
         shutil.rmtree(root)
     root.mkdir(parents=True)
-    train("1. Train on 8 ranks", 8, f"--dir {root}/run8 --steps 100")
-    ckpt("2. Look inside", f"inspect {root}/run8/step-00000100 --tree")
-    ckpt("3. Reshard from 8 ranks to 4", f"reshard {root}/run8/step-00000100 {root}/run4/step-00000100 --from 8 --to 4")
-    train("4. Go on training on 4 ranks", 4, f"--dir {root}/run4 --steps 140 --logits {root}/logits.pt")
-    ckpt("5. Merge for inference", f"merge {root}/run4/step-00000140 {root}/model.safetensors")
+    arguments = f"--dir {root}/run8 --steps 100 --save-every 20"
+    train("1. Train on 8 ranks, and kill all of them at once, in the middle", 8, arguments, kill_after=root / "run8" / "step-00000040")
+    ckpt("2. What is left", f"ls {root}/run8")
+    train("3. Start again: it goes on by itself", 8, arguments)
+    ckpt("4. Look inside", f"inspect {root}/run8/step-00000100 --tree")
+    ckpt("5. Reshard from 8 ranks to 4", f"reshard {root}/run8/step-00000100 {root}/run4/step-00000100 --from 8 --to 4")
+    train("6. Go on training on 4 ranks", 4, f"--dir {root}/run4 --steps 140 --logits {root}/logits.pt")
+    ckpt("7. Merge for inference", f"merge {root}/run4/step-00000140 {root}/model.safetensors")
 
-    print(f"\n{_BOLD}6. Load the merged file in one plain process{_PLAIN}", flush=True)
+    print(f"\n{_BOLD}8. Load the merged file in one plain process{_PLAIN}", flush=True)
     torch.set_num_threads(1)
     model = load_model(root / "model.safetensors", root / "run4" / "model.json")
     trained, merged = torch.load(root / "logits.pt", weights_only=True), logits_for(model, torch.device("cpu"))

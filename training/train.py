@@ -1,7 +1,9 @@
-"""Trains a decoder with FSDP2 and AdamW, saves with stock `dcp.save`, and resumes from the newest finished step.
+"""Trains a decoder with FSDP2 and AdamW, saves while it trains, and resumes by itself: from the newest complete step.
 
     torchrun --standalone --nproc-per-node 8 -m training --dir run --steps 60 --save-every 30
     torchrun --standalone --nproc-per-node 4 -m training --dir run --steps 80          # goes on where it stopped
+
+SIGTERM and SIGUSR1 end it after the step, which is saved: exit status 143 or 138, and started again it goes on from there.
 
 On CUDA with nccl where there is one, on CPU with gloo elsewhere. A skeleton: FSDP2 and full sharding only.
 """
@@ -10,25 +12,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 
+from ckpt_tools import CheckpointManager, RngState
 from training.data import batch, standard_library
 from training.model import MODELS, Decoder, ModelConfig
 
-T = TypeVar("T")
 PROMPT = b"def main():\n    parser = argparse"
 
 
@@ -42,6 +42,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; the last step is always saved")
+    parser.add_argument("--keep-last", type=int, default=3, help="how many of the newest checkpoints stay")
+    parser.add_argument("--keep-every", type=int, help="checkpoints of every so many steps stay for good")
     parser.add_argument("--from", dest="resume_from", type=Path, help="checkpoint to go on from, instead of the newest in --dir")
     parser.add_argument("--logits", type=Path, help="write the final model's logits for a fixed prompt to this file")
     return parser.parse_args()
@@ -59,26 +61,6 @@ def build(config: ModelConfig, device: torch.device, seed: int) -> Decoder:
     torch.manual_seed(seed)
     model.reset_parameters()
     return model
-
-
-def newest(folder: Path) -> Path | None:
-    """Returns the finished checkpoint of the highest step; torch writes `.metadata` last, so its presence means finished."""
-    steps = [(int(m[1]), p) for p in folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)) and (p / ".metadata").exists()]
-    return max(steps)[1] if steps else None
-
-
-def train_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """Returns all that a checkpoint holds."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state, "train_state": {"step": step}}
-
-
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Loads a checkpoint of any number of ranks into this one's shards, and returns its step."""
-    state = train_state(model, optimizer, 0)
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return int(state["train_state"]["step"])
 
 
 def logits_for(model: nn.Module, device: torch.device) -> Tensor:
@@ -108,28 +90,23 @@ def run(args: argparse.Namespace, is_cuda: bool) -> None:
     config = MODELS[args.model]
     model = build(config, device, args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    start_from = args.resume_from or from_rank_0(newest(args.dir))
-    first = load(start_from, model, optimizer) if start_from else 0
-    if rank == 0:
-        args.dir.mkdir(parents=True, exist_ok=True)
-        (args.dir / "model.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
-    size = sum(p.numel() for p in model.parameters())
-    log(
-        f"{size:,} parameters on {world_size} ranks ({device.type}), "
-        + (f"resumed {start_from} at step {first}" if first else "from scratch")
-    )
-    train(args, model, optimizer, first, device)
+    state = {"model": model, "optimizer": optimizer, "rng": RngState(), "train_state": {"step": 0}}
+    with CheckpointManager(args.dir, keep_last=args.keep_last, keep_every=args.keep_every) as checkpoints:
+        checkpoints.resume(state, path=args.resume_from)
+        first = state["train_state"]["step"]
+        if rank == 0:
+            (args.dir / "model.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
+        size = sum(p.numel() for p in model.parameters())
+        log(f"{size:,} parameters on {world_size} ranks ({device.type}), " + (f"resumed at step {first}" if first else "from scratch"))
+        number = train(args, state, checkpoints, first, device)
+    if checkpoints.last_save:
+        log(f"saved {checkpoints.last_save.path}")
+    if number:
+        raise SystemExit(128 + number)
     if args.logits:
         logits = logits_for(model, device)
         if rank == 0:
             torch.save(logits, args.logits)
-
-
-def from_rank_0(value: T) -> T:
-    """Returns rank 0's value on every rank, so that all decide alike on what stands on a disk."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def log(text: str) -> None:
@@ -137,37 +114,42 @@ def log(text: str) -> None:
         print(text, flush=True)
 
 
-def train(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, first: int, device: torch.device) -> None:
-    """Takes the steps behind `first`, saving on the way and at the end."""
-    text, began, tokens = standard_library(), time.perf_counter(), 0
+def train(args: argparse.Namespace, state: dict[str, Any], checkpoints: CheckpointManager, first: int, device: torch.device) -> int:
+    """Takes the steps behind `first`, saving on the way and at the end; returns the signal that ended it early, or 0."""
+    model, optimizer, text = state["model"], state["optimizer"], standard_library()
+    began, tokens = time.perf_counter(), 0
     for step in range(first + 1, args.steps + 1):
-        inputs, targets = batch(
-            text,
-            step,
-            seed=args.seed,
-            batch_size=args.batch_size,
-            seq_len=args.seq_len,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-        )
-        logits = model(inputs.to(device))
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = take_step(args, model, optimizer, text, step, device)
         tokens += args.batch_size * args.seq_len
         if step % 10 == 0 or step == args.steps:
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            log(f"step {step:5d}  loss {mean.item() / dist.get_world_size():.4f}  {tokens / (time.perf_counter() - began):,.0f} tokens/s")
+            log(f"step {step:5d}  loss {loss:.4f}  {tokens / (time.perf_counter() - began):,.0f} tokens/s")
             began, tokens = time.perf_counter(), 0
-        if step == args.steps or (args.save_every and step % args.save_every == 0):
-            save(args.dir / f"step-{step:08d}", model, optimizer, step)
+        if dist.get_rank() == 0:
+            with (args.dir / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+        number = checkpoints.preempted()
+        if number or step == args.steps or (args.save_every and step % args.save_every == 0):
+            state["train_state"]["step"] = step
+            checkpoints.save(step, state, asynchronous=False if number else None)
+        if number:
+            log(f"got {signal.Signals(number).name}: saved step {step}, start again to go on")
+            return number
+    return 0
 
 
-def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Saves one step; torch would write into what is there already, so it must not be."""
-    if from_rank_0(path.exists()):  # a rank that looked for itself might see the folder that rank 0 is making
-        raise SystemExit(f"{path} exists already: move it away, or choose another --dir")
-    dcp.save(train_state(model, optimizer, step), checkpoint_id=path)
-    log(f"saved {path}")
+def take_step(
+    args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, step: int, device: torch.device
+) -> float:
+    """Takes one step and returns the mean loss over all ranks."""
+    world_size = dist.get_world_size()
+    inputs, targets = batch(
+        text, step, seed=args.seed, batch_size=args.batch_size, seq_len=args.seq_len, rank=dist.get_rank(), world_size=world_size
+    )
+    logits = model(inputs.to(device))
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return mean.item() / world_size
