@@ -263,4 +263,7 @@ def _apply_umask(path: Path) -> None:
     """Gives the staging directory, private so far, the mode that mkdir would have given it."""
     mask = os.umask(0)
     os.umask(mask)
-    path.chmod(0o777 & ~mask)
+    try:
+        path.chmod(0o777 & ~mask)
+    except OSError as error:
+        raise failed("set the mode of", path, error) from error

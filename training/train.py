@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -89,6 +91,7 @@ def run(args: argparse.Namespace, is_cuda: bool) -> None:
         torch.cuda.set_device(device)
     config = MODELS[args.model]
     model = build(config, device, args.seed)
+    seed_all(args.seed + rank)  # from here on, ranks draw numbers of their own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     state = {"model": model, "optimizer": optimizer, "rng": RngState(), "train_state": {"step": 0}}
     with CheckpointManager(args.dir, keep_last=args.keep_last, keep_every=args.keep_every) as checkpoints:
@@ -107,6 +110,12 @@ def run(args: argparse.Namespace, is_cuda: bool) -> None:
         logits = logits_for(model, device)
         if rank == 0:
             torch.save(logits, args.logits)
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def log(text: str) -> None:

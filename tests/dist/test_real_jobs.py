@@ -42,6 +42,10 @@ def assert_same(got: Any, want: Any, path: str = "") -> None:
             assert_same(got[key], want[key], f"{path}.{key}")
     elif isinstance(want, torch.Tensor):
         assert same_bits(got, want), path
+    elif isinstance(want, (list, tuple)):
+        assert len(got) == len(want), path
+        for number, value in enumerate(want):
+            assert_same(got[number], value, f"{path}[{number}]")
     else:
         assert got == want, path
 
