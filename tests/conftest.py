@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-ALL_CASES = "adamw sgd hsdp tp columns dtypes strided names fsdp1 compiled titan headless local differ"
+ALL_CASES = "adamw sgd hsdp tp columns dtypes strided names fsdp1 compiled titan flat headless local differ"
 CASES = {8: ALL_CASES, 4: "adamw columns tp hsdp", 3: "adamw columns", 1: "adamw columns", 16: "adamw columns"}
 
 

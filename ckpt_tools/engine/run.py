@@ -45,7 +45,7 @@ class Totals:
                 self.overflowed[fqn] = self.overflowed.get(fqn, 0) + count
 
 
-def run(steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Progress | None = None) -> Totals:
+def run(steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Progress | None = None, looks_ahead: bool = True) -> Totals:
     """Moves every step's tiles from a store into a sink.
 
     Args:
@@ -54,12 +54,13 @@ def run(steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Pr
         sink: what takes the values.
         jobs: number of threads.
         progress: called with the target bytes of each finished step, from any thread.
+        looks_ahead: tell the store what will be read, step by step; not where it knows already.
 
     Raises:
         CheckpointError: the first error of any thread; the others stop at their next step.
     """
     totals, stop = Totals(), threading.Event()
-    feed = _Feed(steps, store)
+    feed = _Feed(steps, store, looks_ahead)
 
     def work() -> None:
         worker = _Worker(store, sink)
@@ -83,8 +84,9 @@ def run(steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Pr
 class _Feed:
     """Hands steps to threads, and tells the store ahead of time what they will read."""
 
-    def __init__(self, steps: Iterable[Step], store: Store) -> None:
+    def __init__(self, steps: Iterable[Step], store: Store, looks_ahead: bool) -> None:
         self._steps: Iterator[Step] = iter(steps)
+        self._looks_ahead = looks_ahead
         self._store, self._lock = store, threading.Lock()
         self._ahead: deque[Step] = deque()
         self._ahead_nbytes = 0
@@ -92,7 +94,8 @@ class _Feed:
     def take(self) -> Step | None:
         with self._lock:
             while self._ahead_nbytes < _AHEAD_NBYTES and (step := next(self._steps, None)) is not None:
-                self._store.will_read((r.file, r.start, r.nbytes) for t in step.tiles for r in t.reads if r.nbytes >= _GAP_NBYTES)
+                if self._looks_ahead:
+                    self._store.will_read((r.file, r.start, r.nbytes) for t in step.tiles for r in t.reads if r.nbytes >= _GAP_NBYTES)
                 self._ahead.append(step)
                 self._ahead_nbytes += step.read_nbytes + 1
             if not self._ahead:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -82,8 +82,8 @@ class HashSink:
 class FillSink:
     """Puts values into memory that is there already, and proves what it can: every source range that is read in full."""
 
-    def __init__(self, memory: MemoryStore, sealed: Iterable[Extent] = ()) -> None:
-        """Takes the memory that holds the target's files, and the source ranges that are read in full and whose CRC-32 is known."""
+    def __init__(self, memory: MemoryStore, sealed: Iterable[Extent]) -> None:
+        """Takes the memory that holds the target's files, and the source ranges that are read in full."""
         self._memory = memory
         self._sealed: dict[str, list[Extent]] = {}
         for extent in sealed:
@@ -127,13 +127,18 @@ class FillSink:
         extent = self._sealed[read.file][number] if number >= 0 else None
         return extent if extent and read.start + read.nbytes <= extent.start + extent.nbytes else None
 
-    def finish(self) -> None:
-        """Compares the checksums of the ranges that were read in full.
+    def finish(self, crcs: Mapping[Extent, int]) -> None:
+        """Compares the checksums of the ranges that were read in full with those that were written.
+
+        Args:
+            crcs: CRC-32 of such ranges, as far as known.
 
         Raises:
             IntegrityError: bytes on disk are not what was written.
         """
         for extent, pieces in self._pieces.items():
+            if extent not in crcs:
+                continue
             ordered = sorted(set(pieces))
             end = extent.start
             for piece in ordered:
@@ -141,9 +146,9 @@ class FillSink:
             if end != extent.start + extent.nbytes:
                 continue  # some of it was taken apart on the way
             crc = join_crc32((p.crc32, p.nbytes) for p in ordered)
-            if crc != extent.crc32:
+            if crc != crcs[extent]:
                 raise IntegrityError(
-                    f"bytes were damaged since they were written: expected CRC-32 {extent.crc32:08x}, got {crc:08x}"
+                    f"bytes were damaged since they were written: expected CRC-32 {crcs[extent]:08x}, got {crc:08x}"
                     f" ({printable(self._owner[extent])!r} in {printable(extent.file)}, bytes {extent.start}:{end})",
                     hint="resume from an older step, or restore the file",
                 )

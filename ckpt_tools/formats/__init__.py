@@ -12,13 +12,13 @@ from pathlib import Path
 
 from ckpt_tools.catalog import Catalog, check
 from ckpt_tools.errors import NotACheckpointError, printable
-from ckpt_tools.formats import dcp, safetensors
+from ckpt_tools.formats import accelerate, dcp, safetensors
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
 from ckpt_tools.storage import LocalStore, Store
 
 __all__ = ["FORMATS", "Format", "Request", "Source", "TargetTensor", "detect", "foreign_files", "open_source", "whole_tensor"]
 
-FORMATS: tuple[Format, ...] = (dcp, safetensors)
+FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors)
 _SEARCH_DEPTH = 3
 _MAX_SEEN = 10_000
 
@@ -42,7 +42,8 @@ class _OneFile:
         self.size, self.read_into, self.view, self.will_read = inner.size, inner.read_into, inner.view, inner.will_read
         self.create, self.close = inner.create, inner.close
 
-    def list_files(self) -> Mapping[str, int]:
+    def list_files(self, below: bool = False) -> Mapping[str, int]:
+        del below
         return {self._name: self._inner.size(self._name)}
 
 
@@ -89,7 +90,8 @@ def _file_format(path: Path) -> Format:
 
 
 def _recognise(root: Path) -> Format | None:
-    files = LocalStore(root).list_files()
+    folders = any(e.name.startswith("pytorch_model_fsdp_") for e in os.scandir(root) if e.is_dir())
+    files = LocalStore(root).list_files(below=folders)
     return next((f for f in FORMATS if f.recognise(files)), None)
 
 

@@ -76,6 +76,10 @@ class Format(Protocol):
         """
         ...
 
+    def guess(self, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+        """Returns where the payloads of packed extents lie if they were written as usual; unusual and RAW ones are left out."""
+        ...
+
     def lay_out(self, request: Request) -> Target:
         """Returns target files with a slot for every box, all literal bytes, and the index.
 

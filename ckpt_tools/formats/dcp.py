@@ -24,6 +24,7 @@ from ckpt_tools.storage import Store, check_path, read
 
 NAME = "dcp"
 LOOKS_FOR = ".metadata"
+_MAX_MORE_BYTES = 512  # torch adds a hash of the contents, behind the payload
 _DATA_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{8})?\.distcp$")
 _MANIFEST = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
@@ -130,6 +131,18 @@ def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Exte
     items = [torch_zip.Item(c.extent, t.dtype, c.box.sizes) for t in tensors for c in t.chunks if c.extent.packing == TORCH_ZIP]
     with no_gc():
         return dict(torch_zip.locate(store, items))
+
+
+def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    """An archive of about the length that torch gives it has its payload where torch puts it; see `Format.guess`."""
+    found = {}
+    for tensor in tensors:
+        for box, extent in tensor.chunks:
+            wrapping = torch_zip.wrap(tensor.dtype, box.sizes)
+            more = extent.nbytes - len(wrapping.prefix) - wrapping.nbytes - wrapping.suffix_nbytes
+            if extent.packing == TORCH_ZIP and 0 <= more < _MAX_MORE_BYTES:
+                found[extent] = Extent(extent.file, extent.start + len(wrapping.prefix), wrapping.nbytes)
+    return found
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------------

@@ -154,6 +154,12 @@ def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < _MAX_SIZE for n in value)
 
 
+def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    """Nothing to guess; see `Format.guess`."""
+    del tensors
+    return {}
+
+
 def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
     """Payloads lie bare; there is nothing to find."""
     del store, tensors

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from ckpt_tools.catalog import Extent, TensorEntry, matcher
+from ckpt_tools.catalog import RAW, Extent, TensorEntry, matcher
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Source, open_source
 from ckpt_tools.live.group import Group
-from ckpt_tools.live.match import match, root_of
+from ckpt_tools.live.match import Match, match, root_of
 from ckpt_tools.live.shards import Shard, alias_key, as_bytes, local_shards
 from ckpt_tools.live.state import PerRank, export, name_of_rank, restore, unpack
 from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
@@ -88,6 +88,7 @@ def load(
         _read_tensors(source, tensors, found.tensors, jobs, memory_bytes or DEFAULT_MEMORY_BYTES, report)
         wanted = found.objects | {n: n for n in found.new if n in source.catalog.objects}
         values: dict[str, Any] = {ours: _read_object(source, stored, trust_pickle) for ours, stored in wanted.items()}
+        _check_alike(source, found)
         report.num_objects = len(values)
         ranks = {n: _per_rank(source, n, w, group, trust_pickle, report) for n, w in exported.per_rank.items() if not select}
         source.store.close()
@@ -148,13 +149,36 @@ def fill(source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, 
     catalog = source.catalog
     target = Target("memory", {name: len(view) for name, view in memory.items()}, {n: tuple(s) for n, s in slots.items()})
     plan = plan_transfer(replace(catalog, tensors={n: catalog.tensors[n] for n in slots}), target, {s.fqn: s.dtype for s in shards})
-    located = source.format.locate(source.store, [_used(catalog.tensors[t.fqn], {c.src for c in t.copies}) for t in plan.tensors])
-    sink = FillSink(MemoryStore(memory), _read_whole(plan, located))
-    totals = run(schedule(plan, located, *tile_bytes(memory_bytes, jobs)), source.store, sink, jobs)
-    sink.finish()
+    _read(source, plan, MemoryStore(memory), jobs, memory_bytes, report)
     for tensor, host in bounced:
         tensor.copy_(host)
-    report.read_nbytes, report.needed_nbytes, report.num_proved = totals.read_nbytes, plan.payload_bytes, sink.num_proved
+    report.needed_nbytes += plan.payload_bytes
+
+
+def _read(source: Source, plan: Plan, memory: MemoryStore, jobs: int, memory_bytes: int, report: LoadReport) -> None:
+    """Reads in one sweep, from where payloads lie if they were written as usual, and then proves that they do.
+
+    Looking first would leave scattered pages in the page cache, which cost a cold file half of its read-ahead. Where a guess
+    was wrong, the tensor is read again.
+    """
+    used = {t.fqn: _used(source.catalog.tensors[t.fqn], {c.src for c in t.copies}) for t in plan.tensors}
+    guessed = source.format.guess(used.values())
+    unsure = [t for t in used.values() if any(c.extent.packing != RAW and c.extent not in guessed for c in t.chunks)]
+    assumed = {**guessed, **source.format.locate(source.store, unsure)}
+    source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in {c.extent.file for t in used.values() for c in t.chunks})
+    watched = _read_whole(plan, assumed)
+    sink = FillSink(memory, watched)
+    report.read_nbytes += run(
+        schedule(plan, assumed, *tile_bytes(memory_bytes, jobs)), source.store, sink, jobs, looks_ahead=False
+    ).read_nbytes
+    found = source.format.locate(source.store, used.values())
+    wrong = {t.fqn for t in used.values() for c in t.chunks if c.extent in found and found[c.extent][:5] != assumed[c.extent][:5]}
+    crcs = {assumed[at]: extent.crc32 for at, extent in found.items() if extent[:5] == assumed[at][:5]}
+    sink.finish({extent: crc for extent, crc in crcs.items() if crc is not None})
+    report.num_proved += sink.num_proved
+    if wrong:
+        again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
+        run(schedule(again, found, *tile_bytes(memory_bytes, jobs)), source.store, FillSink(memory, ()), jobs)
 
 
 def _distinct(shards: Sequence[Shard]) -> list[Shard]:
@@ -168,7 +192,7 @@ def _used(entry: TensorEntry, numbers: set[int]) -> TensorEntry:
 
 
 def _read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> list[Extent]:
-    """Returns the payloads that this rank reads in full and whose checksum is known."""
+    """Returns the payloads that this rank reads in full."""
     whole: list[Extent] = []
     for tensor in plan.tensors:
         taken: dict[int, int] = {}
@@ -176,7 +200,7 @@ def _read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> list[Extent]:
             taken[copy.src] = taken.get(copy.src, 0) + copy.box.numel
         for number, numel in taken.items():
             extent = located.get(tensor.chunks[number].extent, tensor.chunks[number].extent)
-            if extent.crc32 is not None and extent.strides is None and numel == tensor.chunks[number].box.numel:
+            if extent.strides is None and numel == tensor.chunks[number].box.numel:
                 whole.append(extent)
     return whole
 
@@ -184,6 +208,19 @@ def _read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> list[Extent]:
 def _read_object(source: Source, name: str, trust_pickle: bool) -> Any:
     extent = source.catalog.objects[name].extent
     return unpack(read(source.store, extent.file, extent.start, extent.nbytes), name, trust_pickle)
+
+
+def _check_alike(source: Source, found: Match) -> None:
+    """Makes sure that the parameters of one group were saved with the same options."""
+    for ours, names in found.alike.items():
+        extents = [source.catalog.objects[n].extent for n in names]
+        first, *others = (read(source.store, e.file, e.start, e.nbytes) for e in extents)
+        different = [n for n, data in zip(names[1:], others, strict=True) if data != first]
+        if different:
+            raise PlanError(
+                f"parameters of one group were saved with different options: {printable(names[0])!r} and {printable(different[0])!r}",
+                hint=f"group the parameters as they were when they were saved ({printable(ours)!r})",
+            )
 
 
 def _per_rank(source: Source, name: str, wrapper: PerRank, group: Group, trust_pickle: bool, report: LoadReport) -> tuple[Any] | None:

@@ -23,7 +23,8 @@ class Match(NamedTuple):
     """How the names of a state and of a checkpoint meet: ours to stored.
 
     `new` has stored names below free values, which become whatever was stored; `gone` ours that are left out for that reason,
-    or because the checkpoint has no optimizer state of that parameter.
+    or because the checkpoint has no optimizer state of that parameter. `alike` has stored names that must hold the same as one of
+    `objects`: an option that a flattened optimizer keeps for every parameter of a group.
     """
 
     tensors: dict[str, str]
@@ -31,6 +32,7 @@ class Match(NamedTuple):
     new: list[str]
     gone: set[str]
     notes: list[str]
+    alike: dict[str, list[str]]
 
 
 def root_of(name: str) -> str:
@@ -46,6 +48,8 @@ def match(exported: Exported, catalog: Catalog, wanted: Callable[[str], bool], s
     """
     notes: list[str] = []
     names = _mapping(exported, catalog, notes)
+    alike, settled = _groups_by_parameter(exported, catalog)
+    names |= {n: stored[0] for n, stored in alike.items()}
     tensors = {n: names.get(n, n) for n in exported.tensors if wanted(n)}
     objects = {n: names.get(n, n) for n in exported.objects if wanted(n)}
     missing = [n for n, stored in tensors.items() if stored not in catalog.tensors]
@@ -55,8 +59,8 @@ def match(exported: Exported, catalog: Catalog, wanted: Callable[[str], bool], s
     free = [".".join(map(str, path)) for path in exported.free]
     below = {f: [n for n in (*catalog.tensors, *catalog.objects) if _is_below(n, f) and wanted(n)] for f in free}
     gone = {n for n in (*missing, *missing_objects) for f in free if _is_below(n, f) and below[f]} | stateless
-    absent = [n for n in (*missing, *missing_objects) if n not in tied and n not in gone]
-    used = {*tensors.values(), *objects.values()}
+    absent = [n for n in (*missing, *missing_objects) if n not in tied | settled and n not in gone]
+    used = {*tensors.values(), *objects.values(), *(s for stored in alike.values() for s in stored)}
     new = [n for names_below in below.values() for n in names_below if n not in used]
     extra = _extra(exported, catalog, {*used, *new}, wanted) if strict else []
     fitting = {n: s for n, s in tensors.items() if s in catalog.tensors}
@@ -75,7 +79,7 @@ def match(exported: Exported, catalog: Catalog, wanted: Callable[[str], bool], s
     )
     if left and not any(names):
         notes.append(f"not asked for and left out: {_some(left)}")
-    return Match(fitting, {n: s for n, s in objects.items() if s in catalog.objects}, new, gone, notes)
+    return Match(fitting, {n: s for n, s in objects.items() if s in catalog.objects}, new, gone, notes, alike)
 
 
 def _is_below(name: str, path: str) -> bool:
@@ -102,6 +106,26 @@ def _mapping(exported: Exported, catalog: Catalog, notes: list[str]) -> dict[str
                 )
                 break
     return result
+
+
+def _groups_by_parameter(exported: Exported, catalog: Catalog) -> tuple[dict[str, list[str]], set[str]]:
+    """Pairs the options of param_groups with those of a flattened optimizer, which keeps them per parameter (torchtitan).
+
+    Returns:
+        For each of our options all stored names; and the names of our groups' lists of parameters, which have nothing stored.
+    """
+    alike: dict[str, list[str]] = {}
+    settled: set[str] = set()
+    for name, path in exported.paths.items():
+        if len(path) < 4 or path[-3] != "param_groups" or name in catalog.objects or name in catalog.tensors:
+            continue
+        *root, _, option = map(str, path)
+        members = exported.objects.get(".".join((*map(str, path[:-1]), "params")), ())
+        stored = [s for fqn in members if (s := ".".join((*root, fqn, option))) in catalog.objects]
+        if stored:
+            alike[name] = stored
+            settled.add(".".join((*map(str, path[:-1]), "params")))
+    return alike, settled
 
 
 def _tied(exported: Exported, missing: Sequence[str], tensors: Mapping[str, str], catalog: Catalog) -> set[str]:

@@ -25,7 +25,7 @@ from ckpt_tools.engine.run import Totals, run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import PlanError, StorageError, printable
-from ckpt_tools.formats import Request, Source, TargetTensor, dcp, open_source, safetensors, whole_tensor
+from ckpt_tools.formats import Request, Source, TargetTensor, accelerate, dcp, open_source, safetensors, whole_tensor
 from ckpt_tools.formats.base import Format
 from ckpt_tools.layout import reshard_boxes, split
 from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_tensors
@@ -164,8 +164,8 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     """
     source = open_source(src)
     catalog = source.catalog
-    if source.format is not dcp:
-        raise PlanError(f"reshard reads DCP, got {source.format.NAME} ({printable(str(source.path))})")
+    if source.format not in (dcp, accelerate):
+        raise PlanError(f"reshard reads DCP and Accelerate, got {source.format.NAME} ({printable(str(source.path))})")
     if to_ranks < 1:
         raise PlanError(f"a checkpoint is split for at least 1 rank, got {to_ranks}")
     if from_ranks is not None and from_ranks != catalog.world_size:

@@ -67,8 +67,11 @@ class Store(Protocol):
         """What this store can do."""
         ...
 
-    def list_files(self) -> Mapping[str, int]:
-        """Returns the files directly under the root with their sizes in bytes; links and devices that leave it are omitted."""
+    def list_files(self, below: bool = False) -> Mapping[str, int]:
+        """Returns the files directly under the root with their sizes in bytes; links and devices that leave it are omitted.
+
+        With `below`, also those in the folders directly under it, as `folder/name`.
+        """
         ...
 
     def size(self, path: str) -> int:

@@ -17,6 +17,7 @@ from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Capabilities, Writer, check_path
 
 _FLUSH_BYTES = 32 << 20
+_LONG_BYTES = 64 << 20
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 if _sync_file_range is not None:
@@ -45,12 +46,16 @@ class LocalStore:
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def list_files(self) -> Mapping[str, int]:
+    def list_files(self, below: bool = False) -> Mapping[str, int]:
         try:
             found = sorted(os.scandir(self.root), key=lambda e: e.name)
-            return {e.name: e.stat().st_size for e in found if e.is_file() and self._is_inside(e.path)}
+            files = {e.name: e.stat().st_size for e in found if e.is_file() and self._is_inside(e.path)}
+            for folder in (e for e in found if below and e.is_dir() and self._is_inside(e.path)):
+                inner = sorted(os.scandir(folder.path), key=lambda e: e.name)
+                files |= {f"{folder.name}/{e.name}": e.stat().st_size for e in inner if e.is_file() and self._is_inside(e.path)}
         except OSError as error:
             raise failed("list a directory", self.root, error) from error
+        return files
 
     def size(self, path: str) -> int:
         return os.fstat(self._open(path)).st_size
@@ -74,8 +79,9 @@ class LocalStore:
         return None
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        for path, start, nbytes in ranges:
-            os.posix_fadvise(self._open(path), start, nbytes, os.POSIX_FADV_WILLNEED)
+        for path, start, nbytes in ranges:  # of a long range, the kernel reads ahead better by itself, once it knows
+            advice = os.POSIX_FADV_WILLNEED if nbytes < _LONG_BYTES else os.POSIX_FADV_SEQUENTIAL
+            os.posix_fadvise(self._open(path), start, nbytes, advice)
 
     def create(self, path: str, nbytes: int) -> Writer:
         return _LocalWriter(self.root / check_path(path, str(self.root)), nbytes)

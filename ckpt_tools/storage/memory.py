@@ -20,8 +20,8 @@ class MemoryStore:
         self.url = url
         self.files = {name: memoryview(data).cast("B") for name, data in (files or {}).items()}
 
-    def list_files(self) -> Mapping[str, int]:
-        return {name: len(view) for name, view in sorted(self.files.items())}
+    def list_files(self, below: bool = False) -> Mapping[str, int]:
+        return {name: len(view) for name, view in sorted(self.files.items()) if name.count("/") <= below}
 
     def size(self, path: str) -> int:
         return len(self._view(path))

@@ -1,4 +1,4 @@
-"""Real jobs that save and resume with the manager: `torchrun … tests/dist/manage.py ROOT {save|resume|stock} CASE …`.
+"""Real jobs that save and resume with the manager: `torchrun … tests/dist/manage.py ROOT {save|resume|stock|titan|accelerate} CASE …`.
 
 `save` trains, saves twice (blocking, then in the background), disturbs everything, resumes, and compares bit for bit with
 what was live; rank 0 writes the live state as whole tensors to ROOT/CASE.pt. `resume` loads it on another number of ranks.
@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ckpt_tools import CheckpointManager, PerRank, RngState
+from ckpt_tools import CheckpointError, CheckpointManager, PerRank, RngState
 from tests.dist.save import Net, adamw, whole
 
 
@@ -181,8 +181,71 @@ def stock(root, case):
     assert (state["step"], state["note"]) == (7, "ünï\n")
 
 
+def titan(root, case):
+    """What `tests/dist/save.py` wrote as torchtitan does: the model at the top, the optimizer flattened."""
+    torch.manual_seed(99)
+    model = fsdp2(Net())
+    optimizer = adamw(model)
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 77.0
+    state = {"model": model, "optimizer": optimizer, "train_state": {"step": torch.tensor(0)}}
+    with CheckpointManager(root / f"scratch-{case}-{dist.get_world_size()}") as checkpoints:
+        checkpoints.resume(state, path=root / case)
+        assert any("model.* was stored as *" in note for note in checkpoints.last_load.notes)
+    want = torch.load(root / f"{case}.pt", weights_only=False)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    assert_same(whole(get_optimizer_state_dict(model, optimizer, options=options)), want["optimizer"])
+    assert_same(whole(get_model_state_dict(model)), {k: v for k, v in want.items() if k not in ("optimizer", "train_state")})
+    assert state["train_state"]["step"].item() == 5
+    one = torch.optim.AdamW(model.parameters())  # groups them in another way: some had weight decay, others none
+    try:
+        with CheckpointManager(root / f"scratch-{case}-{dist.get_world_size()}") as checkpoints:
+            checkpoints.resume({"model": model, "optimizer": one}, path=root / case, strict=False)
+    except CheckpointError as error:
+        assert "parameters of one group were saved with different options" in str(error), error
+    else:
+        raise AssertionError("not refused")
+
+
+def accelerate(root, case):
+    """Accelerate's own functions save, and read what the manager saved."""
+    from types import SimpleNamespace
+
+    from accelerate import PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin, merge_fsdp_weights, save_fsdp_model, save_fsdp_optimizer
+
+    model, optimizers = build("fsdp2")
+    train(model, optimizers, 2)
+    outer = root / f"{case}-{dist.get_world_size()}" / "checkpoint-2"
+    if dist.get_rank() == 0:
+        outer.mkdir(parents=True)
+    dist.barrier()
+    PartialState(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    rank = dist.get_rank()
+    job = SimpleNamespace(
+        is_fsdp2=True, process_index=rank, is_main_process=rank == 0, num_processes=dist.get_world_size(), wait_for_everyone=dist.barrier,
+        multi_device=True, distributed_type=None,
+    )  # fmt: skip
+    save_fsdp_model(plugin, job, model, str(outer), 0)
+    save_fsdp_optimizer(plugin, job, optimizers[0], model, str(outer), 0)
+    dist.barrier()
+    want = snapshot(model, optimizers)
+    train(model, optimizers, 1)
+    with CheckpointManager(outer.parent / "run") as checkpoints:
+        assert checkpoints.resume({"model": model, "optimizer": optimizers[0]}, path=outer) == 2
+        assert_same(snapshot(model, optimizers), want)
+        checkpoints.save(3, {"model": model})  # a model alone: Accelerate's merge takes nothing else, of stock DCP either
+    if rank == 0:
+        torch.save(want, outer.parent / "want.pt")
+        merge_fsdp_weights(str(outer.parent / "run" / "step-00000003"), str(outer.parent / "merged"))
+        from safetensors.torch import load_file
+
+        assert_same(load_file(outer.parent / "merged" / "model.safetensors"), want["model"])
+
+
 def main() -> None:
-    root, action = Path(sys.argv[1]), {"save": save, "resume": resume, "stock": stock}[sys.argv[2]]
+    root, action = Path(sys.argv[1]), {"save": save, "resume": resume, "stock": stock, "titan": titan, "accelerate": accelerate}[sys.argv[2]]
     dist.init_process_group("gloo")
     for case in sys.argv[3:]:
         action(root, case)

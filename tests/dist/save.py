@@ -179,6 +179,19 @@ def case_titan():
     return {**model, "optimizer": {"state.layers.0.wq.weight.exp_avg": torch.ones(3)}, "train_state": {"step": torch.tensor(5)}, "lr_scheduler": {"last_epoch": 3}}
 
 
+def case_flat():
+    """torchtitan's way with an optimizer: flattened, every option kept per parameter."""
+    torch.manual_seed(0)
+    model = Net()
+    for child in (model.a, model.b, model.c, model.d):
+        fully_shard(child)
+    fully_shard(model)
+    optimizer = adamw(model)
+    train(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    return {**model_state, "optimizer": optimizer_state, "train_state": {"step": torch.tensor(5)}}
+
+
 def case_headless():
     """The coordinator holds nothing: the mesh starts at rank 1; and tensors of which every shard is empty."""
     mesh = DeviceMesh("cpu", list(range(1, dist.get_world_size())))

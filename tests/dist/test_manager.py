@@ -95,6 +95,22 @@ def test_a_stock_checkpoint_resumes(num_ranks: int, saved: Saved) -> None:
     torchrun(num_ranks, "manage.py", str(saved(8)), "stock", "adamw", "local")
 
 
+def test_a_flattened_checkpoint_as_torchtitan_writes_it_resumes(saved: Saved) -> None:
+    torchrun(3, "manage.py", str(saved(8)), "titan", "flat")
+
+
+def test_accelerate_reads_what_the_manager_wrote_and_the_other_way_round(tmp_path: Path) -> None:
+    torchrun(3, "manage.py", str(tmp_path), "accelerate", "acc")
+    outer = tmp_path / "acc-3" / "checkpoint-2"
+    want = torch.load(tmp_path / "acc-3" / "want.pt", weights_only=False)["model"]
+    ckpt_tools.merge(outer, tmp_path / "m.safetensors")
+    assert_same(load_file(tmp_path / "m.safetensors"), want)
+    report = ckpt_tools.inspect(outer)
+    assert (report.format, report.world_size, set(report.by_key)) == ("accelerate", 3, {"model", "optimizer"})
+    ckpt_tools.reshard(outer, tmp_path / "one", to_ranks=2)
+    assert_same(stock_load(tmp_path / "one", tmp_path)["model"], want)
+
+
 PLUGGED = "adamw hsdp tp columns dtypes strided names fsdp1 titan headless"
 
 

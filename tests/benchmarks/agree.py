@@ -1,0 +1,106 @@
+"""What a save costs besides its bytes, at many ranks: the plan, what ranks tell each other, the metadata.
+
+    python tests/benchmarks/agree.py [--ranks 64 128 256 512 1024] [--tensors 1000]
+
+One process plays all ranks: it makes what each would send, measures it, and does rank 0's work on it. The first save plans;
+the next ones, with an unchanged layout, do not. Beside it, what stock DCP does on rank 0 in every save: gather all plans, join
+them (`create_default_global_save_plan`), gather all results, pickle the metadata.
+"""
+
+import argparse
+import os
+import pickle
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from ckpt_tools.box import Box
+from ckpt_tools.commit import staging
+from ckpt_tools.formats.dcp_metadata import Place
+from ckpt_tools.live.save import Layout, _prints, _seal, assign
+from ckpt_tools.live.write import Offer, commit, plan_file
+
+ROWS, COLUMNS = 4096, 64
+
+
+def offers_of(rank: int, num_ranks: int, num_tensors: int) -> tuple[Offer, ...]:
+    step = -(-ROWS // num_ranks)
+    low, high = min(ROWS, rank * step), min(ROWS, (rank + 1) * step)
+    box = Box((low, 0), (high - low, COLUMNS))
+    return tuple(Offer(f"model.layers.{i // 10}.block.w{i % 10}", "float32", (ROWS, COLUMNS), box) for i in range(num_tensors))
+
+
+def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
+    """Returns seconds and bytes on rank 0 of a first save, and of the second."""
+    sent = [pickle.dumps((offers_of(r, num_ranks, num_tensors), ("step",) if r == 0 else (), {}), protocol=4) for r in range(num_ranks)]
+    paths = {o.fqn: tuple(o.fqn.split(".")) for o in offers_of(0, num_ranks, num_tensors)}
+    began = time.perf_counter()
+    gathered = [pickle.loads(s) for s in sent]
+    tasks, head = assign([g[0] for g in gathered], [g[1] for g in gathered], paths)
+    tasks_sent = [pickle.dumps(t, protocol=4) for t in tasks]
+    file = plan_file(0, [gathered[0][0][i] for i in tasks[0].offers])
+    planned = time.perf_counter() - began
+    layout = Layout(gathered[0][0], ("step",), tasks[0], file, head)
+    parts = [(1000, 1, ((900, 100),) if r == 0 else ()) for r in range(num_ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "step-00000001"
+        with staging(target, "0" * 36) as place:
+            for rank in range(num_ranks):  # the files that the ranks wrote
+                fd = os.open(place.path / f"__{rank}_0.distcp", os.O_CREAT | os.O_WRONLY)
+                os.ftruncate(fd, 1000)
+                os.close(fd)
+            results = [pickle.dumps(p, protocol=4) for p in parts]
+            began = time.perf_counter()
+            parts = [pickle.loads(r) for r in results]
+            prints = _prints(layout, [1] * len(tasks[0].offers))
+            index = head.template.render({"step": Place("__0_0.distcp", 900, 100)}, "0" * 36)
+            commit(place, index, [p[:2] for p in parts], _seal(head, prints), 1)
+            again = time.perf_counter() - began
+    reduced = 8 * num_tensors  # the fingerprints, by exclusive-or on the way: what rank 0 receives does not grow with the ranks
+    return planned + again, sum(map(len, sent + tasks_sent)), again, sum(map(len, results)) + reduced
+
+
+def stock(num_ranks: int, num_tensors: int) -> tuple[float, int]:
+    plans = []
+    for rank in range(num_ranks):
+        items = [
+            WriteItem(
+                MetadataIndex(o.fqn, torch.Size(o.box.offsets)), WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(o.box.offsets), torch.Size(o.box.sizes)), TensorProperties(torch.float32), torch.Size(o.shape)
+                ),
+            )
+            for o in offers_of(rank, num_ranks, num_tensors)
+        ]  # fmt: skip
+        plans.append(pickle.dumps(SavePlan(items), protocol=4))
+    began = time.perf_counter()
+    _, metadata = create_default_global_save_plan([pickle.loads(p) for p in plans])
+    pickle.dumps(metadata)
+    return time.perf_counter() - began, sum(map(len, plans))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
+    parser.add_argument("--tensors", type=int, default=1000)
+    args = parser.parse_args()
+    print(
+        "| ranks | first save s | MB sent | next save s | KB sent | next / first | stock, every save, s | MB sent |\n|---:|---:|---:|---:|---:|---:|---:|---:|"
+    )
+    for num_ranks in args.ranks:
+        first, sent, again, resent = ours(num_ranks, args.tensors)
+        torch_s, torch_sent = stock(num_ranks, args.tensors)
+        print(
+            f"| {num_ranks} | {first:.2f} | {sent / 1e6:.1f} | {again:.3f} | {resent / 1e3:.0f} | {again / first:.3f}"
+            f" | {torch_s:.2f} | {torch_sent / 1e6:.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

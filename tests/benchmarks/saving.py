@@ -1,0 +1,360 @@
+"""Times saving and loading from inside a job, beside the raw limit and the peers, in turn; prints the tables of docs/benchmarks.md.
+
+    torchrun --standalone --nproc-per-node 4 tests/benchmarks/saving.py DIR --gb 1 --runs 5 [--only sync,async,load]
+
+The state is a decoder of float32 parameters under FSDP2, on CPU. Every time is from the first rank's beginning to the last
+one's end; results are durable unless the name says otherwise; each contender writes to a directory that does not exist yet, and what
+it wrote is removed outside the time. torch_checkpointing takes part where it can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from make_input import shapes
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ckpt_tools import CheckpointManager
+from ckpt_tools.live.shards import as_bytes
+
+try:
+    import torch_checkpointing as tc
+    from torch_checkpointing.staging import CheckpointStagerConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    buffered = LocalFileSystemStorageConfig(use_direct_io=False)  # its O_DIRECT writes fail with EINVAL here: they are not aligned
+except ImportError:
+    tc = None
+
+Times = dict[str, list[float]]
+
+
+def build(gb: float, placement: Shard) -> nn.Module:
+    """A model whose parameters are DTensors, as FSDP2 leaves them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Module()
+    torch.manual_seed(0)
+    for name, shape in shapes(gb, 1024).items():
+        *parents, leaf = name.split(".")
+        owner = model
+        for part in parents:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = getattr(owner, part)
+        dim = placement.dim % len(shape)
+        local = list(shape)
+        step = -(-shape[dim] // mesh.size())
+        local[dim] = max(0, min(step, shape[dim] - step * mesh.get_local_rank()))
+        strides = torch.empty(shape, device="meta").stride()
+        value = DTensor.from_local(torch.rand(local), mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=strides)
+        owner.register_parameter(leaf, nn.Parameter(value))
+    return model
+
+
+def timed(call: Callable[[], object]) -> float:
+    """From the first rank's beginning to the last one's end: with more ranks than cores, they neither begin nor end together."""
+    dist.barrier()
+    began = time.monotonic()
+    call()
+    span = torch.tensor([-began, time.monotonic()], dtype=torch.float64)
+    dist.all_reduce(span, dist.ReduceOp.MAX)
+    return span.sum().item()
+
+
+def settle(folder: Path) -> None:
+    """Removes what was written and lets the disk come to rest."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        with (folder.parent / "settle").open("wb") as file:
+            for _ in range(2000):
+                file.write(bytes(1 << 20))
+        (folder.parent / "settle").unlink()
+        folder.mkdir()
+        os.sync()
+    dist.barrier()
+
+
+def fsync_all(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+
+
+def forget(source: Path | None) -> None:
+    """Makes the page cache forget a checkpoint."""
+    if source is not None and dist.get_rank() == 0:
+        for path in source.iterdir():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+    dist.barrier()
+
+
+def rounds(contenders: dict[str, Callable[[], float]], runs: int, folder: Path, cold: Path | None = None) -> Times:
+    """Runs all in turn, another one first in every round; the first round warms up and is not counted."""
+    times: Times = {name: [] for name in contenders}
+    names = list(contenders)
+    for number in range(runs + 1):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            settle(folder)
+            forget(cold)
+            took = contenders[name]()
+            if number:
+                times[name].append(took)
+    return times
+
+
+def show(title: str, times: Times, base: str, nbytes: int) -> None:
+    if dist.get_rank():
+        return
+    print(f"\n{title}\n\n| | median s | min–max | GB/s | against {base} |\n|---|---:|---:|---:|---:|")
+    reference = statistics.median(times[base])
+    for name, values in times.items():
+        median = statistics.median(values)
+        print(
+            f"| {name} | {median:.3f} | {min(values):.3f}–{max(values):.3f} | {nbytes / median / 1e9:.2f} | {median / reference:.2f} |",
+            flush=True,
+        )
+
+
+# ---- contenders --------------------------------------------------------------------------------------------------------------
+
+
+def raw_write(folder: Path, local: list[memoryview]) -> float:
+    def call() -> None:
+        fd = os.open(folder / f"raw{dist.get_rank()}", os.O_WRONLY | os.O_CREAT)
+        at = 0
+        for view in local:
+            while len(view):
+                count = os.pwrite(fd, view, at)
+                at, view = at + count, view[count:]
+        os.fsync(fd)
+        os.close(fd)
+
+    return timed(call)
+
+
+def peer_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+def sync_saves(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[str, Callable[[], float]]:
+    local = [as_bytes(p._local_tensor) for p in model.parameters()]
+    number = [0]
+
+    def ours() -> float:
+        number[0] += 1
+        return timed(lambda: manager.save(number[0], {"model": model}, asynchronous=False))
+
+    def stock(threads: int) -> Callable[[], float]:
+        def call() -> float:
+            return timed(
+                lambda: dcp.save({"model": peer_state(model)}, storage_writer=FileSystemWriter(folder / "dcp", thread_count=threads))
+            )
+
+        return call
+
+    found = {"raw: pwrite, fsync": lambda: raw_write(folder, local), "CheckpointManager": ours}
+    found |= {f"dcp.save, {n} thread{'s' * (n > 1)}": stock(n) for n in (1, 2, 4)}
+    if tc is not None:
+        saver = tc.CheckpointManager(tc.CheckpointManager.Config(save=tc.SyncCheckpointSaverConfig(), storage_config=buffered))
+
+        def meta() -> None:
+            saver.save(str(folder / "tc"), {"model": peer_state(model)})
+
+        def meta_durable() -> None:
+            meta()
+            dist.barrier()
+            fsync_all(folder / "tc") if dist.get_rank() == 0 else None
+
+        found |= {"torch_checkpointing, not durable": lambda: timed(meta), "torch_checkpointing, then fsync": lambda: timed(meta_durable)}
+    return found
+
+
+def stalls(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[str, Callable[[], float]]:
+    """How long the loop stands still; the writing itself is waited for outside the time."""
+    parameters = [p._local_tensor for p in model.parameters()]
+    buffers = [torch.empty_like(p) for p in parameters]
+    number = [10_000]
+
+    def copy() -> None:
+        for buffer, parameter in zip(buffers, parameters, strict=True):
+            buffer.copy_(parameter.detach())
+
+    def ours() -> float:
+        number[0] += 1
+        took = timed(lambda: manager.save(number[0], {"model": model}))
+        manager.wait()
+        return took
+
+    def stock(kind: AsyncCheckpointerType) -> Callable[[], float]:
+        def call() -> float:
+            futures = []
+            state = {"model": peer_state(model)}
+            took = timed(lambda: futures.append(dcp.async_save(state, checkpoint_id=folder / "dcp", async_checkpointer_type=kind)))
+            futures[0].result()
+            return took
+
+        return call
+
+    found = {"memory copy": lambda: timed(copy), "CheckpointManager": ours}
+    found |= {f"dcp.async_save, {kind.value}": stock(kind) for kind in AsyncCheckpointerType}
+    if tc is not None:
+        staging = CheckpointStagerConfig(use_pinned_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+        config = tc.CheckpointManager.Config(save=tc.AsyncCheckpointSaverConfig(staging_config=staging), storage_config=buffered)
+        saver = tc.CheckpointManager(config)
+
+        def meta() -> float:
+            futures = []
+            took = timed(lambda: futures.append(saver.save(str(folder / "tc"), {"model": peer_state(model)})))
+            futures[0].result()
+            return took
+
+        found["torch_checkpointing"] = meta
+    return found
+
+
+def loads(model: nn.Module, source: Path, manager: CheckpointManager) -> dict[str, Callable[[], float]]:
+    views = [as_bytes(p._local_tensor) for p in model.parameters()]
+    files = sorted(source.glob("*.distcp"))
+    sizes = [f.stat().st_size for f in files]
+
+    def raw() -> None:
+        """As many bytes as this rank needs, from the same files, in one sweep."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        at, fds = sum(sizes) * rank // world, [os.open(f, os.O_RDONLY) for f in files]
+        for view in views:
+            while len(view):
+                number, start = 0, at
+                while number < len(files) - 1 and start >= sizes[number]:
+                    start -= sizes[number]
+                    number += 1
+                count = os.preadv(fds[number], [view[: max(1, sizes[number] - start)]], start)
+                if not count:
+                    break
+                at, view = at + count, view[count:]
+        for fd in fds:
+            os.close(fd)
+        assert at - sum(sizes) * rank // world >= 0.99 * sum(map(len, views)), "the end of the files came too early"
+
+    def stock() -> None:
+        dcp.load({"model": peer_state(model)}, checkpoint_id=source)
+
+    return {
+        "raw: preadv": lambda: timed(raw),
+        "CheckpointManager": lambda: timed(lambda: manager.resume({"model": model}, path=source)),
+        "dcp.load": lambda: timed(stock),
+    }
+
+
+def interference(model: nn.Module, manager: CheckpointManager, runs: int) -> None:
+    """How much the loop slows down while a save is being written, by its Python and by its arithmetic."""
+    matrix = torch.rand(384, 384)
+
+    def python() -> None:
+        sum(range(2000))
+
+    def arithmetic() -> None:
+        matrix @ matrix
+
+    def per_second(work: Callable[[], None], is_over: Callable[[], bool]) -> float:
+        began, count = time.perf_counter(), 0
+        while not is_over():
+            for _ in range(20):
+                work()
+            count += 20
+        return count / (time.perf_counter() - began)
+
+    rows = []
+    for name, work in (("Python", python), ("matrix products", arithmetic)):
+        ratios = []
+        for number in range(runs):
+            end = time.monotonic() + 0.5
+            alone = per_second(work, lambda end=end: time.monotonic() > end)
+            manager.save(20_000 + number + 1000 * len(rows), {"model": model})
+            running = manager._running
+            ratios.append(per_second(work, running.done) / alone)
+            manager.wait()
+        rows.append((name, statistics.median(ratios)))
+    if dist.get_rank() == 0:
+        print("\nSpeed of the loop while a save is being written, of its speed alone: " + ", ".join(f"{n} {r:.2f}" for n, r in rows))
+
+
+def show_loads(model: nn.Module, source: Path, manager: CheckpointManager, runs: int, what: str, nbytes: int) -> None:
+    for title, cold in (("warm page cache", None), ("cold", source)):
+        times = rounds(loads(model, source, manager), runs, source.parent / "out", cold)
+        show(f"Load, {what}, from {source.name}, {title}", times, "raw: preadv", nbytes)
+    report = manager.last_load
+    if dist.get_rank() == 0:
+        print(f"\nbytes read / needed on rank 0: {report.read_nbytes / report.needed_nbytes:.4f}; chunks proved: {report.num_proved}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("dir", type=Path)
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", default="sync,async,load")
+    parser.add_argument("--dim", type=int, default=0)
+    parser.add_argument("--source", type=Path, help="for load: a checkpoint, of any number of ranks, instead of one of these ranks")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    model = build(args.gb, Shard(args.dim))
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    what = f"{nbytes / 1e9:.1f} GB on {dist.get_world_size()} ranks"
+    work = args.dir / "work"
+    if dist.get_rank() == 0:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+    dist.barrier()
+    with CheckpointManager(work, keep_last=1) as manager:
+        if "sync" in args.only.split(","):
+            show(
+                f"Blocking save, {what}",
+                rounds(sync_saves(model, work / "out", manager), args.runs, work / "out"),
+                "raw: pwrite, fsync",
+                nbytes,
+            )
+        if "async" in args.only.split(","):
+            show(
+                f"Stall of a save in the background, {what}",
+                rounds(stalls(model, work / "out", manager), args.runs, work / "out"),
+                "memory copy",
+                nbytes,
+            )
+        if "interference" in args.only.split(","):
+            interference(model, manager, args.runs)
+        if "load" in args.only.split(","):
+            if not args.source:
+                manager.save(1_000_000, {"model": model}, asynchronous=False)
+            show_loads(model, args.source or work / "step-01000000", manager, args.runs, what, nbytes)
+    if dist.get_rank() == 0:
+        print(f"largest memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+        if "load" not in args.only.split(",") or args.source:
+            shutil.rmtree(work)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
