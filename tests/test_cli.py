@@ -128,7 +128,7 @@ def test_a_link_that_leads_out_of_the_checkpoint_is_refused(src: Path, ckpt: Run
     ("args", "code", "message"),
     [
         (["inspect", "nowhere"], 10, "no such path: nowhere"),
-        (["inspect", "empty"], 10, "looked for .metadata or *.safetensors"),
+        (["inspect", "empty"], 10, "looked for .metadata or pytorch_model_fsdp_0/ or *.safetensors"),
         (["inspect", "src/__0_0.distcp"], 10, "give the directory: src"),
         (["inspect", "two"], 10, "2 checkpoints lie below two"),
         (["merge", "src", "src/m.safetensors"], 15, "lies in the source"),

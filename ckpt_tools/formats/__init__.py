@@ -90,8 +90,8 @@ def _file_format(path: Path) -> Format:
 
 
 def _recognise(root: Path) -> Format | None:
-    folders = any(e.name.startswith("pytorch_model_fsdp_") for e in os.scandir(root) if e.is_dir())
-    files = LocalStore(root).list_files(below=folders)
+    has_parts = any(name.startswith("pytorch_model_fsdp_") for name in os.listdir(root))
+    files = LocalStore(root).list_files(below=has_parts)
     return next((f for f in FORMATS if f.recognise(files)), None)
 
 

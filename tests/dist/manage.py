@@ -236,9 +236,9 @@ def accelerate(root, case):
         assert checkpoints.resume({"model": model, "optimizer": optimizers[0]}, path=outer) == 2
         assert_same(snapshot(model, optimizers), want)
         checkpoints.save(3, {"model": model})  # a model alone: Accelerate's merge takes nothing else, of stock DCP either
+    merge_fsdp_weights(str(outer.parent / "run" / "step-00000003"), str(outer.parent / "merged"))
     if rank == 0:
         torch.save(want, outer.parent / "want.pt")
-        merge_fsdp_weights(str(outer.parent / "run" / "step-00000003"), str(outer.parent / "merged"))
         from safetensors.torch import load_file
 
         assert_same(load_file(outer.parent / "merged" / "model.safetensors"), want["model"])

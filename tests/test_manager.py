@@ -1,0 +1,280 @@
+"""The manager in one process: what fits and what does not, damage, policies, and what happens in the background."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from ckpt_tools import CheckpointManager, IntegrityError, NotACheckpointError, PerRank, PlanError, RngState, StorageError, UnsafePickleError
+from ckpt_tools.steps import list_steps
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 8, extra: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, width), nn.Linear(width, 4)
+        if extra:
+            self.third = nn.Linear(4, 4)
+
+
+def trained(model: nn.Module) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = Mlp()
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(7, {"model": model, "optimizer": trained(model), "epoch": 2, "best": [0.5, None]}, asynchronous=False)
+    return tmp_path
+
+
+def resume(root: Path, state: dict[str, Any], **options: Any) -> CheckpointManager:
+    with CheckpointManager(root) as checkpoints:
+        assert checkpoints.resume(state, **options) == 7
+    return checkpoints
+
+
+# ---- what fits ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_was_added_is_named_and_may_be_left_as_it_is(saved: Path) -> None:
+    model = Mlp(extra=True)
+    before = copy.deepcopy(model.third.state_dict())
+    with pytest.raises(PlanError, match=r"missing from the checkpoint: 2\n    model.third.weight +float32 \[4, 4\]") as caught:
+        resume(saved, {"model": model})
+    assert "strict=False" in (caught.value.hint or "")
+    loaded = resume(saved, {"model": model}, strict=False).last_load
+    assert loaded is not None and any("model.third.weight" in note for note in loaded.notes)
+    assert all(torch.equal(v, before[k]) for k, v in model.third.state_dict().items())
+
+
+def test_a_parameter_that_was_removed_is_named_with_what_is_stored(saved: Path) -> None:
+    model = Mlp()
+    del model.second
+    with pytest.raises(PlanError, match=r"in the checkpoint, but not in the state: 2\n    model.second.weight +float32 \[4, 8\]"):
+        resume(saved, {"model": model})
+    resume(saved, {"model": model}, strict=False)
+
+
+def test_a_changed_shape_and_a_changed_type_are_one_table_and_nothing_is_loaded(saved: Path) -> None:
+    model = Mlp(width=9)
+    model.second.bias = nn.Parameter(model.second.bias.to(torch.bfloat16))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(PlanError) as caught:
+        resume(saved, {"model": model}, strict=False)
+    text = str(caught.value)
+    assert "shapes differ: 3" in text and re.search(r"model.first.weight +state float32 \[9, 4\], checkpoint float32 \[8, 4\]", text)
+    assert "types differ: 1" in text and "state bfloat16 [4], checkpoint float32 [4]" in text
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_nothing_is_cast_unless_asked(saved: Path) -> None:
+    model, source = Mlp().to(torch.bfloat16), Mlp()
+    with pytest.raises(PlanError, match="types differ: 4") as caught:
+        resume(saved, {"model": model})
+    assert "cast=True" in (caught.value.hint or "")
+    resume(saved, {"model": model}, cast=True)
+    resume(saved, {"model": source})
+    assert all(torch.equal(a, b.to(torch.bfloat16)) for a, b in zip(model.parameters(), source.parameters(), strict=True))
+
+
+def test_a_common_prefix_is_recognised_and_said(saved: Path) -> None:
+    wrapped = nn.ModuleDict({"backbone": Mlp()})
+    with pytest.raises(PlanError) as caught:
+        resume(saved, {"model": wrapped})
+    assert caught.value.hint == "the names differ by a prefix only: 'model' in the checkpoint, 'model.backbone' in the state"
+
+
+def test_nearest_names_are_shown(saved: Path) -> None:
+    model = nn.ModuleDict({"firts": nn.Linear(4, 8), "second": nn.Linear(8, 4)})
+    with pytest.raises(PlanError, match=r"model.firts.weight  float32 \[8, 4\]  nearest: model.first.weight"):
+        resume(saved, {"model": model})
+
+
+def test_a_part_is_loaded_by_glob_and_the_rest_keeps_what_it_has(saved: Path) -> None:
+    model, whole = Mlp(), Mlp()
+    before = copy.deepcopy(model.second.state_dict())
+    state = {"model": model, "epoch": 99}
+    resume(saved, state, select=["model.first.*"])
+    resume(saved, {"model": whole})
+    assert torch.equal(model.first.weight, whole.first.weight) and state["epoch"] == 99
+    assert all(torch.equal(v, before[k]) for k, v in model.second.state_dict().items())
+
+
+def test_a_model_alone_of_a_whole_checkpoint(saved: Path) -> None:
+    checkpoints = resume(saved, {"model": Mlp()})
+    assert checkpoints.last_load is not None
+    assert any(note.startswith("not asked for and left out:") and "optimizer" in note for note in checkpoints.last_load.notes)
+
+
+def test_values_become_what_was_stored_whatever_their_structure_now(saved: Path) -> None:
+    state: dict[str, Any] = {"epoch": 0, "best": []}
+    resume(saved, state)
+    assert state == {"epoch": 2, "best": [0.5, None]}
+
+
+# ---- which step ----------------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "new" / "run") as checkpoints:
+        assert checkpoints.resume({"epoch": 0}) == 0 and checkpoints.latest() is None and checkpoints.steps() == []
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(saved: Path) -> None:
+    with CheckpointManager(saved) as checkpoints, pytest.raises(NotACheckpointError, match="no step 8 in .*; there are: 7"):
+        checkpoints.resume({"epoch": 0}, step=8)
+
+
+def test_a_newer_step_that_is_incomplete_is_passed_over_and_the_reason_is_logged(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (saved / "step-00000009").mkdir()
+    with caplog.at_level(logging.WARNING, "ckpt_tools"):
+        resume(saved, {"epoch": 0})
+    assert "passed over" in caplog.text and "the save never finished" in caplog.text
+
+
+def test_retention_keeps_the_last_and_those_kept_by_rule(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=2, keep_every=4) as checkpoints:
+        for step in range(1, 8):
+            checkpoints.save(step, {"w": torch.ones(3)})
+    assert [s.number for s in list_steps(tmp_path)] == [4, 6, 7]
+
+
+def test_what_was_resumed_from_stays_until_a_newer_one_is_committed(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"w": torch.ones(3)})
+    with CheckpointManager(tmp_path, keep_last=1) as checkpoints:
+        checkpoints.resume({"w": torch.ones(3)}, step=1)
+        checkpoints.save(4, {"w": torch.ones(3)})
+        checkpoints.wait()
+        checkpoints.save(5, {"w": torch.ones(3)})
+    assert [s.number for s in list_steps(tmp_path)] == [5]
+
+
+# ---- damage and hostile objects ------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_of_a_tensor_is_found_on_load_and_named(saved: Path) -> None:
+    path = saved / "step-00000007" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    at = data.find(bytes_of_first(saved))
+    data[at + 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match=r"bytes were damaged since they were written: .*'model.first.weight' in __0_0.distcp"):
+        resume(saved, {"model": Mlp()})
+
+
+def bytes_of_first(root: Path) -> bytes:
+    model = Mlp()
+    resume(root, {"model": model})
+    return model.first.weight.detach().numpy().tobytes()
+
+
+class Harm:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("canary"),)
+
+
+def test_an_object_that_asks_for_code_is_refused_and_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"epoch": Harm()}, checkpoint_id=tmp_path / "step-00000007", no_dist=True)
+    with pytest.raises(UnsafePickleError, match="refused an object"):
+        resume(tmp_path, {"epoch": 0})
+    assert not (tmp_path / "canary").exists()
+    resume(tmp_path, {"epoch": 0}, trust_pickle=True)
+
+
+# ---- in the background ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_frozen_at_the_call(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(1_000_000), "scalar": torch.tensor(1.0), "n": [1]}
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        state["w"].fill_(9)
+        state["scalar"].fill_(9)
+        state["n"].append(2)
+        checkpoints.resume(state)
+    assert state["w"].sum() == 0 and state["scalar"] == 1 and state["n"] == [1]
+
+
+def test_a_second_save_waits_or_is_skipped(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(30_000_000)}
+    with CheckpointManager(tmp_path, when_busy="skip", keep_last=9) as checkpoints:
+        assert checkpoints.save(1, state)
+        skipped = not checkpoints.save(2, state)
+        checkpoints.wait()
+        assert checkpoints.save(3, state)
+    assert skipped
+    assert [s.number for s in list_steps(tmp_path)] == [1, 3]
+
+
+def test_memory_is_one_copy_that_is_used_again(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(1000)}
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        first = checkpoints._stage._buffer.data_ptr()
+        checkpoints.save(2, state)
+        assert checkpoints._stage._buffer.data_ptr() == first and checkpoints._stage._buffer.numel() == 4032
+
+
+def test_a_step_is_saved_once(saved: Path) -> None:
+    with CheckpointManager(saved) as checkpoints, pytest.raises(StorageError, match="step 7 is there already"):
+        checkpoints.save(7, {"epoch": 1})
+
+
+def test_threads_end_with_the_manager(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)})
+    assert threading.active_count() == before
+
+
+# ---- values of each rank ---------------------------------------------------------------------------------------------------------
+
+
+def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    def draw() -> tuple[Any, ...]:
+        return random.random(), float(np.random.rand()), torch.rand(2).tolist(), np.random.randn()
+
+    with CheckpointManager(tmp_path) as checkpoints:
+        np.random.randn()  # an odd one: the second of a pair waits
+        checkpoints.save(1, {"rng": RngState()}, asynchronous=False)
+        want = draw()
+        checkpoints.resume({"rng": RngState()})
+        assert draw() == want
+
+
+@pytest.mark.parametrize("policy", ["never", 3, None])
+def test_an_unknown_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(ValueError, match="on_resize"):
+        PerRank(1, on_resize=policy)
+
+
+def test_bad_settings_are_refused(tmp_path: Path) -> None:
+    for options in ({"keep_last": 0}, {"when_busy": "drop"}):
+        with pytest.raises(ValueError, match="keep_last must be at least 1"):
+            CheckpointManager(tmp_path, **options)
+
+
+def test_an_optimizer_without_its_module_is_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as checkpoints, pytest.raises(PlanError, match="no single module of the state has"):
+        checkpoints.save(1, {"optimizer": trained(Mlp())})
