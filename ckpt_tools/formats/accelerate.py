@@ -14,14 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent
-from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats import dcp
+from ckpt_tools.formats.base import Request
+from ckpt_tools.plan import Target
 from ckpt_tools.storage import Store
 
 NAME = "accelerate"
 LOOKS_FOR = "pytorch_model_fsdp_0/"
 _PART = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
-locate, guess, lay_out = dcp.locate, dcp.guess, dcp.lay_out
+locate, guess = dcp.locate, dcp.guess
 
 
 def recognise(files: Mapping[str, int]) -> bool:
@@ -50,6 +52,15 @@ def read_catalog(store: Store) -> Catalog:
         world_size = max(world_size, part.world_size or 0)
     others = sorted(name for name in files if "/" not in name)
     return Catalog(NAME, **joined, world_size=world_size, extras={"beside": ", ".join(map(printable, others))} if others else {})
+
+
+def lay_out(request: Request) -> Target:
+    """Not yet: what is written from one of these is plain DCP.
+
+    Raises:
+        PlanError: always.
+    """
+    raise PlanError(f"Accelerate's layout is read only so far ({len(request.tensors)} tensors)", hint="write DCP")
 
 
 def _move(part: Catalog, folder: str, prefix: str) -> Catalog:

@@ -68,3 +68,24 @@ def test_an_existing_file_is_never_written_over(make) -> None:
 
 def test_hints_are_harmless(make) -> None:
     make({"f": b"0123"}).will_read([("f", 0, 4)])
+
+
+def test_memory_is_shown_only_where_there_is_some_and_within_the_file(make) -> None:
+    store = make({"f": b"0123"})
+    seen = store.view("f", 1, 2)
+    assert seen is None or bytes(seen) == b"12"
+    if seen is not None:
+        with pytest.raises(StorageError):
+            store.view("f", 1, 9)
+
+
+def test_the_files_of_folders_below_are_listed_when_asked_for(make) -> None:
+    store = make({"a": b"1"})
+    if isinstance(store, LocalStore):
+        (store.root / "folder").mkdir()
+        (store.root / "folder" / "b").write_bytes(b"12")
+    else:
+        store = make({"a": b"1", "folder/b": b"12", "folder/deeper/c": b"123"})
+    assert dict(store.list_files()) == {"a": 1}
+    assert dict(store.list_files(below=True)) == {"a": 1, "folder/b": 2}
+    assert read(store, "folder/b") == b"12"
