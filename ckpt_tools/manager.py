@@ -109,11 +109,9 @@ class CheckpointManager:
                 self._lock = lock(self.root)
                 for path in remove_dead(self.root):
                     log.info("removed what a dead job left: %s", path)
-        token = self._group.broadcast(
-            (os.fstat(self._lock).st_ino, os.getpid()) if self._group.rank == 0 else (0, 0), "share the directory"
-        )
+        inode = self._group.broadcast(os.fstat(self._lock).st_ino if self._group.rank == 0 else 0, "share the run's directory")
         with self._group.phase("share the run's directory"):
-            self._see(token[0])
+            self._see(inode)
 
     def _see(self, inode: int) -> None:
         """Makes sure that this rank's directory is rank 0's."""

@@ -15,8 +15,8 @@ from ckpt_tools.steps import damage, list_steps, look_at
 from tests.conftest import torchrun
 from tests.dist.test_real_jobs import assert_same, same_bits, stock_load
 
-CASES = "fsdp2 hsdp tp fsdp1 ddp wrapped tied two all".split()
-ANYWHERE = "fsdp2 fsdp1 ddp wrapped tied two".split()  # the others need a mesh of an even number of ranks
+CASES = "fsdp2 hsdp tp fsdp1 ddp wrapped tied two all big".split()
+ANYWHERE = "fsdp2 fsdp1 ddp wrapped tied two big".split()  # the others need a mesh of an even number of ranks
 
 
 @pytest.fixture(scope="module")
