@@ -35,7 +35,7 @@ from ckpt_tools.live.load import LoadReport, load
 from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
 from ckpt_tools.live.shards import Stage, local_shards
 from ckpt_tools.live.state import export, name_of_rank, pack, state_of
-from ckpt_tools.steps import Step, latest, list_steps, lock, look_at, prune, step_name
+from ckpt_tools.steps import LOCK, Step, latest, list_steps, lock, look_at, prune, step_name
 
 log = logging.getLogger("ckpt_tools")
 
@@ -70,7 +70,7 @@ class CheckpointManager:
             when_busy: what a save does while the one before is still being written: `"wait"` for it, or `"skip"`.
             process_group: the ranks that save together; all where None. One process where torch.distributed is not initialised.
             timeout_s: how long ranks wait for each other before the missing one is named.
-            jobs: threads a rank writes and reads with.
+            jobs: threads a rank writes and reads with; its share of the machine's processors, at most 4, where None.
             handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once.
 
         Raises:
@@ -82,7 +82,8 @@ class CheckpointManager:
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
         self.last_save: SaveReport | None = None
         self.last_load: LoadReport | None = None
-        self._jobs = jobs or 2
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
+        self._jobs = jobs or min(4, max(1, (os.cpu_count() or 1) // ranks_here))
         self._group, self._writers = Group(timeout_s, process_group), Group(timeout_s, process_group)
         self._stage, self._layout = Stage(), None
         self._pool: ThreadPoolExecutor | None = None
@@ -109,16 +110,16 @@ class CheckpointManager:
                 self._lock = lock(self.root)
                 for path in remove_dead(self.root):
                     log.info("removed what a dead job left: %s", path)
-        inode = self._group.broadcast(os.fstat(self._lock).st_ino if self._group.rank == 0 else 0, "share the run's directory")
+        written = self._group.broadcast(os.pread(self._lock, 4096, 0) if self._group.rank == 0 else b"", "share the run's directory")
         with self._group.phase("share the run's directory"):
-            self._see(inode)
+            self._see(written)
 
-    def _see(self, inode: int) -> None:
-        """Makes sure that this rank's directory is rank 0's."""
+    def _see(self, written: bytes) -> None:
+        """Makes sure that this rank's directory is rank 0's: it has the lock file that rank 0 has just written."""
         deadline = time.monotonic() + 10.0
         while True:
             with contextlib.suppress(OSError):
-                if os.stat(self.root / ".ckpt.lock").st_ino == inode:
+                if (self.root / LOCK).read_bytes() == written:
                     return
             if time.monotonic() > deadline:
                 raise StorageError(

@@ -27,7 +27,7 @@ from ckpt_tools.storage import LocalStore, read
 from ckpt_tools.storage.local import failed
 
 _STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?(\d{1,18})")
-_LOCK = ".ckpt.lock"
+LOCK = ".ckpt.lock"
 _BLOCK_BYTES = 4 << 20
 
 
@@ -214,7 +214,7 @@ def lock(root: Path) -> int:
     Raises:
         StorageError: another live job holds it; host, pid and time are named.
     """
-    path = root / _LOCK
+    path = root / LOCK
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -230,4 +230,5 @@ def lock(root: Path) -> int:
     text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{text}\n".encode(), 0)
+    os.fsync(fd)  # so that other nodes see it
     return fd
