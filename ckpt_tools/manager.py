@@ -58,6 +58,7 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
         jobs: int | None = None,
+        read_once: bool = False,
         handle_signals: bool = True,
     ) -> None:
         """Claims a directory for this job, and removes what dead ones left half-written in it.
@@ -71,6 +72,7 @@ class CheckpointManager:
             process_group: the ranks that save together; all where None. One process where torch.distributed is not initialised.
             timeout_s: how long ranks wait for each other before the missing one is named.
             jobs: threads a rank writes and reads with; its share of the machine's processors, at most 4, where None.
+            read_once: of what several ranks need (DDP, HSDP, buffers), one reads and sends; where the store is slower than the network.
             handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once.
 
         Raises:
@@ -80,6 +82,7 @@ class CheckpointManager:
             raise ValueError(f"keep_last must be at least 1 and when_busy 'wait' or 'skip', got {keep_last} and {when_busy!r}")
         self.root = Path(root)
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
+        self.read_once = read_once
         self.last_save: SaveReport | None = None
         self.last_load: LoadReport | None = None
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
@@ -252,7 +255,10 @@ class CheckpointManager:
         number, found = self._group.broadcast(chosen, "find the step to resume")
         if found is None:
             return 0
-        report = load(found, state, self._group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle, jobs=self._jobs)
+        report = load(
+            found, state, self._group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle,
+            read_once=self.read_once, jobs=self._jobs,
+        )  # fmt: skip
         self.last_load = report
         for note in report.notes if self._group.rank == 0 else ():
             log.warning("%s: %s", found.name, note)

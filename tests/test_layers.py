@@ -26,12 +26,22 @@ LEVELS = [
     ],
     ["engine.kernels", "engine.schedule", "engine.sinks", "engine.run", "engine", "commit", "manifest", "steps"],
     ["operations.replicas", "operations.inspect", "operations.transfer", "operations"],
-    ["live.group", "live.shards", "live.state", "live.match", "live.write", "live.save", "live.load", "live"],
+    ["live.group", "live.shards", "live.state", "live.share", "live.match", "live.write", "live.save", "live.load", "live"],
     ["manager", "distributed"],
     ["", "render", "cli", "__main__"],
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
-MAY_IMPORT_TORCH = {"live.group", "live.shards", "live.state", "live.match", "live.save", "live.load", "manager", "distributed"}
+MAY_IMPORT_TORCH = {
+    "live.group",
+    "live.shards",
+    "live.state",
+    "live.share",
+    "live.match",
+    "live.save",
+    "live.load",
+    "manager",
+    "distributed",
+}
 FILES = sorted(ROOT.rglob("*.py"))
 
 

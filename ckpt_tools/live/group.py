@@ -117,6 +117,22 @@ class Group:
         self._call(what, lambda: dist.broadcast_object_list(values, self._root, group=self._pg))
         return values[0]  # type: ignore[no-any-return]
 
+    def exchange(
+        self, sends: Sequence[tuple[int, int, torch.Tensor]], receives: Sequence[tuple[int, int, torch.Tensor]], what: str
+    ) -> None:
+        """Sends tensors to ranks and fills others from ranks, all at once: `(rank, tag, tensor)`, tags the same at both ends."""
+        if self._is_alone:
+            return
+
+        def move() -> None:
+            works = [dist.irecv(t, dist.get_global_rank(self._pg, rank), self._pg, tag) for rank, tag, t in receives]
+            works += [dist.isend(t, dist.get_global_rank(self._pg, rank), self._pg, tag) for rank, tag, t in sends]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+        self._call(what, move)
+
     def _call(self, what: str, collective: Callable[[], object]) -> None:
         self._count += 1
         try:

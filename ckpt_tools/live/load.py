@@ -22,6 +22,7 @@ from ckpt_tools.formats import Source, open_source
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.match import Match, match, root_of
 from ckpt_tools.live.shards import Shard, alias_key, as_bytes, local_shards
+from ckpt_tools.live.share import divide, send_around
 from ckpt_tools.live.state import PerRank, export, name_of_rank, restore, unpack
 from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore, read
@@ -34,7 +35,7 @@ class LoadReport:
     Attributes:
         path: the checkpoint.
         num_tensors, num_objects: how many of the state's entries were loaded.
-        read_nbytes, needed_nbytes: bytes read, and bytes of this rank's shards.
+        read_nbytes, needed_nbytes, received_nbytes: bytes read, bytes of the shards that this rank read, bytes from other ranks.
         num_proved: chunks that were read in full and whose checksum was right.
         notes: what did not carry over and what became of it; names that were mapped; what was left out.
     """
@@ -44,6 +45,7 @@ class LoadReport:
     num_objects: int = 0
     read_nbytes: int = 0
     needed_nbytes: int = 0
+    received_nbytes: int = 0
     num_proved: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -57,6 +59,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     trust_pickle: bool = False,
+    read_once: bool = False,
     jobs: int | None = None,
     memory_bytes: int | None = None,
 ) -> LoadReport:
@@ -70,6 +73,7 @@ def load(
         strict: refuse where the checkpoint lacks something of the state or has more under the same keys; else note it.
         cast: let floating-point tensors change their type on the way.
         trust_pickle: run the code that objects of the checkpoint ask for.
+        read_once: of what several ranks need, one reads and sends.
         jobs, memory_bytes: threads and budget of buffers.
 
     Raises:
@@ -80,18 +84,22 @@ def load(
         source = open_source(path)
         exported = export(state, for_loading=True)
         found = match(exported, source.catalog, matcher(select) if select else lambda _: True, strict, cast, str(source.path))
-    report = LoadReport(str(source.path), notes=found.notes)
-    jobs = jobs or min(4, max(1, (os.cpu_count() or 1)))
-    with group.phase(f"read {printable(str(path))}"):
         made = {n: _make(source.catalog.tensors[n]) for n in found.new if n in source.catalog.tensors}
         tensors = {n: exported.tensors[n] for n in found.tensors} | made
-        _read_tensors(source, tensors, found.tensors, jobs, memory_bytes or DEFAULT_MEMORY_BYTES, report)
+        shards = _distinct(local_shards(tensors))
+    report = LoadReport(str(source.path), notes=found.notes)
+    jobs = jobs or min(4, max(1, (os.cpu_count() or 1)))
+    shards, moves = divide(group, shards) if read_once else (shards, [])
+    with group.phase(f"read {printable(str(path))}"):
+        report.num_tensors = len(tensors)
+        _read_shards(source, shards, found.tensors, jobs, memory_bytes or DEFAULT_MEMORY_BYTES, report)
         wanted = found.objects | {n: n for n in found.new if n in source.catalog.objects}
         values: dict[str, Any] = {ours: _read_object(source, stored, trust_pickle) for ours, stored in wanted.items()}
         _check_alike(source, found)
         report.num_objects = len(values)
         ranks = {n: _per_rank(source, n, w, group, trust_pickle, report) for n, w in exported.per_rank.items() if not select}
         source.store.close()
+    report.received_nbytes = send_around(group, moves) if read_once else 0
     with group.phase(f"restore {printable(str(path))}"):
         touched = {root_of(n) for n in (*tensors, *values)}
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
@@ -111,13 +119,11 @@ def _make(entry: TensorEntry) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
 
 
-def _read_tensors(
-    source: Source, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], jobs: int, memory_bytes: int, report: LoadReport
+def _read_shards(
+    source: Source, shards: Sequence[Shard], names: Mapping[str, str], jobs: int, memory_bytes: int, report: LoadReport
 ) -> None:
-    """Fills this rank's shards of `tensors`; `names` has those that are stored under another name."""
-    shards = _distinct(local_shards(tensors))
+    """Fills shards; `names` has those that are stored under another name."""
     entries = {n: replace(source.catalog.tensors[names.get(n, n)], fqn=n) for n in {s.fqn for s in shards}}
-    report.num_tensors = len(tensors)
     fill(replace(source, catalog=replace(source.catalog, tensors=entries)), shards, jobs, memory_bytes, report)
 
 

@@ -307,6 +307,27 @@ def show_loads(model: nn.Module, source: Path, manager: CheckpointManager, runs:
         print(f"\nbytes read / needed on rank 0: {report.read_nbytes / report.needed_nbytes:.4f}; chunks proved: {report.num_proved}")
 
 
+def replicas(root: Path, gb: float, runs: int) -> None:
+    """A model that every rank holds whole, as under DDP: all read it, or one reads each part and sends it."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({name.replace(".", "_"): nn.Parameter(torch.rand(shape)) for name, shape in shapes(gb, 1024).items()})
+    with CheckpointManager(root / "all") as everybody, CheckpointManager(root / "one", read_once=True) as once:
+        everybody.save(1, {"model": model}, asynchronous=False)
+        source = root / "all" / "step-00000001"
+        for title, cold in (("warm page cache", None), ("cold", source)):
+            contenders = {
+                "all ranks read": lambda: timed(lambda: everybody.resume({"model": model}, path=source)),
+                "read_once": lambda: timed(lambda: once.resume({"model": model}, path=source)),
+            }
+            times = rounds(contenders, runs, root / "out", cold)
+            show(
+                f"Load of {gb:g} GB that each of {dist.get_world_size()} ranks needs, one host, {title}",
+                times,
+                "all ranks read",
+                int(gb * 1e9),
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("dir", type=Path)
@@ -342,6 +363,8 @@ def main() -> None:
                 "memory copy",
                 nbytes,
             )
+        if "replicas" in args.only.split(","):
+            replicas(work / "replicas", args.gb, args.runs)
         if "interference" in args.only.split(","):
             interference(model, manager, args.runs)
         if "load" in args.only.split(","):

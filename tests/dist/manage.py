@@ -1,4 +1,4 @@
-"""Real jobs that save and resume with the manager: `torchrun … tests/dist/manage.py ROOT {save|resume|stock|titan|accelerate} CASE …`.
+"""Real jobs that save and resume with the manager: `torchrun … tests/dist/manage.py ROOT {save|resume|once|stock|titan|accelerate} CASE …`.
 
 `save` trains, saves twice (blocking, then in the background), disturbs everything, resumes, and compares bit for bit with
 what was live; rank 0 writes the live state as whole tensors to ROOT/CASE.pt. `resume` loads it on another number of ranks.
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -175,6 +176,23 @@ def resume(root, case):
     train(model, optimizers, 1)
 
 
+def once(root, case):
+    """Every byte is read by one rank and sent to the others that need it."""
+    model, optimizers, state = make_state(case)
+    del state["data"]
+    with CheckpointManager(root / f"{case}-once", read_once=True) as checkpoints:
+        checkpoints.resume(state, path=root / case / "step-00000002", strict=False)
+        report = checkpoints.last_load
+    assert_same(snapshot(model, optimizers), torch.load(root / f"{case}.pt", weights_only=False))
+    totals = torch.tensor([report.needed_nbytes, report.received_nbytes, *[0] * dist.get_world_size()])
+    totals[2 + dist.get_rank()] = report.needed_nbytes
+    dist.all_reduce(totals)
+    stored = sum(v.numel() * v.element_size() for v in flatten_state_dict(snapshot(model, optimizers))[0].values() if isinstance(v, torch.Tensor)) + 20
+    needed, received, *each = totals.tolist()
+    assert needed == stored, (needed, stored)
+    assert received > 0 and max(each) < 0.7 * stored, (each, received)
+
+
 def stock(root, case):
     """What `tests/dist/save.py` wrote with stock `dcp.save` on 8 ranks."""
     torch.manual_seed(99)
@@ -251,7 +269,7 @@ def accelerate(root, case):
 
 
 def main() -> None:
-    root, action = Path(sys.argv[1]), {"save": save, "resume": resume, "stock": stock, "titan": titan, "accelerate": accelerate}[sys.argv[2]]
+    root, action = Path(sys.argv[1]), {"save": save, "resume": resume, "stock": stock, "once": once, "titan": titan, "accelerate": accelerate}[sys.argv[2]]
     dist.init_process_group("gloo")
     for case in sys.argv[3:]:
         action(root, case)

@@ -32,6 +32,10 @@ def test_a_save_of_four_ranks_resumes_bit_for_bit_on_others(num_ranks: int, mana
     torchrun(num_ranks, "manage.py", str(managed), "resume", *ANYWHERE)
 
 
+def test_of_what_several_ranks_need_one_reads_and_sends(managed: Path) -> None:
+    torchrun(4, "manage.py", str(managed), "once", "ddp", "hsdp", "two")
+
+
 def nested(value: Any) -> Any:
     """As DCP nests it: lists become dicts by position where they were flattened; tuples compare as lists."""
     return {str(k): nested(v) for k, v in value.items()} if isinstance(value, dict) else value
