@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_tools.commit import remove_dead
-from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
+from ckpt_tools.errors import CheckpointError, IntegrityError, NotACheckpointError, PeerError, StorageError, printable
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.load import LoadReport, load
 from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
@@ -247,25 +247,41 @@ class CheckpointManager:
         Raises:
             PlanError: the checkpoint does not fit the state; the message is a table.
             NotACheckpointError: there is no such step.
-            CheckpointError: it is damaged; or another rank failed.
+            IntegrityError: it is damaged. Without `step` and `path`, the next older step is loaded instead, and that is logged.
+            CheckpointError: it cannot be read; or another rank failed.
         """
         self.wait()
-        with self._group.phase("find the step to resume"):
-            chosen = self._choose(step, path) if self._group.rank == 0 else (0, None)
-        number, found = self._group.broadcast(chosen, "find the step to resume")
-        if found is None:
-            return 0
-        report = load(
-            found, state, self._group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle,
-            read_once=self.read_once, jobs=self._jobs,
-        )  # fmt: skip
+        damaged: list[Path] = []
+        while True:
+            with self._group.phase("find the step to resume"):
+                chosen = self._choose(step, path, damaged) if self._group.rank == 0 else (0, None)
+            number, found = self._group.broadcast(chosen, "find the step to resume")
+            if found is None:
+                return 0
+            try:
+                report = load(
+                    found, state, self._group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle,
+                    read_once=self.read_once, jobs=self._jobs,
+                )  # fmt: skip
+                break
+            except (IntegrityError, PeerError) as error:
+                if step is not None or path is not None or not self._is_damage(error):
+                    raise
+                if self._group.rank == 0:
+                    log.warning("passed over %s: %s", found, error)
+                damaged.append(found)
         self.last_load = report
         for note in report.notes if self._group.rank == 0 else ():
             log.warning("%s: %s", found.name, note)
         self._resumed = found if path is None else None
         return number
 
-    def _choose(self, step: int | None, path: str | os.PathLike[str] | None) -> tuple[int, Path | None]:
+    def _is_damage(self, error: CheckpointError) -> bool:
+        """Tells, on all ranks alike, whether damaged bytes were what made a load fail on any of them."""
+        found = torch.tensor([isinstance(error, IntegrityError)], dtype=torch.int64)
+        return bool(self._group.sum(found, "find out whether the step is damaged")[0])
+
+    def _choose(self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path]) -> tuple[int, Path | None]:
         if path is not None:
             manifest = look_at(0, Path(path)).manifest if os.path.isdir(path) else None
             digits = re.findall(r"\d+", Path(path).name)
@@ -278,7 +294,9 @@ class CheckpointManager:
             if found.problem:
                 raise NotACheckpointError(f"step {step} is not complete: {found.problem} ({printable(str(found.path))})")
             return step, found.path
-        choice = latest(self.root)
+        choice = latest(self.root, skip=damaged)
+        if damaged and choice.step is None:
+            raise IntegrityError(f"every step is damaged: {', '.join(p.name for p in damaged)} ({printable(str(self.root))})")
         for passed, reason in choice.passed_over:
             log.warning("passed over %s: %s", passed, reason)
         return (choice.step.number, choice.step.path) if choice.step else (0, None)

@@ -12,7 +12,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -139,15 +139,16 @@ def damage(step: Step) -> str:
     return ""
 
 
-def latest(root: str | os.PathLike[str], verify: bool = False) -> Latest:
+def latest(root: str | os.PathLike[str], verify: bool = False, skip: Container[Path] = ()) -> Latest:
     """Finds the newest step that is complete, by number.
 
     Args:
         root: directory of the run.
         verify: also read every byte, and pass over a step whose checksums are wrong.
+        skip: paths that are known to be damaged.
     """
     passed: list[tuple[Path, str]] = []
-    for step in reversed(list_steps(root)):
+    for step in reversed([s for s in list_steps(root) if s.path not in skip]):
         problem = damage(step) if verify else step.problem
         if not problem:
             return Latest(step, passed)

@@ -178,6 +178,8 @@ def test_a_flipped_bit_of_a_tensor_is_found_on_load_and_named(saved: Path) -> No
     data[at + 5] ^= 1
     path.write_bytes(data)
     with pytest.raises(IntegrityError, match=r"bytes were damaged since they were written: .*'model.first.weight' in __0_0.distcp"):
+        resume(saved, {"model": Mlp()}, step=7)
+    with pytest.raises(IntegrityError, match="every step is damaged: step-00000007"):
         resume(saved, {"model": Mlp()})
 
 

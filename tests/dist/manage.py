@@ -1,4 +1,4 @@
-"""Real jobs that save and resume with the manager: `torchrun … tests/dist/manage.py ROOT {save|resume|once|stock|titan|accelerate} CASE …`.
+"""Real jobs that save and resume with the manager: `torchrun … tests/dist/manage.py ROOT {save|resume|once|fallback|stock|titan|accelerate} CASE …`.
 
 `save` trains, saves twice (blocking, then in the background), disturbs everything, resumes, and compares bit for bit with
 what was live; rank 0 writes the live state as whole tensors to ROOT/CASE.pt. `resume` loads it on another number of ranks.
@@ -193,6 +193,24 @@ def once(root, case):
     assert received > 0 and max(each) < 0.7 * stored, (each, received)
 
 
+def fallback(root, case):
+    """One rank meets a flipped bit in the newest step: all go on from the one before."""
+    model, optimizers, state = make_state(case)
+    with CheckpointManager(root / f"{case}-flipped") as checkpoints:
+        checkpoints.save(1, state, asynchronous=False)
+        want = snapshot(model, optimizers)
+        train(model, optimizers, 1)
+        checkpoints.save(2, state, asynchronous=False)
+        newest = checkpoints.latest().path / "__1_0.distcp"
+        if dist.get_rank() == 0:
+            data = bytearray(newest.read_bytes())
+            data[len(data) // 2] ^= 1
+            newest.write_bytes(data)
+        dist.barrier()
+        assert checkpoints.resume(state) == 1
+        assert_same(snapshot(model, optimizers), want)
+
+
 def stock(root, case):
     """What `tests/dist/save.py` wrote with stock `dcp.save` on 8 ranks."""
     torch.manual_seed(99)
@@ -269,7 +287,7 @@ def accelerate(root, case):
 
 
 def main() -> None:
-    root, action = Path(sys.argv[1]), {"save": save, "resume": resume, "stock": stock, "once": once, "titan": titan, "accelerate": accelerate}[sys.argv[2]]
+    root, action = Path(sys.argv[1]), {"save": save, "resume": resume, "stock": stock, "once": once, "fallback": fallback, "titan": titan, "accelerate": accelerate}[sys.argv[2]]
     dist.init_process_group("gloo")
     for case in sys.argv[3:]:
         action(root, case)

@@ -36,6 +36,10 @@ def test_of_what_several_ranks_need_one_reads_and_sends(managed: Path) -> None:
     torchrun(4, "manage.py", str(managed), "once", "ddp", "hsdp", "two")
 
 
+def test_a_flipped_bit_that_one_rank_meets_makes_all_resume_from_the_step_before(tmp_path: Path) -> None:
+    torchrun(3, "manage.py", str(tmp_path), "fallback", "big")
+
+
 def nested(value: Any) -> Any:
     """As DCP nests it: lists become dicts by position where they were flattened; tuples compare as lists."""
     return {str(k): nested(v) for k, v in value.items()} if isinstance(value, dict) else value
