@@ -23,6 +23,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
+    from ckpt_tools.live.load import load
     from ckpt_tools.live.state import PerRank, RngState
     from ckpt_tools.manager import CheckpointManager
     from ckpt_tools.operations.inspect import Report, inspect
@@ -45,6 +46,7 @@ __all__ = [
     "UnsafePickleError",
     "__version__",
     "inspect",
+    "load",
     "merge",
     "reshard",
 ]
@@ -52,7 +54,7 @@ __all__ = [
 _LAZY = {
     "Report": "operations.inspect", "inspect": "operations.inspect",
     "TransferResult": "operations.transfer", "merge": "operations.transfer", "reshard": "operations.transfer",
-    "CheckpointManager": "manager", "PerRank": "live.state", "RngState": "live.state",
+    "CheckpointManager": "manager", "load": "live.load", "PerRank": "live.state", "RngState": "live.state",
 }  # fmt: skip
 
 

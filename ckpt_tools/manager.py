@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ckpt_tools.commit import remove_dead
 from ckpt_tools.errors import CheckpointError, IntegrityError, NotACheckpointError, PeerError, StorageError, printable
 from ckpt_tools.live.group import Group
-from ckpt_tools.live.load import LoadReport, load
+from ckpt_tools.live.load import LoadReport, load_into
 from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
 from ckpt_tools.live.shards import Stage, local_shards
 from ckpt_tools.live.state import export, name_of_rank, pack, state_of
@@ -259,7 +259,7 @@ class CheckpointManager:
             if found is None:
                 return 0
             try:
-                report = load(
+                report = load_into(
                     found, state, self._group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle,
                     read_once=self.read_once, jobs=self._jobs,
                 )  # fmt: skip

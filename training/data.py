@@ -1,34 +1,259 @@
-"""Real text that every machine has: the sources of Python's own standard library, as bytes.
+"""Tokens on disk, and the order in which a run sees them: one global order, whatever the number of ranks.
 
-The sequences of a step depend on the seed and the step alone, so a run goes on with the same data on any number of ranks.
+    python -m training.data prepare corpus/*.txt --out tokens.npy                    # bytes
+    python -m training.data prepare corpus --out tokens.npy --tokenizer llama/       # a local tokenizer's ids
+
+A token file is a NumPy array on disk, mapped and never loaded; `tokens.npy.json` beside it says what its ids mean.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.lib import format as npy
 from torch import Tensor
+from tqdm import tqdm
+
+from training.config import ConfigError
+
+_READ = 4 << 20  # bytes of text that are read, and tokenized, at once
 
 
-def standard_library() -> Tensor:
-    """Returns the top-level modules of the standard library, in order of their names, as one `[n]` uint8 tensor."""
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A token file: ids `[n]`, mapped, and how many different ids there can be."""
+
+    ids: np.ndarray[Any, Any]
+    vocab_size: int
+    name: str
+
+    def windows(self, seq_len: int) -> int:
+        """Returns how many sequences it holds: of `seq_len` inputs, with the targets one further on."""
+        return max(0, (len(self.ids) - 1) // seq_len)
+
+    def sequences(self, numbers: Sequence[int], seq_len: int) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets, `[len(numbers), seq_len]` int64 each."""
+        rows = np.stack([self.ids[n * seq_len : (n + 1) * seq_len + 1] for n in numbers])
+        tokens = torch.from_numpy(rows.astype(np.int64))
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def open_tokens(path: str, seq_len: int, batch_size: int, vocab_size: int, key: str = "data.train") -> Tokens:
+    """Maps a token file; an empty path stands for the sources of Python's standard library, as bytes.
+
+    Raises:
+        ConfigError: it is none, it is truncated, it is too short for one batch, or its ids are more than the model knows.
+    """
+    tokens = _map(path, key) if path else _standard_library()
+    if tokens.vocab_size > vocab_size:
+        raise ConfigError(f"{tokens.name} has {tokens.vocab_size:,} different ids, the model's vocabulary {vocab_size:,}")
+    if tokens.windows(seq_len) < batch_size:
+        raise ConfigError(
+            f"{tokens.name} is too short: {len(tokens.ids):,} tokens are {tokens.windows(seq_len):,} sequences of {seq_len},"
+            f" and one batch takes {batch_size:,}"
+        )
+    return tokens
+
+
+def _map(path: str, key: str) -> Tokens:
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        about = json.loads(Path(f"{path}.json").read_text())
+        vocab_size = int(about["vocab_size"])
+        expected = int(about["tokens"])
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot open {error.filename or path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, EOFError) as error:
+        raise ConfigError(f"{key}: {path} is truncated, or was not made by `python -m training.data prepare`: {error}") from error
+    if ids.ndim != 1 or ids.dtype.kind != "u" or len(ids) != expected:
+        raise ConfigError(f"{key}: {path} holds {ids.dtype} {list(ids.shape)}, and {path}.json promises {expected:,} tokens")
+    return Tokens(ids, vocab_size, path)
+
+
+def _standard_library() -> Tokens:
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return Tokens(np.frombuffer(text, np.uint8), 256, "the standard library's sources")
 
 
-def batch(text: Tensor, step: int, *, seed: int, batch_size: int, seq_len: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """Returns inputs and targets of one rank for one step, `[batch_size / world_size, seq_len]` each, int64.
+# ---- order -------------------------------------------------------------------------------------------------------------------
+
+
+def shuffled(index: int, size: int, seed: int, epoch: int) -> int:
+    """Returns where a position leads in a random order of `range(size)`: a bijection, computed and not stored.
+
+    Four rounds of a Feistel network over the next even power of two; what falls outside goes round again.
+    """
+    half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for round_ in range(4):
+            left, right = right, left ^ (_mix(right, seed, epoch, round_) & mask)
+        index = (left << half) | right
+        if index < size:
+            return index
+
+
+def _mix(value: int, seed: int, epoch: int, round_: int) -> int:
+    """Returns 64 well-mixed bits (SplitMix64's finalizer over all four)."""
+    word = (value + 0x9E3779B97F4A7C15 * (1 + round_ + 4 * epoch) + 0xD1B54A32D192ED03 * (seed + 1)) & 0xFFFFFFFFFFFFFFFF
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return word ^ (word >> 31)
+
+
+class Sampler:
+    """Deals out the numbers of sequences, the same to all ranks; each takes its part of a batch.
+
+    Its state is a place in one global order: the epoch, and how many sequences of it are gone. It says nothing of ranks or
+    batches, so a run that goes on with others of both neither repeats nor skips a sequence.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool = True, drop_last: bool = True) -> None:
+        self.size, self.seed, self.shuffle, self.drop_last = size, seed, shuffle, drop_last
+        self.epoch = self.index = 0
+
+    def next_batch(self, batch_size: int) -> list[int]:
+        """Returns the next `batch_size` numbers of the global order.
+
+        What is left of an epoch and too little for a batch is dropped, or completed from the next epoch.
+        """
+        if batch_size > self.size:
+            raise ValueError(f"a batch of {batch_size} from {self.size} sequences")
+        if self.drop_last and self.size - self.index < batch_size:
+            self._turn()
+        batch: list[int] = []
+        while len(batch) < batch_size:
+            if self.index == self.size:
+                self._turn()
+            batch.append(shuffled(self.index, self.size, self.seed, self.epoch) if self.shuffle else self.index)
+            self.index += 1
+        return batch
+
+    def _turn(self) -> None:
+        self.epoch, self.index = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "index": self.index, "size": self.size, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes to a place.
+
+        Raises:
+            ConfigError: it is a place in another order: other data, another sequence length or seed.
+        """
+        for key, mine in (("size", self.size), ("seed", self.seed)):
+            if state[key] != mine:
+                what = "sequences in the data (data.train or data.seq_len was changed)" if key == "size" else "run.seed"
+                raise ConfigError(f"cannot go on in the order of the checkpoint: it had {state[key]:,}, now {mine:,} {what}")
+        self.epoch, self.index = state["epoch"], state["index"]
+
+
+# ---- preparing ---------------------------------------------------------------------------------------------------------------
+
+
+def prepare(sources: Sequence[Path], out: Path, tokenizer: Path | None = None, progress: bool = True) -> dict[str, Any]:
+    """Writes a token file from text files, in constant memory, and returns what its `.json` says.
 
     Args:
-        text: `[n]` uint8.
-        step: number of the step, from 1.
-        batch_size: sequences of all ranks together; a multiple of `world_size`.
+        sources: text files, or folders of which all files are taken, in order of their names.
+        out: where to write; replaced as a whole, at the end.
+        tokenizer: directory of a `transformers` tokenizer; bytes where None. Documents end in its end-of-sequence id, or in a line feed.
+
+    Raises:
+        ConfigError: there is no text, or the tokenizer cannot be loaded.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts = torch.randint(len(text) - seq_len - 1, (batch_size,), generator=generator)
-    mine = starts.view(-1, world_size)[:, rank]
-    tokens = torch.stack([text[s : s + seq_len + 1] for s in mine.tolist()]).long()
-    return tokens[:, :-1], tokens[:, 1:]
+    files = [f for s in sources for f in (sorted(p for p in s.rglob("*") if p.is_file()) if s.is_dir() else [s])]
+    if missing := [f for f in files if not f.is_file()]:
+        raise ConfigError(f"no such file: {missing[0]}")
+    encode = _Bytes() if tokenizer is None else _Tokenizer(tokenizer)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    count = 0
+    try:
+        with temporary.open("xb") as stream:
+            _write_header(stream, encode.dtype, 0)
+            bar = tqdm(total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, disable=not progress, desc="prepare")
+            with bar:
+                for path in files:
+                    for ids in encode.document(path, bar.update):
+                        stream.write(ids.tobytes())
+                        count += len(ids)
+            stream.seek(0)
+            _write_header(stream, encode.dtype, count)
+        if not count:
+            raise ConfigError(f"no text in {', '.join(map(str, sources))}")
+        about = {"tokenizer": str(tokenizer or "bytes"), "vocab_size": encode.vocab_size, "documents": len(files), "tokens": count}
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    Path(f"{out}.json").write_text(json.dumps(about, indent=1) + "\n")
+    return about
+
+
+def _write_header(stream: Any, dtype: np.dtype[Any], count: int) -> None:
+    """Writes a header whose length does not depend on the count: NumPy leaves room for it to grow."""
+    npy.write_array_header_1_0(stream, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)})
+
+
+class _Bytes:
+    dtype, vocab_size = np.dtype(np.uint8), 256
+
+    def document(self, path: Path, seen: Any) -> Iterator[np.ndarray[Any, Any]]:
+        with path.open("rb") as file:
+            while data := file.read(_READ):
+                seen(len(data))
+                yield np.frombuffer(data, np.uint8)
+        yield np.frombuffer(b"\n", np.uint8)
+
+
+class _Tokenizer:
+    """A local tokenizer; text goes to it in pieces that end at a line's end."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot load a tokenizer from {directory}: {str(error).splitlines()[0]}") from error
+        self.vocab_size = len(self.tokenizer)
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    def document(self, path: Path, seen: Any) -> Iterator[np.ndarray[Any, Any]]:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            while lines := file.readlines(_READ):
+                text = "".join(lines)
+                seen(len(text.encode()))
+                yield np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.dtype)
+        end = self.tokenizer.eos_token_id
+        if end is not None:
+            yield np.asarray([end], self.dtype)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="training.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    sub = commands.add_parser("prepare", help="make a token file from text files")
+    sub.add_argument("sources", type=Path, nargs="+", help="text files, or folders of them")
+    sub.add_argument("--out", type=Path, required=True, help="the token file, tokens.npy")
+    sub.add_argument("--tokenizer", type=Path, help="directory of a tokenizer; bytes without it")
+    args = parser.parse_args()
+    try:
+        about = prepare(args.sources, args.out, args.tokenizer)
+    except (ConfigError, OSError) as error:
+        raise SystemExit(f"training.data: {error}") from error
+    print(f"{args.out}: {about['tokens']:,} tokens of {about['documents']:,} documents, {about['vocab_size']:,} different ids")
+
+
+if __name__ == "__main__":
+    main()

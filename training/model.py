@@ -1,12 +1,22 @@
-"""A decoder: RMSNorm, rotary attention, SwiGLU. Knows nothing of ranks, data or checkpoints."""
+"""The models: a built-in decoder (RMSNorm, rotary attention, SwiGLU), or any causal LM of `transformers` from a local directory.
+
+Both are made on the meta device. Nothing here knows of ranks, data or checkpoints.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
+
+from training import config as configuration
+from training.config import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +30,15 @@ class ModelConfig:
     vocab_size: int = 256
     max_seq_len: int = 256
     rope_theta: float = 10_000.0
+    tied_embeddings: bool = False
 
 
 MODELS = {
     "tiny": ModelConfig(),
     "small": ModelConfig(dim=512, num_layers=8, num_heads=8, hidden_dim=1376, max_seq_len=1024),
     "medium": ModelConfig(dim=1024, num_layers=24, num_heads=16, hidden_dim=2752, max_seq_len=2048),
+    "1b": ModelConfig(dim=2048, num_layers=16, num_heads=32, hidden_dim=8192, vocab_size=128_256, max_seq_len=8192, rope_theta=5e5),
+    "8b": ModelConfig(dim=4096, num_layers=32, num_heads=32, hidden_dim=14336, vocab_size=128_256, max_seq_len=8192, rope_theta=5e5),
 }
 
 
@@ -35,9 +48,6 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, 1e-6)
@@ -58,19 +68,20 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `[B, T, D]`."""
+    """Causal self-attention over `[B, T, D]`; the number of heads follows from the weights, which tensor parallelism splits."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.head_dim = config.dim // config.num_heads
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        batch, seq_len, dim = x.shape
-        q, k, v = self.wqkv(x).view(batch, seq_len, 3, self.num_heads, dim // self.num_heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         y = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, is_causal=True)
-        return self.wo(y.transpose(1, 2).reshape(batch, seq_len, dim))
+        return self.wo(y.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -109,14 +120,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
 
-    def reset_parameters(self) -> None:
-        """Draws all weights anew; every module that holds some is visited."""
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
-            elif isinstance(module, RMSNorm):
-                module.reset_parameters()
+    def init_weights(self, module: nn.Module) -> None:
+        """Gives one module's own parameters their first values."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         angles = rotary_angles(self.config, tokens.shape[1], tokens.device)
@@ -124,3 +136,85 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, angles)
         return self.output(self.norm(x))
+
+
+# ---- from a configuration ------------------------------------------------------------------------------------------------------
+
+
+def make(config: configuration.Model) -> nn.Module:
+    """Returns the configured model on the meta device: shapes and names, no memory.
+
+    Raises:
+        ConfigError: sizes that contradict each other, or a directory that holds no causal LM.
+    """
+    with torch.device("meta"):
+        return _pretrained(config.path) if config.path else Decoder(sizes_of(config))
+
+
+def sizes_of(config: configuration.Model) -> ModelConfig:
+    """Returns a built-in decoder's sizes: those of its name, with what the configuration changes.
+
+    Raises:
+        ConfigError: the heads do not divide the width, or are of odd size.
+    """
+    given = {f.name: getattr(config, f.name) for f in fields(ModelConfig) if hasattr(config, f.name)}
+    sizes = replace(MODELS[config.name], **{key: value for key, value in given.items() if value})
+    if sizes.dim % (2 * sizes.num_heads):
+        raise ConfigError(f"model.dim = {sizes.dim} is not a multiple of 2 x model.num_heads = {sizes.num_heads}")
+    return sizes
+
+
+def _pretrained(path: str) -> nn.Module:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError("model.path needs transformers: pip install 'ckpt-tools[hf]'") from error
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path: {path} holds no causal LM that transformers knows: {str(error).splitlines()[0]}") from error
+    model.config.use_cache = False
+    return model
+
+
+def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Returns what gives one module of a model its first values: own parameters, and buffers that are computed."""
+    return model.init_weights if isinstance(model, Decoder) else model._init_weights
+
+
+def vocab_size(model: nn.Module) -> int:
+    """Returns how many different ids a model takes."""
+    return int(model.get_input_embeddings().weight.shape[0] if hasattr(model, "get_input_embeddings") else model.config.vocab_size)
+
+
+def max_seq_len(model: nn.Module) -> int:
+    """Returns how long a sequence may be."""
+    return int(getattr(model.config, "max_seq_len", 0) or getattr(model.config, "max_position_embeddings", 1 << 62))
+
+
+def block_classes(model: nn.Module) -> set[str]:
+    """Returns the class names of the model's layers, the units that FSDP usually shards by."""
+    return {"Block"} if isinstance(model, Decoder) else set(getattr(model, "_no_split_modules", None) or ())
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Returns `[B, T, V]` logits for ids `[B, T]`."""
+    output = model(tokens)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def write_config(config: configuration.Model, directory: Path) -> None:
+    """Writes what loading exported weights needs: `model.json`, or configuration and tokenizer of the directory the model came from."""
+    if not config.path:
+        (directory / "model.json").write_text(json.dumps(asdict(sizes_of(config)), indent=1) + "\n")
+        return
+    for file in sorted(Path(config.path).iterdir()):
+        if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
+            (directory / file.name).write_bytes(file.read_bytes())
+
+
+def load_config(path: Path) -> ModelConfig:
+    """Returns the sizes that a `model.json` holds."""
+    known: dict[str, Any] = json.loads(path.read_text())
+    return ModelConfig(**known)

@@ -1,21 +1,22 @@
-"""Trains a decoder with FSDP2 and AdamW, saves while it trains, and resumes by itself: from the newest complete step.
+"""Trains a causal LM with FSDP, saves while it trains, and resumes by itself: from the newest complete step.
 
-    torchrun --standalone --nproc-per-node 8 -m training --dir run --steps 60 --save-every 30
-    torchrun --standalone --nproc-per-node 4 -m training --dir run --steps 80          # goes on where it stopped
+    torchrun --standalone --nproc-per-node 8 -m training config.toml --set run.dir=run
+    torchrun --standalone --nproc-per-node 4 -m training config.toml --set run.dir=run      # goes on where it stopped
 
 SIGTERM and SIGUSR1 end it after the step, which is saved: exit status 143 or 138, and started again it goes on from there.
-
-On CUDA with nccl where there is one, on CPU with gloo elsewhere. A skeleton: FSDP2 and full sharding only.
+On CUDA with nccl where there is one, on CPU with gloo elsewhere. docs/training.md has every key of the configuration.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
+import os
 import random
 import signal
-import time
-from dataclasses import asdict
+import sys
+import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,142 +24,306 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 
-from ckpt_tools import CheckpointManager, RngState
-from training.data import batch, standard_library
-from training.model import MODELS, Decoder, ModelConfig
+import ckpt_tools
+from ckpt_tools import CheckpointError, CheckpointManager, RngState
+from training import accelerate_config, parallel
+from training import config as configuration
+from training import model as models
+from training.config import Config, ConfigError
+from training.data import Sampler, Tokens, open_tokens
+from training.metrics import Meter, gather, plot
+from training.profiling import Profiler
 
-PROMPT = b"def main():\n    parser = argparse"
+_FAILED = "training/failed"  # key of the job's store: which rank failed first
 
 
-def parse_args() -> argparse.Namespace:
+@dataclass(slots=True)
+class Job:
+    """What the loop works with."""
+
+    config: Config
+    device: torch.device
+    mesh: DeviceMesh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    sampler: Sampler
+    tokens: Tokens
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Returns everything that a resumed run needs, and the configuration, as the checkpoint manager takes it."""
+        return {
+            "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "sampler": self.sampler,
+            "rng": RngState(), "train_state": {"step": step}, "config": configuration.to_dict(self.config),
+        }  # fmt: skip
+
+
+# ---- start -------------------------------------------------------------------------------------------------------------------
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, required=True, help="folder of the run: checkpoints and model.json")
-    parser.add_argument("--model", choices=MODELS, default="tiny")
-    parser.add_argument("--steps", type=int, default=60, help="last step, counted from the very first")
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences of all ranks together")
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; the last step is always saved")
-    parser.add_argument("--keep-last", type=int, default=3, help="how many of the newest checkpoints stay")
-    parser.add_argument("--keep-every", type=int, help="checkpoints of every so many steps stay for good")
-    parser.add_argument("--from", dest="resume_from", type=Path, help="checkpoint to go on from, instead of the newest in --dir")
-    parser.add_argument("--logits", type=Path, help="write the final model's logits for a fixed prompt to this file")
-    return parser.parse_args()
-
-
-def build(config: ModelConfig, device: torch.device, seed: int) -> Decoder:
-    """Returns a sharded model: made on the meta device, sharded block by block, then given memory and weights."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    with torch.device("meta"):
-        model = Decoder(config)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device=device)
-    torch.manual_seed(seed)
-    model.reset_parameters()
-    return model
-
-
-def logits_for(model: nn.Module, device: torch.device) -> Tensor:
-    """Returns `[1, T, V]` logits for the fixed prompt."""
-    model.eval()
-    with torch.no_grad():
-        return model(torch.tensor([list(PROMPT)], device=device)).cpu()
+    parser.add_argument("config", nargs="?", help="TOML file; every key has a default")
+    parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="over the file; any number of times")
+    parser.add_argument("--accelerate-config", metavar="FILE", help="Accelerate's FSDP configuration, under the file's keys")
+    parser.add_argument("--print-plan", action="store_true", help="show what is sharded how, and end")
+    parser.add_argument("--estimate", action="store_true", help="show the memory of each strategy, and end")
+    parser.add_argument("--budget", type=float, metavar="GIB", help="of memory a rank, for --estimate")
+    parser.add_argument("--ranks", type=int, help="number of ranks for --print-plan and --estimate; this job's where absent")
+    parser.add_argument("--plot", action="store_true", help="draw run.dir/metrics.png and .svg of what is there, and end")
+    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="trace so many steps to run.dir/profile")
+    return parser.parse_args(argv)
 
 
 def main() -> None:
     args = parse_args()
-    is_cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if is_cuda else "gloo")
+    rank, world_size, local = (int(os.environ.get(name, default)) for name, default in _PLACE)
     try:
-        run(args, is_cuda)
+        base = accelerate_config.read(args.accelerate_config) if args.accelerate_config else accelerate_config.Mapped()
+        config = configuration.resolve(args.config, args.set, base.tables)
+        for note in base.notes if rank == 0 else ():
+            print(f"{args.accelerate_config}: {note}", flush=True)
+        if args.plot:
+            print("\n".join(map(str, plot(Path(config.run.dir)))))
+        elif args.print_plan or args.estimate:
+            look(args, config, args.ranks or world_size, local if not args.ranks else min(args.ranks, 8))
+        else:
+            configuration.check(config, world_size, local)
+            raise SystemExit(start(config, args.profile))
+    except (ConfigError, CheckpointError, FileNotFoundError) as error:
+        if rank == 0:
+            print(f"training: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+_PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
+
+
+def look(args: argparse.Namespace, config: Config, num_ranks: int, ranks_a_node: int) -> None:
+    """Prints what `--print-plan` and `--estimate` ask for, without training."""
+    from training import estimate, plan
+
+    if args.print_plan:
+        plan.show(config, configuration.check(config, num_ranks, ranks_a_node))
+    if args.estimate:
+        estimate.show(config, num_ranks, ranks_a_node, args.budget)
+
+
+def start(config: Config, profile_steps: int = 0) -> int:
+    """Joins the job's ranks and trains; returns the exit status. A rank that fails says so before any other can notice."""
+    is_cuda = torch.cuda.is_available()
+    if "RANK" not in os.environ:  # one process, without torchrun
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    if is_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=world_size)
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    try:
+        return train(config, device, profile_steps)
+    except (ConfigError, CheckpointError):
+        raise  # alike on all ranks
+    except Exception as error:
+        _tell(store, rank, error)
+        raise SystemExit(1) from None
     finally:
         dist.destroy_process_group()
 
 
-def run(args: argparse.Namespace, is_cuda: bool) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if args.batch_size % world_size:
-        raise SystemExit(f"--batch-size {args.batch_size} is not a multiple of {world_size} ranks")
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if is_cuda else torch.device("cpu")
-    if is_cuda:
-        torch.cuda.set_device(device)
-    config = MODELS[args.model]
-    model = build(config, device, args.seed)
-    seed_all(args.seed + rank)  # from here on, ranks draw numbers of their own
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    state = {"model": model, "optimizer": optimizer, "rng": RngState(), "train_state": {"step": 0}}
-    with CheckpointManager(args.dir, keep_last=args.keep_last, keep_every=args.keep_every) as checkpoints:
-        checkpoints.resume(state, path=args.resume_from)
-        first = state["train_state"]["step"]
+def _tell(store: dist.Store, rank: int, error: Exception) -> None:
+    """Prints why this rank failed, unless it is only because another one had."""
+    if store.add(f"{_FAILED}/count", 1) == 1:
+        store.set(_FAILED, str(rank))
+        print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+        get_error_handler().record_exception(error)
+    else:
+        print(f"rank {rank} stops: rank {store.get(_FAILED).decode()} failed", file=sys.stderr, flush=True)
+
+
+# ---- training ------------------------------------------------------------------------------------------------------------------
+
+
+def train(config: Config, device: torch.device, profile_steps: int = 0) -> int:
+    """Trains from the newest checkpoint, or from the start, to `run.steps`; returns the exit status: 0, or 128 + a signal.
+
+    Called by all ranks of an initialised process group.
+
+    Raises:
+        ConfigError: the configuration does not fit the ranks, the data or the run that is there.
+        CheckpointError: a save or a resume failed.
+    """
+    directory, rank = Path(config.run.dir), dist.get_rank()
+    _same_model(config, directory)
+    job = build(config, device)
+    checkpoint = config.checkpoint
+    with CheckpointManager(
+        directory, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every or None, asynchronous=checkpoint.asynchronous
+    ) as checkpoints:
+        state = job.state(0)
+        checkpoints.resume(state, path=config.run.resume_from or None)
+        first = int(state["train_state"]["step"])
+        if not first and config.model.path and config.model.weights:
+            ckpt_tools.load(config.model.path, {"model": job.model}, cast=True)
         if rank == 0:
-            (args.dir / "model.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
-        size = sum(p.numel() for p in model.parameters())
-        log(f"{size:,} parameters on {world_size} ranks ({device.type}), " + (f"resumed at step {first}" if first else "from scratch"))
-        number = train(args, state, checkpoints, first, device)
+            configuration.write(config, directory / "config.toml")
+        size = sum(p.numel() for p in job.model.parameters())
+        began = f"resumed at step {first}" if first else "from scratch"
+        meter = Meter(directory, first, config.run.steps, config.metrics.every, config.metrics.progress)
+        meter.say(f"{size:,} parameters on {dist.get_world_size()} ranks ({device.type}), {began}")
+        number = _loop(job, checkpoints, meter, first, profile_steps)
+        meter.close()
     if checkpoints.last_save:
-        log(f"saved {checkpoints.last_save.path}")
-    if number:
-        raise SystemExit(128 + number)
-    if args.logits:
-        logits = logits_for(model, device)
-        if rank == 0:
-            torch.save(logits, args.logits)
+        meter.say(f"saved {checkpoints.last_save.path}")
+    if config.run.export and not number:
+        _export(config, checkpoints, meter)
+    return 128 + number if number else 0
 
 
-def seed_all(seed: int) -> None:
+def _same_model(config: Config, directory: Path) -> None:
+    """Refuses to go on in the directory of another model: told here, instead of by a table of shapes."""
+    if config.run.resume_from or not list(directory.glob("step-*")) or not (directory / "config.toml").exists():
+        return
+    before = configuration.resolve(directory / "config.toml").model
+    for key in ("name", "path", "dim", "num_layers", "num_heads", "hidden_dim", "vocab_size", "tied_embeddings"):
+        if (was := getattr(before, key)) != (now := getattr(config.model, key)):
+            raise ConfigError(f"model.{key} = {now!r}, and the run in {directory} has {was!r}: use its config.toml, or another run.dir")
+
+
+def build(config: Config, device: torch.device) -> Job:
+    """Returns model, optimizer, schedule and data of a configuration, sharded over all ranks.
+
+    Raises:
+        ConfigError: they do not fit each other, or the number of ranks.
+    """
+    world_size = dist.get_world_size()
+    sizes = configuration.check(config, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    model, data = models.make(config.model), config.data
+    if data.seq_len > models.max_seq_len(model):
+        raise ConfigError(f"data.seq_len = {data.seq_len}, and the model takes sequences of at most {models.max_seq_len(model)}")
+    tokens = open_tokens(data.train, data.seq_len, data.batch_size, models.vocab_size(model))
+    mesh = parallel.make_mesh(sizes, device)
+    model = parallel.shard(model, config, mesh, device, has_weights=bool(config.model.path and config.model.weights))
+    seed = config.run.seed + dist.get_rank()  # from here on, ranks draw numbers of their own
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
+    optimizer = _adamw(model, config)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
+    sampler = Sampler(tokens.windows(data.seq_len), config.run.seed, data.shuffle, data.drop_last)
+    return Job(config, device, mesh, model, optimizer, scheduler, sampler, tokens)
 
 
-def log(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+def _adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
+    optim = config.optim
+    how = {} if optim.implementation == "auto" else {k: optim.implementation == k for k in ("fused", "foreach")}
+    betas = (optim.beta1, optim.beta2)
+    return torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay, **how)
 
 
-def train(args: argparse.Namespace, state: dict[str, Any], checkpoints: CheckpointManager, first: int, device: torch.device) -> int:
+def schedule(step: int, config: Config) -> float:
+    """Returns what the learning rate is multiplied by in a step, from 0: a linear warm-up, then half a cosine down to `min_lr_ratio`."""
+    optim, total = config.optim, config.run.steps
+    if step < optim.warmup_steps:
+        return (step + 1) / optim.warmup_steps
+    done = min(1.0, (step - optim.warmup_steps) / max(1, total - optim.warmup_steps))
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _loop(job: Job, checkpoints: CheckpointManager, meter: Meter, first: int, profile_steps: int) -> int:
     """Takes the steps behind `first`, saving on the way and at the end; returns the signal that ended it early, or 0."""
-    model, optimizer, text = state["model"], state["optimizer"], standard_library()
-    began, tokens = time.perf_counter(), 0
-    for step in range(first + 1, args.steps + 1):
-        loss = take_step(args, model, optimizer, text, step, device)
-        tokens += args.batch_size * args.seq_len
-        if step % 10 == 0 or step == args.steps:
-            log(f"step {step:5d}  loss {loss:.4f}  {tokens / (time.perf_counter() - began):,.0f} tokens/s")
-            began, tokens = time.perf_counter(), 0
-        if dist.get_rank() == 0:
-            with (args.dir / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, "loss": loss}) + "\n")
-        number = checkpoints.preempted()
-        if number or step == args.steps or (args.save_every and step % args.save_every == 0):
-            state["train_state"]["step"] = step
-            checkpoints.save(step, state, asynchronous=False if number else None)
-        if number:
-            log(f"got {signal.Signals(number).name}: saved step {step}, start again to go on")
-            return number
+    config, checkpoint = job.config, job.config.checkpoint
+    validation = _validation(job)
+    with Profiler(Path(config.run.dir) / "profile", profile_steps, job.device) as profiler:
+        for step in range(first + 1, config.run.steps + 1):
+            lr = job.scheduler.get_last_lr()[0]
+            loss, norm = take_step(job, meter)
+            number = checkpoints.preempted()
+            if number or step == config.run.steps or (checkpoint.every and step % checkpoint.every == 0):
+                with meter.timing("checkpoint_s"), profiler.range("checkpoint"):
+                    checkpoints.save(step, job.state(step), asynchronous=False if number else None)
+            meter.step(step, loss, config.data.batch_size * config.data.seq_len, lr, norm, job.sampler.epoch)
+            if validation and (step % config.metrics.validate_every == 0 or step == config.run.steps):
+                meter.validation(step, evaluate(job, validation))
+            profiler.step()
+            if number:
+                meter.say(f"got {signal.Signals(number).name}: saved step {step}, start again to go on")
+                return number
     return 0
 
 
-def take_step(
-    args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, step: int, device: torch.device
-) -> float:
-    """Takes one step and returns the mean loss over all ranks."""
-    world_size = dist.get_world_size()
-    inputs, targets = batch(
-        text, step, seed=args.seed, batch_size=args.batch_size, seq_len=args.seq_len, rank=dist.get_rank(), world_size=world_size
-    )
-    logits = model(inputs.to(device))
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    return mean.item() / world_size
+def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:
+    """Takes one step; returns this rank's mean loss and the norm of the gradients, both 0-d."""
+    data, model = job.config.data, job.model
+    if job.config.fsdp.unshard_ahead and isinstance(model, FSDPModule):
+        model.unshard(async_op=True)
+    with meter.timing("data_s"), torch.profiler.record_function("data"):
+        inputs, targets = batch_of(job, job.tokens, job.sampler.next_batch(data.batch_size))
+    total = torch.zeros((), device=job.device)
+    micro = list(zip(inputs.chunk(data.accumulation), targets.chunk(data.accumulation), strict=True))
+    for i, (tokens, expected) in enumerate(micro):
+        with parallel.reducing(model, is_last=i == len(micro) - 1):
+            loss = loss_of(job, tokens, expected) / len(micro)
+            loss.backward()
+        total += loss.detach()
+    norm = parallel.clip_gradients(model, job.config.optim.max_grad_norm)
+    job.optimizer.step()
+    job.scheduler.step()
+    job.optimizer.zero_grad(set_to_none=not job.config.fsdp.cpu_offload)  # offloaded gradients keep their pinned memory
+    return total, norm
+
+
+def batch_of(job: Job, tokens: Tokens, numbers: list[int]) -> tuple[Tensor, Tensor]:
+    """Returns this rank's part of a batch of sequences: inputs and targets, `[batch / data-parallel ranks, seq_len]`."""
+    tensor = job.mesh["tensor"].size()
+    part = len(numbers) * tensor // dist.get_world_size()
+    start = parallel.data_rank(job.mesh) * part
+    inputs, targets = tokens.sequences(numbers[start : start + part], job.config.data.seq_len)
+    return inputs.to(job.device, non_blocking=True), targets.to(job.device, non_blocking=True)
+
+
+def loss_of(job: Job, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean cross-entropy of predicting `targets` `[B, T]`, in float32."""
+    with parallel.computing(job.config, job.device):
+        logits = models.logits_of(job.model, inputs)
+    if output := parallel.dtype_of(job.config.precision.output):
+        logits = logits.to(output)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _validation(job: Job) -> Tokens | None:
+    data = job.config.data
+    if not job.config.metrics.validate_every:
+        return None
+    return open_tokens(data.validation, data.seq_len, data.batch_size, job.tokens.vocab_size, "data.validation")
+
+
+@torch.no_grad()
+def evaluate(job: Job, tokens: Tokens) -> float:
+    """Returns the mean loss over the first batches of the validation data, the same whatever the number of ranks."""
+    size = job.config.data.batch_size
+    batches = min(job.config.metrics.validate_batches, tokens.windows(job.config.data.seq_len) // size)
+    job.model.eval()
+    losses = [loss_of(job, *batch_of(job, tokens, list(range(i * size, (i + 1) * size)))) for i in range(batches)]
+    job.model.train()
+    return float(np.mean(gather(torch.stack(losses).double())))
+
+
+def _export(config: Config, checkpoints: CheckpointManager, meter: Meter) -> None:
+    """Merges the last step into one safetensors file, beside what is needed to load it."""
+    latest = checkpoints.latest()
+    if dist.get_rank() == 0 and latest is not None:
+        directory = Path(config.run.dir) / "export"
+        directory.mkdir(exist_ok=True)
+        ckpt_tools.merge(latest.path, directory / "model.safetensors", overwrite=True)
+        models.write_config(config.model, directory)
+        meter.say(f"exported {directory}")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ckpt_tools.catalog import RAW, Extent, TensorEntry, matcher
 from ckpt_tools.engine.run import run
@@ -51,6 +52,38 @@ class LoadReport:
 
 
 def load(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    *,
+    select: Sequence[str] = (),
+    strict: bool = True,
+    cast: bool = False,
+    trust_pickle: bool = False,
+    read_once: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    timeout_s: float = 600.0,
+) -> LoadReport:
+    """Loads any checkpoint into a live state, without a run's directory: pretrained weights into a sharded model, say.
+
+    Args:
+        path: what `ckpt` reads: safetensors (a file, or shards with an index), DCP, Accelerate's directory.
+        state: `{"model": model}`, with whatever else is wanted of it; plain values in it are replaced.
+        process_group: the ranks that load together; all where None. One process where torch.distributed is not initialised.
+        timeout_s: how long ranks wait for each other before the missing one is named.
+        select, strict, cast, trust_pickle, read_once: as in `CheckpointManager.resume`.
+
+    Raises:
+        PlanError: the checkpoint does not fit the state; the message is a table of everything that does not.
+        CheckpointError: it is damaged or cannot be read; or another rank failed.
+    """
+    group = Group(timeout_s, process_group)
+    try:
+        return load_into(path, state, group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle, read_once=read_once)
+    finally:
+        group.close()
+
+
+def load_into(
     path: str | os.PathLike[str],
     state: MutableMapping[str, Any],
     group: Group,

@@ -1,0 +1,391 @@
+"""What a run is told: one TOML file, `--set table.key=value` over it, every key typed and checked. Imports no torch.
+
+`resolve` reads, `check` proves that the whole fits together and the number of ranks, before any process group exists.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+Dtype = Literal["", "float32", "bfloat16", "float16"]
+Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+
+
+class ConfigError(Exception):
+    """What was asked for cannot be run; the text names the key, what it holds and what is allowed. Exit status 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run as a whole."""
+
+    dir: str = "run"  # checkpoints, metrics.jsonl, config.toml, model.json
+    steps: int = 100  # last step, counted from the very first
+    seed: int = 0
+    resume_from: str = ""  # a checkpoint to start from, instead of the newest in `dir`
+    export: bool = False  # at the end, merge to dir/export: safetensors and the model's config
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A built-in decoder by name, its sizes changed at will; or a transformers causal LM by its directory."""
+
+    name: Literal["tiny", "small", "medium", "1b", "8b"] = "tiny"
+    path: str = ""  # a directory with config.json, and safetensors where `weights` is true; instead of `name`
+    weights: bool = True
+    dim: int = 0  # 0: what `name` says, here and below
+    num_layers: int = 0
+    num_heads: int = 0
+    hidden_dim: int = 0
+    vocab_size: int = 0
+    max_seq_len: int = 0
+    tied_embeddings: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Token files, and what one step takes from them."""
+
+    train: str = ""  # made by `python -m training.data prepare`; the standard library's own sources where empty
+    validation: str = ""
+    seq_len: int = 128
+    batch_size: int = 16  # sequences of one step, over all ranks and micro-batches
+    accumulation: int = 1  # micro-batches of a step
+    shuffle: bool = True
+    drop_last: bool = True  # false: the last batch of an epoch runs on into the next one
+
+
+@dataclass(frozen=True, slots=True)
+class Optim:
+    """AdamW, warm-up, cosine."""
+
+    lr: float = 3e-3
+    min_lr_ratio: float = 0.1  # of `lr`, where the cosine ends
+    warmup_steps: int = 0
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    max_grad_norm: float = 0.0  # 0: gradients are not clipped
+    implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Fsdp:
+    """How the model is sharded."""
+
+    api: Literal["fsdp2", "fsdp1"] = "fsdp2"
+    strategy: Strategy = "FULL_SHARD"
+    reshard_after_forward: bool | int | None = None  # instead of what the strategy says; a number: FSDP2 reshards to so many ranks
+    shard_size: int = 0  # HYBRID_*: ranks that share one copy; a node's where 0
+    tensor_parallel: int = 1
+    wrap: Literal["layers", "classes", "size", "none"] = "layers"
+    wrap_classes: list[str] = field(default_factory=list)
+    min_num_params: int = 100_000_000  # wrap = "size"
+    wrap_embeddings: bool = False  # embedding and head as units of their own, instead of parts of the root
+    cpu_offload: bool = False
+    pin_memory: bool = True
+    forward_prefetch: int = 0  # FSDP2: units gathered ahead of the one that runs; 0: PyTorch's own way
+    backward_prefetch: int = 0
+    unshard_ahead: bool = False  # FSDP2: gather the first unit before the forward begins
+
+
+@dataclass(frozen=True, slots=True)
+class Fsdp1:
+    """What only FullyShardedDataParallel knows."""
+
+    use_orig_params: bool = True
+    sync_module_states: bool = False
+    limit_all_gathers: bool = True
+    forward_prefetch: bool = False
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = "BACKWARD_PRE"
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Parameters are kept in float32; these are the types of computing and reducing. Empty: float32."""
+
+    param: Dtype = ""
+    reduce: Dtype = ""
+    output: Dtype = ""
+    buffer: Dtype = ""  # FSDP1
+    cast_forward_inputs: bool = True
+    overrides: dict[str, str] = field(default_factory=dict)  # glob of module names -> type to compute in
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What trades time for memory, or the other way round."""
+
+    checkpoint_every: int = 0  # activation checkpointing of every k-th block; 1: all, 0: none
+    compile: bool = False  # each block
+    compile_backend: str = "inductor"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """When to save, and what stays."""
+
+    every: int = 0  # steps; the last step is always saved
+    keep_last: int = 3
+    keep_every: int = 0
+    asynchronous: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What is seen of it."""
+
+    every: int = 1  # steps between lines of metrics.jsonl
+    validate_every: int = 0  # steps; needs data.validation
+    validate_batches: int = 8
+    progress: bool = True  # a bar, where standard error is a terminal; a line every ten steps elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All tables of the file."""
+
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    fsdp: Fsdp = field(default_factory=Fsdp)
+    fsdp1: Fsdp1 = field(default_factory=Fsdp1)
+    precision: Precision = field(default_factory=Precision)
+    compute: Compute = field(default_factory=Compute)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------------
+
+
+def resolve(file: str | Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Config:
+    """Returns the configuration of a TOML file, with `table.key=value` overrides, over a base that a file of Accelerate gave.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown, a value is not allowed.
+    """
+    config = merge(Config(), base or {})
+    if file is not None:
+        try:
+            with open(file, "rb") as stream:
+                config = merge(config, tomllib.load(stream))
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration: {error.strerror} ({file})") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"not a TOML file: {error} ({file})") from error
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set takes table.key=value, got {text!r}")
+        nested: Any = _value_of(value.strip())
+        for part in reversed(key.strip().split(".", 2)):
+            nested = {part.strip('"'): nested}
+        config = merge(config, nested)
+    return config
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text  # a string without its quotes, as one types it
+
+
+def merge(config: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
+    """Returns a dataclass with the given keys set, tables within it too.
+
+    Raises:
+        ConfigError: a key that it does not have, or a value that the key does not take.
+    """
+    hints, known = get_type_hints(type(config)), [f.name for f in fields(config)]
+    changed: dict[str, Any] = {}
+    for key, value in given.items():
+        name = f"{prefix}{key}"
+        if key not in known:
+            near = get_close_matches(key, known, 1)
+            meant = f"did you mean {prefix}{near[0]}? " if near else ""
+            raise ConfigError(f"unknown key {name}: {meant}known are {', '.join(known)}")
+        old = getattr(config, key)
+        if is_dataclass(old):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{name} is a table, got {value!r}")
+            changed[key] = merge(old, value, f"{name}.")
+        elif isinstance(old, dict) and isinstance(value, Mapping):
+            changed[key] = {**old, **_convert(value, hints[key], name)}
+        else:
+            changed[key] = _convert(value, hints[key], name)
+    return replace(config, **changed)
+
+
+def _convert(value: Any, kind: Any, name: str) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if value in arguments and isinstance(value, str):
+            return value
+        raise ConfigError(f"{name} = {value!r}: allowed are {', '.join(repr(a) for a in arguments)}")
+    if origin in (Union, UnionType):
+        if type(value) in arguments or value in ("auto", "default") and NoneType in arguments:
+            return value if type(value) in arguments else None
+        raise ConfigError(f"{name} = {value!r}: expected {' or '.join(_say(a) for a in arguments if a is not NoneType)}")
+    if origin is list and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return value
+    if origin is list and isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if origin is dict and isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values()):
+        return dict(value)
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if origin is None and type(value) is kind:
+        return value
+    raise ConfigError(f"{name} = {value!r}: expected {_say(kind)}")
+
+
+def _say(kind: Any) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    return names.get(kind) or ("a list of texts" if get_origin(kind) is list else "a table of texts")
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Returns the configuration as TOML holds it: keys without a value left out."""
+    tables: dict[str, dict[str, Any]] = asdict(config)
+    return {name: {key: value for key, value in table.items() if value is not None} for name, table in tables.items()}
+
+
+def write(config: Config, path: Path) -> None:
+    """Writes the resolved configuration as a TOML file, which is itself a valid input."""
+    import tomli_w
+
+    path.write_text(tomli_w.dumps(to_dict(config)), encoding="utf-8")
+
+
+# ---- proving -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Over how many ranks what is spread; the product is the world size."""
+
+    replicate: int
+    shard: int
+    tensor: int
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different sequences."""
+        return self.replicate * self.shard
+
+
+def degrees(config: Config, world_size: int, local_world_size: int) -> Degrees:
+    """Returns the sizes of the mesh.
+
+    Raises:
+        ConfigError: they do not multiply to the world size.
+    """
+    fsdp = config.fsdp
+    if fsdp.tensor_parallel < 1 or world_size % fsdp.tensor_parallel:
+        raise ConfigError(f"fsdp.tensor_parallel = {fsdp.tensor_parallel} does not divide {world_size} ranks")
+    data = world_size // fsdp.tensor_parallel
+    if fsdp.strategy == "NO_SHARD":
+        return Degrees(data, 1, fsdp.tensor_parallel)
+    if not fsdp.strategy.startswith("HYBRID"):
+        return Degrees(1, data, fsdp.tensor_parallel)
+    shard = fsdp.shard_size or max(1, min(data, local_world_size // fsdp.tensor_parallel))
+    if shard < 1 or data % shard:
+        raise ConfigError(f"fsdp.shard_size = {shard} does not divide the {data} ranks that hold different data")
+    return Degrees(data // shard, shard, fsdp.tensor_parallel)
+
+
+def check(config: Config, world_size: int = 1, local_world_size: int = 1) -> Degrees:
+    """Proves that a configuration fits together and the number of ranks; returns the sizes of the mesh.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    for problem in _problems(config):
+        raise ConfigError(problem)
+    sizes = degrees(config, world_size, local_world_size)
+    data = config.data
+    if data.batch_size % (sizes.data * data.accumulation):
+        raise ConfigError(
+            f"data.batch_size = {data.batch_size} is not a multiple of {sizes.data} data-parallel ranks"
+            f" x {data.accumulation} micro-batches (data.accumulation)"
+        )
+    partial = config.fsdp.reshard_after_forward
+    if type(partial) is int and (partial < 2 or partial >= sizes.shard or sizes.shard % partial):
+        raise ConfigError(
+            f"fsdp.reshard_after_forward = {partial}: a number must divide the {sizes.shard} ranks that share the parameters,"
+            " and be neither 1 nor all of them; true and false say those"
+        )
+    return sizes
+
+
+def _problems(config: Config) -> list[str]:
+    """Returns what contradicts itself, whatever the number of ranks."""
+    fsdp, data, precision = config.fsdp, config.data, config.precision
+    at_least_one = {
+        "data.seq_len": data.seq_len, "data.batch_size": data.batch_size, "data.accumulation": data.accumulation,
+        "metrics.every": config.metrics.every, "checkpoint.keep_last": config.checkpoint.keep_last, "run.steps": config.run.steps,
+    }  # fmt: skip
+    found = [f"{key} = {value}: must be at least 1" for key, value in at_least_one.items() if value < 1]
+    if config.model.path and (changed := _changed(config.model, ("path", "weights"))):
+        found.append(f"model.{changed[0]} belongs to the built-in decoder, and model.path = {config.model.path!r} is set")
+    if fsdp.wrap == "classes" and not fsdp.wrap_classes:
+        found.append('fsdp.wrap = "classes" needs fsdp.wrap_classes, the names of module classes')
+    if fsdp.wrap != "classes" and fsdp.wrap_classes:
+        found.append(f'fsdp.wrap_classes is set, and fsdp.wrap = "{fsdp.wrap}" does not use it: set fsdp.wrap = "classes"')
+    if fsdp.shard_size and not fsdp.strategy.startswith("HYBRID"):
+        found.append(f"fsdp.shard_size belongs to HYBRID_SHARD and HYBRID_SHARD_ZERO2, and fsdp.strategy is {fsdp.strategy}")
+    if fsdp.strategy == "NO_SHARD":
+        found += [f"{key} needs sharded parameters, and fsdp.strategy is NO_SHARD" for key in _needs_shards(fsdp)]
+    if fsdp.api == "fsdp1":
+        found += [f'{key} needs fsdp.api = "fsdp2"' for key in _needs_fsdp2(fsdp)]
+        if precision.overrides:
+            found.append('precision.overrides needs fsdp.api = "fsdp2": FSDP1 does not cast between units of different types')
+    elif changed := _changed(config.fsdp1, ()):
+        found.append(f'fsdp1.{changed[0]} needs fsdp.api = "fsdp1"')
+    for glob, dtype in precision.overrides.items():
+        if dtype not in get_args(Dtype)[1:]:
+            found.append(f"precision.overrides.{glob} = {dtype!r}: allowed are {', '.join(repr(a) for a in get_args(Dtype)[1:])}")
+    if precision.overrides and fsdp.strategy == "NO_SHARD" and fsdp.api == "fsdp2":
+        found.append("precision.overrides needs sharded parameters: with NO_SHARD, autocast chooses the types")
+    if "float16" in (precision.param, precision.reduce):
+        found.append("precision float16 needs a scaled loss, which this program does not do: use bfloat16")
+    if precision.buffer and fsdp.api == "fsdp2":
+        found.append('precision.buffer needs fsdp.api = "fsdp1"; FSDP2 leaves buffers as they are')
+    if config.metrics.validate_every and not data.validation:
+        found.append("metrics.validate_every needs data.validation, a token file")
+    return found
+
+
+def _needs_shards(fsdp: Fsdp) -> list[str]:
+    sharded = {
+        "fsdp.reshard_after_forward": fsdp.reshard_after_forward is not None, "fsdp.tensor_parallel": fsdp.tensor_parallel > 1,
+        "fsdp.cpu_offload": fsdp.cpu_offload, "fsdp.forward_prefetch": fsdp.forward_prefetch > 0,
+        "fsdp.backward_prefetch": fsdp.backward_prefetch > 0, "fsdp.unshard_ahead": fsdp.unshard_ahead,
+    }  # fmt: skip
+    return [key for key, is_set in sharded.items() if is_set]
+
+
+def _needs_fsdp2(fsdp: Fsdp) -> list[str]:
+    only = {
+        "fsdp.reshard_after_forward": fsdp.reshard_after_forward is not None, "fsdp.tensor_parallel": fsdp.tensor_parallel > 1,
+        "fsdp.forward_prefetch (FSDP1 has fsdp1.forward_prefetch)": fsdp.forward_prefetch > 0,
+        "fsdp.backward_prefetch (FSDP1 has fsdp1.backward_prefetch)": fsdp.backward_prefetch > 0,
+        "fsdp.unshard_ahead": fsdp.unshard_ahead,
+    }  # fmt: skip
+    return [key for key, is_set in only.items() if is_set]
+
+
+def _changed(table: Any, but: Sequence[str]) -> list[str]:
+    """Returns the keys of a table that are not what they would be if nobody had set them."""
+    default = type(table)()
+    return [f.name for f in fields(table) if f.name not in but and getattr(table, f.name) != getattr(default, f.name)]

@@ -1,0 +1,161 @@
+"""What is seen of a run: a bar, a line per step in `metrics.jsonl`, and plots of it.
+
+Each line: step, loss, lr, grad_norm, tokens_per_s, step_s, data_s and checkpoint_s (rank 0's, within step_s), peak_mib of every rank
+(CUDA's allocator, or the resident set on the CPU), and epoch; lines of validation have step and validation_loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+FILE = "metrics.jsonl"
+
+
+class Meter:
+    """Times what a step is made of, and writes it down on rank 0."""
+
+    def __init__(self, directory: Path, first: int, last: int, every: int, progress: bool) -> None:
+        self.path, self.every, self.last = directory / FILE, every, last
+        self.is_writer = dist.get_rank() == 0
+        self.spent = {"data_s": 0.0, "checkpoint_s": 0.0}
+        self.tokens, self.steps, self.began = 0, 0, time.perf_counter()
+        is_terminal = progress and self.is_writer and sys.stderr.isatty()
+        self.bar = tqdm(initial=first, total=last, unit="step", disable=not is_terminal, dynamic_ncols=True)
+        self.prints = self.is_writer and not is_terminal
+        if self.is_writer:
+            _forget(self.path, first)
+
+    @contextlib.contextmanager
+    def timing(self, what: str) -> Iterator[None]:
+        """Adds the time of a block to `data_s` or `checkpoint_s`."""
+        began = time.perf_counter()
+        yield
+        self.spent[what] += time.perf_counter() - began
+
+    def step(self, step: int, loss: Tensor, tokens: int, lr: float, norm: Tensor, epoch: int) -> None:
+        """Counts a step and, every so many, writes a line: means over ranks and over the steps since the last line."""
+        self.tokens, self.steps = self.tokens + tokens, self.steps + 1
+        self.bar.update()
+        if step % self.every and step != self.last:
+            return
+        everyone = gather(torch.tensor([loss.item(), peak_mib(loss.device)], dtype=torch.float64))
+        elapsed = time.perf_counter() - self.began
+        line = {
+            "step": step,
+            "loss": sum(rank[0] for rank in everyone) / len(everyone),
+            "lr": lr,
+            "grad_norm": norm.item(),
+            "tokens_per_s": self.tokens / elapsed,
+            "step_s": elapsed / self.steps,
+            **{name: seconds / self.steps for name, seconds in self.spent.items()},
+            "epoch": epoch,
+            "peak_mib": [round(rank[1], 1) for rank in everyone],
+        }
+        self.write(line)
+        self.bar.set_postfix_str(f"loss {line['loss']:.4f}, {line['tokens_per_s']:,.0f} tokens/s", refresh=False)
+        if self.prints and (step % 10 == 0 or step == self.last):
+            print(f"step {step:5d}  loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tokens/s", flush=True)
+        self.spent = dict.fromkeys(self.spent, 0.0)
+        self.tokens, self.steps, self.began = 0, 0, time.perf_counter()
+
+    def validation(self, step: int, loss: float) -> None:
+        """Writes the mean loss over the validation data."""
+        self.write({"step": step, "validation_loss": loss})
+        self.say(f"step {step:5d}  validation loss {loss:.4f}")
+
+    def say(self, text: str) -> None:
+        """Prints a line, above the bar where there is one."""
+        if self.is_writer:
+            self.bar.write(text) if not self.prints else print(text, flush=True)
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self.is_writer:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def gather(mine: Tensor) -> list[list[float]]:
+    """Returns every rank's numbers, in order of rank."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    everyone = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine.to(device))
+    return [rank.tolist() for rank in everyone]
+
+
+def peak_mib(device: torch.device) -> float:
+    """Returns the most memory that this rank has held so far: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) / 1024
+
+
+def _forget(path: Path, step: int) -> None:
+    """Drops the lines of steps that will be taken again: those after the checkpoint that the run resumed from."""
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["step"] <= step]
+        path.write_text("".join(kept))
+
+
+# ---- plots -------------------------------------------------------------------------------------------------------------------
+
+
+def plot(directory: Path) -> list[Path]:
+    """Draws loss, throughput and memory of a run over its steps; returns the files, a PNG and an SVG.
+
+    Raises:
+        FileNotFoundError: the run has no metrics.
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    lines = [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    checks = [line for line in lines if "validation_loss" in line]
+    figure, (loss, speed, memory) = plt.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")
+    x = [line["step"] for line in steps]
+    loss.plot(x, [line["loss"] for line in steps], label="training")
+    if checks:
+        loss.plot([c["step"] for c in checks], [c["validation_loss"] for c in checks], "o-", label="validation")
+    loss.set_ylabel("loss")
+    loss.legend()
+    speed.plot(x, [line["tokens_per_s"] for line in steps])
+    speed.set_ylabel("tokens/s, all ranks")
+    _memory(memory, x, [line["peak_mib"] for line in steps])
+    memory.set_xlabel("step")
+    for axes in (loss, speed, memory):
+        axes.grid(alpha=0.3)
+    paths = [directory / "metrics.png", directory / "metrics.svg"]
+    for path in paths:
+        figure.savefig(path)
+    plt.close(figure)
+    return paths
+
+
+def _memory(axes: Any, steps: Sequence[int], peaks: Sequence[Sequence[float]]) -> None:
+    """Draws the peak of every rank; of many ranks, the least and the most."""
+    axes.set_ylabel("peak memory a rank, MiB")
+    if peaks and max(map(len, peaks)) <= 8 and len({len(p) for p in peaks}) == 1:
+        for rank in range(len(peaks[0])):
+            axes.plot(steps, [p[rank] for p in peaks], label=f"rank {rank}", lw=1)
+        axes.legend(ncols=4, fontsize="small")
+    elif peaks:
+        axes.fill_between(steps, [min(p) for p in peaks], [max(p) for p in peaks], alpha=0.4)
+    axes.set_ylim(bottom=0)

@@ -1,0 +1,417 @@
+"""Sharding: mesh, units, FSDP2, FSDP1, DDP, tensor parallelism. The one file with placements; PyTorch's own calls, in their order.
+
+FSDP2:  meta model -> tensor parallel -> activation checkpointing -> fully_shard, units bottom-up -> to_empty -> first values -> compile
+FSDP1:  meta model -> activation checkpointing -> FullyShardedDataParallel, which gives memory and first values unit by unit -> compile
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from training.config import Config, ConfigError, Degrees
+from training.model import Decoder, block_classes, initializer
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """Returns a type by its name, None for the empty one."""
+    return getattr(torch, name) if name else None
+
+
+# ---- what is sharded together ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module whose parameters, but for those of units within it, are gathered and freed together."""
+
+    name: str  # "" is the root
+    dtype: str = ""  # to compute in, where it differs
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Returns the names of a model's layers, in order."""
+    classes = block_classes(model)
+    return [name for name, module in model.named_modules() if type(module).__name__ in classes]
+
+
+def units_of(model: nn.Module, config: Config) -> list[Unit]:
+    """Returns the FSDP units of a model, children before parents, the root last.
+
+    Raises:
+        ConfigError: a class, a layer or a module that the model does not have.
+    """
+    names = _chosen(model, config)
+    if config.fsdp.wrap_embeddings:
+        names |= _embeddings(model)
+    overrides = {name: dtype for glob, dtype in config.precision.overrides.items() for name in _matching(model, glob)}
+    order = [name for name, _ in model.named_modules() if name and (name in names or name in overrides)]
+    shared = _shared_outside(model, order)
+    order.sort(key=lambda name: -name.count("."))
+    return [Unit(name, overrides.get(name, "")) for name in order if name not in shared] + [Unit("", overrides.get("", ""))]
+
+
+def _chosen(model: nn.Module, config: Config) -> set[str]:
+    fsdp = config.fsdp
+    if fsdp.wrap == "layers":
+        if not (names := set(blocks_of(model))):
+            raise ConfigError('fsdp.wrap = "layers": this model does not say what its layers are; name their classes in fsdp.wrap_classes')
+        return names
+    if fsdp.wrap == "classes":
+        classes = {type(module).__name__ for module in model.modules()}
+        if unknown := [name for name in fsdp.wrap_classes if name not in classes]:
+            raise ConfigError(f"fsdp.wrap_classes: the model has no {unknown[0]!r}; it has {', '.join(sorted(classes))}")
+        return {name for name, module in model.named_modules() if type(module).__name__ in fsdp.wrap_classes and name}
+    return _by_size(model, fsdp.min_num_params) if fsdp.wrap == "size" else set()
+
+
+def _by_size(model: nn.Module, least: int) -> set[str]:
+    """Returns modules that have at least so many parameters outside of smaller ones of that kind, as FSDP1's policy chooses them."""
+    chosen: set[str] = set()
+
+    def visit(name: str, module: nn.Module) -> int:
+        rest = sum(p.numel() for p in module._parameters.values() if p is not None)
+        rest += sum(visit(f"{name}.{child}" if name else child, m) for child, m in module.named_children())
+        if name and rest >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            chosen.add(name)
+            return 0
+        return rest
+
+    visit("", model)
+    return chosen
+
+
+def _embeddings(model: nn.Module) -> set[str]:
+    if isinstance(model, Decoder):
+        return {"tok_embeddings", "output"}
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {name for name, module in model.named_modules() if module in both}
+
+
+def _matching(model: nn.Module, glob: str) -> list[str]:
+    names = [n for n, m in model.named_modules() if fnmatch.fnmatchcase(n, glob) and any(True for _ in m.parameters())]
+    if not names:
+        raise ConfigError(f"precision.overrides.{glob}: no module with parameters is called that")
+    return names
+
+
+def _shared_outside(model: nn.Module, names: list[str]) -> set[str]:
+    """Returns the modules that share a parameter with one outside of them (tied weights): those stay together, in the root."""
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(name)
+    tied = [paths for paths in users.values() if len(paths) > 1]
+    inside = lambda path, unit: path == unit or path.startswith(f"{unit}.")  # noqa: E731
+    return {unit for unit in names for paths in tied if len({inside(path, unit) for path in paths}) == 2}
+
+
+# ---- sharding ----------------------------------------------------------------------------------------------------------------
+
+
+def make_mesh(sizes: Degrees, device: torch.device) -> DeviceMesh:
+    """Returns the mesh of all ranks: replicate x shard x tensor."""
+    return init_device_mesh(device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("replicate", "shard", "tensor"))
+
+
+def shard(model: nn.Module, config: Config, mesh: DeviceMesh, device: torch.device, has_weights: bool = False) -> nn.Module:
+    """Shards a model that is on the meta device, and gives it memory and first values, the same for every mesh and strategy.
+
+    Args:
+        has_weights: its parameters will be loaded, so they are left as they are and only buffers get values.
+
+    Raises:
+        ConfigError: the model does not fit the mesh or the units asked for.
+    """
+    units, blocks = units_of(model, config), blocks_of(model)
+    init = _Init(model, config.run.seed, draw=not has_weights)
+    if mesh["tensor"].size() > 1:
+        _split_tensors(model, mesh["tensor"])
+    _checkpoint_activations(model, blocks, config.compute.checkpoint_every)
+    home = torch.device("cpu") if config.fsdp.cpu_offload else device
+    if config.fsdp.api == "fsdp1":
+        model = _fsdp1(model, units, config, mesh, device, init)
+    elif config.fsdp.strategy == "NO_SHARD":
+        model.to_empty(device=device)
+        init.all(model)
+        model = DistributedDataParallel(model, process_group=mesh["replicate"].get_group())
+        if config.precision.reduce == "bfloat16":
+            model.register_comm_hook(None, bf16_compress_hook)
+    else:
+        _fsdp2(model, units, config, mesh)
+        model.to_empty(device=home)
+        init.all(model)
+        _move_buffers(model, device)
+        _prefetch(model, units, config)
+    if config.compute.compile:
+        for name in blocks:
+            find(model, name).compile(backend=config.compute.compile_backend)
+    return model
+
+
+def find(model: nn.Module, name: str) -> nn.Module:
+    """Returns a module by the name it had before anything was wrapped around it."""
+    while isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
+        model = model.module
+    return model.get_submodule(name)
+
+
+def _fsdp2(model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh) -> None:
+    fsdp, precision = config.fsdp, config.precision
+    offload = CPUOffloadPolicy(pin_memory=fsdp.pin_memory and torch.cuda.is_available()) if fsdp.cpu_offload else OffloadPolicy()
+    data_mesh = mesh["replicate", "shard"] if fsdp.strategy.startswith("HYBRID") else mesh["shard"]
+    reshard = fsdp.reshard_after_forward
+    if reshard is None:
+        reshard = fsdp.strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    for unit in units:
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype_of(unit.dtype or precision.param),
+            reduce_dtype=dtype_of(precision.reduce),
+            output_dtype=dtype_of(precision.param if unit.dtype else "" if unit.name else precision.output),
+            cast_forward_inputs=precision.cast_forward_inputs,
+        )
+        # the root's parameters are needed first in the backward: unless told, PyTorch keeps them gathered
+        after = reshard if unit.name or reshard is False else fsdp.reshard_after_forward
+        fully_shard(model.get_submodule(unit.name), mesh=data_mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=offload)
+
+
+def _fsdp1(
+    model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh, device: torch.device, init: _Init
+) -> FullyShardedDataParallel:
+    fsdp, only, precision = config.fsdp, config.fsdp1, config.precision
+    wrapped = {id(model.get_submodule(unit.name)) for unit in units if unit.name}
+    is_2d = fsdp.strategy.startswith("HYBRID")
+    whole = mesh["replicate"] if fsdp.strategy == "NO_SHARD" else mesh["shard"]
+    return FullyShardedDataParallel(
+        model,
+        device_mesh=mesh["replicate", "shard"] if is_2d else whole,
+        sharding_strategy=ShardingStrategy["_HYBRID_SHARD_ZERO2" if fsdp.strategy == "HYBRID_SHARD_ZERO2" else fsdp.strategy],
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in wrapped),
+        cpu_offload=CPUOffload(offload_params=fsdp.cpu_offload),
+        mixed_precision=MixedPrecision(
+            param_dtype=dtype_of(precision.param),
+            reduce_dtype=dtype_of(precision.reduce),
+            buffer_dtype=dtype_of(precision.buffer),
+            cast_forward_inputs=precision.cast_forward_inputs,
+            cast_root_forward_inputs=precision.cast_forward_inputs,
+        ),
+        param_init_fn=functools.partial(init.materialize, device=device),
+        device_id=device,
+        use_orig_params=only.use_orig_params,
+        sync_module_states=only.sync_module_states,
+        limit_all_gathers=only.limit_all_gathers,
+        forward_prefetch=only.forward_prefetch,
+        backward_prefetch=None if only.backward_prefetch == "NO_PREFETCH" else BackwardPrefetch[only.backward_prefetch],
+    )
+
+
+def _checkpoint_activations(model: nn.Module, blocks: list[str], every: int) -> None:
+    for name in blocks[::every] if every else ():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, checkpoint_wrapper(model.get_submodule(name)))
+
+
+def _prefetch(model: nn.Module, units: list[Unit], config: Config) -> None:
+    """Tells each unit which ones to gather while it runs; units run in the order of the model."""
+    chosen = {unit.name for unit in units}
+    running = [m for m in (model.get_submodule(n) for n, _ in _plain_names(model) if n in chosen and n) if isinstance(m, FSDPModule)]
+    for i, unit in enumerate(running):
+        if depth := config.fsdp.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(running[i + 1 : i + 1 + depth])
+        if depth := config.fsdp.backward_prefetch:
+            unit.set_modules_to_backward_prefetch(running[max(0, i - depth) : i][::-1])
+
+
+def _plain_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        yield name.replace("._checkpoint_wrapped_module", ""), module
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+# ---- tensor parallelism --------------------------------------------------------------------------------------------------------
+
+
+def _split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Splits the matrices of each layer over a mesh, heads kept whole."""
+    styles: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    }
+    plan = _tensor_plan(model)
+    heads = {key: getattr(model.config, key, 0) or 0 for key in ("num_heads", "num_attention_heads", "num_key_value_heads")}
+    for key, count in heads.items():
+        if count % mesh.size():
+            raise ConfigError(f"fsdp.tensor_parallel = {mesh.size()} does not divide the model's {key} = {count}")
+    if unknown := sorted(set(plan.values()) - set(styles)):
+        raise ConfigError(f"fsdp.tensor_parallel: this model asks for {unknown[0]!r}, which is not done here")
+    tied = [(m, n) for m in model.modules() for n, p in m._parameters.items() if p is not None and _is_tied(model, p)]
+    parallelize_module(model, mesh, {name: styles[style]() for name, style in plan.items()})
+    for module, name in tied[1:]:
+        module._parameters[name] = tied[0][0]._parameters[tied[0][1]]
+
+
+def _is_tied(model: nn.Module, parameter: nn.Parameter) -> bool:
+    return sum(p is parameter for m in model.modules() for p in m._parameters.values()) > 1
+
+
+def _tensor_plan(model: nn.Module) -> dict[str, str]:
+    if isinstance(model, Decoder):
+        layer = {f"attention.{w}": "colwise" for w in ("wq", "wk", "wv")} | {"attention.wo": "rowwise"}
+        layer |= {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}
+        plan = {f"layers.*.{name}": style for name, style in layer.items()}
+        return plan | {"tok_embeddings": "embedding_rowwise", "output": "colwise_gather_output"}
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    if not plan:
+        raise ConfigError("fsdp.tensor_parallel: transformers has no plan for this model")
+    return plan
+
+
+# ---- first values --------------------------------------------------------------------------------------------------------------
+
+
+class _Init:
+    """Gives modules their first values, which depend on the seed and the module's name and on nothing else.
+
+    A module is drawn whole, with a generator of its own, and each rank keeps its shard: no two strategies or numbers of ranks
+    start differently, and no rank holds more than one module whole.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, draw: bool) -> None:
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.fill, self.seed, self.draw = initializer(model), seed, draw
+        self.made: dict[int, nn.Parameter] = {}  # FSDP1: memory by meta parameter, so that tied ones stay tied
+        self.filled: set[int] = set()
+
+    def all(self, model: nn.Module) -> None:
+        """Fills a model that has memory: plain tensors or shards."""
+        for module in model.modules():
+            if id(module) in self.names and (module._buffers or (self.draw and module._parameters)):
+                self._fill(module)
+
+    def materialize(self, module: nn.Module, device: torch.device) -> None:
+        """Gives one module of a meta model memory and values; what FSDP1 calls `param_init_fn`."""
+        for name, meta in module._parameters.items():
+            if meta is not None and meta.is_meta:
+                if id(meta) not in self.made:
+                    self.made[id(meta)] = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
+                    self.made[id(self.made[id(meta)])] = meta  # keeps the id taken
+                module._parameters[name] = self.made[id(meta)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+        if id(module) in self.names:
+            self._fill(module)
+
+    @torch.no_grad()
+    def _fill(self, module: nn.Module) -> None:
+        held = {name: p for name, p in module._parameters.items() if p is not None}
+        whole = {name: nn.Parameter(torch.empty(p.shape if self.draw else 0, dtype=p.dtype, device=_place(p))) for name, p in held.items()}
+        if not self.draw:
+            whole = {name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in held.items()}
+        digest = hashlib.blake2b(f"{self.seed}:{self.names[id(module)]}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+        module._parameters.update(whole)
+        try:
+            self.fill(module)
+        finally:
+            module._parameters.update(held)
+        for name, parameter in held.items():
+            if self.draw and id(parameter) not in self.filled:
+                self.filled.add(id(parameter))
+                _keep_shard(parameter, whole[name])
+
+
+def _place(parameter: Tensor) -> torch.device:
+    return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+
+
+def _keep_shard(parameter: Tensor, whole: Tensor) -> None:
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.to_local().copy_(mine.to_local())
+
+
+# ---- a step --------------------------------------------------------------------------------------------------------------------
+
+
+def computing(config: Config, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Returns the context of a forward: autocast where nothing is sharded and so nobody casts."""
+    if config.fsdp.strategy == "NO_SHARD" and config.fsdp.api == "fsdp2" and config.precision.param:
+        return torch.autocast(device.type, dtype_of(config.precision.param))
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def reducing(model: nn.Module, is_last: bool) -> Iterator[None]:
+    """Lets only the last micro-batch of a step reduce gradients over ranks; those before add up on each."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+        model.set_is_last_backward(is_last)
+        yield
+    else:
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            yield
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales gradients so that their norm over all ranks is at most `max_norm` (0: leaves them), and returns the norm before, 0-d."""
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(max_norm or float("inf"))
+    by_mesh: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_mesh.setdefault(parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None, []).append(parameter)
+    norms = []
+    for parameters in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm:
+        for parameters in by_mesh.values():
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def data_rank(mesh: DeviceMesh) -> int:
+    """Returns which part of a batch is this rank's; ranks that differ in the tensor dimension alone have the same."""
+    return dist.get_rank() // mesh["tensor"].size()

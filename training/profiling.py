@@ -1,0 +1,128 @@
+"""Where the time of a step goes: a Chrome trace and a summary a rank, from PyTorch's own profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SKIPPED = 2  # the first step warms caches up, the second the profiler
+
+
+class Profiler:
+    """Traces some steps to `rank0.trace.json` and summarises them in `rank0.txt`, and so on; does nothing for 0 steps."""
+
+    def __init__(self, directory: Path, steps: int, device: torch.device) -> None:
+        self.directory, self.steps = directory, steps
+        self.trace: torch.profiler.profile | None = None
+        if steps:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+            order = torch.profiler.schedule(wait=_SKIPPED - 1, warmup=1, active=steps, repeat=1)
+            self.trace = torch.profiler.profile(activities=activities, schedule=order, on_trace_ready=self._write, record_shapes=True)
+
+    def __enter__(self) -> Profiler:
+        if self.trace:
+            self.trace.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.trace:
+            self.trace.__exit__(kind, error, trace)
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Names what a block of the step does."""
+        return torch.profiler.record_function(name) if self.trace else contextlib.nullcontext()
+
+    def step(self) -> None:
+        """Tells the profiler that a step is over."""
+        if self.trace:
+            self.trace.step()
+
+    def _write(self, trace: torch.profiler.profile) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / f"rank{dist.get_rank()}.trace.json"
+        trace.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+        (self.directory / f"rank{dist.get_rank()}.txt").write_text(summary(events))
+
+
+def summary(events: Sequence[dict[str, Any]]) -> str:
+    """Returns a table of where the time of the traced steps went, from a Chrome trace's events.
+
+    A category's time is the union of its events' intervals, so nested and parallel ones count once. Categories may overlap: on CUDA,
+    communication runs beside compute. "other" is what none of them covers.
+    """
+    spans = [e for e in events if e.get("ph") == "X" and "dur" in e]
+    steps = [e for e in spans if e["name"].startswith("ProfilerStep#") and e.get("cat") == "user_annotation"]
+    wall = _covered([_interval(e) for e in steps])
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    unsharding, counts, nbytes = [], Counter[str](), Counter[str]()
+    has_kernels = any(e.get("cat") == "kernel" for e in spans)
+    for event in spans:
+        if (kind := _kind(event, has_kernels)) is not None:
+            kinds.setdefault(kind, []).append(_interval(event))
+        if event["name"].startswith(("FSDP::all_gather", "FullyShardedDataParallel._pre_forward", "FullyShardedDataParallel._unshard")):
+            unsharding.append(_interval(event))
+        if (collective := event.get("args", {}).get("Collective name")) and event["name"] == "record_param_comms":
+            counts[collective] += 1
+            nbytes[collective] += _nbytes(event["args"])
+    every = [interval for intervals in kinds.values() for interval in intervals]
+    table = [(kind, _covered(kinds.get(kind, []))) for kind in ("compute", "communication", "memcpy", "data", "checkpoint")]
+    table.append(("other", max(0.0, wall - _covered(_clip(every, [_interval(e) for e in steps])))))
+    lines = [f"{len(steps)} steps, {wall / 1e3:,.1f} ms", "", f"{'':16}{'ms a step':>12}{'share':>9}"]
+    lines += [f"{kind:16}{time / 1e3 / max(1, len(steps)):12,.2f}{time / max(1.0, wall):9.1%}" for kind, time in table]
+    lines += [f"{'(unsharding)':16}{_covered(unsharding) / 1e3 / max(1, len(steps)):12,.2f}{_covered(unsharding) / max(1.0, wall):9.1%}"]
+    lines += ["", f"{'collective':28}{'calls':>8}{'MiB out':>12}"]
+    lines += [f"{name:28}{counts[name]:8,}{nbytes[name] / 2**20:12,.2f}" for name in sorted(counts)]
+    return "\n".join(lines) + "\n"
+
+
+_DTYPES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4, "Byte": 1, "Bool": 1, "Char": 1}
+
+
+def _nbytes(args: dict[str, Any]) -> int:
+    """Returns the bytes of a collective's larger side: what an all-gather gives, what a reduce-scatter takes."""
+    elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
+    return elements * _DTYPES.get(str(args.get("dtype")), 4)
+
+
+def _kind(event: dict[str, Any], has_kernels: bool) -> str | None:
+    """Returns the category of an event: of GPU work where there is some, else of the CPU's."""
+    name, category = event["name"].lower(), event.get("cat", "")
+    if category == "user_annotation" and name in ("data", "checkpoint"):
+        return name
+    if has_kernels:
+        if category == "kernel":
+            return "communication" if "nccl" in name else "compute"
+        return "memcpy" if category in ("gpu_memcpy", "gpu_memset") else None
+    if name.startswith(("gloo:", "c10d::", "record_param_comms")) or category == "user_annotation" and name.startswith(("gloo:", "nccl:")):
+        return "communication"
+    if category != "cpu_op":
+        return None
+    return "memcpy" if name in ("aten::copy_", "aten::_to_copy", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy") else "compute"
+
+
+def _interval(event: dict[str, Any]) -> tuple[float, float]:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Returns the length of a union of intervals, in their unit (microseconds)."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        if stop > end:
+            total += stop - max(start, end)
+            end = stop
+    return total
+
+
+def _clip(intervals: Iterable[tuple[float, float]], within: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(max(a, c), min(b, d)) for a, b in intervals for c, d in within if max(a, c) < min(b, d)]
