@@ -137,7 +137,7 @@ KEYS: dict[str, Key] = {
     },
     **{
         f"parallelism_config.parallelism_config_{name}": Key(reason="belongs to what is refused above")
-        for name in ("cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
+        for name in ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
     },
     "fsdp_config.fsdp_version": Key("fsdp.api", lambda value, _: f"fsdp{_whole(value, 1)}"),
     "fsdp_config.fsdp_sharding_strategy": Key("fsdp.strategy", _strategy),
@@ -189,6 +189,15 @@ def read(path: str) -> Mapped:
             raise ConfigError(f"{name}: {error} ({path})") from error
     _settle(mapped, flat)
     return mapped
+
+
+def table() -> str:
+    """Returns `KEYS` as a Markdown table."""
+    rows = ["| key | here |", "|---|---|"]
+    for name, key in KEYS.items():
+        fine = f" (but for {', '.join(repr(v) for v in key.fine)})" if key.fine and key.reason.startswith("refused") else ""
+        rows.append(f"| `{name}` | {f'`{key.to}`' if key.to else key.reason + fine} |")
+    return "\n".join(rows)
 
 
 def _flatten(given: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -254,17 +254,12 @@ def _say(kind: Any) -> str:
     return names.get(kind) or ("a list of texts" if get_origin(kind) is list else "a table of texts")
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """Returns the configuration as TOML holds it: keys without a value left out."""
-    tables: dict[str, dict[str, Any]] = asdict(config)
-    return {name: {key: value for key, value in table.items() if value is not None} for name, table in tables.items()}
-
-
-def write(config: Config, path: Path) -> None:
-    """Writes the resolved configuration as a TOML file, which is itself a valid input."""
+def to_toml(config: Config) -> str:
+    """Returns the resolved configuration as a TOML file, which is itself a valid input."""
     import tomli_w
 
-    path.write_text(tomli_w.dumps(to_dict(config)), encoding="utf-8")
+    tables: dict[str, dict[str, Any]] = asdict(config)
+    return tomli_w.dumps({name: {key: value for key, value in table.items() if value is not None} for name, table in tables.items()})
 
 
 # ---- proving -----------------------------------------------------------------------------------------------------------------

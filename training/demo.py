@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +20,23 @@ from pathlib import Path
 import torch
 
 from training.sample import generate, load_model
-from training.train import PROMPT, logits_for
 
 _BOLD, _PLAIN = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+CONFIG = """\
+[run]
+dir = "{root}/run8"
+steps = 100
+
+[data]
+train = "{root}/tokens.npy"
+
+[optim]
+warmup_steps = 10
+max_grad_norm = 1.0
+
+[checkpoint]
+every = 20
+"""
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
@@ -58,28 +73,38 @@ def ckpt(title: str, arguments: str) -> None:
     show(title, f"ckpt {arguments}", sys.executable, "-m", "ckpt_tools", *shlex.split(arguments))
 
 
+def python(title: str, arguments: str) -> None:
+    show(title, f"python -m {arguments}", "sh", "-c", f"{shlex.quote(sys.executable)} -m {arguments}")
+
+
 def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "demo")
     if root.exists():
         shutil.rmtree(root)
     root.mkdir(parents=True)
-    arguments = f"--dir {root}/run8 --steps 100 --save-every 20"
-    train("1. Train on 8 ranks, and kill all of them at once, in the middle", 8, arguments, kill_after=root / "run8" / "step-00000040")
-    ckpt("2. What is left", f"ls {root}/run8")
-    train("3. Start again: it goes on by itself", 8, arguments)
-    ckpt("4. Look inside", f"inspect {root}/run8/step-00000100 --tree")
-    ckpt("5. Reshard from 8 ranks to 4", f"reshard {root}/run8/step-00000100 {root}/run4/step-00000100 --from 8 --to 4")
-    train("6. Go on training on 4 ranks", 4, f"--dir {root}/run4 --steps 140 --logits {root}/logits.pt")
-    ckpt("7. Merge for inference", f"merge {root}/run4/step-00000140 {root}/model.safetensors")
+    file, run4 = root / "config.toml", f"--set run.dir={root}/run4 --set run.steps=140"
+    file.write_text(CONFIG.format(root=root))
+    python("1. Make a token file", f"training.data prepare {sysconfig.get_paths()['stdlib']}/*.py --out {root}/tokens.npy")
+    print(f"\n{_BOLD}2. What is sharded how, by {file}{_PLAIN}\n\n{file.read_text()}", flush=True)
+    python("", f"training {file} --print-plan --ranks 8")
+    train("3. Train on 8 ranks, and kill all of them at once, in the middle", 8, str(file), kill_after=root / "run8" / "step-00000040")
+    ckpt("4. What is left", f"ls {root}/run8")
+    train("5. Start again: it goes on by itself", 8, str(file))
+    ckpt("6. Look inside", f"inspect {root}/run8/step-00000100 --tree")
+    ckpt("7. Reshard from 8 ranks to 4", f"reshard {root}/run8/step-00000100 {root}/run4/step-00000100 --from 8 --to 4")
+    train("8. Go on training on 4 ranks", 4, f"{file} {run4} --set run.export=true --logits {root}/logits.pt")
+    ckpt("9. Merge for inference", f"merge {root}/run4/step-00000140 {root}/model.safetensors")
 
-    print(f"\n{_BOLD}8. Load the merged file in one plain process{_PLAIN}", flush=True)
+    print(f"\n{_BOLD}10. Load what was merged in one plain process{_PLAIN}", flush=True)
     torch.set_num_threads(1)
-    model = load_model(root / "model.safetensors", root / "run4" / "model.json")
+    if (root / "model.safetensors").read_bytes() != (root / "run4" / "export" / "model.safetensors").read_bytes():
+        raise SystemExit("the merged file and the run's own export differ")
+    model = load_model(root / "run4" / "export")
     trained, merged = torch.load(root / "logits.pt", weights_only=True), logits_for(model, torch.device("cpu"))
     if not torch.equal(trained, merged):
         raise SystemExit(f"logits differ by up to {(trained - merged).abs().max().item()}")
     print(f"logits of 4 ranks and of the merged file: {list(merged.shape)}, all {merged.numel():,} bit-equal")
-    print("sample:\n  " + generate(model, PROMPT, 200, 0.7, 0).decode("utf-8", "replace").replace("\n", "\n  "))
+    print("sample:\n  " + bytes(generate(model, list(PROMPT), 200, 0.7, 0)).decode("utf-8", "replace").replace("\n", "\n  "))
 
     print(f"\n{_BOLD}Made in {root}{_PLAIN}")
     for path in sorted([*root.glob("run*/step-*"), root / "model.safetensors"]):
@@ -89,7 +114,9 @@ def main() -> None:
     print(f"  ckpt inspect {root}/run4/step-00000140 --ranks")
     print(f"  ckpt merge {root}/run4/step-00000140 {root}/bf16.safetensors --dtype bf16 --dry-run")
     print(f"  ckpt reshard {root}/run4/step-00000140 {root}/run16/step-00000140 --to 16")
-    print(f"  python -m training.sample {root}/model.safetensors --config {root}/run4/model.json --prompt 'import '")
+    print(f"  python -m training.sample {root}/run4/export --prompt 'import '")
+    print(f"  python -m training {file} --plot {run4}")
+    print(f"  python -m training {file} --estimate --ranks 64 --budget 80 --set model.name=8b --set data.batch_size=64")
 
 
 if __name__ == "__main__":

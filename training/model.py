@@ -198,6 +198,11 @@ def block_classes(model: nn.Module) -> set[str]:
     return {"Block"} if isinstance(model, Decoder) else set(getattr(model, "_no_split_modules", None) or ())
 
 
+def is_tied(model: nn.Module) -> bool:
+    """Tells whether some weight is used in two places."""
+    return len(list(model.named_parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+
+
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Returns `[B, T, V]` logits for ids `[B, T]`."""
     output = model(tokens)
@@ -212,6 +217,9 @@ def write_config(config: configuration.Model, directory: Path) -> None:
     for file in sorted(Path(config.path).iterdir()):
         if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
             (directory / file.name).write_bytes(file.read_bytes())
+    about = json.loads((directory / "config.json").read_text())
+    about |= {key: "float32" for key in ("dtype", "torch_dtype") if key in about}  # of what was trained, not of what it began as
+    (directory / "config.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
 def load_config(path: Path) -> ModelConfig:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -70,7 +69,7 @@ def units_of(model: nn.Module, config: Config) -> list[Unit]:
     """
     names = _chosen(model, config)
     if config.fsdp.wrap_embeddings:
-        names |= _embeddings(model)
+        names |= set(embeddings_of(model))
     overrides = {name: dtype for glob, dtype in config.precision.overrides.items() for name in _matching(model, glob)}
     order = [name for name, _ in model.named_modules() if name and (name in names or name in overrides)]
     shared = _shared_outside(model, order)
@@ -108,11 +107,12 @@ def _by_size(model: nn.Module, least: int) -> set[str]:
     return chosen
 
 
-def _embeddings(model: nn.Module) -> set[str]:
+def embeddings_of(model: nn.Module) -> list[str]:
+    """Returns the names of the embedding and the head."""
     if isinstance(model, Decoder):
-        return {"tok_embeddings", "output"}
+        return ["tok_embeddings", "output"]
     both = (model.get_input_embeddings(), model.get_output_embeddings())
-    return {name for name, module in model.named_modules() if module in both}
+    return [name for name, module in model.named_modules() if any(module is one for one in both)]
 
 
 def _matching(model: nn.Module, glob: str) -> list[str]:
@@ -152,7 +152,7 @@ def shard(model: nn.Module, config: Config, mesh: DeviceMesh, device: torch.devi
         ConfigError: the model does not fit the mesh or the units asked for.
     """
     units, blocks = units_of(model, config), blocks_of(model)
-    init = _Init(model, config.run.seed, draw=not has_weights)
+    init = Init(model, config.run.seed, draw=not has_weights)
     if mesh["tensor"].size() > 1:
         _split_tensors(model, mesh["tensor"])
     _checkpoint_activations(model, blocks, config.compute.checkpoint_every)
@@ -160,11 +160,11 @@ def shard(model: nn.Module, config: Config, mesh: DeviceMesh, device: torch.devi
     if config.fsdp.api == "fsdp1":
         model = _fsdp1(model, units, config, mesh, device, init)
     elif config.fsdp.strategy == "NO_SHARD":
-        model.to_empty(device=device)
-        init.all(model)
-        model = DistributedDataParallel(model, process_group=mesh["replicate"].get_group())
+        for module in model.modules():
+            init.materialize(module, device)  # to_empty would untie tied weights
+        model = DistributedDataParallel(model, process_group=mesh["replicate"].get_group(), gradient_as_bucket_view=True)
         if config.precision.reduce == "bfloat16":
-            model.register_comm_hook(None, bf16_compress_hook)
+            model.register_comm_hook(mesh["replicate"].get_group(), _mean_in_bf16)
     else:
         _fsdp2(model, units, config, mesh)
         model.to_empty(device=home)
@@ -204,9 +204,13 @@ def _fsdp2(model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh
 
 
 def _fsdp1(
-    model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh, device: torch.device, init: _Init
+    model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh, device: torch.device, init: Init
 ) -> FullyShardedDataParallel:
     fsdp, only, precision = config.fsdp, config.fsdp1, config.precision
+    if device.type == "cpu" and only.sync_module_states:
+        raise ConfigError("fsdp1.sync_module_states needs CUDA: FSDP1 broadcasts GPU memory only (all ranks draw the same values anyway)")
+    if device.type == "cpu" and fsdp.cpu_offload:
+        raise ConfigError("fsdp.cpu_offload needs CUDA with FSDP1, which pins memory; FSDP2 does without")
     wrapped = {id(model.get_submodule(unit.name)) for unit in units if unit.name}
     is_2d = fsdp.strategy.startswith("HYBRID")
     whole = mesh["replicate"] if fsdp.strategy == "NO_SHARD" else mesh["shard"]
@@ -231,6 +235,13 @@ def _fsdp1(
         forward_prefetch=only.forward_prefetch,
         backward_prefetch=None if only.backward_prefetch == "NO_PREFETCH" else BackwardPrefetch[only.backward_prefetch],
     )
+
+
+def _mean_in_bf16(group, bucket):  # DDP compares annotations with its own classes, so there are none
+    """Reduces one bucket of DDP's gradients in bfloat16, on any backend: torch's own hook takes nothing but nccl."""
+    half = bucket.buffer().to(torch.bfloat16).div_(group.size())
+    future = dist.all_reduce(half, group=group, async_op=True).get_future()
+    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def _checkpoint_activations(model: nn.Module, blocks: list[str], every: int) -> None:
@@ -274,7 +285,7 @@ def _split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     }
-    plan = _tensor_plan(model)
+    plan = tensor_plan(model)
     heads = {key: getattr(model.config, key, 0) or 0 for key in ("num_heads", "num_attention_heads", "num_key_value_heads")}
     for key, count in heads.items():
         if count % mesh.size():
@@ -291,7 +302,12 @@ def _is_tied(model: nn.Module, parameter: nn.Parameter) -> bool:
     return sum(p is parameter for m in model.modules() for p in m._parameters.values()) > 1
 
 
-def _tensor_plan(model: nn.Module) -> dict[str, str]:
+def tensor_plan(model: nn.Module) -> dict[str, str]:
+    """Returns how tensor parallelism splits each matrix, by glob of module names.
+
+    Raises:
+        ConfigError: nobody has written a plan for this model.
+    """
     if isinstance(model, Decoder):
         layer = {f"attention.{w}": "colwise" for w in ("wq", "wk", "wv")} | {"attention.wo": "rowwise"}
         layer |= {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}
@@ -306,14 +322,14 @@ def _tensor_plan(model: nn.Module) -> dict[str, str]:
 # ---- first values --------------------------------------------------------------------------------------------------------------
 
 
-class _Init:
+class Init:
     """Gives modules their first values, which depend on the seed and the module's name and on nothing else.
 
     A module is drawn whole, with a generator of its own, and each rank keeps its shard: no two strategies or numbers of ranks
     start differently, and no rank holds more than one module whole.
     """
 
-    def __init__(self, model: nn.Module, seed: int, draw: bool) -> None:
+    def __init__(self, model: nn.Module, seed: int, draw: bool = True) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.fill, self.seed, self.draw = initializer(model), seed, draw
         self.made: dict[int, nn.Parameter] = {}  # FSDP1: memory by meta parameter, so that tied ones stay tied
@@ -342,9 +358,9 @@ class _Init:
     @torch.no_grad()
     def _fill(self, module: nn.Module) -> None:
         held = {name: p for name, p in module._parameters.items() if p is not None}
-        whole = {name: nn.Parameter(torch.empty(p.shape if self.draw else 0, dtype=p.dtype, device=_place(p))) for name, p in held.items()}
-        if not self.draw:
-            whole = {name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in held.items()}
+        whole = {
+            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=_place(p) if self.draw else "meta")) for name, p in held.items()
+        }
         digest = hashlib.blake2b(f"{self.seed}:{self.names[id(module)]}".encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "big") >> 1)
         module._parameters.update(whole)

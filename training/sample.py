@@ -1,50 +1,78 @@
-"""Generates text from a merged model in one plain process: no process group, no FSDP, no optimizer.
+"""Generates text from an exported model in one plain process: no process group, no FSDP, no optimizer.
 
-python -m training.sample model.safetensors --config run/model.json --prompt 'def main'
+    python -m training.sample run/export --prompt 'def main'
+
+The directory holds safetensors and `model.json` (the built-in decoder), or what `transformers` loads; text is bytes where there is no
+tokenizer.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from training.model import Decoder, ModelConfig
+from training.model import Decoder, load_config, logits_of, max_seq_len
 
 
-def load_model(weights: Path, config: Path) -> Decoder:
-    """Returns a decoder with the weights of one safetensors file; every name must fit."""
+def load_model(directory: Path) -> nn.Module:
+    """Returns the model of an export, in evaluation mode; every name must fit."""
+    if not (directory / "model.json").exists():
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(str(directory), local_files_only=True).eval()
+    return load_decoder(directory / "model.safetensors", directory / "model.json")
+
+
+def load_decoder(weights: Path, sizes: Path) -> Decoder:
+    """Returns a built-in decoder with the weights of one safetensors file; a tied weight is in it once or twice."""
     with torch.device("meta"):
-        model = Decoder(ModelConfig(**json.loads(config.read_text())))
-    model.load_state_dict(load_file(weights), strict=True, assign=True)
+        model = Decoder(load_config(sizes))
+    tensors = load_file(weights)
+    if model.config.tied_embeddings:
+        tensors["output.weight"] = tensors["tok_embeddings.weight"] = tensors.get("tok_embeddings.weight", tensors.get("output.weight"))
+    model.load_state_dict(tensors, strict=True, assign=True)
     return model.eval()
 
 
 @torch.no_grad()
-def generate(model: Decoder, prompt: bytes, num_bytes: int, temperature: float, seed: int) -> bytes:
-    """Returns the prompt and `num_bytes` sampled bytes behind it."""
+def generate(model: nn.Module, tokens: list[int], count: int, temperature: float, seed: int) -> list[int]:
+    """Returns the prompt's ids and `count` sampled ones behind them."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    for _ in range(num_bytes):
-        logits = model(torch.tensor([tokens[-model.config.max_seq_len :]]))[0, -1]
+    window, tokens = max_seq_len(model), list(tokens)
+    for _ in range(count):
+        logits = logits_of(model, torch.tensor([tokens[-window:]]))[0, -1].float()
         tokens.append(int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)))
-    return bytes(tokens)
+    return tokens
+
+
+def tokenizer_of(directory: Path) -> Any:
+    """Returns the export's tokenizer, or None where text is bytes."""
+    if not (directory / "tokenizer_config.json").exists():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="training.sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("weights", type=Path)
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("directory", type=Path, help="run.dir/export of a run with run.export = true")
     parser.add_argument("--prompt", default="def main(")
-    parser.add_argument("--bytes", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    text = generate(load_model(args.weights, args.config), args.prompt.encode(), args.bytes, args.temperature, args.seed)
-    print(text.decode("utf-8", "replace"))
+    if not args.directory.is_dir():
+        raise SystemExit(f"training.sample: no such directory: {args.directory}")
+    tokenizer = tokenizer_of(args.directory)
+    prompt = tokenizer(args.prompt)["input_ids"] if tokenizer else list(args.prompt.encode())
+    ids = generate(load_model(args.directory), prompt, args.tokens, args.temperature, args.seed)
+    print(tokenizer.decode(ids) if tokenizer else bytes(i for i in ids if i < 256).decode("utf-8", "replace"))
 
 
 if __name__ == "__main__":

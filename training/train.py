@@ -39,6 +39,7 @@ from training.data import Sampler, Tokens, open_tokens
 from training.metrics import Meter, gather, plot
 from training.profiling import Profiler
 
+PROMPT = b"def main():\n    parser = argparse"
 _FAILED = "training/failed"  # key of the job's store: which rank failed first
 
 
@@ -54,12 +55,13 @@ class Job:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     sampler: Sampler
     tokens: Tokens
+    num_parameters: int
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns everything that a resumed run needs, and the configuration, as the checkpoint manager takes it."""
         return {
             "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "sampler": self.sampler,
-            "rng": RngState(), "train_state": {"step": step}, "config": configuration.to_dict(self.config),
+            "rng": RngState(), "train_state": {"step": step}, "config": configuration.to_toml(self.config),
         }  # fmt: skip
 
 
@@ -76,6 +78,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, metavar="GIB", help="of memory a rank, for --estimate")
     parser.add_argument("--ranks", type=int, help="number of ranks for --print-plan and --estimate; this job's where absent")
     parser.add_argument("--plot", action="store_true", help="draw run.dir/metrics.png and .svg of what is there, and end")
+    parser.add_argument("--logits", type=Path, metavar="FILE", help="at the end, write the logits of a fixed prompt, [1, T, V]")
     parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="trace so many steps to run.dir/profile")
     return parser.parse_args(argv)
 
@@ -93,8 +96,8 @@ def main() -> None:
         elif args.print_plan or args.estimate:
             look(args, config, args.ranks or world_size, local if not args.ranks else min(args.ranks, 8))
         else:
-            configuration.check(config, world_size, local)
-            raise SystemExit(start(config, args.profile))
+            prove(config, world_size, local)
+            raise SystemExit(start(config, args.profile, args.logits))
     except (ConfigError, CheckpointError, FileNotFoundError) as error:
         if rank == 0:
             print(f"training: {error}", file=sys.stderr, flush=True)
@@ -114,7 +117,24 @@ def look(args: argparse.Namespace, config: Config, num_ranks: int, ranks_a_node:
         estimate.show(config, num_ranks, ranks_a_node, args.budget)
 
 
-def start(config: Config, profile_steps: int = 0) -> int:
+def prove(config: Config, world_size: int, local_world_size: int) -> None:
+    """Finds what does not fit together while no rank waits for another yet.
+
+    Raises:
+        ConfigError: mesh, units, data, sequence length or the run that is there.
+    """
+    configuration.check(config, world_size, local_world_size)
+    _same_model(config, Path(config.run.dir))
+    model, data = models.make(config.model), config.data
+    parallel.units_of(model, config)
+    if data.seq_len > models.max_seq_len(model):
+        raise ConfigError(f"data.seq_len = {data.seq_len}, and the model takes sequences of at most {models.max_seq_len(model)}")
+    open_tokens(data.train, data.seq_len, data.batch_size, models.vocab_size(model))
+    if config.metrics.validate_every:
+        open_tokens(data.validation, data.seq_len, data.batch_size, models.vocab_size(model), "data.validation")
+
+
+def start(config: Config, profile_steps: int = 0, logits: Path | None = None) -> int:
     """Joins the job's ranks and trains; returns the exit status. A rank that fails says so before any other can notice."""
     is_cuda = torch.cuda.is_available()
     if "RANK" not in os.environ:  # one process, without torchrun
@@ -125,7 +145,7 @@ def start(config: Config, profile_steps: int = 0) -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=world_size)
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     try:
-        return train(config, device, profile_steps)
+        return train(config, device, profile_steps, logits)
     except (ConfigError, CheckpointError):
         raise  # alike on all ranks
     except Exception as error:
@@ -148,7 +168,7 @@ def _tell(store: dist.Store, rank: int, error: Exception) -> None:
 # ---- training ------------------------------------------------------------------------------------------------------------------
 
 
-def train(config: Config, device: torch.device, profile_steps: int = 0) -> int:
+def train(config: Config, device: torch.device, profile_steps: int = 0, logits: Path | None = None) -> int:
     """Trains from the newest checkpoint, or from the start, to `run.steps`; returns the exit status: 0, or 128 + a signal.
 
     Called by all ranks of an initialised process group.
@@ -158,7 +178,6 @@ def train(config: Config, device: torch.device, profile_steps: int = 0) -> int:
         CheckpointError: a save or a resume failed.
     """
     directory, rank = Path(config.run.dir), dist.get_rank()
-    _same_model(config, directory)
     job = build(config, device)
     checkpoint = config.checkpoint
     with CheckpointManager(
@@ -170,15 +189,18 @@ def train(config: Config, device: torch.device, profile_steps: int = 0) -> int:
         if not first and config.model.path and config.model.weights:
             ckpt_tools.load(config.model.path, {"model": job.model}, cast=True)
         if rank == 0:
-            configuration.write(config, directory / "config.toml")
-        size = sum(p.numel() for p in job.model.parameters())
+            (directory / "config.toml").write_text(configuration.to_toml(config), encoding="utf-8")
         began = f"resumed at step {first}" if first else "from scratch"
         meter = Meter(directory, first, config.run.steps, config.metrics.every, config.metrics.progress)
-        meter.say(f"{size:,} parameters on {dist.get_world_size()} ranks ({device.type}), {began}")
+        meter.say(f"{job.num_parameters:,} parameters on {dist.get_world_size()} ranks ({device.type}), {began}")
         number = _loop(job, checkpoints, meter, first, profile_steps)
         meter.close()
     if checkpoints.last_save:
         meter.say(f"saved {checkpoints.last_save.path}")
+    if logits and not number:
+        written = logits_for(job.model, device)
+        if rank == 0:
+            torch.save(written, logits)
     if config.run.export and not number:
         _export(config, checkpoints, meter)
     return 128 + number if number else 0
@@ -203,9 +225,8 @@ def build(config: Config, device: torch.device) -> Job:
     world_size = dist.get_world_size()
     sizes = configuration.check(config, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     model, data = models.make(config.model), config.data
-    if data.seq_len > models.max_seq_len(model):
-        raise ConfigError(f"data.seq_len = {data.seq_len}, and the model takes sequences of at most {models.max_seq_len(model)}")
     tokens = open_tokens(data.train, data.seq_len, data.batch_size, models.vocab_size(model))
+    num_parameters = sum(p.numel() for p in model.parameters())
     mesh = parallel.make_mesh(sizes, device)
     model = parallel.shard(model, config, mesh, device, has_weights=bool(config.model.path and config.model.weights))
     seed = config.run.seed + dist.get_rank()  # from here on, ranks draw numbers of their own
@@ -215,7 +236,7 @@ def build(config: Config, device: torch.device) -> Job:
     optimizer = _adamw(model, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
     sampler = Sampler(tokens.windows(data.seq_len), config.run.seed, data.shuffle, data.drop_last)
-    return Job(config, device, mesh, model, optimizer, scheduler, sampler, tokens)
+    return Job(config, device, mesh, model, optimizer, scheduler, sampler, tokens, num_parameters)
 
 
 def _adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
@@ -293,6 +314,13 @@ def loss_of(job: Job, inputs: Tensor, targets: Tensor) -> Tensor:
     if output := parallel.dtype_of(job.config.precision.output):
         logits = logits.to(output)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def logits_for(model: nn.Module, device: torch.device) -> Tensor:
+    """Returns `[1, T, V]` logits for a fixed prompt."""
+    model.eval()
+    return models.logits_of(model, torch.tensor([list(PROMPT)], device=device)).cpu()
 
 
 def _validation(job: Job) -> Tokens | None:

@@ -30,6 +30,7 @@ from ckpt_tools.errors import IntegrityError, PlanError, UnsafePickleError, prin
 
 Key = tuple[str | int, ...]
 _RANK = "rank_"
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 class PerRank:
@@ -125,13 +126,24 @@ def _export_dict(state: Mapping[str, Any], path: tuple[str, ...], modules: Seque
     for key, value in state.items():
         here = (*path, str(key))
         if isinstance(value, nn.Module):
-            exported[key] = get_model_state_dict(value)
+            exported[key] = _tied(value, get_model_state_dict(value))
         elif isinstance(value, Optimizer):
             exported[key] = _export_optimizer(_owner(value, modules, here), value, for_loading)
         elif isinstance(value, Mapping):
             exported[key] = _export_dict(value, here, modules, for_loading)
         elif not isinstance(value, (PerRank, RngState)):
             exported[key] = value.state_dict() if hasattr(value, "state_dict") else value
+    return exported
+
+
+def _tied(model: nn.Module, exported: dict[str, Any]) -> dict[str, Any]:
+    """Makes the entries of a tied weight one tensor again, of which FSDP1 hands out a copy each."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        original = first.setdefault(id(parameter), plain)
+        if plain in exported and original in exported:
+            exported[plain] = exported[original]
     return exported
 
 

@@ -1,0 +1,26 @@
+"""Trains, and on rank 1 the third batch cannot be read: run by torchrun with a configuration's overrides."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from training import config as configuration
+from training import train
+
+calls = []
+real = train.Tokens.sequences
+
+
+def sequences(self, numbers, seq_len):  # the machine of rank 1 loses its disk
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 3:
+        raise OSError(5, "Input/output error", "tokens.npy")
+    return real(self, numbers, seq_len)
+
+
+train.Tokens.sequences = sequences
+torch.set_num_threads(1)
+raise SystemExit(train.start(configuration.resolve(None, sys.argv[1:])))

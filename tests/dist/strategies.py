@@ -1,0 +1,202 @@
+"""Trains one small model under every option, and compares the losses with a plain loop in one process. Run by torchrun.
+
+    torchrun --standalone --nproc-per-node 4 tests/dist/strategies.py DIR [NAME …]
+
+Prints one line a variant, `ok NAME` or `FAILED NAME: why`, on rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from training import config as configuration
+from training import model as models
+from training import parallel, train
+from training.config import Config
+from training.data import Sampler, open_tokens
+
+STEPS = 5
+BASE = (
+    "run.steps=5", "model.dim=32", "model.num_layers=4", "model.num_heads=4", "model.hidden_dim=64", "data.seq_len=32", "data.batch_size=8",
+    "optim.max_grad_norm=0.5", "optim.warmup_steps=2", "metrics.progress=false",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Options, and what the losses are compared with: another variant bit by bit, or the plain loop within a relative tolerance."""
+
+    options: str
+    same_as: str = ""
+    tolerance: float = 2e-5
+    min_ranks: int = 1
+
+
+FSDP1 = "fsdp.api=fsdp1"
+BF16 = "precision.param=bfloat16 precision.reduce=float32"
+VARIANTS = {
+    "full": Variant(""),
+    "grad_op": Variant("fsdp.strategy=SHARD_GRAD_OP", "full"),
+    "no_shard": Variant("fsdp.strategy=NO_SHARD"),
+    "hybrid": Variant("fsdp.strategy=HYBRID_SHARD fsdp.shard_size=2", min_ranks=4),
+    "hybrid_zero2": Variant("fsdp.strategy=HYBRID_SHARD_ZERO2 fsdp.shard_size=2", "hybrid", min_ranks=4),
+    "hybrid_node": Variant("fsdp.strategy=HYBRID_SHARD", "full"),
+    "reshard_true": Variant("fsdp.reshard_after_forward=true", "full"),
+    "reshard_false": Variant("fsdp.reshard_after_forward=false", "full"),
+    "reshard_2": Variant("fsdp.reshard_after_forward=2", "full", min_ranks=4),
+    "tensor": Variant("fsdp.tensor_parallel=2", min_ranks=2),
+    "tensor_hybrid": Variant("fsdp.tensor_parallel=2 fsdp.strategy=HYBRID_SHARD fsdp.shard_size=1", min_ranks=4),
+    "tensor_tied": Variant("fsdp.tensor_parallel=2 model.tied_embeddings=true", "", min_ranks=2),
+    "tied": Variant("model.tied_embeddings=true"),
+    "tied_no_shard": Variant("model.tied_embeddings=true fsdp.strategy=NO_SHARD"),
+    "tied_embeddings_wrapped": Variant("model.tied_embeddings=true fsdp.wrap_embeddings=true", "tied"),
+    "wrap_none": Variant("fsdp.wrap=none", "full"),
+    "wrap_classes": Variant("fsdp.wrap=classes fsdp.wrap_classes=Attention,FeedForward", "full"),
+    "wrap_size": Variant("fsdp.wrap=size fsdp.min_num_params=5000", "full"),
+    "wrap_embeddings": Variant("fsdp.wrap_embeddings=true", "full"),
+    "activation_checkpointing": Variant("compute.checkpoint_every=1", "full"),
+    "every_second_block": Variant("compute.checkpoint_every=2", "full"),
+    "offload": Variant("fsdp.cpu_offload=true", "full"),
+    "prefetch": Variant("fsdp.forward_prefetch=2 fsdp.backward_prefetch=2", "full"),
+    "unshard_ahead": Variant("fsdp.unshard_ahead=true", "full"),
+    "accumulation": Variant("data.accumulation=2"),
+    "accumulation_grad_op": Variant("data.accumulation=2 fsdp.strategy=SHARD_GRAD_OP", "accumulation"),
+    "accumulation_no_shard": Variant("data.accumulation=2 fsdp.strategy=NO_SHARD"),
+    "accumulation_fsdp1": Variant(f"data.accumulation=2 {FSDP1}"),
+    "fused": Variant("optim.implementation=fused"),
+    "for_loop": Variant("optim.implementation=for-loop"),
+    "compile": Variant("compute.compile=true compute.compile_backend=aot_eager"),
+    "compile_checkpointed": Variant("compute.compile=true compute.compile_backend=aot_eager compute.checkpoint_every=1"),
+    "bf16": Variant(BF16, tolerance=5e-3),
+    "bf16_reduced": Variant("precision.param=bfloat16 precision.reduce=bfloat16", tolerance=5e-3),
+    "bf16_output": Variant(f"{BF16} precision.output=float32", tolerance=5e-3),
+    "bf16_norms_float32": Variant(f"{BF16} precision.overrides.*norm=float32", tolerance=5e-3),
+    "bf16_uncast_inputs": Variant(f"{BF16} precision.cast_forward_inputs=false", tolerance=5e-3),
+    "bf16_autocast": Variant("precision.param=bfloat16 precision.reduce=bfloat16 fsdp.strategy=NO_SHARD", tolerance=5e-3),
+    "bf16_offload_checkpointed": Variant(f"{BF16} fsdp.cpu_offload=true compute.checkpoint_every=1", "bf16"),
+    "bf16_fsdp1": Variant(f"{BF16} {FSDP1} precision.buffer=bfloat16", tolerance=5e-3),
+    "fsdp1_full": Variant(FSDP1),
+    "fsdp1_grad_op": Variant(f"{FSDP1} fsdp.strategy=SHARD_GRAD_OP", "fsdp1_full"),
+    "fsdp1_no_shard": Variant(f"{FSDP1} fsdp.strategy=NO_SHARD"),
+    "fsdp1_hybrid": Variant(f"{FSDP1} fsdp.strategy=HYBRID_SHARD fsdp.shard_size=2", min_ranks=4),
+    "fsdp1_hybrid_zero2": Variant(f"{FSDP1} fsdp.strategy=HYBRID_SHARD_ZERO2 fsdp.shard_size=2", "fsdp1_hybrid", min_ranks=4),
+    "fsdp1_flat": Variant(f"{FSDP1} fsdp1.use_orig_params=false"),  # the norm adds up in another order
+    "fsdp1_prefetch": Variant(f"{FSDP1} fsdp1.forward_prefetch=true fsdp1.backward_prefetch=BACKWARD_POST", "fsdp1_full"),
+    "fsdp1_no_prefetch": Variant(f"{FSDP1} fsdp1.backward_prefetch=NO_PREFETCH fsdp1.limit_all_gathers=false", "fsdp1_full"),
+    "fsdp1_checkpointed": Variant(f"{FSDP1} compute.checkpoint_every=1", "fsdp1_full"),
+    "fsdp1_tied": Variant(f"{FSDP1} model.tied_embeddings=true"),
+    "fsdp1_size": Variant(f"{FSDP1} fsdp.wrap=size fsdp.min_num_params=5000"),
+}  # fmt: skip
+
+
+def config_of(variant: Variant, directory: Path) -> Config:
+    return configuration.resolve(None, [*BASE, f"run.dir={directory}", *variant.options.split()])
+
+
+def plain(config: Config) -> list[float]:
+    """The losses of the same model and data in a loop that has never heard of ranks."""
+    model = models.make(config.model).to_empty(device="cpu")
+    if config.model.tied_embeddings:
+        model.output.weight = model.tok_embeddings.weight
+    parallel.Init(model, config.run.seed).all(model)
+    data = config.data
+    tokens = open_tokens(data.train, data.seq_len, data.batch_size, 256)
+    sampler = Sampler(tokens.windows(data.seq_len), config.run.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = tokens.sequences(sampler.next_batch(data.batch_size), data.seq_len)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = config.optim.lr * train.schedule(step, config)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def prove_memory(config: Config) -> None:
+    """FULL_SHARD leaves each rank total/N of the parameters; recomputed blocks keep nothing but their inputs."""
+    kept = {}
+    for every in (0, 1):
+        job = train.build(replace(config, compute=replace(config.compute, checkpoint_every=every)), torch.device("cpu"))
+        local = sum(p.to_local().numel() for p in job.model.parameters())
+        assert local * dist.get_world_size() == job.num_parameters, (local, job.num_parameters)
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        inputs, targets = job.tokens.sequences(list(range(8)), config.data.seq_len)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            train.loss_of(job, inputs, targets).backward()
+        kept[every] = sum(s.nbytes() for s in storages.values())
+    assert kept[1] < kept[0] / 2, kept
+    if dist.get_rank() == 0:
+        print("every rank holds total/N\nrecomputed blocks keep their inputs alone", flush=True)
+
+
+def losses_of(directory: Path) -> list[float]:
+    return [line["loss"] for line in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())]
+
+
+def differs(name: str, root: Path, reference: dict[bool, list[float]]) -> str:
+    """Says how the losses of a variant differ from what they should be, or nothing."""
+    variant = VARIANTS[name]
+    losses = losses_of(root / name)
+    if len(losses) != STEPS:
+        return f"{len(losses)} lines"
+    if variant.same_as:
+        wanted = losses_of(root / variant.same_as)
+        return "" if losses == wanted else f"{losses} is not {variant.same_as}'s {wanted}"
+    wanted = reference["tied_embeddings=true" in variant.options]
+    worst = max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
+    if worst > variant.tolerance:
+        return f"{losses} is {worst:.1e} away from {wanted}"
+    if variant.tolerance > 1e-3 and losses == losses_of(root / "full"):
+        return "bfloat16 changed nothing"
+    return ""
+
+
+def main() -> None:
+    root, names = Path(sys.argv[1]), sys.argv[2:] or list(VARIANTS)
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    world_size = dist.get_world_size()
+    config = config_of(VARIANTS["full"], root)
+    reference = {tied: plain(replace(config, model=replace(config.model, tied_embeddings=tied))) for tied in (False, True)}
+    prove_memory(config)
+    for name in names:
+        variant = VARIANTS[name]
+        if world_size < variant.min_ranks or ("shard_size=2" in variant.options and world_size % 2):
+            continue
+        try:
+            train.train(config_of(variant, root / name), torch.device("cpu"))
+            dist.barrier()
+            problem = differs(name, root, reference) if dist.get_rank() == 0 else ""
+        except Exception as error:
+            print(f"rank {dist.get_rank()}: {name}", flush=True)
+            traceback.print_exc()
+            problem = repr(error)
+            if world_size > 1:
+                print(f"FAILED {name}: {problem}", flush=True)
+                raise
+        if dist.get_rank() == 0:
+            print(f"FAILED {name}: {problem}" if problem else f"ok {name}", flush=True)
+        torch.compiler.reset()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

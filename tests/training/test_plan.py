@@ -1,0 +1,159 @@
+"""What `--print-plan` and `--estimate` say, against numbers worked out by hand or by torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
+
+from training import config as configuration
+from training import estimate, plan, train
+from training import model as models
+from training.config import ConfigError, Degrees, resolve
+from training.parallel import units_of
+
+
+def groups(*overrides: str) -> dict[str, plan.Group]:
+    config = resolve(None, overrides)
+    return plan.groups_of(models.make(config.model), config)
+
+
+def test_units_hold_every_parameter_once() -> None:
+    found = groups()
+    block = 4 * 192 * 192 + 3 * 192 * 512 + 2 * 192
+    assert {n: g.numel for n, g in found.items()} == {f"layers.{i}": block for i in range(4)} | {"": 2 * 256 * 192 + 192}
+    assert found["layers.0"].nbytes == 4 * block
+    tied = groups("model.tied_embeddings=true", "precision.param=bfloat16", "precision.overrides.norm=float32")
+    assert (tied[""].numel, tied[""].nbytes, tied["norm"].nbytes) == (256 * 192, 2 * 256 * 192, 4 * 192)
+
+
+def test_children_come_before_parents_and_tied_weights_stay_in_the_root() -> None:
+    config = resolve(None, ["fsdp.wrap=classes", "fsdp.wrap_classes=Block,Attention", "fsdp.wrap_embeddings=true", "model.num_layers=1"])
+    names = [u.name for u in units_of(models.make(config.model), config)]
+    assert names == ["layers.0.attention", "layers.0", "tok_embeddings", "output", ""]
+    tied = replace(config, model=replace(config.model, tied_embeddings=True))
+    assert [u.name for u in units_of(models.make(tied.model), tied)] == ["layers.0.attention", "layers.0", ""]
+
+
+@pytest.mark.parametrize("least", [1, 50_000, 150_000, 200_000, 500_000, 10**9])
+def test_wrapping_by_size_chooses_what_fsdp1_chooses(least: int) -> None:
+    config = resolve(None, ["fsdp.wrap=size", f"fsdp.min_num_params={least}", "model.num_layers=2"])
+    ours = {u.name for u in units_of(models.make(config.model), config) if u.name}
+    chosen = []
+    model = models.make(config.model)
+    names = {id(m): n for n, m in model.named_modules()}
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            chosen.append(names[id(module)])
+            self.module = module
+
+    policy = lambda module, recurse, nonwrapped_numel: size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, least)  # noqa: E731
+    _recursive_wrap(model, policy, Wrapper, set(), set())
+    assert ours == set(chosen) - {""}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["fsdp.wrap=classes", "fsdp.wrap_classes=GPT2Block"], "the model has no 'GPT2Block'; it has Attention, Block, Decoder"),
+        (["precision.overrides.head.*=float32"], "precision.overrides.head.*: no module with parameters is called that"),
+        (["model.dim=100"], "model.dim = 100 is not a multiple of 2 x model.num_heads = 6"),
+        (["model.path=/nothing"], "model.path: /nothing holds no causal LM that transformers knows"),
+    ],
+)
+def test_what_the_model_does_not_have_is_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        groups(*overrides)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["fsdp.wrap=none"], "only the root is a unit: each rank gathers the whole model at once, 7.1 MiB"),
+        (["fsdp.wrap=classes", "fsdp.wrap_classes=ModuleList"], "layers holds 95% of all parameters"),
+        (["model.vocab_size=8000"], "tok_embeddings and output are in the root unit, which stays gathered"),
+        (["model.vocab_size=8000", "model.tied_embeddings=true"], "they share their weight"),
+        (["fsdp.strategy=NO_SHARD"], "nothing is sharded"),
+    ],
+)
+def test_usual_mistakes_are_told(overrides: list[str], message: str) -> None:
+    config = resolve(None, overrides)
+    model = models.make(config.model)
+    found = plan.warnings_of(model, config, plan.groups_of(model, config))
+    assert len(found) == 1 and message in found[0]
+
+
+def test_a_good_plan_has_no_warning() -> None:
+    for overrides in ([], ["model.vocab_size=8000", "fsdp.wrap_embeddings=true"]):
+        config = resolve(None, overrides)
+        model = models.make(config.model)
+        found = plan.warnings_of(model, config, plan.groups_of(model, config))
+        assert found == [] or "holds" in found[0]
+
+
+def test_the_plan_is_printed_with_like_layers_on_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    config = resolve(None, ["model.num_layers=12", "precision.param=bfloat16"])
+    plan.show(config, configuration.check(config, 4, 4))
+    shown = capsys.readouterr().out
+    assert "0 … 11  (each of 12)" in shown and shown.count("feed_forward") == 1
+    assert "FSDP2 FULL_SHARD, ranks: 1 replicate x 4 shard x 1 tensor" in shown
+    assert "864.8 KiB" in shown  # 442,752 parameters of two bytes
+
+
+def test_the_estimate_adds_up_by_hand() -> None:
+    config = resolve(None, ["compute.checkpoint_every=1"])
+    model = models.make(config.model)
+    found = plan.groups_of(model, config)
+    activations = estimate.activations_of(config, 4)
+    numel = sum(p.numel() for p in model.parameters())
+    for ranks in (1, 2, 4):
+        memory = estimate.memory_of(config, Degrees(1, ranks, 1), found, activations)
+        assert memory.parameters == memory.gradients == memory.optimizer // 2 == numel * 4 // ranks
+    uneven = estimate.memory_of(config, Degrees(1, 5, 1), found, activations)
+    assert uneven.parameters > numel * 4 / 5
+    assert activations.block_input == 4 * 128 * 192 * 4
+    whole = estimate.memory_of(resolve(None), Degrees(1, 4, 1), found, activations)
+    assert whole.activations > 3 * memory.activations / 2
+
+
+def test_what_autograd_keeps_is_counted_as_it_really_is() -> None:
+    config = resolve(None)
+    expected = estimate.activations_of(config, 2)
+    model = models.make(config.model).to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    tokens = torch.zeros(2, 128, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    real = sum(s.nbytes() for pointer, s in storages.items() if pointer not in own)
+    assert loss > 0
+    assert sum(expected.blocks) + expected.rest == pytest.approx(real, rel=0.02)
+
+
+def test_estimates_mark_what_fits_and_say_why_a_strategy_is_out(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate.show(resolve(None, ["fsdp.cpu_offload=true"]), 4, 4, 0.001)
+    shown = capsys.readouterr().out
+    assert "NO_SHARD: fsdp.cpu_offload needs sharded parameters" in shown and "nothing fits into 0.001 GiB" in shown
+    estimate.show(resolve(None), 4, 4, 64)
+    shown = capsys.readouterr().out
+    assert shown.count("fits") == 5 and "HYBRID_SHARD_ZERO2" in shown
+
+
+def test_warm_up_and_cosine() -> None:
+    config = resolve(None, ["run.steps=110", "optim.warmup_steps=10", "optim.min_lr_ratio=0.2"])
+    factors = [train.schedule(step, config) for step in range(120)]
+    assert factors[0] == 0.1 and factors[9] == 1.0 == factors[10]
+    assert factors[60] == pytest.approx(0.6) and factors[110] == factors[119] == pytest.approx(0.2)
+    assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))

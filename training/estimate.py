@@ -1,0 +1,214 @@
+"""`--estimate`: the memory of a rank under every strategy, worked out from shapes, without training or allocating anything.
+
+Activations are counted, not guessed: one micro-batch runs through the model with fake tensors, and what autograd would keep is summed.
+docs/training.md compares the result with measured peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F  # noqa: N812  # torch's own name for it
+
+from training import config as configuration
+from training import model as models
+from training import parallel
+from training.config import Config, ConfigError, Degrees
+from training.plan import Group, groups_of, size, wide_console
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one rank, each at its own worst moment.
+
+    Parameters and optimizer state are always there. When the backward begins there are all activations and gathered parameters
+    and no gradient yet; when it ends, all gradients and the last unit; then AdamW has them and needs some room of its own.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    ending: int  # the last unit of the backward
+    stepping: int  # AdamW's own
+
+    @property
+    def peak(self) -> int:
+        moments = (self.gathered + self.activations, self.gradients + self.ending, self.gradients + self.stepping)
+        return self.parameters + self.optimizer + max(moments)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What autograd keeps of one micro-batch, in bytes: within each block, outside of blocks, a block's input, the loss's own."""
+
+    blocks: list[int]
+    rest: int
+    block_input: int
+    loss: int
+
+    def peak(self, every: int) -> int:
+        """Returns the most at once, with every k-th block recomputed (0: none)."""
+        redone = set(range(0, len(self.blocks), every)) if every else set()
+        kept = sum(nbytes for i, nbytes in enumerate(self.blocks) if i not in redone)
+        inputs = self.block_input * len(redone)
+        return self.rest + kept + inputs + max([self.loss, *(self.blocks[i] for i in redone)])
+
+
+def activations_of(config: Config, sequences: int) -> Activations:
+    """Counts what autograd keeps while a rank runs `sequences` sequences through the model."""
+    dtype = parallel.dtype_of(config.precision.param) or torch.float32
+    model = models.make(config.model)
+    names = parallel.blocks_of(model)
+    with FakeTensorMode():
+        _allocate(model, dtype)
+        counter = _Saved(model, [model.get_submodule(n) for n in names])
+        tokens = torch.zeros(sequences, config.data.seq_len, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor):
+            logits = models.logits_of(model, tokens)
+            F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+    gradient = logits.numel() * 4  # of the logits, in float32, when the backward begins
+    over = config.fsdp.tensor_parallel  # blocks are split over these, nearly all of them
+    return Activations([n // over for n in counter.blocks], counter.rest, counter.block_input, gradient)
+
+
+def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives a meta model (fake) memory in the type it computes in; tied weights stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, meta in module._parameters.items():
+            if meta is not None:
+                if id(meta) not in made:
+                    made[id(meta)] = nn.Parameter(torch.empty(meta.shape, dtype=dtype))
+                module._parameters[name] = made[id(meta)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+class _Saved:
+    """Adds up the storages that autograd keeps, parameters aside, by the block that runs."""
+
+    def __init__(self, model: nn.Module, blocks: list[nn.Module]) -> None:
+        self.seen = {p.untyped_storage()._cdata for p in model.parameters()}
+        self.blocks, self.rest, self.block_input, self.current = [0] * len(blocks), 0, 0, -1
+        for i, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda _, args, kwargs, i=i: self._enter(i, args), with_kwargs=True)
+            block.register_forward_hook(lambda *_: self._leave())
+
+    def _enter(self, i: int, args: tuple[Any, ...]) -> None:
+        self.current = i
+        self.block_input = args[0].untyped_storage().nbytes()
+
+    def _leave(self) -> None:
+        self.current = -1
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.seen:
+            self.seen.add(storage._cdata)
+            if self.current >= 0:
+                self.blocks[self.current] += storage.nbytes()
+            else:
+                self.rest += storage.nbytes()
+        return tensor
+
+
+def memory_of(config: Config, sizes: Degrees, groups: dict[str, Group], activations: Activations) -> Memory:
+    """Returns the memory of rank 0 of a mesh, which holds the most where a dimension does not divide evenly."""
+    fsdp = config.fsdp
+    elements = sum(_local(group, sizes.shard) for group in groups.values())
+    gathered = ending = 0
+    if fsdp.strategy != "NO_SHARD":
+        gathered = _gathered(config, groups) + _accumulated(config, groups)
+        ending = min(gathered, groups[""].nbytes + 2 * max(g.nbytes for g in groups.values()) + _accumulated(config, groups))
+    elif config.data.accumulation > 1:
+        gathered = elements * 4  # gradients are there from the first micro-batch on
+    kept = activations.peak(config.compute.checkpoint_every)
+    if fsdp.cpu_offload:  # the rest lives on the host
+        return Memory(0, 0, 0, gathered, kept, ending, 0)
+    stepping = elements * 4 if torch.cuda.is_available() and config.optim.implementation != "fused" else 0
+    stepping = elements * 4 if config.optim.implementation == "foreach" else stepping
+    return Memory(elements * 4, elements * 4, elements * 8, gathered, kept, ending, stepping)
+
+
+def _accumulated(config: Config, groups: dict[str, Group]) -> int:
+    """Returns the bytes of gradients that wait, whole, for the last micro-batch: those before it are not reduced."""
+    reduce = parallel.dtype_of(config.precision.reduce or config.precision.param) or torch.float32
+    return sum(g.numel for g in groups.values()) * reduce.itemsize if config.data.accumulation > 1 else 0
+
+
+def _gathered(config: Config, groups: dict[str, Group]) -> int:
+    """Returns the bytes of gathered parameters, and of gradients not yet reduced, at the worst moment of the backward."""
+    root, inner = groups[""], [g for n, g in groups.items() if n]
+    largest = max(inner, key=lambda g: g.nbytes, default=root)
+    frees = config.fsdp.strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    if config.fsdp.reshard_after_forward is not None:
+        frees = config.fsdp.reshard_after_forward is not False
+    ahead = 1 + max(1, config.fsdp.backward_prefetch)  # the unit that runs, and the next
+    held = root.nbytes + (min(ahead, len(inner)) * largest.nbytes if frees else sum(g.nbytes for g in inner)) if inner else root.nbytes
+    reduce = parallel.dtype_of(config.precision.reduce)
+    scattering = largest.numel * (reduce or largest.dtype).itemsize  # the input of a reduce-scatter
+    return held + largest.nbytes + scattering
+
+
+def _local(group: Group, over: int) -> int:
+    """Returns the elements that rank 0 has of a unit: the first of `over` parts along dim 0 of each parameter."""
+    return sum((-(-shape[0] // over) * (shape.numel() // max(1, shape[0])) if shape else 1) for shape in group.shapes)
+
+
+def estimates(config: Config, num_ranks: int, ranks_a_node: int) -> Iterator[tuple[str, Degrees | str, Memory | None]]:
+    """Yields every strategy with its mesh and memory, or why the configuration rules it out."""
+    model = models.make(config.model)
+    counted: dict[int, Activations] = {}
+    for name in STRATEGIES:
+        changed = replace(config, fsdp=replace(config.fsdp, strategy=name, shard_size=config.fsdp.shard_size if "HYBRID" in name else 0))
+        try:
+            sizes = configuration.check(changed, num_ranks, ranks_a_node)
+        except ConfigError as error:
+            yield name, str(error), None
+            continue
+        sequences = config.data.batch_size // sizes.data // config.data.accumulation
+        if sequences not in counted:
+            counted[sequences] = activations_of(changed, sequences)
+        yield name, sizes, memory_of(changed, sizes, groups_of(model, changed), counted[sequences])
+
+
+def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | None) -> None:
+    """Prints a table of all strategies, marking those whose peak is within a budget."""
+    console, table = wide_console(), Table(box=None, pad_edge=False, header_style="bold")
+    columns = ("strategy", "shard x replicate", "parameters", "gradients", "optimizer", "gathered", "activations", "peak a rank", "")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i in (0, 8) else "right", no_wrap=True)
+    fits = False
+    refused: list[str] = []
+    for name, sizes, memory in estimates(config, num_ranks, ranks_a_node):
+        if memory is None or isinstance(sizes, str):
+            refused.append(f"{name}: {sizes}")
+            continue
+        parts = (memory.parameters, memory.gradients, memory.optimizer, memory.gathered, memory.activations, memory.peak)
+        mark = ""
+        if budget_gib:
+            good = memory.peak <= budget_gib * 2**30
+            fits |= good
+            mark = "[green]fits[/]" if good else "[red]too much[/]"
+        table.add_row(name, f"{sizes.shard} x {sizes.replicate}", *map(size, parts), mark)
+    console.print(table)
+    for line in refused:
+        console.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
+    if budget_gib and not fits:
+        console.print(
+            f"[yellow]nothing fits into {budget_gib:g} GiB:[/] more ranks, compute.checkpoint_every = 1, data.accumulation,"
+            " or fsdp.cpu_offload need less",
+            highlight=False,
+            soft_wrap=True,
+        )
