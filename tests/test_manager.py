@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, NotACheckpointError, PerRank, PlanError, RngState, StorageError, UnsafePickleError
 from ckpt_tools.steps import list_steps
 
@@ -121,6 +122,22 @@ def test_a_model_alone_of_a_whole_checkpoint(saved: Path) -> None:
     checkpoints = resume(saved, {"model": Mlp()})
     assert checkpoints.last_load is not None
     assert any(note.startswith("not asked for and left out:") and "optimizer" in note for note in checkpoints.last_load.notes)
+
+
+def test_weights_alone_are_loaded_from_safetensors_without_a_manager(saved: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    wanted = {name: value.to(torch.bfloat16) for name, value in Mlp().state_dict().items()}
+    save_file(wanted, tmp_path / "weights.safetensors")
+    model = Mlp()
+    with pytest.raises(PlanError, match="types differ"):
+        ckpt_tools.load(tmp_path / "weights.safetensors", {"model": model})
+    report = ckpt_tools.load(tmp_path / "weights.safetensors", {"model": model}, cast=True)
+    assert all(torch.equal(value, wanted[name].float()) for name, value in model.state_dict().items())
+    assert report.num_tensors == 4 and report.read_nbytes == 2 * sum(p.numel() for p in model.parameters())
+    before = model.second.weight.detach().clone()
+    ckpt_tools.load(saved / "step-00000007", {"model": model}, select=["model.first.*"])
+    assert not torch.equal(model.first.weight, wanted["first.weight"].float()) and torch.equal(model.second.weight, before)
 
 
 def test_values_become_what_was_stored_whatever_their_structure_now(saved: Path) -> None:

@@ -233,9 +233,7 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
             return value
         raise ConfigError(f"{name} = {value!r}: allowed are {', '.join(repr(a) for a in arguments)}")
     if origin in (Union, UnionType):
-        if type(value) in arguments or value in ("auto", "default") and NoneType in arguments:
-            return value if type(value) in arguments else None
-        raise ConfigError(f"{name} = {value!r}: expected {' or '.join(_say(a) for a in arguments if a is not NoneType)}")
+        return _one_of(value, arguments, name)
     if origin is list and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return value
     if origin is list and isinstance(value, str):
@@ -247,6 +245,14 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
     if origin is None and type(value) is kind:
         return value
     raise ConfigError(f"{name} = {value!r}: expected {_say(kind)}")
+
+
+def _one_of(value: Any, kinds: Sequence[Any], name: str) -> Any:
+    if type(value) in kinds:
+        return value
+    if value == "default" and NoneType in kinds:
+        return None
+    raise ConfigError(f"{name} = {value!r}: expected {' or '.join(_say(kind) for kind in kinds if kind is not NoneType)}")
 
 
 def _say(kind: Any) -> str:
@@ -325,14 +331,20 @@ def check(config: Config, world_size: int = 1, local_world_size: int = 1) -> Deg
 
 def _problems(config: Config) -> list[str]:
     """Returns what contradicts itself, whatever the number of ranks."""
-    fsdp, data, precision = config.fsdp, config.data, config.precision
     at_least_one = {
-        "data.seq_len": data.seq_len, "data.batch_size": data.batch_size, "data.accumulation": data.accumulation,
+        "data.seq_len": config.data.seq_len, "data.batch_size": config.data.batch_size, "data.accumulation": config.data.accumulation,
         "metrics.every": config.metrics.every, "checkpoint.keep_last": config.checkpoint.keep_last, "run.steps": config.run.steps,
     }  # fmt: skip
     found = [f"{key} = {value}: must be at least 1" for key, value in at_least_one.items() if value < 1]
     if config.model.path and (changed := _changed(config.model, ("path", "weights"))):
         found.append(f"model.{changed[0]} belongs to the built-in decoder, and model.path = {config.model.path!r} is set")
+    if config.metrics.validate_every and not config.data.validation:
+        found.append("metrics.validate_every needs data.validation, a token file")
+    return found + _sharding_problems(config) + _precision_problems(config)
+
+
+def _sharding_problems(config: Config) -> list[str]:
+    fsdp, found = config.fsdp, []
     if fsdp.wrap == "classes" and not fsdp.wrap_classes:
         found.append('fsdp.wrap = "classes" needs fsdp.wrap_classes, the names of module classes')
     if fsdp.wrap != "classes" and fsdp.wrap_classes:
@@ -340,44 +352,40 @@ def _problems(config: Config) -> list[str]:
     if fsdp.shard_size and not fsdp.strategy.startswith("HYBRID"):
         found.append(f"fsdp.shard_size belongs to HYBRID_SHARD and HYBRID_SHARD_ZERO2, and fsdp.strategy is {fsdp.strategy}")
     if fsdp.strategy == "NO_SHARD":
-        found += [f"{key} needs sharded parameters, and fsdp.strategy is NO_SHARD" for key in _needs_shards(fsdp)]
+        unmet = _needs_fsdp2(fsdp) + (["fsdp.cpu_offload"] if fsdp.cpu_offload else [])
+        found += [f"{key} needs sharded parameters, and fsdp.strategy is NO_SHARD" for key in unmet]
     if fsdp.api == "fsdp1":
         found += [f'{key} needs fsdp.api = "fsdp2"' for key in _needs_fsdp2(fsdp)]
-        if precision.overrides:
-            found.append('precision.overrides needs fsdp.api = "fsdp2": FSDP1 does not cast between units of different types')
     elif changed := _changed(config.fsdp1, ()):
         found.append(f'fsdp1.{changed[0]} needs fsdp.api = "fsdp1"')
-    for glob, dtype in precision.overrides.items():
-        if dtype not in get_args(Dtype)[1:]:
-            found.append(f"precision.overrides.{glob} = {dtype!r}: allowed are {', '.join(repr(a) for a in get_args(Dtype)[1:])}")
-    if precision.overrides and fsdp.strategy == "NO_SHARD" and fsdp.api == "fsdp2":
+    return found
+
+
+def _precision_problems(config: Config) -> list[str]:
+    precision, fsdp, allowed = config.precision, config.fsdp, get_args(Dtype)[1:]
+    found = [
+        f"precision.overrides.{glob} = {dtype!r}: allowed are {', '.join(repr(a) for a in allowed)}"
+        for glob, dtype in precision.overrides.items()
+        if dtype not in allowed
+    ]
+    if precision.overrides and fsdp.api == "fsdp1":
+        found.append('precision.overrides needs fsdp.api = "fsdp2": FSDP1 does not cast between units of different types')
+    elif precision.overrides and fsdp.strategy == "NO_SHARD":
         found.append("precision.overrides needs sharded parameters: with NO_SHARD, autocast chooses the types")
     if "float16" in (precision.param, precision.reduce):
         found.append("precision float16 needs a scaled loss, which this program does not do: use bfloat16")
     if precision.buffer and fsdp.api == "fsdp2":
         found.append('precision.buffer needs fsdp.api = "fsdp1"; FSDP2 leaves buffers as they are')
-    if config.metrics.validate_every and not data.validation:
-        found.append("metrics.validate_every needs data.validation, a token file")
     return found
 
 
-def _needs_shards(fsdp: Fsdp) -> list[str]:
-    sharded = {
-        "fsdp.reshard_after_forward": fsdp.reshard_after_forward is not None, "fsdp.tensor_parallel": fsdp.tensor_parallel > 1,
-        "fsdp.cpu_offload": fsdp.cpu_offload, "fsdp.forward_prefetch": fsdp.forward_prefetch > 0,
-        "fsdp.backward_prefetch": fsdp.backward_prefetch > 0, "fsdp.unshard_ahead": fsdp.unshard_ahead,
-    }  # fmt: skip
-    return [key for key, is_set in sharded.items() if is_set]
-
-
 def _needs_fsdp2(fsdp: Fsdp) -> list[str]:
-    only = {
-        "fsdp.reshard_after_forward": fsdp.reshard_after_forward is not None, "fsdp.tensor_parallel": fsdp.tensor_parallel > 1,
-        "fsdp.forward_prefetch (FSDP1 has fsdp1.forward_prefetch)": fsdp.forward_prefetch > 0,
-        "fsdp.backward_prefetch (FSDP1 has fsdp1.backward_prefetch)": fsdp.backward_prefetch > 0,
-        "fsdp.unshard_ahead": fsdp.unshard_ahead,
+    """Returns the keys in use that only sharding by FSDP2 has."""
+    in_use = {
+        "reshard_after_forward": fsdp.reshard_after_forward is not None, "tensor_parallel": fsdp.tensor_parallel > 1,
+        "forward_prefetch": fsdp.forward_prefetch > 0, "backward_prefetch": fsdp.backward_prefetch > 0, "unshard_ahead": fsdp.unshard_ahead,
     }  # fmt: skip
-    return [key for key, is_set in only.items() if is_set]
+    return [f"fsdp.{key}" for key, is_used in in_use.items() if is_used]
 
 
 def _changed(table: Any, but: Sequence[str]) -> list[str]:

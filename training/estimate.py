@@ -102,7 +102,7 @@ class _Saved:
         self.seen = {p.untyped_storage()._cdata for p in model.parameters()}
         self.blocks, self.rest, self.block_input, self.current = [0] * len(blocks), 0, 0, -1
         for i, block in enumerate(blocks):
-            block.register_forward_pre_hook(lambda _, args, kwargs, i=i: self._enter(i, args), with_kwargs=True)
+            block.register_forward_pre_hook(lambda _, args, i=i: self._enter(i, args))
             block.register_forward_hook(lambda *_: self._leave())
 
     def _enter(self, i: int, args: tuple[Any, ...]) -> None:

@@ -89,10 +89,10 @@ class Meter:
 
 
 def gather(mine: Tensor) -> list[list[float]]:
-    """Returns every rank's numbers, in order of rank."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    everyone = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine.to(device))
+    """Returns every rank's numbers, in order of rank; over gloo, which the process group has on every machine."""
+    mine = mine.cpu()
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
     return [rank.tolist() for rank in everyone]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -31,12 +30,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config import Config, ConfigError, Degrees
-from training.model import Decoder, block_classes, initializer
+from training.initialize import Init
+from training.model import Decoder, block_classes
 
 
 def dtype_of(name: str) -> torch.dtype | None:
@@ -317,73 +317,6 @@ def tensor_plan(model: nn.Module) -> dict[str, str]:
     if not plan:
         raise ConfigError("fsdp.tensor_parallel: transformers has no plan for this model")
     return plan
-
-
-# ---- first values --------------------------------------------------------------------------------------------------------------
-
-
-class Init:
-    """Gives modules their first values, which depend on the seed and the module's name and on nothing else.
-
-    A module is drawn whole, with a generator of its own, and each rank keeps its shard: no two strategies or numbers of ranks
-    start differently, and no rank holds more than one module whole.
-    """
-
-    def __init__(self, model: nn.Module, seed: int, draw: bool = True) -> None:
-        self.names = {id(module): name for name, module in model.named_modules()}
-        self.fill, self.seed, self.draw = initializer(model), seed, draw
-        self.made: dict[int, nn.Parameter] = {}  # FSDP1: memory by meta parameter, so that tied ones stay tied
-        self.filled: set[int] = set()
-
-    def all(self, model: nn.Module) -> None:
-        """Fills a model that has memory: plain tensors or shards."""
-        for module in model.modules():
-            if id(module) in self.names and (module._buffers or (self.draw and module._parameters)):
-                self._fill(module)
-
-    def materialize(self, module: nn.Module, device: torch.device) -> None:
-        """Gives one module of a meta model memory and values; what FSDP1 calls `param_init_fn`."""
-        for name, meta in module._parameters.items():
-            if meta is not None and meta.is_meta:
-                if id(meta) not in self.made:
-                    self.made[id(meta)] = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
-                    self.made[id(self.made[id(meta)])] = meta  # keeps the id taken
-                module._parameters[name] = self.made[id(meta)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-        if id(module) in self.names:
-            self._fill(module)
-
-    @torch.no_grad()
-    def _fill(self, module: nn.Module) -> None:
-        held = {name: p for name, p in module._parameters.items() if p is not None}
-        whole = {
-            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=_place(p) if self.draw else "meta")) for name, p in held.items()
-        }
-        digest = hashlib.blake2b(f"{self.seed}:{self.names[id(module)]}".encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
-        module._parameters.update(whole)
-        try:
-            self.fill(module)
-        finally:
-            module._parameters.update(held)
-        for name, parameter in held.items():
-            if self.draw and id(parameter) not in self.filled:
-                self.filled.add(id(parameter))
-                _keep_shard(parameter, whole[name])
-
-
-def _place(parameter: Tensor) -> torch.device:
-    return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
-
-
-def _keep_shard(parameter: Tensor, whole: Tensor) -> None:
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
-        return
-    mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.to_local().copy_(mine.to_local())
 
 
 # ---- a step --------------------------------------------------------------------------------------------------------------------

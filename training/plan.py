@@ -43,7 +43,9 @@ def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
             path = path.rpartition(".")[0]
         over = config.fsdp.tensor_parallel if any(fnmatch.fnmatchcase(name, f"{glob}.*") for glob in split) else 1
         groups[path].numel += parameter.numel() // over
-        groups[path].shapes.append(torch.Size((-(-parameter.shape[0] // over), *parameter.shape[1:])) if parameter.ndim else parameter.shape)
+        groups[path].shapes.append(
+            torch.Size((-(-parameter.shape[0] // over), *parameter.shape[1:])) if parameter.ndim else parameter.shape
+        )
     return groups
 
 
@@ -59,12 +61,13 @@ def warnings_of(model: nn.Module, config: Config, groups: dict[str, Group]) -> l
         found.append(f"only the root is a unit: each rank gathers the whole model at once, {size(groups[''].nbytes)}. Set fsdp.wrap")
     elif (largest := max(groups.values(), key=lambda g: g.numel)).numel > total / 2 and (largest.name or not in_root):
         share = largest.numel / total
-        found.append(f"{label(largest.name)} holds {share:.0%} of all parameters, gathered at once: make units of its parts (fsdp.wrap_classes)")
+        found.append(f"{label(largest.name)} holds {share:.0%} of all parameters: make units of its parts (fsdp.wrap_classes)")
     root, biggest = groups[""].nbytes, max((g.nbytes for g in inner), default=0)
     if inner and in_root and root > biggest:
         cure = "they share their weight, so that must be so" if models.is_tied(model) else "fsdp.wrap_embeddings = true makes them units"
         found.append(
-            f"{' and '.join(in_root)} are in the root unit, which stays gathered from forward to backward: {size(root)} on each rank; {cure}"
+            f"{' and '.join(in_root)} are in the root unit, which stays gathered from forward to backward:"
+            f" {size(root)} on each rank; {cure}"
         )
     return found
 
@@ -104,7 +107,10 @@ def show(config: Config, sizes: Degrees) -> None:
     console.print(table)
     total = sum(g.numel for g in groups.values())
     largest = max(groups.values(), key=lambda g: g.nbytes)
-    console.print(f"\n{total:,} parameters in {len(groups)} units; the largest gathers {size(largest.nbytes)} ({label(largest.name)})", highlight=False)
+    console.print(
+        f"\n{total:,} parameters in {len(groups)} units; the largest gathers {size(largest.nbytes)} ({label(largest.name)})",
+        highlight=False,
+    )
     for warning in warnings_of(model, config, groups):
         console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
 
@@ -124,8 +130,11 @@ def _rows(model: nn.Module, groups: dict[str, Group]) -> list[tuple[str, str, st
             child, inner = children[i]
             path = f"{name}.{child}" if name else child
             alike = i + 1
-            while alike < len(children) and child.isdigit() and _shape(path, inner, groups) == _shape(
-                f"{name}.{children[alike][0]}" if name else children[alike][0], children[alike][1], groups
+            while (
+                alike < len(children)
+                and child.isdigit()
+                and _shape(path, inner, groups)
+                == _shape(f"{name}.{children[alike][0]}" if name else children[alike][0], children[alike][1], groups)
             ):
                 alike += 1
             several = f" … {children[alike - 1][0]}  (each of {alike - i})" if alike > i + 1 else ""

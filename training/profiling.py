@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -69,9 +70,12 @@ def summary(events: Sequence[dict[str, Any]]) -> str:
     for event in spans:
         if (kind := _kind(event, has_kernels)) is not None:
             kinds.setdefault(kind, []).append(_interval(event))
-        if event["name"].startswith(("FSDP::all_gather", "FullyShardedDataParallel._pre_forward", "FullyShardedDataParallel._unshard")):
+        if event["name"].startswith(
+            ("FSDP::all_gather", "FullyShardedDataParallel._pre_forward", "FullyShardedDataParallel._pre_backward")
+        ):
             unsharding.append(_interval(event))
-        if (collective := event.get("args", {}).get("Collective name")) and event["name"] == "record_param_comms":
+        if event["name"].startswith("c10d::") and event.get("cat") == "cpu_op":
+            collective = event["name"].removeprefix("c10d::").strip("_")
             counts[collective] += 1
             nbytes[collective] += _nbytes(event["args"])
     every = [interval for intervals in kinds.values() for interval in intervals]
@@ -85,13 +89,17 @@ def summary(events: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_DTYPES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4, "Byte": 1, "Bool": 1, "Char": 1}
+_ITEMSIZE = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2}  # one byte for the rest
 
 
 def _nbytes(args: dict[str, Any]) -> int:
     """Returns the bytes of a collective's larger side: what an all-gather gives, what a reduce-scatter takes."""
-    elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
-    return elements * _DTYPES.get(str(args.get("dtype")), 4)
+    sizes = [0]
+    for shape, kind in zip(args.get("Input Dims", []), args.get("Input type", []), strict=False):
+        shapes = shape if shape and isinstance(shape[0], list) else [shape]  # a list of tensors, or one
+        if shape:
+            sizes.append(sum(math.prod(dims) for dims in shapes) * _ITEMSIZE.get(kind, 1))
+    return max(sizes)
 
 
 def _kind(event: dict[str, Any], has_kernels: bool) -> str | None:
@@ -103,11 +111,13 @@ def _kind(event: dict[str, Any], has_kernels: bool) -> str | None:
         if category == "kernel":
             return "communication" if "nccl" in name else "compute"
         return "memcpy" if category in ("gpu_memcpy", "gpu_memset") else None
-    if name.startswith(("gloo:", "c10d::", "record_param_comms")) or category == "user_annotation" and name.startswith(("gloo:", "nccl:")):
+    if name.startswith(("gloo:", "nccl:", "c10d::", "record_param_comms")):
         return "communication"
     if category != "cpu_op":
         return None
-    return "memcpy" if name in ("aten::copy_", "aten::_to_copy", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy") else "compute"
+    if name in ("aten::copy_", "aten::_to_copy") or name.startswith("fsdp::"):
+        return "memcpy"
+    return "compute" if name.startswith("aten::") else None
 
 
 def _interval(event: dict[str, Any]) -> tuple[float, float]:

@@ -148,7 +148,7 @@ def start(config: Config, profile_steps: int = 0, logits: Path | None = None) ->
         return train(config, device, profile_steps, logits)
     except (ConfigError, CheckpointError):
         raise  # alike on all ranks
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is told
         _tell(store, rank, error)
         raise SystemExit(1) from None
     finally:

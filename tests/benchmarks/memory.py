@@ -69,7 +69,16 @@ def main() -> None:
             groups = groups_of(models.make(config.model), config)
             sequences = config.data.batch_size // sizes.data // config.data.accumulation
             expected = estimate.memory_of(config, sizes, groups, estimate.activations_of(config, sequences)).peak / 2**20
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), __file__, *chosen]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(args.ranks),
+                __file__,
+                *chosen,
+            ]
             result = subprocess.run(command, capture_output=True, text=True, env=os.environ | _QUIET)
             line = next((line for line in result.stdout.splitlines() if line.startswith("PEAK")), None)
             if line is None:

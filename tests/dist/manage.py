@@ -80,7 +80,10 @@ def build(case):
     if case == "two":  # two optimizers, one of them without state; a parameter that never gets a gradient
         model.unused = nn.Parameter(torch.zeros(3))
         fsdp2(model)
-        return model, [torch.optim.AdamW([*model.a.parameters(), model.unused]), torch.optim.SGD([*model.b.parameters(), *model.c.parameters()], lr=0.1)]
+        return model, [
+            torch.optim.AdamW([*model.a.parameters(), model.unused]),
+            torch.optim.SGD([*model.b.parameters(), *model.c.parameters()], lr=0.1),
+        ]
     return model, [torch.optim.AdamW(model.parameters(), foreach=False) if case in ("tp", "fsdp1") else adamw(model)]
 
 
@@ -97,7 +100,13 @@ def make_state(case):
     model, optimizers = build(case)
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 2) for o in optimizers]
     state = {"model": model, **{f"optimizer{i or ''}": o for i, o in enumerate(optimizers)}, "scheduler": schedulers[0]}
-    state |= {"rng": RngState(), "data": PerRank(Position(), on_resize=deal), "epoch": 3, "history": [1.5, {"loss": 2.0}], "nested": {"ema": torch.arange(5.0)}}
+    state |= {
+        "rng": RngState(),
+        "data": PerRank(Position(), on_resize=deal),
+        "epoch": 3,
+        "history": [1.5, {"loss": 2.0}],
+        "nested": {"ema": torch.arange(5.0)},
+    }
     return model, optimizers, state
 
 
@@ -187,7 +196,12 @@ def once(root, case):
     totals = torch.tensor([report.needed_nbytes, report.received_nbytes, *[0] * dist.get_world_size()])
     totals[2 + dist.get_rank()] = report.needed_nbytes
     dist.all_reduce(totals)
-    stored = sum(v.numel() * v.element_size() for v in flatten_state_dict(snapshot(model, optimizers))[0].values() if isinstance(v, torch.Tensor)) + 20
+    stored = (
+        sum(
+            v.numel() * v.element_size() for v in flatten_state_dict(snapshot(model, optimizers))[0].values() if isinstance(v, torch.Tensor)
+        )
+        + 20
+    )
     needed, received, *each = totals.tolist()
     assert needed == stored, (needed, stored)
     assert received > 0 and max(each) < 0.7 * stored, (each, received)
@@ -287,7 +301,12 @@ def accelerate(root, case):
 
 
 def main() -> None:
-    root, action = Path(sys.argv[1]), {"save": save, "resume": resume, "stock": stock, "once": once, "fallback": fallback, "titan": titan, "accelerate": accelerate}[sys.argv[2]]
+    root, action = (
+        Path(sys.argv[1]),
+        {"save": save, "resume": resume, "stock": stock, "once": once, "fallback": fallback, "titan": titan, "accelerate": accelerate}[
+            sys.argv[2]
+        ],
+    )
     dist.init_process_group("gloo")
     for case in sys.argv[3:]:
         action(root, case)

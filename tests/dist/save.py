@@ -139,7 +139,12 @@ def _rows(full):
 def case_strided():
     torch.manual_seed(0)
     big = torch.randn(20, 30)
-    state = {"transposed": big.t(), "slice": big[3:9, 5:20], "row": big[4], "channels": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)}
+    state = {
+        "transposed": big.t(),
+        "slice": big[3:9, 5:20],
+        "row": big[4],
+        "channels": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    }
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = torch.randn(13, 8)
     local = _rows(full).t().contiguous().t()
@@ -150,13 +155,18 @@ def case_strided():
 
 def case_names():
     names = ["dots.in.name", "a/b", "with space", "ünïcödé-名前", "line\nbreak", "\x1b]0;pwn\x07", "\u202eright", "x" * 300, ".", "0"]
-    return {"model": {n: torch.full((3,), float(i)) for i, n in enumerate(names)}, "objects": {"list": [1, {"k": (2, 3)}], "none": None, "bytes": b"\0\1"}}
+    return {
+        "model": {n: torch.full((3,), float(i)) for i, n in enumerate(names)},
+        "objects": {"list": [1, {"k": (2, 3)}], "none": None, "bytes": b"\0\1"},
+    }
 
 
 def case_fsdp1():
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5)), use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(
+        nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5)), use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu")
+    )
     optim = torch.optim.AdamW(model.parameters())
     train(model, optim)
     config, optim_config = ShardedStateDictConfig(offload_to_cpu=False), ShardedOptimStateDictConfig(offload_to_cpu=False)
@@ -168,15 +178,26 @@ def case_compiled():
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     names = ["_orig_mod.a._checkpoint_wrapped_module.w", "b._fsdp_wrapped_module._orig_mod.w", "module.module.c.w", "d.module.w"]
-    return {"model": {n: distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)]) for n in names}, "optimizer": {"state": {names[0]: torch.ones(2)}}}
+    return {
+        "model": {n: distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)]) for n in names},
+        "optimizer": {"state": {names[0]: torch.ones(2)}},
+    }
 
 
 def case_titan():
     """torchtitan's way: the model's names at the top."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
-    model = {n: distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]) for n in ("tok_embeddings.weight", "layers.0.wq.weight", "model.x", "lm_head.weight")}
-    return {**model, "optimizer": {"state.layers.0.wq.weight.exp_avg": torch.ones(3)}, "train_state": {"step": torch.tensor(5)}, "lr_scheduler": {"last_epoch": 3}}
+    model = {
+        n: distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
+        for n in ("tok_embeddings.weight", "layers.0.wq.weight", "model.x", "lm_head.weight")
+    }
+    return {
+        **model,
+        "optimizer": {"state.layers.0.wq.weight.exp_avg": torch.ones(3)},
+        "train_state": {"step": torch.tensor(5)},
+        "lr_scheduler": {"last_epoch": 3},
+    }
 
 
 def case_flat():

@@ -72,6 +72,7 @@ VARIANTS = {
     "accumulation_no_shard": Variant("data.accumulation=2 fsdp.strategy=NO_SHARD"),
     "accumulation_fsdp1": Variant(f"data.accumulation=2 {FSDP1}"),
     "fused": Variant("optim.implementation=fused"),
+    "foreach": Variant("optim.implementation=foreach"),
     "for_loop": Variant("optim.implementation=for-loop"),
     "compile": Variant("compute.compile=true compute.compile_backend=aot_eager"),
     "compile_checkpointed": Variant("compute.compile=true compute.compile_backend=aot_eager compute.checkpoint_every=1"),
@@ -162,7 +163,8 @@ def differs(name: str, root: Path, reference: dict[bool, list[float]]) -> str:
         return "" if losses == wanted else f"{losses} is not {variant.same_as}'s {wanted}"
     wanted = reference["tied_embeddings=true" in variant.options]
     worst = max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
-    if worst > variant.tolerance:
+    reordered = dist.get_world_size() > 1 or "accumulation" in variant.options or variant.tolerance > 1e-3
+    if worst > (variant.tolerance if reordered else 0.0):  # one process adds up in the same order
         return f"{losses} is {worst:.1e} away from {wanted}"
     if variant.tolerance > 1e-3 and losses == losses_of(root / "full"):
         return "bfloat16 changed nothing"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +206,10 @@ def test_a_strategy_may_be_a_number_as_in_old_files(number: int, tmp_path: Path)
         (changed(V1, fsdp_use_orig_params="maybe"), "fsdp_config.fsdp_use_orig_params: expected true or false"),
         (changed(V1, fsdp_reshard_after_forward="ZERO"), "fsdp.strategy = 'ZERO': allowed are 'FULL_SHARD'"),
         (changed(V2, fsdp_version=3), "fsdp.api = 'fsdp3': allowed are 'fsdp2', 'fsdp1'"),
-        (V2 | {"parallelism_config": {"parallelism_config_cp_size": 2}}, "parallelism_config_cp_size: 2 is refused: no context parallelism"),
+        (
+            V2 | {"parallelism_config": {"parallelism_config_cp_size": 2}},
+            "parallelism_config_cp_size: 2 is refused: no context parallelism",
+        ),
         ({"model": 3}, "not a configuration of Accelerate"),
     ],
 )
@@ -231,3 +234,11 @@ def test_every_key_that_accelerate_knows_is_in_the_table() -> None:
 def test_the_documented_table_is_the_table() -> None:
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     assert accelerate_config.table() in text
+
+
+def test_the_documented_configuration_is_every_key_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    documented = tomllib.loads(text.split("```toml\n")[1].split("```")[0])
+    assert resolve(None, (), documented) == Config()
+    for name, table in asdict(Config()).items():
+        assert set(table) - set(documented[name]) <= {"reshard_after_forward"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -156,4 +157,4 @@ def test_warm_up_and_cosine() -> None:
     factors = [train.schedule(step, config) for step in range(120)]
     assert factors[0] == 0.1 and factors[9] == 1.0 == factors[10]
     assert factors[60] == pytest.approx(0.6) and factors[110] == factors[119] == pytest.approx(0.2)
-    assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(factors[10:]))

@@ -1,0 +1,91 @@
+"""Tokens/s of `training` against a bare FSDP2 loop written straight to PyTorch, in turn: `torchrun --nproc-per-node 2 tests/benchmarks/loop.py`.
+
+Both train the same model on the same sequences on the same ranks; the bare loop does nothing else: no metrics, no checkpoints, no
+clipping, no schedule. Medians of the rounds, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from training import config as configuration
+from training import model as models
+from training import train
+from training.config import Config
+from training.data import open_tokens
+
+WARM = 3  # steps that are not counted
+
+
+def bare(config: Config) -> float:
+    """Returns tokens/s of the bare loop."""
+    model = models.make(config.model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = config.data
+    tokens, part = open_tokens("", data.seq_len, data.batch_size, 256), data.batch_size // dist.get_world_size()
+    times = []
+    for step in range(config.run.steps):
+        began = time.perf_counter()
+        start = step * data.batch_size + dist.get_rank() * part
+        inputs, targets = tokens.sequences(list(range(start, start + part)), data.seq_len)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began)
+    return data.batch_size * data.seq_len / statistics.median(times[WARM:])
+
+
+def ours(config: Config) -> float:
+    """Returns tokens/s of the program, everything included that it does in a step without a checkpoint."""
+    train.train(config, torch.device("cpu"))
+    lines = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+    return config.data.batch_size * config.data.seq_len / statistics.median(line["step_s"] for line in lines[WARM:-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("options", nargs="*")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    rates: dict[str, list[float]] = {"bare": [], "training": []}
+    for number in range(args.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            shared = [folder]
+            dist.broadcast_object_list(shared)
+            options = [f"run.steps={args.steps}", "metrics.progress=false", f"run.dir={shared[0]}/run", *args.options]
+            config = configuration.resolve(None, options)
+            for name, loop in (("bare", bare), ("training", ours))[:: 1 if number % 2 else -1]:
+                rates[name].append(loop(config))
+            dist.barrier()
+    if dist.get_rank() == 0:
+        for name, values in rates.items():
+            print(f"{name:10} {statistics.median(values):10,.0f} tokens/s   {' '.join(f'{v:,.0f}' for v in values)}")
+        ratios = [b / a for a, b in zip(rates["bare"], rates["training"], strict=True)]
+        print(f"ratio      {statistics.median(ratios):10.3f}            {' '.join(f'{r:.3f}' for r in ratios)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
