@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
+from ckpt_tools.storage.remote import is_url
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
@@ -63,7 +64,19 @@ def _root(
     del version
 
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint, or a directory with one below.", show_default=False)]
+Source = Annotated[
+    str,
+    typer.Argument(metavar="SRC", help="A checkpoint, or a directory with one below; a path, or a URL such as s3://….", show_default=False),
+]
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        help="Of SRC's object store, as fsspec takes them, such as `endpoint_url=…`; repeatable. Secrets belong into its own files or the environment, not here.",
+        show_default=False,
+    ),
+]
 Jobs = Annotated[
     int | None,
     typer.Option("--jobs", "-j", min=1, max=256, help="Number of threads.  [default: processors, at most 8]", show_default=False),
@@ -85,13 +98,19 @@ def inspect(
     src: Source,
     tree: Annotated[bool, typer.Option("--tree", help="Show the tree of modules with shapes, dtypes and bytes.")] = False,
     ranks: Annotated[bool, typer.Option("--ranks", help="Show which file, and so which rank, holds which part.")] = False,
+    storage_option: StorageOption = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Say on stderr how many requests and bytes an object store was asked for.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: format, world size, tensors, bytes, objects. Reads metadata only."""
     from ckpt_tools import render
     from ckpt_tools.operations.inspect import inspect as run
 
-    report = run(src)
+    report = run(src, _storage_options(storage_option))
+    if stats and report.traffic is not None:
+        print(f"{report.traffic.requests} requests, {render.size(report.traffic.nbytes)}", file=sys.stderr)
     if as_json:
         print(json.dumps(render.report_as_json(report)))
     else:
@@ -101,13 +120,13 @@ def inspect(
 @app.command(epilog=app.info.epilog)
 def merge(
     src: Source,
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="The .safetensors file to write; with --max-shard-size a directory.", show_default=False)],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The .safetensors file to write; with --max-shard-size a directory.", show_default=False)],
     select: Annotated[list[str] | None, typer.Option("--select", metavar="GLOB", help="Only tensors whose name matches; repeatable.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help="Cast floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
     keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
     max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=_size, metavar="SIZE", help="Write shards of at most this size, such as 5GB, and an index.", show_default=False)] = None,
     keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep names as stored: `model.`, `_orig_mod.`, `module.`, ….")] = False,
-    jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Join the shards of a model into one safetensors file, ready for inference.
 
@@ -118,7 +137,7 @@ def merge(
     from ckpt_tools.operations.transfer import merge as run
 
     _check_dtype(dtype)
-    options = _options(jobs, memory, overwrite, dry_run, quiet or as_json)
+    options = _options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
     result = run(
         src, dst, select=select or (), dtype=dtype, keep_dtype=keep_dtype or (),
         max_shard_bytes=max_shard_size, keep_prefix=keep_prefix, **options,
@@ -129,10 +148,10 @@ def merge(
 @app.command(epilog=app.info.epilog)
 def reshard(
     src: Source,
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="The directory to write.", show_default=False)],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write.", show_default=False)],
     to_ranks: Annotated[int, typer.Option("--to", min=1, max=1_000_000, metavar="N", help="Number of ranks to split for.", show_default=False)],
     from_ranks: Annotated[int | None, typer.Option("--from", min=1, metavar="N", help="Number of ranks that wrote SRC, to be checked.", show_default=False)] = None,
-    jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rewrite a DCP checkpoint with the very chunks that a job of another number of ranks would have saved.
 
@@ -145,14 +164,19 @@ def reshard(
     """
     from ckpt_tools.operations.transfer import reshard as run
 
-    _report(
-        run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **_options(jobs, memory, overwrite, dry_run, quiet or as_json)),
-        quiet,
-        as_json,
-    )
+    options = _options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
+    _report(run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options), quiet, as_json)
 
 
-Root = Annotated[Path, typer.Argument(metavar="ROOT", help="The directory of a run, with its step-… directories.", show_default=False)]
+def _root_path(text: str) -> Path:
+    if is_url(text):
+        raise typer.BadParameter(f"runs in an object store are not listed yet: {printable(text)}")
+    return Path(text)
+
+
+Root = Annotated[
+    Path, typer.Argument(metavar="ROOT", parser=_root_path, help="The directory of a run, with its step-… directories.", show_default=False)
+]
 
 
 @app.command("ls", epilog=app.info.epilog)
@@ -222,8 +246,31 @@ def _check_dtype(dtype: str | None) -> None:
         raise typer.BadParameter(f"expected bf16, fp16 or fp32, got {printable(dtype or '')!r}", param_hint="--dtype")
 
 
-def _options(jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool) -> Options:
-    return {"jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run, "progress": None if quiet else _bar}
+def _options(
+    jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool, storage_option: list[str] | None
+) -> Options:
+    return {
+        "jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run,
+        "storage_options": _storage_options(storage_option), "progress": None if quiet else _bar,
+    }  # fmt: skip
+
+
+def _storage_options(given: list[str] | None) -> dict[str, Any]:
+    """Parses `key=value` and `table.key=value`; a value is JSON where it can be, else a text."""
+    options: dict[str, Any] = {}
+    for text in given or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter("expected key=value", param_hint="--storage-option")
+        *tables, last = key.split(".")
+        table = options
+        for name in tables:
+            table = table.setdefault(name, {})
+        try:
+            table[last] = json.loads(value)
+        except json.JSONDecodeError:
+            table[last] = value
+    return options
 
 
 @contextmanager

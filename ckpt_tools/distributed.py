@@ -45,7 +45,7 @@ from ckpt_tools.live.shards import Shard, Stage
 from ckpt_tools.live.state import pack, unpack
 from ckpt_tools.live.write import Offer, commit, plan_file, share_of_print, write_part
 from ckpt_tools.manifest import SealedTensor
-from ckpt_tools.storage import read
+from ckpt_tools.storage import is_url, read
 
 _VERSION = "1.0.0"
 
@@ -66,6 +66,12 @@ class _Wrote(NamedTuple):
     file_crc64: int
 
 
+def _local(path: str | os.PathLike[str]) -> Path:
+    if is_url(path):
+        raise StorageError(f"cannot save to an object store yet: {printable(path)}")
+    return Path(path)
+
+
 class StorageWriter(storage.StorageWriter):
     """Writes one checkpoint: one file a rank, committed by one rename after every byte is durable, with a manifest.
 
@@ -81,7 +87,7 @@ class StorageWriter(storage.StorageWriter):
             jobs: threads on each rank.
         """
         super().__init__()
-        self.path, self.overwrite, self.jobs = Path(path), overwrite, jobs
+        self.path, self.overwrite, self.jobs = _local(path), overwrite, jobs
         self._is_collective = True
         self._stack: ExitStack | None = None
         self._place: Staging | None = None
@@ -90,7 +96,7 @@ class StorageWriter(storage.StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins another save; what a failed one left is removed."""
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
+            self.path = _local(checkpoint_id)
         self._close()
 
     def _close(self) -> None:
@@ -213,7 +219,7 @@ class StorageReader(storage.StorageReader):
             jobs: threads on each rank.
         """
         super().__init__()
-        self.path, self.cast, self.trust_pickle, self.jobs = Path(path), cast, trust_pickle, jobs
+        self.path, self.cast, self.trust_pickle, self.jobs = path, cast, trust_pickle, jobs
         self.report = LoadReport(str(path))
         self._source: Source | None = None
 
@@ -230,7 +236,7 @@ class StorageReader(storage.StorageReader):
             self._source.store.close()
         self._source = None
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
+            self.path = checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns what the checkpoint holds, as torch's planners want it.

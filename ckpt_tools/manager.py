@@ -36,6 +36,7 @@ from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
 from ckpt_tools.live.shards import Stage, local_shards
 from ckpt_tools.live.state import export, name_of_rank, pack, state_of
 from ckpt_tools.steps import LOCK, Step, latest, list_steps, lock, look_at, prune, step_name
+from ckpt_tools.storage import is_url
 
 log = logging.getLogger("ckpt_tools")
 
@@ -80,6 +81,10 @@ class CheckpointManager:
         """
         if keep_last < 1 or when_busy not in ("wait", "skip"):
             raise ValueError(f"keep_last must be at least 1 and when_busy 'wait' or 'skip', got {keep_last} and {when_busy!r}")
+        if is_url(root):
+            raise StorageError(
+                f"cannot save to an object store yet: {printable(str(root))}", hint="save to a directory that all nodes mount"
+            )
         self.root = Path(root)
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
         self.read_once = read_once
@@ -235,7 +240,7 @@ class CheckpointManager:
         Args:
             state: as given to `save`. Modules and optimizers are loaded in place, plain values are replaced.
             step: this one instead of the newest.
-            path: a checkpoint anywhere instead: of another run, of stock DCP, torchtitan.
+            path: a checkpoint anywhere instead, a path or a URL: of another run, of stock DCP, torchtitan.
             select: globs of names to load, such as `["model.*"]`; everything where empty. The rest keeps what it has.
             strict: refuse where the checkpoint lacks something of the state or has more under the same keys.
             cast: let floating-point tensors change their type; nothing is cast unless asked.
@@ -269,11 +274,11 @@ class CheckpointManager:
                     raise
                 if self._group.rank == 0:
                     log.warning("passed over %s: %s", found, error)
-                damaged.append(found)
+                damaged.append(Path(found))
         self.last_load = report
         for note in report.notes if self._group.rank == 0 else ():
-            log.warning("%s: %s", found.name, note)
-        self._resumed = found if path is None else None
+            log.warning("%s: %s", Path(found).name, note)
+        self._resumed = Path(found) if path is None else None
         return number
 
     def _is_damage(self, error: CheckpointError) -> bool:
@@ -281,7 +286,10 @@ class CheckpointManager:
         found = torch.tensor([isinstance(error, IntegrityError)], dtype=torch.int64)
         return bool(self._group.sum(found, "find out whether the step is damaged")[0])
 
-    def _choose(self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path]) -> tuple[int, Path | None]:
+    def _choose(self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path]) -> tuple[int, Path | str | None]:
+        if is_url(path):
+            digits = re.findall(r"\d+", path.rstrip("/").rpartition("/")[2])
+            return int(digits[-1] if digits else 0), path
         if path is not None:
             manifest = look_at(0, Path(path)).manifest if os.path.isdir(path) else None
             digits = re.findall(r"\d+", Path(path).name)

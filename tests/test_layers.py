@@ -13,7 +13,7 @@ ROOT = Path(ckpt_tools.__file__).parent
 LEVELS = [
     ["errors", "box", "dtypes", "checksum", "version"],
     ["catalog", "layout", "storage.base", "storage.ranges"],
-    ["storage.local", "storage.memory", "storage", "plan"],
+    ["storage.local", "storage.memory", "storage.remote", "storage", "plan"],
     [
         "formats.base",
         "formats.unpickle",

@@ -95,7 +95,7 @@ class _Feed:
         with self._lock:
             while self._ahead_nbytes < _AHEAD_NBYTES and (step := next(self._steps, None)) is not None:
                 if self._looks_ahead:
-                    self._store.will_read((r.file, r.start, r.nbytes) for t in step.tiles for r in t.reads if r.nbytes >= _GAP_NBYTES)
+                    self._store.will_read((r.file, r.start, r.nbytes) for t in step.tiles for r in t.reads)
                 self._ahead.append(step)
                 self._ahead_nbytes += step.read_nbytes + 1
             if not self._ahead:

@@ -9,109 +9,153 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckpt_tools.catalog import Catalog, check
-from ckpt_tools.errors import NotACheckpointError, printable
+from ckpt_tools.errors import NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import accelerate, dcp, safetensors
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
-from ckpt_tools.storage import LocalStore, Store
+from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url
 
 __all__ = ["FORMATS", "Format", "Request", "Source", "TargetTensor", "detect", "foreign_files", "open_source", "whole_tensor"]
 
 FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors)
 _SEARCH_DEPTH = 3
 _MAX_SEEN = 10_000
+_MAX_LISTED = 300  # folders a level, where each costs a request
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened checkpoint: its bytes, its format, and its catalog, proved whole."""
+    """An opened checkpoint: its path or URL, its bytes, its format, and its catalog, proved whole."""
 
-    path: Path
+    path: str
     store: Store
     format: Format
     catalog: Catalog
+
+    @property
+    def name(self) -> str:
+        """The last segment of the path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def local(self) -> Path | None:
+        """The path on this machine's file system, None for one in an object store."""
+        return None if is_url(self.path) else Path(self.path)
 
 
 class _OneFile:
     """A store that shows one file of a directory, for a source given as a file."""
 
-    def __init__(self, inner: LocalStore, name: str) -> None:
-        self._inner, self._name = inner, name
-        self.url, self.capabilities = inner.url, inner.capabilities
+    def __init__(self, inner: Store, name: str, url: str) -> None:
+        self._inner, self._name, self.url = inner, name, url
+        self.capabilities, self.traffic = inner.capabilities, getattr(inner, "traffic", None)
         self.size, self.read_into, self.view, self.will_read = inner.size, inner.read_into, inner.view, inner.will_read
-        self.create, self.close = inner.create, inner.close
+        self.folders, self.enter, self.create, self.close = inner.folders, inner.enter, inner.create, inner.close
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         del below
         return {self._name: self._inner.size(self._name)}
 
 
-def detect(path: str | os.PathLike[str]) -> tuple[Path, Format]:
-    """Finds the one checkpoint at or below a path.
+def detect(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> tuple[Store, Format]:
+    """Finds the one checkpoint at or below a path or URL.
+
+    Args:
+        path: a file, or a directory that holds a checkpoint's files or has one below.
+        options: of the object store, as fsspec takes them.
 
     Returns:
-        The path of the checkpoint (a file, or the directory that holds its files) and its format.
+        The store of its files, whose `url` is where it was found, and its format.
 
     Raises:
         NotACheckpointError: there is none, or there are several; they are listed.
+        StorageError: the store cannot be opened or listed.
     """
-    root = Path(path)
-    if not root.exists():
-        raise NotACheckpointError(f"no such path: {printable(str(root))}")
-    if root.is_file():
-        return root, _file_format(root)
-    if not root.is_dir():
-        raise NotACheckpointError(f"neither a file nor a directory: {printable(str(root))}")
+    where = os.fspath(path).removeprefix("file://")
+    root, file = _open_remote(where, options) if is_url(where) else _open_local(where)
+    if file:
+        form = _file_format(where, file)
+        return _OneFile(root, file, where), form
     here = _recognise(root)
     if here:
         return root, here
-    found = list(_search(root))
+    found = _search(root)
     if len(found) == 1:
         return found[0]
     if found:
-        shown = "\n".join(f"  {printable(str(p))}  ({f.NAME})" for p, f in found[:20])
+        shown = "\n".join(f"  {printable(s.url)}  ({f.NAME})" for s, f in found[:20])
         raise NotACheckpointError(
-            f"{len(found)} checkpoints lie below {printable(str(root))}; give the path of one:\n{shown}",
-            hint=f"for example: {found[-1][0]}",
+            f"{len(found)} checkpoints lie below {printable(root.url)}; give the path of one:\n{shown}",
+            hint=f"for example: {found[-1][0].url}",
         )
     raise _nothing_found(root)
 
 
-def _file_format(path: Path) -> Format:
-    if path.suffix == ".safetensors":
+def _open_local(path: str) -> tuple[Store, str]:
+    """Returns the store of a directory, or that of a file's directory and the file's name."""
+    root = Path(path)
+    if not root.exists():
+        raise NotACheckpointError(f"no such path: {printable(path)}")
+    if root.is_dir():
+        return LocalStore(root), ""
+    if not root.is_file():
+        raise NotACheckpointError(f"neither a file nor a directory: {printable(path)}")
+    real = Path(os.path.realpath(root))
+    return LocalStore(real.parent), real.name
+
+
+def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, str]:
+    store = RemoteStore(url, options)
+    parent, _, name = store.url.rpartition("/")
+    if "." in name and store.is_file():
+        return RemoteStore(parent, options), name
+    if not store.list_files() and not store.folders():
+        raise NotACheckpointError(f"nothing lies at {printable(store.url)}")
+    return store, ""
+
+
+def _file_format(path: str, name: str) -> Format:
+    if path.endswith(".safetensors") or name.endswith(".safetensors"):
         return safetensors
-    if path.name == ".metadata" or path.suffix == ".distcp":
-        raise NotACheckpointError(f"a part of a checkpoint: {printable(str(path))}", hint=f"give the directory: {path.parent}")
+    if name == ".metadata" or name.endswith(".distcp"):
+        raise NotACheckpointError(
+            f"a part of a checkpoint: {printable(path)}", hint=f"give the directory: {path.rpartition('/')[0] or '.'}"
+        )
     raise NotACheckpointError(
-        f"not a checkpoint: {printable(str(path))}; looked for *.safetensors, or a directory with "
-        + " or ".join(f.LOOKS_FOR for f in FORMATS)
+        f"not a checkpoint: {printable(path)}; looked for *.safetensors, or a directory with " + " or ".join(f.LOOKS_FOR for f in FORMATS)
     )
 
 
-def _recognise(root: Path) -> Format | None:
-    has_parts = any(name.startswith("pytorch_model_fsdp_") for name in os.listdir(root))
-    files = LocalStore(root).list_files(below=has_parts)
+def _recognise(root: Store) -> Format | None:
+    files = root.list_files()
+    if any(name.startswith("pytorch_model_fsdp_") for name in root.folders()):
+        files = root.list_files(below=True)
     return next((f for f in FORMATS if f.recognise(files)), None)
 
 
-def _search(root: Path) -> list[tuple[Path, Format]]:
+def _search(root: Store) -> list[tuple[Store, Format]]:
     """Returns the checkpoints up to three levels down, in the natural order of their names."""
-    found: list[tuple[Path, Format]] = []
+    found: list[tuple[Store, Format]] = []
     level = [root]
+    limit = _MAX_LISTED if root.capabilities.fetches_ahead else _MAX_SEEN
     for _ in range(_SEARCH_DEPTH):
-        below = [Path(e.path) for d in level for e in os.scandir(d) if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+        below = [store.enter(name) for store in level for name in store.folders() if not name.startswith(".")]
         level = []
-        for folder in sorted(below[:_MAX_SEEN], key=_natural):
-            known = _recognise(folder) if os.access(folder, os.R_OK | os.X_OK) else None
+        for folder in sorted(below[:limit], key=lambda store: _natural(store.url)):
+            try:
+                known = _recognise(folder)
+            except StorageError:  # not ours to read
+                continue
             if known:
                 found.append((folder, known))
             else:
                 level.append(folder)
-    return sorted(found, key=lambda item: _natural(item[0]))
+    return sorted(found, key=lambda item: _natural(item[0].url))
 
 
-def _natural(path: Path) -> list[tuple[int, int, str]]:
+def _natural(path: str) -> list[tuple[int, int, str]]:
     """Orders step-900 before step-10000."""
     parts: list[tuple[int, int, str]] = []
     word = ""
@@ -123,8 +167,8 @@ def _natural(path: Path) -> list[tuple[int, int, str]]:
     return parts
 
 
-def _nothing_found(root: Path) -> NotACheckpointError:
-    names = sorted(p.name for p in root.iterdir())
+def _nothing_found(root: Store) -> NotACheckpointError:
+    names = sorted([*root.list_files(), *root.folders()])
     inside = printable(", ".join(names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
     hint = None
     if any(n.endswith(".distcp") for n in names):
@@ -132,31 +176,26 @@ def _nothing_found(root: Path) -> NotACheckpointError:
     elif any(n.endswith((".pt", ".pth", ".bin")) for n in names):
         hint = "torch.save files are not supported yet"
     return NotACheckpointError(
-        f"not a checkpoint: {printable(str(root))} holds {inside}; looked for "
+        f"not a checkpoint: {printable(root.url)} holds {inside}; looked for "
         + " or ".join(f.LOOKS_FOR for f in FORMATS)
         + ", three levels down",
         hint=hint,
     )
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
-    """Opens a checkpoint, reads its metadata, and proves that every tensor is there exactly once.
+def open_source(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Source:
+    """Opens a checkpoint, reads its metadata, and proves that every tensor is there exactly once; arguments as for `detect`.
 
     Raises:
         NotACheckpointError: see `detect`.
         FormatError: its metadata is malformed.
         CatalogError: it has holes, overlaps, or files that are missing or short.
+        StorageError: it cannot be read.
     """
-    found, form = detect(path)
-    store: Store
-    if found.is_file():
-        real = Path(os.path.realpath(found))
-        store = _OneFile(LocalStore(real.parent), real.name)
-    else:
-        store = LocalStore(found)
+    store, form = detect(path, options)
     catalog = form.read_catalog(store)
     check(catalog)
-    return Source(found, store, form, catalog)
+    return Source(store.url, store, form, catalog)
 
 
 _OURS = (".distcp", ".metadata", ".safetensors", ".safetensors.index.json")

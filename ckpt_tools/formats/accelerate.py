@@ -9,7 +9,7 @@ Source: accelerate 1.15 `utils/fsdp_utils.py`; confirmed on directories that it 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,11 @@ def read_catalog(store: Store) -> Catalog:
         match = _PART.fullmatch(folder)
         if not match:
             continue
-        part = dcp.read_catalog(_Folder(store, folder, files))
+        inner = store.enter(folder)
+        try:
+            part = dcp.read_catalog(inner)
+        finally:
+            inner.close()
         beside = "" if int(match[1]) == 0 else f"{folder}."
         moved = _move(part, folder, beside)
         for name, table in joined.items():
@@ -80,28 +84,3 @@ def _move(part: Catalog, folder: str, prefix: str) -> Catalog:
         file_sizes={f"{folder}/{f}": size for f, size in part.file_sizes.items()},
         ranks={f"{folder}/{f}": rank for f, rank in part.ranks.items()},
     )
-
-
-class _Folder:
-    """A store that shows what lies in one folder of another."""
-
-    def __init__(self, outer: Store, folder: str, files: Mapping[str, int]) -> None:
-        self._outer, self._folder, self._files = outer, folder, files
-        self.url, self.capabilities, self.create, self.close = f"{outer.url}/{folder}", outer.capabilities, outer.create, outer.close
-
-    def list_files(self, below: bool = False) -> Mapping[str, int]:
-        del below
-        start = f"{self._folder}/"
-        return {name[len(start) :]: size for name, size in self._files.items() if name.startswith(start)}
-
-    def size(self, path: str) -> int:
-        return self._outer.size(f"{self._folder}/{path}")
-
-    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        self._outer.read_into(f"{self._folder}/{path}", start, buffer)
-
-    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
-        return self._outer.view(f"{self._folder}/{path}", start, nbytes)
-
-    def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        self._outer.will_read((f"{self._folder}/{path}", start, nbytes) for path, start, nbytes in ranges)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,12 +23,13 @@ from ckpt_tools.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.unpickle import load
 from ckpt_tools.storage import Store
-from ckpt_tools.storage.ranges import Range, coalesce
+from ckpt_tools.storage.ranges import Range, Window, coalesce
 
 _LOCAL, _CENTRAL, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _HEAD_BYTES = _TAIL_BYTES = 1536
 _GAP_BYTES, _WINDOW_BYTES = 4096, 4 << 20
+_AHEAD_WINDOWS = 32
 _ALIGNMENT = 64
 _HUGE = 0xFFFFFFFF
 _CRC_AT = 16
@@ -58,7 +60,7 @@ def locate(store: Store, items: Sequence[Item]) -> Iterator[tuple[Extent, Extent
     Costs two reads of 1.5 KiB an item, joined with their neighbours'; small items come whole in windows of 4 MiB.
     """
     halves: dict[int, bytes] = {}
-    for window in coalesce(_head_and_tail(items), _GAP_BYTES, _WINDOW_BYTES):
+    for window in _announced(store, coalesce(_head_and_tail(items), _GAP_BYTES, _WINDOW_BYTES)):
         view = memoryview(bytearray(window.nbytes))
         store.read_into(window.file, window.start, view)
         for part in window.ranges:
@@ -71,6 +73,20 @@ def locate(store: Store, items: Sequence[Item]) -> Iterator[tuple[Extent, Extent
                 continue
             head, tail = (other, data) if part.tag & 1 else (data, other)
             yield items[number].extent, _find_payload(store, items[number], head, tail)
+
+
+def _announced(store: Store, windows: Iterator[Window]) -> Iterator[Window]:
+    """Yields windows, some time after a store that fetches ahead was told of them; a disk would only read islands."""
+    if not store.capabilities.fetches_ahead:
+        yield from windows
+        return
+    waiting: deque[Window] = deque()
+    for window in windows:
+        store.will_read([(window.file, window.start, window.nbytes)])
+        waiting.append(window)
+        if len(waiting) > _AHEAD_WINDOWS:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _head_and_tail(items: Sequence[Item]) -> Iterator[Range]:

@@ -60,14 +60,16 @@ def load(
     cast: bool = False,
     trust_pickle: bool = False,
     read_once: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout_s: float = 600.0,
 ) -> LoadReport:
     """Loads any checkpoint into a live state, without a run's directory: pretrained weights into a sharded model, say.
 
     Args:
-        path: what `ckpt` reads: safetensors (a file, or shards with an index), DCP, Accelerate's directory.
+        path: what `ckpt` reads: safetensors (a file, or shards with an index), DCP, Accelerate's directory; a path or a URL.
         state: `{"model": model}`, with whatever else is wanted of it; plain values in it are replaced.
+        storage_options: of the object store, as fsspec takes them; the rest is its own configuration's.
         process_group: the ranks that load together; all where None. One process where torch.distributed is not initialised.
         timeout_s: how long ranks wait for each other before the missing one is named.
         select, strict, cast, trust_pickle, read_once: as in `CheckpointManager.resume`.
@@ -78,7 +80,10 @@ def load(
     """
     group = Group(timeout_s, process_group)
     try:
-        return load_into(path, state, group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle, read_once=read_once)
+        return load_into(
+            path, state, group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle, read_once=read_once,
+            storage_options=storage_options,
+        )  # fmt: skip
     finally:
         group.close()
 
@@ -93,8 +98,8 @@ def load_into(
     cast: bool = False,
     trust_pickle: bool = False,
     read_once: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     jobs: int | None = None,
-    memory_bytes: int | None = None,
 ) -> LoadReport:
     """Loads a checkpoint into modules, optimizers and values; called by all ranks of `group`.
 
@@ -107,14 +112,15 @@ def load_into(
         cast: let floating-point tensors change their type on the way.
         trust_pickle: run the code that objects of the checkpoint ask for.
         read_once: of what several ranks need, one reads and sends.
-        jobs, memory_bytes: threads and budget of buffers.
+        storage_options: of the object store, as fsspec takes them.
+        jobs: threads.
 
     Raises:
         PlanError: the checkpoint does not fit the state; the message is a table of everything that does not.
         CheckpointError: it is damaged or cannot be read; or another rank failed.
     """
     with group.phase(f"open {printable(str(path))}"):
-        source = open_source(path)
+        source = open_source(path, storage_options)
         exported = export(state, for_loading=True)
         found = match(exported, source.catalog, matcher(select) if select else lambda _: True, strict, cast, str(source.path))
         made = {n: _make(source.catalog.tensors[n]) for n in found.new if n in source.catalog.tensors}
@@ -125,7 +131,7 @@ def load_into(
     shards, moves = divide(group, shards) if read_once else (shards, [])
     with group.phase(f"read {printable(str(path))}"):
         report.num_tensors = len(tensors)
-        _read_shards(source, shards, found.tensors, jobs, memory_bytes or DEFAULT_MEMORY_BYTES, report)
+        _read_shards(source, shards, found.tensors, jobs, DEFAULT_MEMORY_BYTES, report)
         wanted = found.objects | {n: n for n in found.new if n in source.catalog.objects}
         values: dict[str, Any] = {ours: _read_object(source, stored, trust_pickle) for ours, stored in wanted.items()}
         _check_alike(source, found)
@@ -137,8 +143,7 @@ def load_into(
         touched = {root_of(n) for n in (*tensors, *values)}
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
         given = {n: v for n, v in current.items() if root_of(n) in touched and n not in found.gone} | made | values
-        paths = {n: exported.paths.get(n) or source.catalog.paths.get(n) or tuple(n.split(".")) for n in given}
-        restore(state, given, paths)
+        restore(state, given, {n: exported.paths.get(n) or source.catalog.paths.get(n) or tuple(n.split(".")) for n in given})
         for name, value in ranks.items():
             if value is not None:
                 _set_per_rank(state, name, value[0])
@@ -166,6 +171,7 @@ def fill(source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, 
     Args:
         source: its catalog has all of the shards' names; values are cast where a shard's type is another.
         shards: their memory must not overlap.
+        storage_options: of the object store, as fsspec takes them.
         jobs, memory_bytes: threads, and the budget of their buffers.
         report: gets the figures.
 

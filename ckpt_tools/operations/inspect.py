@@ -6,10 +6,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt_tools.catalog import Catalog, key_path
 from ckpt_tools.formats import open_source
+from ckpt_tools.storage.remote import Traffic
 
 _OPTIMIZER = re.compile(r"(^|\.)optim(izer)?s?(_\d+)?\.state(\.|$)")
 
@@ -64,18 +65,20 @@ class Report:
     by_key: Mapping[str, Total]
     optimizer_states: Mapping[str, Total]
     files: Sequence[FileReport]
+    traffic: Traffic | None = None
 
 
-def inspect(src: str | os.PathLike[str]) -> Report:
+def inspect(src: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Report:
     """Reads a checkpoint's metadata, proves that it is structurally whole, and sums it up.
 
     Args:
-        src: a checkpoint, or a directory with one below.
+        src: a checkpoint, or a directory with one below; a path or a URL.
+        storage_options: of the object store, as fsspec takes them; the rest is its own configuration's.
 
     Raises:
         CheckpointError: see the tree in `errors`.
     """
-    source = open_source(src)
+    source = open_source(src, storage_options)
     catalog = source.catalog
     source.store.close()
     by_dtype: dict[str, Total] = {}
@@ -91,8 +94,9 @@ def inspect(src: str | os.PathLike[str]) -> Report:
         _add(by_key, key_path(catalog, fqn)[0], 0, 1, item.extent.nbytes)
     total = Total(len(catalog.tensors), len(catalog.objects), catalog.nbytes)
     return Report(
-        str(source.path), catalog.format, catalog.world_size, catalog.extras, catalog, total, by_dtype, by_key, states, _files(catalog)
-    )
+        str(source.path), catalog.format, catalog.world_size, catalog.extras, catalog, total, by_dtype, by_key, states, _files(catalog),
+        getattr(source.store, "traffic", None),
+    )  # fmt: skip
 
 
 def _add(table: dict[str, Total], key: str, num_tensors: int, num_objects: int, nbytes: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from ckpt_tools import formats
 from ckpt_tools.box import Box, whole
@@ -31,7 +31,7 @@ from ckpt_tools.layout import reshard_boxes, split
 from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_tensors
 from ckpt_tools.operations.replicas import prove_replicas
 from ckpt_tools.plan import Plan, Target, plan_transfer
-from ckpt_tools.storage import LocalStore, write_file
+from ckpt_tools.storage import LocalStore, is_url, write_file
 from ckpt_tools.version import __version__
 
 Path_ = str | os.PathLike[str]
@@ -47,6 +47,7 @@ class Options(TypedDict, total=False):
         memory_bytes: budget of all buffers together; 64 MiB where absent.
         overwrite: replace a checkpoint at the destination, once the new one is complete.
         dry_run: plan only, write nothing.
+        storage_options: of the source's object store, as fsspec takes them; the rest is its own configuration's.
         progress: called with a label and a total in bytes; gives a context with a callable that takes bytes done.
     """
 
@@ -54,6 +55,7 @@ class Options(TypedDict, total=False):
     memory_bytes: int | None
     overwrite: bool
     dry_run: bool
+    storage_options: Mapping[str, Any] | None
     progress: ProgressBar | None
 
 
@@ -128,7 +130,7 @@ def merge(
     Raises:
         CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
     """
-    source, target_path = open_source(src), Path(dst)
+    source, target_path = open_source(src, options.get("storage_options")), _local(dst)
     if max_shard_bytes is None and target_path.suffix != ".safetensors":
         raise PlanError(
             f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory"
@@ -162,7 +164,7 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     Raises:
         CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
     """
-    source = open_source(src)
+    source = open_source(src, options.get("storage_options"))
     catalog = source.catalog
     if source.format not in (dcp, accelerate):
         raise PlanError(f"reshard reads DCP and Accelerate, got {source.format.NAME} ({printable(str(source.path))})")
@@ -177,7 +179,13 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     world_size = catalog.world_size
     targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(_rank_boxes(t, world_size, to_ranks))) for t in catalog.tensors.values()]
     request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
-    return _transfer("reshard", source, catalog, Path(dst), dcp, request, options)
+    return _transfer("reshard", source, catalog, _local(dst), dcp, request, options)
+
+
+def _local(dst: Path_) -> Path:
+    if is_url(os.fspath(dst)):
+        raise StorageError(f"cannot write to an object store yet: {printable(os.fspath(dst))}", hint="write to a local path, and upload it")
+    return Path(os.fspath(dst).removeprefix("file://"))
 
 
 # ---- what to take, and as what ---------------------------------------------------------------------------------------------
@@ -277,7 +285,7 @@ def _transfer(
     jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
     memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
     overwrite, is_dry_run = options.get("overwrite", False), options.get("dry_run", False)
-    _check_apart(source.path, dst)
+    _check_apart(source.local, dst)
     check_destination(dst, overwrite or is_dry_run, formats.foreign_files)
     attempt = str(uuid.uuid4())
     layout = form.lay_out(replace(request, attempt=attempt))
@@ -327,8 +335,10 @@ def _bytes_by_dtype(plan: Plan) -> dict[str, int]:
     return sizes
 
 
-def _check_apart(src: Path, dst: Path) -> None:
+def _check_apart(src: Path | None, dst: Path) -> None:
     """Refuses a destination within the source, and a source within the destination."""
+    if src is None:
+        return
     real_src, real_dst = Path(os.path.realpath(src)), Path(os.path.realpath(dst))
     if real_dst == real_src or real_dst.is_relative_to(real_src):
         raise StorageError(f"the destination lies in the source: {printable(str(dst))}", hint="write beside it, not into it")
@@ -348,7 +358,7 @@ def _manifest(operation: str, attempt: str, source: Source, sink: WriteSink, pla
         operation=operation,
         format=target.format,
         source={
-            "name": source.path.name,
+            "name": source.name,
             "format": catalog.format,
             "world_size": catalog.world_size,
             "save_id": catalog.extras.get("save_id"),

@@ -20,10 +20,12 @@ class Capabilities:
     Attributes:
         can_write_anywhere: a file under construction takes writes at any position, in any order.
         can_rename: a finished directory or file appears under its final name in one step.
+        fetches_ahead: what is announced by `will_read` is fetched in the background, so that small far-apart ranges are worth announcing.
     """
 
     can_write_anywhere: bool
     can_rename: bool
+    fetches_ahead: bool = False
 
 
 class Writer(Protocol):
@@ -72,6 +74,14 @@ class Store(Protocol):
 
         With `below`, also those in the folders directly under it, as `folder/name`.
         """
+        ...
+
+    def folders(self) -> list[str]:
+        """Returns the names of the folders directly under the root; links are omitted."""
+        ...
+
+    def enter(self, name: str) -> Store:
+        """Returns the store of a folder directly under the root."""
         ...
 
     def size(self, path: str) -> int:

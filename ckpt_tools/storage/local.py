@@ -17,6 +17,7 @@ from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Capabilities, Writer, check_path
 
 _FLUSH_BYTES = 32 << 20
+_SHORT_BYTES = 8 << 10  # not worth a system call
 _LONG_BYTES = 64 << 20
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
@@ -57,6 +58,15 @@ class LocalStore:
             raise failed("list a directory", self.root, error) from error
         return files
 
+    def folders(self) -> list[str]:
+        try:
+            return sorted(e.name for e in os.scandir(self.root) if e.is_dir(follow_symlinks=False))
+        except OSError as error:
+            raise failed("list a directory", self.root, error) from error
+
+    def enter(self, name: str) -> LocalStore:
+        return LocalStore(os.path.join(self.url, name))
+
     def size(self, path: str) -> int:
         return os.fstat(self._open(path)).st_size
 
@@ -79,7 +89,9 @@ class LocalStore:
         return None
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        for path, start, nbytes in ranges:  # of a long range, the kernel reads ahead better by itself, once it knows
+        for path, start, nbytes in (
+            r for r in ranges if r[2] >= _SHORT_BYTES
+        ):  # of a long range, the kernel reads ahead better by itself, once it knows
             advice = os.POSIX_FADV_WILLNEED if nbytes < _LONG_BYTES else os.POSIX_FADV_SEQUENTIAL
             os.posix_fadvise(self._open(path), start, nbytes, advice)
 

@@ -23,6 +23,14 @@ class MemoryStore:
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         return {name: len(view) for name, view in sorted(self.files.items()) if name.count("/") <= below}
 
+    def folders(self) -> list[str]:
+        return sorted({name.split("/")[0] for name in self.files if "/" in name})
+
+    def enter(self, name: str) -> MemoryStore:
+        prefix = f"{name}/"
+        inner = {path.removeprefix(prefix): view for path, view in self.files.items() if path.startswith(prefix)}
+        return MemoryStore(inner, f"{self.url}/{name}")
+
     def size(self, path: str) -> int:
         return len(self._view(path))
 

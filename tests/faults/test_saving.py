@@ -17,7 +17,6 @@ import torch
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.steps import damage, list_steps, prune
 from tests.conftest import HERE
-from tests.dist.test_real_jobs import assert_same, stock_load
 
 
 def fleet(root: Path, *args: str) -> str:
@@ -65,10 +64,10 @@ def test_a_disk_that_is_full_fails_the_save_and_once_there_is_room_saving_goes_o
 # ---- the training program ----------------------------------------------------------------------------------------------------
 
 
-def training(num_ranks: int, folder: Path, *args: object) -> subprocess.Popen[str]:
+def training(num_ranks: int, folder: Path, *args: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m", "training"]
     return subprocess.Popen(
-        [*command, "--dir", str(folder), *map(str, args)],
+        [*command, *(word for option in (f"run.dir={folder}", *args) for word in ("--set", option))],
         cwd=HERE.parent, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -93,41 +92,12 @@ def losses(folder: Path) -> dict[int, float]:
     return {m["step"]: m["loss"] for m in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
 
 
-STEPS = ("--steps", 40, "--save-every", 10, "--batch-size", 12, "--seq-len", 64)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    finish(training(3, folder, *STEPS, "--keep-last", 9))
-    return folder
-
-
-def test_a_run_that_was_killed_goes_on_bit_for_bit(uninterrupted: Path, tmp_path: Path) -> None:
-    process = training(3, tmp_path, *STEPS)
-    wait_for(tmp_path / "step-00000010", process)
-    for pid in (process.pid, *ranks_of(process)):
-        os.kill(pid, signal.SIGKILL)
-    process.communicate()
-    assert [s.number for s in list_steps(tmp_path) if not s.problem][-1] < 40
-    assert "resumed at step" in finish(training(3, tmp_path, *STEPS))
-    assert losses(tmp_path) == losses(uninterrupted)
-    got, want = (stock_load(folder / "step-00000040", tmp_path) for folder in (tmp_path, uninterrupted))
-    assert_same(got, want)
-
-
-def test_a_run_goes_on_with_another_number_of_ranks(uninterrupted: Path, tmp_path: Path) -> None:
-    shutil.copytree(uninterrupted / "step-00000020", tmp_path / "step-00000020")
-    output = finish(training(2, tmp_path, *STEPS))
-    assert "rng: the checkpoint has the states of 3 ranks, this job has 2; reset" in output
-    want = losses(uninterrupted)
-    assert all(abs(loss - want[step]) <= 1e-6 * want[step] for step, loss in losses(tmp_path).items() if step <= 22)
-    assert set(losses(tmp_path)) == set(range(21, 41))
+SMALL = ("data.batch_size=4", "data.seq_len=32")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_the_step_saves_it_and_exits_with_its_code(number: signal.Signals, tmp_path: Path) -> None:
-    process = training(2, tmp_path, "--steps", 100_000, "--batch-size", 4, "--seq-len", 32)
+    process = training(2, tmp_path, "run.steps=100000", *SMALL)
     wait_for(tmp_path / "metrics.jsonl", process)
     if number == signal.SIGTERM:  # as a spot instance gets it: torchrun passes it on
         process.send_signal(number)
@@ -140,5 +110,5 @@ def test_a_signal_ends_the_step_saves_it_and_exits_with_its_code(number: signal.
     assert f"got {number.name}: saved step" in output
     (step,) = list_steps(tmp_path)
     assert damage(step) == "" and step.number == max(losses(tmp_path))
-    output = finish(training(2, tmp_path, "--steps", step.number + 2, "--batch-size", 4, "--seq-len", 32))
+    output = finish(training(2, tmp_path, f"run.steps={step.number + 2}", *SMALL))
     assert f"resumed at step {step.number}" in output

@@ -1,0 +1,236 @@
+"""Reading from object stores: real S3 servers, and fsspec's memory for what needs none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools import CheckpointManager, NotACheckpointError, StorageError
+from ckpt_tools.storage import RemoteStore, is_url, read
+from tests.servers import servers
+from tests.servers.servers import SECRET, Server
+
+Saved = Callable[[int], Path]
+
+
+@pytest.fixture(scope="session", params=["moto", "radosgw"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if why := servers.missing(request.param):
+        pytest.skip(why)
+    with servers.running(request.param, tmp_path_factory.mktemp(request.param)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def uploaded(server: Server, saved: Saved) -> Path:
+    """A checkpoint of four real ranks, in the bucket `bucket` under `run/` and on the disk."""
+    fs = server.bucket("bucket")
+    local = saved(4) / "adamw"
+    fs.put(f"{local}/", "bucket/run/step-7/", recursive=True)
+    fs.pipe("bucket/run/notes.txt", b"no checkpoint")
+    return local
+
+
+URL = "s3://bucket/run/step-7"
+
+
+def test_what_is_a_url() -> None:
+    assert all(map(is_url, ("s3://b/k", "gs://b", "memory://x", "filecache::s3://b/k", "https://h/x")))
+    assert not any(map(is_url, ("/a/b", "a:b", "run/step-1", "file:///a", "c:\\x", Path("s3:/b"), None)))
+
+
+def test_merge_and_reshard_read_a_bucket_as_they_read_a_disk(server: Server, uploaded: Path, tmp_path: Path) -> None:
+    options = server.options
+    result = ckpt_tools.merge(URL, tmp_path / "remote.safetensors", storage_options=options)
+    ckpt_tools.merge(uploaded, tmp_path / "local.safetensors")
+    assert (tmp_path / "remote.safetensors").read_bytes() == (tmp_path / "local.safetensors").read_bytes()
+    assert result.source == URL
+    ckpt_tools.reshard(URL, tmp_path / "remote", to_ranks=3, storage_options=options)
+    ckpt_tools.reshard(uploaded, tmp_path / "local", to_ranks=3)
+    for ours in sorted((tmp_path / "local").glob("*.distcp")):
+        assert (tmp_path / "remote" / ours.name).read_bytes() == ours.read_bytes()
+
+
+def test_inspect_costs_a_listing_and_the_metadata(server: Server, uploaded: Path) -> None:
+    report = ckpt_tools.inspect(URL, server.options)
+    here = ckpt_tools.inspect(uploaded)
+    assert (report.total, report.by_dtype, report.world_size) == (here.total, here.by_dtype, here.world_size)
+    assert report.traffic.requests == 2
+    assert report.traffic.nbytes == (uploaded / ".metadata").stat().st_size
+
+
+def test_a_checkpoint_below_is_found_and_several_are_listed(server: Server, uploaded: Path) -> None:
+    assert ckpt_tools.inspect("s3://bucket", server.options).path == URL
+    fs = server.bucket("two")
+    for step in (1, 2):
+        fs.put(f"{uploaded}/", f"two/step-{step}/", recursive=True)
+    with pytest.raises(NotACheckpointError, match=r"2 checkpoints lie below s3://two"):
+        ckpt_tools.inspect("s3://two", server.options)
+
+
+def test_a_model_is_loaded_straight_from_a_bucket(server: Server, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 5))
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(3, {"model": model, "epoch": 8}, asynchronous=False)
+    server.bucket("loading").put(f"{tmp_path}/run/step-00000003/", "loading/step-00000003/", recursive=True)
+    other, state = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 5)), {"epoch": 0}
+    report = ckpt_tools.load("s3://loading/step-00000003", {"model": other} | state, storage_options=server.options)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert report.num_proved == 4 and report.read_nbytes < 1.01 * report.needed_nbytes
+    script = (
+        "import sys, torch; from torch import nn; from ckpt_tools import CheckpointManager\n"
+        "model, state = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 5)), {'epoch': 0}\n"
+        "with CheckpointManager(sys.argv[1]) as c: step = c.resume(state | {'model': model}, path='s3://loading/step-00000003')\n"
+        "print(step, model[0].weight.sum().item())"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "new"], env=os.environ | server.environment, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.split() == ["3", str(model[0].weight.sum().item())]
+
+
+def run_ckpt(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
+    command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
+    return subprocess.run(command, env=clean | {"HOME": "/nonexistent"} | environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_takes_urls_and_storage_options(server: Server, uploaded: Path, tmp_path: Path) -> None:
+    done = run_ckpt("inspect", URL, "--stats", **server.environment)
+    assert done.returncode == 0 and done.stdout.startswith(f"{URL}\n"), done.stderr
+    assert done.stderr.startswith("2 requests, ")
+    secrets = {k: v for k, v in server.environment.items() if "KEY" in k}
+    options = ("--storage-option", f"endpoint_url={server.endpoint}", "--storage-option", "client_kwargs.region_name=us-east-1")
+    done = run_ckpt("merge", URL, tmp_path / "m.safetensors", *options, **secrets)
+    assert done.returncode == 0 and (tmp_path / "m.safetensors").exists(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://bucket/nothing", "nothing lies at s3://bucket/nothing"),
+        ("s3://no-such-bucket-here/x", "no-such-bucket-here"),
+        ("s3://bucket/run/notes.txt", "not a checkpoint: s3://bucket/run/notes.txt"),
+        ("s3://bucket/run/step-7/.metadata", "a part of a checkpoint: s3://bucket/run/step-7/.metadata"),
+        ("filecache::s3://bucket/run", "a chained URL is not opened: filecache::s3://bucket/run"),
+        ("nosuch://bucket/run", "cannot open nosuch://bucket/run: Protocol not known: nosuch"),
+    ],
+)
+def test_what_is_not_there_is_one_clear_line(url: str, message: str, server: Server, uploaded: Path) -> None:
+    done = run_ckpt("inspect", url, **server.environment)
+    assert done.returncode in (10, 15) and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout == ""
+
+
+def test_credentials_that_are_wrong_or_missing_are_named_and_never_printed(server: Server, uploaded: Path) -> None:
+    nowhere = {k: v for k, v in server.environment.items() if "KEY" not in k} | {"AWS_EC2_METADATA_DISABLED": "true"}
+    done = run_ckpt("inspect", URL, **nowhere)
+    assert done.returncode == 15 and "hint: give credentials as s3fs takes them" in done.stderr, done.stderr
+    if server.name == "radosgw":  # moto believes anybody
+        wrong = "wrong" + SECRET
+        done = run_ckpt("inspect", URL, **(server.environment | {"AWS_SECRET_ACCESS_KEY": wrong}))
+        assert done.returncode == 15 and "Traceback" not in done.stderr and wrong not in done.stderr, done.stderr
+        assert "credentials" in done.stderr, done.stderr
+
+
+def test_an_endpoint_that_does_not_answer_is_an_error_and_no_hang(uploaded: Path, server: Server) -> None:
+    dead = server.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{servers.free_port()}"}
+    done = run_ckpt("inspect", URL, **dead)
+    assert done.returncode == 15 and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("words", [("merge", "{src}", "s3://bucket/new.safetensors"), ("reshard", "{src}", "s3://bucket/new", "--to", 2)])
+def test_writing_to_a_bucket_is_refused_so_far(words: tuple[Any, ...], saved: Saved) -> None:
+    done = run_ckpt(*(str(w).format(src=saved(4) / "adamw") for w in words))
+    assert done.returncode == 15 and "cannot write to an object store yet" in done.stderr, done.stderr
+
+
+def test_a_run_in_a_bucket_is_refused_so_far() -> None:
+    with pytest.raises(StorageError, match="cannot save to an object store yet: s3://bucket/run"):
+        CheckpointManager("s3://bucket/run")
+    done = run_ckpt("ls", "s3://bucket/run")
+    assert done.returncode == 2 and "runs in an object store are not listed yet" in done.stderr
+
+
+# ---- the store itself --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store() -> Iterator[RemoteStore]:
+    fs = fsspec.filesystem("memory")
+    fs.pipe({"/store/a": bytes(range(100)), "/store/big": bytes(5 << 20), "/store/folder/b": b"12"})
+    found = RemoteStore("memory://store")
+    yield found
+    found.close()
+    fs.rm("/store", recursive=True)
+
+
+def test_what_is_announced_is_fetched_once_and_neighbours_together(store: RemoteStore) -> None:
+    store.list_files()
+    before = store.traffic.requests
+    store.will_read([("a", 0, 10), ("a", 20, 10), ("a", 50, 50)])
+    assert [read(store, "a", start, n) for start, n in ((0, 10), (20, 10), (50, 50))] == [
+        bytes(range(10)), bytes(range(20, 30)), bytes(range(50, 100)),
+    ]  # fmt: skip
+    assert store.traffic.requests == before + 1 and not store._windows
+    assert read(store, "a", 95, 5) == bytes(range(95, 100))
+    assert store.traffic.requests == before + 2
+
+
+def test_what_is_announced_and_never_read_is_let_go(store: RemoteStore) -> None:
+    for _ in range(3):
+        for start in range(0, 5 << 20, 1 << 20):
+            store.will_read([("big", start, 1 << 20)])
+    assert len(store._windows) == 5
+    store.close()
+    assert not store._windows
+
+
+def test_an_object_that_shrinks_is_an_error_and_not_a_short_read(store: RemoteStore) -> None:
+    assert store.size("a") == 100
+    fsspec.filesystem("memory").pipe("/store/a", b"short")
+    store.will_read([("a", 0, 50)])
+    with pytest.raises(StorageError, match="a file ended early: expected bytes 0:50, got up to 5"):
+        read(store, "a", 0, 50)
+
+
+class Flaky:
+    """A file system whose connections break so many times."""
+
+    def __init__(self, inner: Any, failures: int, error: Exception) -> None:
+        self.inner, self.failures, self.error = inner, failures, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def cat_file(self, *args: Any, **kwargs: Any) -> bytes:
+        if self.failures:
+            self.failures -= 1
+            raise self.error
+        return self.inner.cat_file(*args, **kwargs)
+
+
+def test_a_connection_that_breaks_is_tried_again_and_a_refusal_is_not(store: RemoteStore) -> None:
+    fs = fsspec.filesystem("memory")
+    broken = RemoteStore("memory://store", fs=Flaky(fs, 3, ConnectionResetError("reset by peer")))
+    broken.will_read([("a", 0, 4)])
+    assert read(broken, "a", 0, 4) == bytes(range(4))
+    forbidden = Flaky(fs, 2, PermissionError(f"Access Denied secret_key={SECRET}"))
+    with pytest.raises(StorageError) as raised:
+        RemoteStore("memory://store", fs=forbidden).read_into("a", 0, memoryview(bytearray(4)))
+    assert forbidden.failures == 1 and SECRET not in str(raised.value) and "secret_key=***" in str(raised.value)
+    gone = Flaky(fs, 99, ConnectionResetError("reset by peer"))
+    with pytest.raises(StorageError, match=r"cannot read: reset by peer \(memory://store/a\)"):
+        RemoteStore("memory://store", fs=gone).read_into("a", 0, memoryview(bytearray(4)))
+    for each in (broken,):
+        each.close()
