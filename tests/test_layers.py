@@ -25,7 +25,7 @@ LEVELS = [
         "formats",
     ],
     ["engine.kernels", "engine.schedule", "engine.sinks", "engine.run", "engine", "commit", "manifest", "steps"],
-    ["operations.replicas", "operations.inspect", "operations.transfer", "operations"],
+    ["operations.proof", "operations.inspect", "operations.transfer", "operations"],
     ["live.group", "live.shards", "live.state", "live.share", "live.match", "live.write", "live.save", "live.load", "live"],
     ["manager", "distributed"],
     ["", "render", "cli", "__main__"],

@@ -211,6 +211,25 @@ class Harm:
         return Path.touch, (Path("canary"),)
 
 
+def test_a_flipped_bit_is_found_by_every_copy_and_nothing_is_written(saved: Path, tmp_path: Path) -> None:
+    path = saved / "step-00000007"
+    assert ckpt_tools.merge(path, tmp_path / "good.safetensors").num_tensors == 4
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    with CheckpointManager(saved) as checkpoints:
+        state = {"model": Mlp()}
+        checkpoints.resume(state, strict=False)
+    at = bytes(data).index(state["model"].first.weight.detach().numpy().tobytes())
+    for bit in (0, 63 * 8 + 5):
+        flipped = bytearray(data)
+        flipped[at + bit // 8] ^= 1 << bit % 8
+        (path / "__0_0.distcp").write_bytes(flipped)
+        with pytest.raises(IntegrityError, match=r"bytes were damaged since they were written: .*'model.first.weight'"):
+            ckpt_tools.merge(path, tmp_path / "bad.safetensors")
+        with pytest.raises(IntegrityError, match=r"'model.first.weight'"):
+            ckpt_tools.reshard(path, tmp_path / "bad", to_ranks=2)
+        assert not list(tmp_path.glob("*bad*"))
+
+
 def test_an_object_that_asks_for_code_is_refused_and_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dcp.save({"epoch": Harm()}, checkpoint_id=tmp_path / "step-00000007", no_dist=True)

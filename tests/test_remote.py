@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, NotACheckpointError, StorageError
+from ckpt_tools import CheckpointError, CheckpointManager, NotACheckpointError, StorageError
 from ckpt_tools.storage import RemoteStore, is_url, read
 from tests.servers import servers
+from tests.servers.faults import faulty
 from tests.servers.servers import SECRET, Server
 
 Saved = Callable[[int], Path]
@@ -59,6 +60,42 @@ def test_merge_and_reshard_read_a_bucket_as_they_read_a_disk(server: Server, upl
     ckpt_tools.reshard(uploaded, tmp_path / "local", to_ranks=3)
     for ours in sorted((tmp_path / "local").glob("*.distcp")):
         assert (tmp_path / "remote" / ours.name).read_bytes() == ours.read_bytes()
+
+
+def test_an_object_that_is_replaced_between_two_reads_is_an_error_and_not_a_mix(server: Server) -> None:
+    fs = server.bucket("changing")
+    fs.pipe("changing/file", b"a" * 100)
+    store = RemoteStore("s3://changing", server.options)
+    assert dict(store.list_files()) == {"file": 100} and read(store, "file", 0, 50) == b"a" * 50
+    fs.pipe("changing/file", b"b" * 100)
+    with pytest.raises(StorageError) as raised:
+        read(store, "file", 50, 50)
+    assert "replaced while it was read" in (raised.value.hint or ""), raised.value
+    store.close()
+
+
+def test_faults_on_the_way_end_in_the_right_bytes_or_in_a_clear_error(server: Server, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"model": nn.Sequential(*(nn.Linear(500, 400) for _ in range(6)))}, asynchronous=False)
+    server.bucket("faults").put(f"{tmp_path}/run/step-00000001/", "faults/step-00000001/", recursive=True)
+    ckpt_tools.merge(tmp_path / "run", tmp_path / "right.safetensors")
+    right, faults, failed = (tmp_path / "right.safetensors").read_bytes(), [], 0
+    for seed in range(12):
+        out = tmp_path / f"{seed}.safetensors"
+        with faulty(server.endpoint, 0.3, seed) as (url, log):
+            options = server.options | {"endpoint_url": url, "skip_instance_cache": True}
+            told = None
+            try:
+                ckpt_tools.merge("s3://faults/step-00000001", out, storage_options=options)
+            except CheckpointError as error:
+                told = error
+        if told is None:
+            assert out.read_bytes() == right, log
+        else:
+            assert "corrupt" in log and not out.exists(), (told, log)
+            failed += 1
+        faults += log
+    assert set(faults) == {"503", "reset", "truncate", "corrupt", "late"} and 0 < failed < 12, (faults, failed)
 
 
 def test_inspect_costs_a_listing_and_the_metadata(server: Server, uploaded: Path) -> None:

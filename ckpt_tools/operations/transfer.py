@@ -28,8 +28,8 @@ from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats import Request, Source, TargetTensor, accelerate, dcp, open_source, safetensors, whole_tensor
 from ckpt_tools.formats.base import Format
 from ckpt_tools.layout import reshard_boxes, split
-from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_tensors
-from ckpt_tools.operations.replicas import prove_replicas
+from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
+from ckpt_tools.operations.proof import prove_fingerprints, prove_replicas
 from ckpt_tools.plan import Plan, Target, plan_transfer
 from ckpt_tools.storage import LocalStore, is_url, write_file
 from ckpt_tools.version import __version__
@@ -316,8 +316,10 @@ def _transfer(
         except BaseException:
             sink.abort()
             raise
-        manifest = _manifest(operation, attempt, source, sink, plan, checksums)
-        _commit(place, manifest, sink.target, overwrite)
+        fingerprints = sink.fingerprints.join()
+        prove_fingerprints(source, catalog, plan, fingerprints)
+        manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
+        _commit(place, manifest, layout, overwrite)
     source.store.close()
     return result(totals, files)
 
@@ -348,9 +350,10 @@ def _check_apart(src: Path | None, dst: Path) -> None:
         )
 
 
-def _manifest(operation: str, attempt: str, source: Source, sink: WriteSink, plan: Plan, checksums: Mapping[str, int]) -> Manifest:
-    target, catalog = sink.target, source.catalog
-    index = target.index
+def _manifest(
+    operation: str, attempt: str, source: Source, target: Target, tensors: Mapping[str, SealedTensor], checksums: Mapping[str, int]
+) -> Manifest:
+    catalog, index = source.catalog, target.index
     return Manifest(
         attempt=attempt,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -366,7 +369,7 @@ def _manifest(operation: str, attempt: str, source: Source, sink: WriteSink, pla
         world_size=target.world_size,
         files={name: Sealed(nbytes, hex64(checksums[name])) for name, nbytes in target.file_sizes.items()},
         index=(index.file, Sealed(len(index.data), hex64(crc64nvme(index.data)))) if index else None,
-        tensors=seal_tensors(plan, sink.fingerprints.join()),
+        tensors=tensors,
     )
 
 

@@ -33,6 +33,7 @@ _HINTS = (
     (("NoCredentials", "Unable to locate credentials"), "give credentials as s3fs takes them: environment, ~/.aws, or --storage-option"),
     (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"), "the credentials are wrong or have expired"),
     (("RequestTimeTooSkewed",), "this machine's clock is wrong"),
+    (("PreconditionFailed", "412", "pre-condition"), "the object was replaced while it was read: start again"),
     (("NoSuchBucket", "bucket does not exist"), "there is no such bucket"),
     (
         ("AccessDenied", "Forbidden", "Access Denied", "PermissionError"),
@@ -88,6 +89,7 @@ class RemoteStore:
             raise StorageError(f"cannot open {printable(self.url)}: {_plain(error)}", hint="is the store's package installed?") from error
         self._root = self._fs._strip_protocol(self.url)
         self._sizes: dict[str, int] = {}
+        self._etags: dict[str, str] = {}  # of S3 objects: every read asks for the very one that was listed
         self._folders: list[str] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -126,15 +128,20 @@ class RemoteStore:
             if entry["type"] == "directory":
                 folders.append(name)
             elif name != ".":  # some stores list the prefix itself, as an empty object
-                self._sizes[name] = int(entry["size"] or 0)
+                self._note(name, entry)
         if not folder:
             self._folders = sorted(folders)
 
     def size(self, path: str) -> int:
         check_path(path, self.url)
         if path not in self._sizes:
-            self._sizes[path] = int(self._call("open", path, lambda: self._fs.info(self._full(path)))["size"])
+            self._note(path, self._call("open", path, lambda: self._fs.info(self._full(path))))
         return self._sizes[path]
+
+    def _note(self, path: str, entry: Mapping[str, Any]) -> None:
+        self._sizes[path] = int(entry["size"] or 0)
+        if entry.get("ETag"):
+            self._etags[path] = str(entry["ETag"])
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{check_path(path, self.url)}"
@@ -193,7 +200,11 @@ class RemoteStore:
         full = self._full(path)
         future: Future[bytes]
         if getattr(self._fs, "async_impl", False) and not self._fs.asynchronous:
-            future = asyncio.run_coroutine_threadsafe(self._fs._cat_file(full, start=start, end=start + nbytes), self._fs.loop)
+            if hasattr(self._fs, "call_s3"):
+                get = _get_s3(self._fs, full, start, nbytes, self._etags.get(path))
+            else:
+                get = self._fs._cat_file(full, start=start, end=start + nbytes)
+            future = asyncio.run_coroutine_threadsafe(get, self._fs.loop)
         else:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_THREADS, "ckpt-get")
@@ -249,6 +260,20 @@ class RemoteStore:
                 self._pool = None
 
 
+async def _get_s3(fs: Any, path: str, start: int, nbytes: int, etag: str | None) -> bytes:
+    """Fetches a range of an S3 object, of the version that was listed: s3fs's own call takes no condition."""
+    bucket, key, _ = fs.split_path(path)
+    condition = {"IfMatch": etag} if etag else {}
+    response = await fs._call_s3(
+        "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{start + nbytes - 1}", **condition, **fs.req_kw
+    )
+    try:
+        data: bytes = await response["Body"].read()
+        return data
+    finally:
+        response["Body"].close()
+
+
 @dataclass
 class _Window:
     """A range that is being fetched, and how many of its announced bytes nobody has read yet."""
@@ -261,7 +286,7 @@ class _Window:
 
 def _may_pass(error: Exception) -> bool:
     """Tells whether asking again may help: the connection broke, or the store was busy."""
-    text = f"{type(error).__name__} {error}"
+    text = _text(error)
     if isinstance(error, (PermissionError, ValueError, NotImplementedError)) or _hint(error):
         return False  # s3fs itself has tried an endpoint several times
     return isinstance(error, (OSError, TimeoutError, EOFError)) or any(
@@ -270,11 +295,20 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _hint(error: Exception) -> str | None:
-    text = f"{type(error).__name__} {error}"
+    text = _text(error)
     return next((hint for words, hint in _HINTS if any(word in text for word in words)), None)
+
+
+def _text(error: BaseException) -> str:
+    """Returns everything that an error says of its kind; s3fs leaves the store's own code in the cause."""
+    answer = getattr(error.__cause__, "response", None) or {}
+    code = answer.get("Error", {}).get("Code", "") or answer.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+    return f"{type(error).__name__} {error} {code}"
 
 
 def _plain(error: BaseException) -> str:
     """Returns an error's text on one line, what looks like a secret blotted out."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return printable(_SECRET.sub(r"\1\2***", text))[:300] if text != "None" else type(error).__name__
+    text = " ".join(str(error).split())
+    if text in ("", "None") or text.endswith("] None"):
+        text = _text(error).replace("None", "").strip()
+    return printable(_SECRET.sub(r"\1\2***", " ".join(text.split())))[:300]

@@ -1,4 +1,7 @@
-"""Proof that what several ranks saved is the same on all of them. May import levels 0 to 4."""
+"""Proof that what several ranks saved is the same on all of them, and that what was read is what was once sealed.
+
+May import levels 0 to 4.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,42 @@ from collections.abc import Mapping
 
 from ckpt_tools.box import whole
 from ckpt_tools.catalog import Catalog, Chunk, Extent, replicas
+from ckpt_tools.checksum import hex64
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.formats import Source
+from ckpt_tools.manifest import NAME, parse
 from ckpt_tools.plan import Plan, Slot, Target, TensorPlan, plan_copies
+from ckpt_tools.storage import read
+
+
+def prove_fingerprints(source: Source, catalog: Catalog, plan: Plan, fingerprints: Mapping[str, int]) -> None:
+    """Compares what was read with the source's manifest, if it has one: a tensor's fingerprint is the same however it is sharded.
+
+    Args:
+        catalog: the view of the source that the plan was made for, in which names may be other ones.
+        fingerprints: by the plan's names; of tensors that were cast, they say nothing of the source.
+
+    Raises:
+        IntegrityError: a tensor is not what was written, on the disk, or on the way.
+    """
+    names = [name for name in source.store.list_files() if NAME.fullmatch(name)]
+    if len(names) != 1:
+        return
+    sealed = parse(read(source.store, names[0]), names[0]).tensors
+    stored = {t.chunks[0].extent: fqn for fqn, t in source.catalog.tensors.items() if t.chunks}
+    for tensor in plan.tensors:
+        if tensor.is_object or tensor.src_dtype is not tensor.dst_dtype or tensor.fqn not in fingerprints:
+            continue
+        fqn = stored.get(catalog.tensors[tensor.fqn].chunks[0].extent, "")
+        if fqn in sealed and sealed[fqn].fingerprint != hex64(fingerprints[tensor.fqn]):
+            raise IntegrityError(
+                f"bytes were damaged since they were written: expected CRC-64 {sealed[fqn].fingerprint}, got"
+                f" {hex64(fingerprints[tensor.fqn])} ({printable(fqn)!r} in {printable(source.path)})",
+                hint="nothing was written; try again in case the network did it, else restore the files or take another step",
+            )
 
 
 def prove_replicas(
