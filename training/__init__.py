@@ -1,1 +1,1 @@
-"""A small FSDP2 training program that uses checkpoints the way users would."""
+"""An FSDP training program to start from, with checkpoints done right. docs/training.md is for its users."""
