@@ -225,12 +225,25 @@ def test_what_is_announced_is_fetched_once_and_neighbours_together(store: Remote
 
 
 def test_what_is_announced_and_never_read_is_let_go(store: RemoteStore) -> None:
-    for _ in range(3):
-        for start in range(0, 5 << 20, 1 << 20):
-            store.will_read([("big", start, 1 << 20)])
-    assert len(store._windows) == 5
+    for start in range(0, 5 << 20, 1 << 10):
+        store.will_read([("big", start, 1 << 10)])
+    assert len(store._windows) == 4 and len(store._announced) == 1024
     store.close()
-    assert not store._windows
+    assert not store._windows and not store._announced
+
+
+def test_what_frames_the_payloads_is_fetched_with_them(store: RemoteStore) -> None:
+    whole = bytes(range(256)) * (5 << 12)
+    fsspec.filesystem("memory").pipe("/store/big", whole)
+    ranges = [("big", 2000 + i * 100_000, 98_000) for i in range(40)]
+    store.will_read(ranges)
+    for name, start, nbytes in ranges:
+        assert read(store, name, start, nbytes) == whole[start : start + nbytes]
+    before = store.traffic.requests
+    for start, nbytes in ((0, 1500), (1000, 3000), (100_000, 2000), (3_999_000, 1500), (4_000_000, 2000)):
+        store.will_read([("big", start, nbytes)])
+        assert read(store, "big", start, nbytes) == whole[start : start + nbytes]
+    assert store.traffic.requests == before
 
 
 def test_an_object_that_shrinks_is_an_error_and_not_a_short_read(store: RemoteStore) -> None:

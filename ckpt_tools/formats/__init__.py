@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.catalog import Catalog, check
+from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check
 from ckpt_tools.errors import NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import accelerate, dcp, safetensors
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
@@ -43,6 +43,16 @@ class Source:
     def local(self) -> Path | None:
         """The path on this machine's file system, None for one in an object store."""
         return None if is_url(self.path) else Path(self.path)
+
+    def assume(self, tensors: Iterable[TensorEntry]) -> dict[Extent, Extent]:
+        """Returns where the payloads of packed extents lie, if they were written as usual; unusual ones are looked for.
+
+        What is assumed has to be compared with `locate` afterwards.
+        """
+        tensors = list(tensors)
+        guessed = self.format.guess(tensors)
+        unsure = [t for t in tensors if any(c.extent.packing != RAW and c.extent not in guessed for c in t.chunks)]
+        return {**guessed, **self.format.locate(self.store, unsure)}
 
 
 class _OneFile:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt_tools.catalog import RAW, Extent, TensorEntry, matcher
+from ckpt_tools.catalog import Extent, TensorEntry, matcher
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink
@@ -171,7 +171,6 @@ def fill(source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, 
     Args:
         source: its catalog has all of the shards' names; values are cast where a shard's type is another.
         shards: their memory must not overlap.
-        storage_options: of the object store, as fsspec takes them.
         jobs, memory_bytes: threads, and the budget of their buffers.
         report: gets the figures.
 
@@ -207,14 +206,15 @@ def _read(source: Source, plan: Plan, memory: MemoryStore, jobs: int, memory_byt
     was wrong, the tensor is read again.
     """
     used = {t.fqn: _used(source.catalog.tensors[t.fqn], {c.src for c in t.copies}) for t in plan.tensors}
-    guessed = source.format.guess(used.values())
-    unsure = [t for t in used.values() if any(c.extent.packing != RAW and c.extent not in guessed for c in t.chunks)]
-    assumed = {**guessed, **source.format.locate(source.store, unsure)}
-    source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in {c.extent.file for t in used.values() for c in t.chunks})
+    assumed = source.assume(used.values())
+    is_remote = source.store.capabilities.fetches_ahead
+    if not is_remote:  # a disk reads best what it knows to be read from front to back
+        files = {c.extent.file for t in used.values() for c in t.chunks}
+        source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
     watched = _read_whole(plan, assumed)
     sink = FillSink(memory, watched)
     report.read_nbytes += run(
-        schedule(plan, assumed, *tile_bytes(memory_bytes, jobs)), source.store, sink, jobs, looks_ahead=False
+        schedule(plan, assumed, *tile_bytes(memory_bytes, jobs)), source.store, sink, jobs, looks_ahead=is_remote
     ).read_nbytes
     found = source.format.locate(source.store, used.values())
     wrong = {t.fqn for t in used.values() for c in t.chunks if c.extent in found and found[c.extent][:5] != assumed[c.extent][:5]}

@@ -6,11 +6,13 @@ Credentials, endpoints and the like are fsspec's own business. May import errors
 
 from __future__ import annotations
 
+import functools
 import posixpath
 import random
 import re
 import threading
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Capabilities, Writer, check_path
-from ckpt_tools.storage.ranges import Range, coalesce
+from ckpt_tools.storage.ranges import Range, Window, coalesce
 
 if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +28,8 @@ if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a loc
 _GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
 _WINDOW_BYTES = 8 << 20
 _AHEAD_BYTES = 192 << 20
+_MARGIN_BYTES, _MARGINS_BYTES = 4 << 10, 64 << 20
+_BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
 _ATTEMPTS = 4
 _THREADS = 16
 _SECRET = re.compile(r"(?i)([\w-]*(?:secret|token|password|credential|signature|key)[\w-]*)([\"']?\s*[=:]\s*[\"']?)[^\s\"'&,)]+")
@@ -94,6 +98,9 @@ class RemoteStore:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._windows: OrderedDict[tuple[str, int, int], _Window] = OrderedDict()
+        self._margins = _Margins()
+        self._announced: list[Range] = []
+        self._announced_nbytes = 0
 
     # ---- names ---------------------------------------------------------------------------------------------------------
 
@@ -152,6 +159,9 @@ class RemoteStore:
         if not len(buffer):
             return
         window = self._take(path, start, len(buffer))
+        if window is None and (margin := self._margins.find(path, start, len(buffer))) is not None:
+            buffer[:] = margin
+            return
         if window is not None:
             try:
                 data = window.future.result()
@@ -170,26 +180,44 @@ class RemoteStore:
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         with self._lock:
-            for window in coalesce((Range(*r, 0) for r in ranges if r[2]), _GAP_BYTES, _WINDOW_BYTES):
-                key = (window.file, window.start, window.nbytes)
-                if key not in self._windows:
-                    future = self._submit(window.file, window.start, window.nbytes)
-                    self._windows[key] = _Window(window.start, window.nbytes, sum(r.nbytes for r in window.ranges), future)
-            held = sum(w.nbytes for w in self._windows.values())
-            while held > _AHEAD_BYTES and len(self._windows) > 1:  # announced and never read
-                _, forgotten = self._windows.popitem(last=False)
-                forgotten.future.cancel()
-                held -= forgotten.nbytes
+            for file, start, nbytes in (r for r in ranges if self._margins.find(*r) is None):
+                self._announced.append(Range(file, start, nbytes, 0))
+                self._announced_nbytes += nbytes
+            if self._announced_nbytes >= _BATCH_BYTES or len(self._announced) >= _BATCH:
+                self._start()
+
+    def _start(self) -> None:
+        """Begins to fetch what was announced: the more at once, the more neighbours become one request."""
+        ranges, self._announced, self._announced_nbytes = self._announced, [], 0
+        for window in coalesce((r for r in ranges if r.nbytes), _GAP_BYTES, _WINDOW_BYTES):
+            start = max(0, window.start - _MARGIN_BYTES)
+            nbytes = min(window.start + window.nbytes + _MARGIN_BYTES, self.size(window.file)) - start
+            if (window.file, start, nbytes) not in self._windows and nbytes > 0:
+                future = self._submit(window.file, start, nbytes)
+                future.add_done_callback(functools.partial(self._margins.keep, window, start))
+                self._windows[window.file, start, nbytes] = _Window(start, nbytes, sum(r.nbytes for r in window.ranges), future)
+        held = sum(w.nbytes for w in self._windows.values())
+        while held > _AHEAD_BYTES and len(self._windows) > 1:  # announced and never read
+            _, forgotten = self._windows.popitem(last=False)
+            forgotten.future.cancel()
+            held -= forgotten.nbytes
 
     def _take(self, path: str, start: int, nbytes: int) -> _Window | None:
         """Returns the window that holds a range, and lets go of it with its last byte."""
         with self._lock:
-            for key, window in self._windows.items():
-                if key[0] == path and key[1] <= start and start + nbytes <= key[1] + key[2]:
-                    window.left -= nbytes
-                    if window.left <= 0:
-                        del self._windows[key]
-                    return window
+            window = self._find(path, start, nbytes)
+            if window is None and any(r.file == path and r.start <= start < r.start + r.nbytes for r in self._announced):
+                self._start()
+                window = self._find(path, start, nbytes)
+            return window
+
+    def _find(self, path: str, start: int, nbytes: int) -> _Window | None:
+        for key, window in self._windows.items():
+            if key[0] == path and key[1] <= start and start + nbytes <= key[1] + key[2]:
+                window.left -= nbytes
+                if window.left <= 0:
+                    del self._windows[key]
+                return window
         return None
 
     def _submit(self, path: str, start: int, nbytes: int) -> Future[bytes]:
@@ -253,6 +281,7 @@ class RemoteStore:
 
     def close(self) -> None:
         with self._lock:
+            self._announced.clear()
             while self._windows:
                 self._windows.popitem()[1].future.cancel()
             if self._pool is not None:
@@ -272,6 +301,46 @@ async def _get_s3(fs: Any, path: str, start: int, nbytes: int, etag: str | None)
         return data
     finally:
         response["Body"].close()
+
+
+class _Margins:
+    """What was fetched around and between the ranges that were asked for, as far as there is room.
+
+    In a packed format that is what frames the payloads: to be proved later without asking for it again.
+    """
+
+    def __init__(self) -> None:
+        self._starts: dict[str, list[int]] = {}
+        self._parts: dict[str, list[bytes]] = {}
+        self._nbytes, self._lock = 0, threading.Lock()
+
+    def keep(self, window: Window, start: int, done: Future[bytes]) -> None:
+        """Keeps the holes of a window that was fetched from byte `start`, each with a margin on both sides."""
+        if done.cancelled() or done.exception() is not None or self._nbytes > _MARGINS_BYTES:
+            return
+        data, end = done.result(), start
+        for item in (*window.ranges, Range(window.file, start + len(done.result()), 0, 0)):
+            if item.start > end:
+                first, last = max(start, end - _MARGIN_BYTES), min(start + len(data), item.start + _MARGIN_BYTES)
+                self._add(window.file, first, data[first - start : last - start])
+            end = max(end, item.start + item.nbytes)
+
+    def _add(self, path: str, start: int, data: bytes) -> None:
+        with self._lock:
+            starts, parts = self._starts.setdefault(path, []), self._parts.setdefault(path, [])
+            at = bisect_right(starts, start)
+            starts.insert(at, start)
+            parts.insert(at, data)
+            self._nbytes += len(data)
+
+    def find(self, path: str, start: int, nbytes: int) -> bytes | None:
+        """Returns a range that was kept."""
+        with self._lock:
+            at = bisect_right(self._starts.get(path, []), start) - 1
+            if at < 0:
+                return None
+            first, data = self._starts[path][at], self._parts[path][at]
+            return data[start - first : start - first + nbytes] if start + nbytes <= first + len(data) else None
 
 
 @dataclass
