@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager, NotACheckpointError, StorageError
 from ckpt_tools.storage import RemoteStore, is_url, read
+from tests.dist.test_real_jobs import RESHARDED
 from tests.servers import servers
 from tests.servers.faults import faulty
 from tests.servers.servers import SECRET, Server
@@ -284,3 +288,34 @@ def test_a_connection_that_breaks_is_tried_again_and_a_refusal_is_not(store: Rem
         RemoteStore("memory://store", fs=gone).read_into("a", 0, memoryview(bytearray(4)))
     for each in (broken,):
         each.close()
+
+
+@pytest.mark.parametrize("case", RESHARDED)
+def test_every_kind_of_save_is_read_from_a_store_as_from_a_disk(case: str, saved: Saved, tmp_path: Path) -> None:
+    fs, local = fsspec.filesystem("memory"), saved(8) / case
+    fs.put(f"{local}/", f"/cases/{case}/", recursive=True)
+    ckpt_tools.reshard(f"memory://cases/{case}", tmp_path / "remote", to_ranks=3)
+    ckpt_tools.reshard(local, tmp_path / "local", to_ranks=3)
+    for ours in sorted((tmp_path / "local").glob("*.distcp")):
+        assert (tmp_path / "remote" / ours.name).read_bytes() == ours.read_bytes()
+    fs.rm("/cases", recursive=True)
+
+
+@pytest.mark.parametrize("alignment", [64, 128, 256, 4096])
+def test_payloads_that_lie_elsewhere_than_usual_are_found(alignment: int, tmp_path: Path) -> None:
+    from torch.utils.serialization import config
+
+    wanted = {f"t{i}": torch.randn(100 + 17 * i, 30) for i in range(20)}
+    with warnings.catch_warnings(), config.patch({"save.storage_alignment": alignment}):
+        warnings.simplefilter("ignore")
+        dcp.save({"model": dict(wanted)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    fs = fsspec.filesystem("memory")
+    fs.put(f"{tmp_path}/saved/", "/aligned/", recursive=True)
+    ckpt_tools.merge("memory://aligned", tmp_path / "merged.safetensors")
+    merged = load_file(tmp_path / "merged.safetensors")
+    assert all(torch.equal(merged[name], value) for name, value in wanted.items())
+    state = {"model": {name: torch.zeros_like(value) for name, value in wanted.items()}}
+    ckpt_tools.load("memory://aligned", state)
+    assert all(torch.equal(state["model"][name], value) for name, value in wanted.items())
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    fs.rm("/aligned", recursive=True)
