@@ -99,8 +99,8 @@ def main() -> None:
             prove(config, world_size, local)
             raise SystemExit(start(config, args.profile, args.logits))
     except (ConfigError, CheckpointError, FileNotFoundError) as error:
-        if rank == 0:
-            print(f"training: {error}", file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # alike on all ranks, but for files that one node lacks
+            print(f"training: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 
 
