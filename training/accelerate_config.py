@@ -238,8 +238,7 @@ def _settle(mapped: Mapped, flat: Mapping[str, Any]) -> None:
     elif fsdp.get("wrap") != "classes":
         fsdp.pop("wrap_classes", None)
     if precision := mapped.tables.get("precision", {}).get("param"):
-        mapped.tables["precision"] |= {"reduce": precision} | ({"buffer": precision} if fsdp["api"] == "fsdp1" else {})
-        mapped.tables["precision"]["output"] = "float32" if fsdp["api"] == "fsdp2" else ""
+        mapped.tables["precision"] |= {"reduce": precision, "buffer" if fsdp["api"] == "fsdp1" else "output": precision}
     dynamo = mapped.tables.get("compute", {})
     if "compile_backend" in dynamo:
         dynamo["compile"] = dynamo["compile_backend"] != "no"

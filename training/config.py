@@ -25,7 +25,7 @@ class ConfigError(Exception):
 class Run:
     """The run as a whole."""
 
-    dir: str = "run"  # checkpoints, metrics.jsonl, config.toml, model.json
+    dir: str = "run"  # checkpoints, metrics.jsonl, config.toml, export/, profile/
     steps: int = 100  # last step, counted from the very first
     seed: int = 0
     resume_from: str = ""  # a checkpoint to start from, instead of the newest in `dir`

@@ -220,8 +220,10 @@ class _Tokenizer:
     """A local tokenizer; text goes to it in pieces that end at a line's end."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoTokenizer
-
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigError("--tokenizer needs transformers: pip install 'ckpt-tools[hf]'") from error
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError) as error:

@@ -136,8 +136,7 @@ def memory_of(config: Config, sizes: Degrees, groups: dict[str, Group], activati
     kept = activations.peak(config.compute.checkpoint_every)
     if fsdp.cpu_offload:  # the rest lives on the host
         return Memory(0, 0, 0, gathered, kept, ending, 0)
-    stepping = elements * 4 if torch.cuda.is_available() and config.optim.implementation != "fused" else 0
-    stepping = elements * 4 if config.optim.implementation == "foreach" else stepping
+    stepping = elements * 4 if config.optim.implementation in ("auto", "foreach") else 0  # what "auto" is on a GPU
     return Memory(elements * 4, elements * 4, elements * 8, gathered, kept, ending, stepping)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from training.model import initializer
+from training.model import Use, initializer, tied
 
 
 class Init:
@@ -26,8 +26,10 @@ class Init:
     def __init__(self, model: nn.Module, seed: int, draw: bool = True) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.fill, self.seed, self.draw = initializer(model), seed, draw
-        self.made: dict[int, nn.Parameter] = {}  # FSDP1: memory by meta parameter, so that tied ones stay tied
-        self.filled: set[int] = set()
+        self.first: dict[tuple[int, str], Use] = {}  # of a tied weight that a module holds: the place that gives it its values
+        for uses in tied(model):
+            self.first |= {(id(use.module), use.name): uses[0] for use in uses}
+        self.made: dict[Use, nn.Parameter] = {}  # tied weights alone: anything else held here would never be freed by FSDP1
 
     def all(self, model: nn.Module) -> None:
         """Fills a model that has memory: plain tensors or shards."""
@@ -39,10 +41,13 @@ class Init:
         """Gives one module of a meta model memory and values; what FSDP1 calls `param_init_fn`."""
         for name, meta in module._parameters.items():
             if meta is not None and meta.is_meta:
-                if id(meta) not in self.made:
-                    self.made[id(meta)] = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
-                    self.made[id(self.made[id(meta)])] = meta  # keeps the id taken
-                module._parameters[name] = self.made[id(meta)]
+                use = self.first.get((id(module), name))
+                made = self.made.get(use) if use else None
+                if made is None:
+                    made = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
+                if use:
+                    self.made[use] = made
+                module._parameters[name] = made
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
@@ -62,9 +67,9 @@ class Init:
             self.fill(module)
         finally:
             module._parameters.update(held)
-        for name, parameter in held.items():
-            if self.draw and id(parameter) not in self.filled:
-                self.filled.add(id(parameter))
+        for name, parameter in held.items() if self.draw else ():
+            use = self.first.get((id(module), name))
+            if use is None or (use.module is module and use.name == name):
                 _keep_shard(parameter, whole[name])
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -198,9 +198,22 @@ def block_classes(model: nn.Module) -> set[str]:
     return {"Block"} if isinstance(model, Decoder) else set(getattr(model, "_no_split_modules", None) or ())
 
 
-def is_tied(model: nn.Module) -> bool:
-    """Tells whether some weight is used in two places."""
-    return len(list(model.named_parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+class Use(NamedTuple):
+    """A place where a parameter is held: a module by name, and the parameter's name in it."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+
+def tied(model: nn.Module) -> list[list[Use]]:
+    """Returns, for each parameter that several modules hold, where."""
+    uses: dict[int, list[Use]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                uses.setdefault(id(parameter), []).append(Use(path, module, name))
+    return [places for places in uses.values() if len(places) > 1]
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:

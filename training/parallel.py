@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from training.config import Config, ConfigError, Degrees
 from training.initialize import Init
-from training.model import Decoder, block_classes
+from training.model import Decoder, block_classes, tied
 
 
 def dtype_of(name: str) -> torch.dtype | None:
@@ -124,14 +124,8 @@ def _matching(model: nn.Module, glob: str) -> list[str]:
 
 def _shared_outside(model: nn.Module, names: list[str]) -> set[str]:
     """Returns the modules that share a parameter with one outside of them (tied weights): those stay together, in the root."""
-    users: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(id(parameter), []).append(name)
-    tied = [paths for paths in users.values() if len(paths) > 1]
     inside = lambda path, unit: path == unit or path.startswith(f"{unit}.")  # noqa: E731
-    return {unit for unit in names for paths in tied if len({inside(path, unit) for path in paths}) == 2}
+    return {unit for unit in names for uses in tied(model) if len({inside(use.path, unit) for use in uses}) == 2}
 
 
 # ---- sharding ----------------------------------------------------------------------------------------------------------------
@@ -252,18 +246,14 @@ def _checkpoint_activations(model: nn.Module, blocks: list[str], every: int) -> 
 
 def _prefetch(model: nn.Module, units: list[Unit], config: Config) -> None:
     """Tells each unit which ones to gather while it runs; units run in the order of the model."""
-    chosen = {unit.name for unit in units}
-    running = [m for m in (model.get_submodule(n) for n, _ in _plain_names(model) if n in chosen and n) if isinstance(m, FSDPModule)]
+    chosen = {unit.name for unit in units if unit.name}
+    names = dict.fromkeys(name.replace("._checkpoint_wrapped_module", "") for name, _ in model.named_modules())
+    running = [model.get_submodule(name) for name in names if name in chosen]
     for i, unit in enumerate(running):
         if depth := config.fsdp.forward_prefetch:
             unit.set_modules_to_forward_prefetch(running[i + 1 : i + 1 + depth])
         if depth := config.fsdp.backward_prefetch:
             unit.set_modules_to_backward_prefetch(running[max(0, i - depth) : i][::-1])
-
-
-def _plain_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        yield name.replace("._checkpoint_wrapped_module", ""), module
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -292,14 +282,11 @@ def _split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ConfigError(f"fsdp.tensor_parallel = {mesh.size()} does not divide the model's {key} = {count}")
     if unknown := sorted(set(plan.values()) - set(styles)):
         raise ConfigError(f"fsdp.tensor_parallel: this model asks for {unknown[0]!r}, which is not done here")
-    tied = [(m, n) for m in model.modules() for n, p in m._parameters.items() if p is not None and _is_tied(model, p)]
+    shared = tied(model)
     parallelize_module(model, mesh, {name: styles[style]() for name, style in plan.items()})
-    for module, name in tied[1:]:
-        module._parameters[name] = tied[0][0]._parameters[tied[0][1]]
-
-
-def _is_tied(model: nn.Module, parameter: nn.Parameter) -> bool:
-    return sum(p is parameter for m in model.modules() for p in m._parameters.values()) > 1
+    for first, *others in shared:
+        for other in others:
+            other.module._parameters[other.name] = first.module._parameters[first.name]
 
 
 def tensor_plan(model: nn.Module) -> dict[str, str]:

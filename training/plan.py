@@ -64,7 +64,7 @@ def warnings_of(model: nn.Module, config: Config, groups: dict[str, Group]) -> l
         found.append(f"{label(largest.name)} holds {share:.0%} of all parameters: make units of its parts (fsdp.wrap_classes)")
     root, biggest = groups[""].nbytes, max((g.nbytes for g in inner), default=0)
     if inner and in_root and root > biggest:
-        cure = "they share their weight, so that must be so" if models.is_tied(model) else "fsdp.wrap_embeddings = true makes them units"
+        cure = "they share their weight, so that must be so" if models.tied(model) else "fsdp.wrap_embeddings = true makes them units"
         found.append(
             f"{' and '.join(in_root)} are in the root unit, which stays gathered from forward to backward:"
             f" {size(root)} on each rank; {cure}"

@@ -34,7 +34,7 @@ from ckpt_tools import CheckpointError, CheckpointManager, RngState
 from training import accelerate_config, parallel
 from training import config as configuration
 from training import model as models
-from training.config import Config, ConfigError
+from training.config import Config, ConfigError, Degrees
 from training.data import Sampler, Tokens, open_tokens
 from training.metrics import Meter, gather, plot
 from training.profiling import Profiler
@@ -44,10 +44,23 @@ _FAILED = "training/failed"  # key of the job's store: which rank failed first
 
 
 @dataclass(slots=True)
+class Plan:
+    """What is known before any rank waits for another: the model on the meta device, the data, the mesh's sizes."""
+
+    config: Config
+    text: str  # the resolved configuration, as TOML
+    sizes: Degrees
+    model: nn.Module
+    tokens: Tokens
+    validation: Tokens | None
+
+
+@dataclass(slots=True)
 class Job:
     """What the loop works with."""
 
     config: Config
+    text: str
     device: torch.device
     mesh: DeviceMesh
     model: nn.Module
@@ -55,13 +68,14 @@ class Job:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     sampler: Sampler
     tokens: Tokens
+    validation: Tokens | None
     num_parameters: int
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns everything that a resumed run needs, and the configuration, as the checkpoint manager takes it."""
         return {
             "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "sampler": self.sampler,
-            "rng": RngState(), "train_state": {"step": step}, "config": configuration.to_toml(self.config),
+            "rng": RngState(), "train_state": {"step": step}, "config": self.text,
         }  # fmt: skip
 
 
@@ -96,11 +110,11 @@ def main() -> None:
         elif args.print_plan or args.estimate:
             look(args, config, args.ranks or world_size, local if not args.ranks else min(args.ranks, 8))
         else:
-            prove(config, world_size, local)
-            raise SystemExit(start(config, args.profile, args.logits))
-    except (ConfigError, CheckpointError, FileNotFoundError) as error:
+            raise SystemExit(start(prove(config, world_size, local), args.profile, args.logits))
+    except (ConfigError, CheckpointError, FileNotFoundError, ModuleNotFoundError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # alike on all ranks, but for files that one node lacks
-            print(f"training: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+            advice = "; pip install 'ckpt-tools[train]'" if isinstance(error, ModuleNotFoundError) else ""
+            print(f"training: {f'rank {rank}: ' if rank else ''}{error}{advice}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 
 
@@ -117,24 +131,26 @@ def look(args: argparse.Namespace, config: Config, num_ranks: int, ranks_a_node:
         estimate.show(config, num_ranks, ranks_a_node, args.budget)
 
 
-def prove(config: Config, world_size: int, local_world_size: int) -> None:
+def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     """Finds what does not fit together while no rank waits for another yet.
 
     Raises:
         ConfigError: mesh, units, data, sequence length or the run that is there.
     """
-    configuration.check(config, world_size, local_world_size)
+    sizes = configuration.check(config, world_size, local_world_size)
     _same_model(config, Path(config.run.dir))
     model, data = models.make(config.model), config.data
     parallel.units_of(model, config)
     if data.seq_len > models.max_seq_len(model):
         raise ConfigError(f"data.seq_len = {data.seq_len}, and the model takes sequences of at most {models.max_seq_len(model)}")
-    open_tokens(data.train, data.seq_len, data.batch_size, models.vocab_size(model))
+    tokens = open_tokens(data.train, data.seq_len, data.batch_size, models.vocab_size(model))
+    validation = None
     if config.metrics.validate_every:
-        open_tokens(data.validation, data.seq_len, data.batch_size, models.vocab_size(model), "data.validation")
+        validation = open_tokens(data.validation, data.seq_len, data.batch_size, models.vocab_size(model), "data.validation")
+    return Plan(config, configuration.to_toml(config), sizes, model, tokens, validation)
 
 
-def start(config: Config, profile_steps: int = 0, logits: Path | None = None) -> int:
+def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int:
     """Joins the job's ranks and trains; returns the exit status. A rank that fails says so before any other can notice."""
     is_cuda = torch.cuda.is_available()
     if "RANK" not in os.environ:  # one process, without torchrun
@@ -145,41 +161,44 @@ def start(config: Config, profile_steps: int = 0, logits: Path | None = None) ->
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=world_size)
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     try:
-        return train(config, device, profile_steps, logits)
+        return train(plan, device, profile_steps, logits)
     except (ConfigError, CheckpointError):
-        raise  # alike on all ranks
+        _is_first(store, rank)  # alike on all ranks, or rank 0's own at the end; told by `main`
+        raise
     except Exception as error:  # noqa: BLE001  # whatever it is, it is told
-        _tell(store, rank, error)
+        if _is_first(store, rank):
+            print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+            get_error_handler().record_exception(error)
+        else:
+            print(f"rank {rank} stops: rank {store.get(_FAILED).decode()} failed", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     finally:
         dist.destroy_process_group()
 
 
-def _tell(store: dist.Store, rank: int, error: Exception) -> None:
-    """Prints why this rank failed, unless it is only because another one had."""
-    if store.add(f"{_FAILED}/count", 1) == 1:
+def _is_first(store: dist.Store, rank: int) -> bool:
+    """Notes that this rank has failed, and tells whether no other had: an error after that is only its echo."""
+    is_first = store.add(f"{_FAILED}/count", 1) == 1
+    if is_first:
         store.set(_FAILED, str(rank))
-        print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
-        get_error_handler().record_exception(error)
-    else:
-        print(f"rank {rank} stops: rank {store.get(_FAILED).decode()} failed", file=sys.stderr, flush=True)
+    return is_first
 
 
 # ---- training ------------------------------------------------------------------------------------------------------------------
 
 
-def train(config: Config, device: torch.device, profile_steps: int = 0, logits: Path | None = None) -> int:
+def train(plan: Plan, device: torch.device, profile_steps: int = 0, logits: Path | None = None) -> int:
     """Trains from the newest checkpoint, or from the start, to `run.steps`; returns the exit status: 0, or 128 + a signal.
 
     Called by all ranks of an initialised process group.
 
     Raises:
-        ConfigError: the configuration does not fit the ranks, the data or the run that is there.
+        ConfigError: the model does not fit the mesh, or the device.
         CheckpointError: a save or a resume failed.
     """
-    directory, rank = Path(config.run.dir), dist.get_rank()
-    job = build(config, device)
-    checkpoint = config.checkpoint
+    config, rank = plan.config, dist.get_rank()
+    directory, checkpoint = Path(config.run.dir), config.checkpoint
+    job = build(plan, device)
     with CheckpointManager(
         directory, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every or None, asynchronous=checkpoint.asynchronous
     ) as checkpoints:
@@ -189,7 +208,7 @@ def train(config: Config, device: torch.device, profile_steps: int = 0, logits: 
         if not first and config.model.path and config.model.weights:
             ckpt_tools.load(config.model.path, {"model": job.model}, cast=True)
         if rank == 0:
-            (directory / "config.toml").write_text(configuration.to_toml(config), encoding="utf-8")
+            (directory / "config.toml").write_text(job.text, encoding="utf-8")
         began = f"resumed at step {first}" if first else "from scratch"
         meter = Meter(directory, first, config.run.steps, config.metrics.every, config.metrics.progress)
         meter.say(f"{job.num_parameters:,} parameters on {dist.get_world_size()} ranks ({device.type}), {began}")
@@ -216,27 +235,24 @@ def _same_model(config: Config, directory: Path) -> None:
             raise ConfigError(f"model.{key} = {now!r}, and the run in {directory} has {was!r}: use its config.toml, or another run.dir")
 
 
-def build(config: Config, device: torch.device) -> Job:
-    """Returns model, optimizer, schedule and data of a configuration, sharded over all ranks.
+def build(plan: Plan, device: torch.device) -> Job:
+    """Returns model, optimizer, schedule and data, sharded over all ranks. The plan's model is used up.
 
     Raises:
-        ConfigError: they do not fit each other, or the number of ranks.
+        ConfigError: the model does not fit the mesh, or the device.
     """
-    world_size = dist.get_world_size()
-    sizes = configuration.check(config, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    model, data = models.make(config.model), config.data
-    tokens = open_tokens(data.train, data.seq_len, data.batch_size, models.vocab_size(model))
-    num_parameters = sum(p.numel() for p in model.parameters())
-    mesh = parallel.make_mesh(sizes, device)
-    model = parallel.shard(model, config, mesh, device, has_weights=bool(config.model.path and config.model.weights))
+    config, data = plan.config, plan.config.data
+    num_parameters = sum(p.numel() for p in plan.model.parameters())
+    mesh = parallel.make_mesh(plan.sizes, device)
+    model = parallel.shard(plan.model, config, mesh, device, has_weights=bool(config.model.path and config.model.weights))
     seed = config.run.seed + dist.get_rank()  # from here on, ranks draw numbers of their own
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     optimizer = _adamw(model, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
-    sampler = Sampler(tokens.windows(data.seq_len), config.run.seed, data.shuffle, data.drop_last)
-    return Job(config, device, mesh, model, optimizer, scheduler, sampler, tokens, num_parameters)
+    sampler = Sampler(plan.tokens.windows(data.seq_len), config.run.seed, data.shuffle, data.drop_last)
+    return Job(config, plan.text, device, mesh, model, optimizer, scheduler, sampler, plan.tokens, plan.validation, num_parameters)
 
 
 def _adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
@@ -258,7 +274,6 @@ def schedule(step: int, config: Config) -> float:
 def _loop(job: Job, checkpoints: CheckpointManager, meter: Meter, first: int, profile_steps: int) -> int:
     """Takes the steps behind `first`, saving on the way and at the end; returns the signal that ended it early, or 0."""
     config, checkpoint = job.config, job.config.checkpoint
-    validation = _validation(job)
     with Profiler(Path(config.run.dir) / "profile", profile_steps, job.device) as profiler:
         for step in range(first + 1, config.run.steps + 1):
             lr = job.scheduler.get_last_lr()[0]
@@ -268,8 +283,8 @@ def _loop(job: Job, checkpoints: CheckpointManager, meter: Meter, first: int, pr
                 with meter.timing("checkpoint_s"), profiler.range("checkpoint"):
                     checkpoints.save(step, job.state(step), asynchronous=False if number else None)
             meter.step(step, loss, config.data.batch_size * config.data.seq_len, lr, norm, job.sampler.epoch)
-            if validation and (step % config.metrics.validate_every == 0 or step == config.run.steps):
-                meter.validation(step, evaluate(job, validation))
+            if job.validation and (step % config.metrics.validate_every == 0 or step == config.run.steps):
+                meter.validation(step, evaluate(job, job.validation))
             profiler.step()
             if number:
                 meter.say(f"got {signal.Signals(number).name}: saved step {step}, start again to go on")
@@ -321,13 +336,6 @@ def logits_for(model: nn.Module, device: torch.device) -> Tensor:
     """Returns `[1, T, V]` logits for a fixed prompt."""
     model.eval()
     return models.logits_of(model, torch.tensor([list(PROMPT)], device=device)).cpu()
-
-
-def _validation(job: Job) -> Tokens | None:
-    data = job.config.data
-    if not job.config.metrics.validate_every:
-        return None
-    return open_tokens(data.validation, data.seq_len, data.batch_size, job.tokens.vocab_size, "data.validation")
 
 
 @torch.no_grad()

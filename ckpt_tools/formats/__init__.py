@@ -60,7 +60,7 @@ class _OneFile:
 
     def __init__(self, inner: Store, name: str, url: str) -> None:
         self._inner, self._name, self.url = inner, name, url
-        self.capabilities, self.traffic = inner.capabilities, getattr(inner, "traffic", None)
+        self.capabilities, self.traffic = inner.capabilities, inner.traffic
         self.size, self.read_into, self.view, self.will_read = inner.size, inner.read_into, inner.view, inner.will_read
         self.folders, self.enter, self.create, self.close = inner.folders, inner.enter, inner.create, inner.close
 

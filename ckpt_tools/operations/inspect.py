@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.catalog import Catalog, key_path
 from ckpt_tools.formats import open_source
-from ckpt_tools.storage.remote import Traffic
+from ckpt_tools.storage.base import Traffic
 
 _OPTIMIZER = re.compile(r"(^|\.)optim(izer)?s?(_\d+)?\.state(\.|$)")
 
@@ -95,7 +95,7 @@ def inspect(src: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
     total = Total(len(catalog.tensors), len(catalog.objects), catalog.nbytes)
     return Report(
         str(source.path), catalog.format, catalog.world_size, catalog.extras, catalog, total, by_dtype, by_key, states, _files(catalog),
-        getattr(source.store, "traffic", None),
+        source.store.traffic,
     )  # fmt: skip
 
 

@@ -6,8 +6,9 @@ A store knows bytes, not formats. Paths are relative, with `/` between segments,
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckpt_tools.errors import StorageError, printable
@@ -26,6 +27,20 @@ class Capabilities:
     can_write_anywhere: bool
     can_rename: bool
     fetches_ahead: bool = False
+
+
+@dataclass
+class Traffic:
+    """What was asked of a store."""
+
+    requests: int = 0
+    nbytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, nbytes: int) -> None:
+        """Counts a request that brought so many bytes."""
+        with self.lock:
+            self.requests, self.nbytes = self.requests + 1, self.nbytes + nbytes
 
 
 class Writer(Protocol):
@@ -67,6 +82,11 @@ class Store(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What this store can do."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What this store was asked for; None where asking costs nothing."""
         ...
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:

@@ -39,7 +39,7 @@ def failed(operation: str, path: str | Path, error: OSError) -> StorageError:
 class LocalStore:
     """Files under one directory. Symbolic links are followed only as long as they stay under it."""
 
-    capabilities = Capabilities(can_write_anywhere=True, can_rename=True)
+    capabilities, traffic = Capabilities(can_write_anywhere=True, can_rename=True), None
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(os.path.realpath(root))

@@ -15,11 +15,11 @@ import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.storage.base import Capabilities, Writer, check_path
+from ckpt_tools.storage.base import Capabilities, Traffic, Writer, check_path
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 
 if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
@@ -37,7 +37,7 @@ _HINTS = (
     (("NoCredentials", "Unable to locate credentials"), "give credentials as s3fs takes them: environment, ~/.aws, or --storage-option"),
     (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"), "the credentials are wrong or have expired"),
     (("RequestTimeTooSkewed",), "this machine's clock is wrong"),
-    (("PreconditionFailed", "412", "pre-condition"), "the object was replaced while it was read: start again"),
+    (("PreconditionFailed", "status=412"), "the object was replaced while it was read: start again"),
     (("NoSuchBucket", "bucket does not exist"), "there is no such bucket"),
     (
         ("AccessDenied", "Forbidden", "Access Denied", "PermissionError"),
@@ -50,20 +50,6 @@ _HINTS = (
 def is_url(path: object) -> TypeGuard[str]:
     """Tells whether a path is one of a store that fsspec opens, and not of the local file system."""
     return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None and not path.startswith("file://")
-
-
-@dataclass
-class Traffic:
-    """What was asked of a store."""
-
-    requests: int = 0
-    nbytes: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, nbytes: int) -> None:
-        """Counts a request that brought so many bytes."""
-        with self.lock:
-            self.requests, self.nbytes = self.requests + 1, self.nbytes + nbytes
 
 
 class RemoteStore:
@@ -359,7 +345,7 @@ def _may_pass(error: Exception) -> bool:
     if isinstance(error, (PermissionError, ValueError, NotImplementedError)) or _hint(error):
         return False  # s3fs itself has tried an endpoint several times
     return isinstance(error, (OSError, TimeoutError, EOFError)) or any(
-        word in text for word in ("Timeout", "Connection", "Payload", "Disconnected", "SlowDown", "503", "500", "Incomplete")
+        word in text for word in ("Timeout", "Connection", "Payload", "Disconnected", "SlowDown", "status=50", "Incomplete")
     )
 
 
@@ -371,7 +357,8 @@ def _hint(error: Exception) -> str | None:
 def _text(error: BaseException) -> str:
     """Returns everything that an error says of its kind; s3fs leaves the store's own code in the cause."""
     answer = getattr(error.__cause__, "response", None) or {}
-    code = answer.get("Error", {}).get("Code", "") or answer.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    code = f"{answer.get('Error', {}).get('Code', '')} status={status}" if status else ""
     return f"{type(error).__name__} {error} {code}"
 
 

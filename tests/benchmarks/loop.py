@@ -56,7 +56,7 @@ def bare(config: Config) -> float:
 
 def ours(config: Config) -> float:
     """Returns tokens/s of the program, everything included that it does in a step without a checkpoint."""
-    train.train(config, torch.device("cpu"))
+    train.train(train.prove(config, dist.get_world_size(), dist.get_world_size()), torch.device("cpu"))
     lines = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
     return config.data.batch_size * config.data.seq_len / statistics.median(line["step_s"] for line in lines[WARM:-1])
 

@@ -1,11 +1,13 @@
-"""Peak memory of a rank against the estimate, for every strategy: `python tests/benchmarks/memory.py [--ranks 2]`.
+"""Peak memory of a rank: against the estimate, for every strategy; and of starting from pretrained weights, against the model's size.
 
-Measured: the most resident memory of a rank during two steps, less what it held before the model was made.
+    python tests/benchmarks/memory.py strategies
+    python tests/benchmarks/memory.py pretrained
+
+Measured is the most resident memory of a rank, less what it held before the model was made.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import ckpt_tools
 from training import config as configuration
 from training import estimate, train
 from training import model as models
@@ -23,7 +26,7 @@ from training.plan import groups_of
 
 BASE = (
     "run.steps=2", "model.dim=1024", "model.num_layers=6", "model.num_heads=16", "model.hidden_dim=2752", "model.max_seq_len=512",
-    "data.seq_len=256", "data.batch_size=8", "metrics.progress=false", "checkpoint.asynchronous=false",
+    "data.seq_len=256", "data.batch_size=8", "metrics.progress=false", "checkpoint.asynchronous=false", "optim.implementation=for-loop",
 )  # fmt: skip
 CASES = {
     "FULL_SHARD": "", "SHARD_GRAD_OP": "fsdp.strategy=SHARD_GRAD_OP", "NO_SHARD": "fsdp.strategy=NO_SHARD",
@@ -31,62 +34,84 @@ CASES = {
     "FULL_SHARD, every 2nd": "compute.checkpoint_every=2", "FULL_SHARD, bfloat16": "precision.param=bfloat16 precision.reduce=float32",
     "FULL_SHARD, 4 micro-batches": "data.accumulation=4",
 }  # fmt: skip
+LLAMA = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 16}
+STARTS = ((1, "fsdp2"), (2, "fsdp2"), (4, "fsdp2"), (8, "fsdp2"), (4, "fsdp1"), (4, "from_pretrained on every rank"))
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144"}  # freed tensors go back to the system, as they do on a GPU
 
 
-_QUIET = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}  # freed tensors go back to the system, as they do on a GPU
-
-
-def rank_main(options: list[str]) -> None:
-    """Trains, and prints the peak of each rank."""
+def rank_main(what: str, options: list[str]) -> None:
+    """Does one thing on one rank, and prints the most that any rank took for it, in MiB."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    config = configuration.resolve(None, options)
-    train.open_tokens("", 8, 1, 256)
+    cpu, ranks = torch.device("cpu"), dist.get_world_size()
+    if what == "train":
+        plan = train.prove(configuration.resolve(None, options), ranks, ranks)
     with open("/proc/self/status") as file:
         before = next(int(line.split()[1]) for line in file if line.startswith("VmRSS:")) / 1024
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
-    cpu = torch.device("cpu")
-    train.train(config, cpu)
+    if what == "train":
+        train.train(plan, cpu)
+    elif what.startswith("fsdp"):
+        config = configuration.resolve(
+            None, [f"model.path={options[0]}", "data.batch_size=8", "fsdp.wrap_embeddings=true", f"fsdp.api={what}"]
+        )
+        model = train.build(train.prove(config, ranks, ranks), cpu).model
+        ckpt_tools.load(options[0], {"model": model}, cast=True)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        AutoModelForCausalLM.from_pretrained(options[0], dtype=torch.float32)
     peaks = gather(torch.tensor([peak_mib(cpu) - before], dtype=torch.float64))
     if dist.get_rank() == 0:
-        print("PEAK", *(round(p[0]) for p in peaks), flush=True)
+        print("PEAK", max(p[0] for p in peaks), flush=True)
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("options", nargs="*")
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        return rank_main(args.options)
+def peak(num_ranks: int, what: str, *options: str, environment: dict[str, str] = GIVES_BACK) -> float:
+    """Runs a job and returns its largest rank's peak, in MiB."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), __file__, what, *options]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+    line = next((line for line in result.stdout.splitlines() if line.startswith("PEAK")), None)
+    if line is None:
+        raise SystemExit(result.stderr)
+    return float(line.split()[1])
+
+
+def strategies(num_ranks: int = 2) -> None:
+    """Prints the estimate and the measured peak of every strategy."""
     print("| strategy | estimated MiB | measured MiB | ratio |\n|---|---|---|---|")
     for name, options in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             chosen = [*BASE, *options.split(), f"run.dir={folder}/run"]
             config = configuration.resolve(None, chosen)
-            sizes = configuration.check(config, args.ranks, args.ranks)
+            sizes = configuration.check(config, num_ranks, num_ranks)
             groups = groups_of(models.make(config.model), config)
             sequences = config.data.batch_size // sizes.data // config.data.accumulation
             expected = estimate.memory_of(config, sizes, groups, estimate.activations_of(config, sequences)).peak / 2**20
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(args.ranks),
-                __file__,
-                *chosen,
-            ]
-            result = subprocess.run(command, capture_output=True, text=True, env=os.environ | _QUIET)
-            line = next((line for line in result.stdout.splitlines() if line.startswith("PEAK")), None)
-            if line is None:
-                raise SystemExit(result.stderr)
-            measured = max(map(float, line.split()[1:]))
+            measured = peak(num_ranks, "train", *chosen)
             print(f"| {name} | {expected:,.0f} | {measured:,.0f} | {measured / expected:.2f} |", flush=True)
-    return None
+    with tempfile.TemporaryDirectory() as folder:
+        kept = peak(num_ranks, "train", *BASE, f"run.dir={folder}/run", environment={})
+    total = sum(g.numel for g in groups_of(models.make(config.model), configuration.resolve(None, BASE)).values())
+    print(f"\n{total / 1e6:.0f} M parameters; FULL_SHARD with glibc's allocator as it comes: {kept:,.0f} MiB")
+
+
+def pretrained() -> None:
+    """Prints the peak of starting from weights on disk."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, **LLAMA)).to(torch.bfloat16)
+        model.save_pretrained(folder, max_shard_size="200MB")
+        whole = sum(p.numel() for p in model.parameters()) * 4 / 2**20
+        print("| ranks | how | model, MiB | model / ranks | peak of a rank |\n|---|---|---|---|---|")
+        for num_ranks, how in STARTS:
+            found = peak(num_ranks, how.split()[0], folder)
+            print(f"| {num_ranks} | {how} | {whole:,.0f} | {whole / num_ranks:,.0f} | {found:,.0f} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    if "RANK" in os.environ:
+        rank_main(sys.argv[1], sys.argv[2:])
+    else:
+        {"strategies": strategies, "pretrained": pretrained}[sys.argv[1]]()

@@ -23,4 +23,5 @@ def sequences(self, numbers, seq_len):  # the machine of rank 1 loses its disk
 
 train.Tokens.sequences = sequences
 torch.set_num_threads(1)
-raise SystemExit(train.start(configuration.resolve(None, sys.argv[1:])))
+place = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+raise SystemExit(train.start(train.prove(configuration.resolve(None, sys.argv[1:]), *place)))

@@ -80,6 +80,10 @@ VARIANTS = {
     "bf16_reduced": Variant("precision.param=bfloat16 precision.reduce=bfloat16", tolerance=5e-3),
     "bf16_output": Variant(f"{BF16} precision.output=float32", tolerance=5e-3),
     "bf16_norms_float32": Variant(f"{BF16} precision.overrides.*norm=float32", tolerance=5e-3),
+    "prefetch_checkpointed_norms": Variant(
+        f"{BF16} fsdp.forward_prefetch=1 fsdp.backward_prefetch=2 compute.checkpoint_every=2 precision.overrides.*norm=float32",
+        "bf16_norms_float32",
+    ),
     "bf16_uncast_inputs": Variant(f"{BF16} precision.cast_forward_inputs=false", tolerance=5e-3),
     "bf16_autocast": Variant("precision.param=bfloat16 precision.reduce=bfloat16 fsdp.strategy=NO_SHARD", tolerance=5e-3),
     "bf16_offload_checkpointed": Variant(f"{BF16} fsdp.cpu_offload=true compute.checkpoint_every=1", "bf16"),
@@ -126,11 +130,19 @@ def plain(config: Config) -> list[float]:
     return losses
 
 
-def prove_memory(config: Config) -> None:
+CPU = torch.device("cpu")
+
+
+def build(*options: str) -> train.Job:
+    config = configuration.resolve(None, [*BASE, *options])
+    return train.build(train.prove(config, dist.get_world_size(), dist.get_world_size()), CPU)
+
+
+def prove_memory() -> None:
     """FULL_SHARD leaves each rank total/N of the parameters; recomputed blocks keep nothing but their inputs."""
     kept = {}
     for every in (0, 1):
-        job = train.build(replace(config, compute=replace(config.compute, checkpoint_every=every)), torch.device("cpu"))
+        job = build(f"compute.checkpoint_every={every}")
         local = sum(p.to_local().numel() for p in job.model.parameters())
         assert local * dist.get_world_size() == job.num_parameters, (local, job.num_parameters)
         storages: dict[int, torch.UntypedStorage] = {}
@@ -139,13 +151,69 @@ def prove_memory(config: Config) -> None:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
             return tensor
 
-        inputs, targets = job.tokens.sequences(list(range(8)), config.data.seq_len)
+        inputs, targets = job.tokens.sequences(list(range(8)), job.config.data.seq_len)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             train.loss_of(job, inputs, targets).backward()
         kept[every] = sum(s.nbytes() for s in storages.values())
     assert kept[1] < kept[0] / 2, kept
-    if dist.get_rank() == 0:
-        print("every rank holds total/N\nrecomputed blocks keep their inputs alone", flush=True)
+
+
+# Collectives of one step, worked out by hand: four blocks and the root are five units. A unit is gathered in the forward, and again in
+# the backward if it was freed between (the root only where told); its gradients are scattered once, and where it is replicated, summed.
+# Sharded gradients need one sum more, for their norm.
+COLLECTIVES = {
+    "full": (9, 5, 1), "grad_op": (5, 5, 1), "reshard_true": (10, 5, 1), "reshard_false": (5, 5, 1), "reshard_2": (10, 5, 1),
+    "no_shard": (0, 0, 1), "hybrid": (9, 5, 6), "hybrid_zero2": (5, 5, 6), "wrap_none": (1, 1, 1), "wrap_classes": (17, 9, 1),
+    "wrap_embeddings": (13, 7, 1), "accumulation": (18, 5, 1), "accumulation_grad_op": (10, 5, 1), "accumulation_no_shard": (0, 0, 1),
+    "accumulation_fsdp1": (18, 5, 1), "fsdp1_full": (9, 5, 1), "fsdp1_grad_op": (5, 5, 1), "fsdp1_hybrid": (9, 5, 6), "fsdp1_hybrid_zero2": (5, 5, 6),
+}  # fmt: skip
+
+
+def collectives(job: train.Job, root: Path) -> tuple[int, int, int]:
+    """Counts all-gathers, reduce-scatters and all-reduces of gradients in one step, as torch's own profiler sees them."""
+    meter = train.Meter(root, 0, 1, 1, False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train.take_step(job, meter)
+    meter.close()
+    names = [event.name for event in profile.events()]
+    kinds = (("_allgather_base", "allgather"), ("_reduce_scatter_base",), ("allreduce",))
+    return tuple(sum(names.count(f"c10d::{name}_") for name in kind) for kind in kinds)
+
+
+def prove_collectives(root: Path) -> None:
+    for name, wanted in COLLECTIVES.items():
+        if runs(name):
+            job = build(*VARIANTS[name].options.split(), "optim.max_grad_norm=0")
+            found = collectives(job, root)
+            assert found == wanted, f"{name}: {found} instead of {wanted} all-gathers, reduce-scatters and all-reduces"
+
+
+def prove_effects() -> None:
+    """What leaves the losses as they are can be seen in what PyTorch was told."""
+    job = build("fsdp.forward_prefetch=2", "fsdp.backward_prefetch=1", "compute.checkpoint_every=1")
+    states = [parallel.find(job.model, f"layers.{i}")._get_fsdp_state() for i in range(4)]
+    assert [[states.index(s) for s in state._states_to_forward_prefetch] for state in states] == [[1, 2], [2, 3], [3], []]
+    assert [[states.index(s) for s in state._states_to_backward_prefetch] for state in states] == [[], [0], [1], [2]]
+    job = build("fsdp.cpu_offload=true")
+    assert all(p.offload_to_cpu for g in job.model._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params)
+    train.take_step(job, train.Meter(Path("/nonexistent"), 0, 1, 1, False))
+    assert all(p.grad is not None and not p.grad.to_local().any() for p in job.model.parameters())
+    job = build("compute.compile=true", "compute.compile_backend=eager")
+    assert all(parallel.find(job.model, f"layers.{i}")._compiled_call_impl is not None for i in range(4))
+    calls = []
+    job = build("fsdp.unshard_ahead=true")
+    unshard, sequences = type(job.model).unshard, type(job.tokens).sequences
+    type(job.model).unshard = lambda *a, **k: (calls.append("unshard"), unshard(*a, **k))[1]
+    type(job.tokens).sequences = lambda *a, **k: (calls.append("read"), sequences(*a, **k))[1]
+    train.take_step(job, train.Meter(Path("/nonexistent"), 0, 1, 1, False))
+    type(job.model).unshard, type(job.tokens).sequences = unshard, sequences
+    assert calls[:2] == ["unshard", "read"], calls
+
+
+def runs(name: str) -> bool:
+    """Tells whether a variant fits this number of ranks."""
+    variant, world_size = VARIANTS[name], dist.get_world_size()
+    return world_size >= variant.min_ranks and not ("shard_size=2" in variant.options and world_size % 2)
 
 
 def losses_of(directory: Path) -> list[float]:
@@ -178,13 +246,16 @@ def main() -> None:
     world_size = dist.get_world_size()
     config = config_of(VARIANTS["full"], root)
     reference = {tied: plain(replace(config, model=replace(config.model, tied_embeddings=tied))) for tied in (False, True)}
-    prove_memory(config)
-    for name in names:
+    prove_memory()
+    prove_effects()
+    if world_size > 1:
+        prove_collectives(root)
+    if dist.get_rank() == 0:
+        print("memory, effects and collectives are as they should be", flush=True)
+    for name in filter(runs, names):
         variant = VARIANTS[name]
-        if world_size < variant.min_ranks or ("shard_size=2" in variant.options and world_size % 2):
-            continue
         try:
-            train.train(config_of(variant, root / name), torch.device("cpu"))
+            train.train(train.prove(config_of(variant, root / name), world_size, world_size), CPU)
             dist.barrier()
             problem = differs(name, root, reference) if dist.get_rank() == 0 else ""
         except Exception as error:
