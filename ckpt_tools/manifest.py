@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from ckpt_tools.box import whole
 from ckpt_tools.checksum import hex64
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.plan import Plan
@@ -119,5 +120,5 @@ def seal_tensors(plan: Plan, fingerprints: Mapping[str, int]) -> dict[str, Seale
     return {
         t.fqn: SealedTensor(t.dst_dtype.name, t.shape, hex64(fingerprints.get(t.fqn, 0)))
         for t in plan.tensors
-        if not t.is_object and t.is_complete
+        if not t.is_object and (t.fqn in fingerprints or not whole(t.shape).numel)
     }

@@ -12,7 +12,7 @@ import ckpt_tools
 ROOT = Path(ckpt_tools.__file__).parent
 LEVELS = [
     ["errors", "box", "dtypes", "checksum", "version"],
-    ["catalog", "layout", "storage.base", "storage.ranges"],
+    ["catalog", "layout", "storage.base", "storage.ranges", "storage.failures", "storage.s3", "storage.upload"],
     ["storage.local", "storage.memory", "storage.remote", "storage", "plan"],
     [
         "formats.base",
@@ -24,7 +24,7 @@ LEVELS = [
         "formats.safetensors",
         "formats",
     ],
-    ["engine.kernels", "engine.schedule", "engine.sinks", "engine.run", "engine", "commit", "manifest", "steps"],
+    ["engine.kernels", "engine.schedule", "engine.sinks", "engine.run", "engine", "commit", "manifest", "destination", "steps"],
     ["operations.proof", "operations.inspect", "operations.transfer", "operations"],
     ["live.group", "live.shards", "live.state", "live.share", "live.match", "live.write", "live.save", "live.load", "live"],
     ["manager", "distributed"],

@@ -74,7 +74,7 @@ def test_an_object_that_is_replaced_between_two_reads_is_an_error_and_not_a_mix(
     fs.pipe("changing/file", b"b" * 100)
     with pytest.raises(StorageError) as raised:
         read(store, "file", 50, 50)
-    assert "replaced while it was read" in (raised.value.hint or ""), raised.value
+    assert "replaced meanwhile" in (raised.value.hint or ""), raised.value
     store.close()
 
 

@@ -8,6 +8,7 @@ Pure: takes no store and does no input or output. May import levels 0 to 3.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, BoxIndex, bands, flat_start, is_flat, row_major_strides, whole
@@ -109,6 +110,24 @@ def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max
             filled += nbytes
     if tiles:
         yield Step(tuple(tiles))
+
+
+def by_files(plan: Plan, num_files: int) -> Iterator[Plan]:
+    """Cuts a plan by its target's files, so many at a time: a store that takes streams holds a part of each in memory."""
+    names = list(plan.target.file_sizes)
+    for at in range(0, max(1, len(names)), num_files):
+        mine = set(names[at : at + num_files])
+        if len(mine) == len(names):
+            yield plan
+            return
+        tensors = []
+        for tensor in plan.tensors:
+            kept = [i for i, slot in enumerate(tensor.slots) if slot.file in mine]
+            renumbered = {old: new for new, old in enumerate(kept)}
+            copies = tuple(c._replace(dst=renumbered[c.dst]) for c in tensor.copies if c.dst in renumbered)
+            if kept:
+                tensors.append(replace(tensor, slots=tuple(tensor.slots[i] for i in kept), copies=copies))
+        yield replace(plan, tensors=tuple(tensors))
 
 
 def _tiles(tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int) -> Iterator[Tile]:

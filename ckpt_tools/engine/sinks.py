@@ -8,19 +8,22 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ckpt_tools.box import flat_start
+from ckpt_tools.box import flat_start, is_flat, whole
 from ckpt_tools.catalog import Extent
 from ckpt_tools.checksum import crc32, crc64nvme, join_crc32, join_crc64
 from ckpt_tools.engine.kernels import Bytes, gather
 from ckpt_tools.engine.schedule import Read, Step, Tile, Write
 from ckpt_tools.errors import IntegrityError, StorageError, printable
-from ckpt_tools.plan import Target
+from ckpt_tools.plan import Literal, Target, Trailer
 from ckpt_tools.storage import MemoryStore, Store, Writer
+
+_FINISHERS = 16  # each waits for a store
 
 
 class Piece(NamedTuple):
@@ -49,15 +52,26 @@ class Fingerprints:
     """CRC-64/NVME of whole tensors in row-major order, joined from their tiles."""
 
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
 
     def add(self, tile: Tile, crc64: int) -> None:
-        """Notes one tile of a tensor."""
-        start = flat_start(tile.box, tile.tensor.shape) * tile.tensor.dst_dtype.itemsize
-        self.pieces.setdefault(tile.tensor.fqn, []).append(Piece(start, tile.dst_nbytes, crc64, 0))
+        """Notes one tile of a tensor, if it is one run of it."""
+        tensor = tile.tensor
+        if not is_flat(tile.box, tensor.shape):
+            return
+        start = flat_start(tile.box, tensor.shape) * tensor.dst_dtype.itemsize
+        self.sizes[tensor.fqn] = whole(tensor.shape).numel * tensor.dst_dtype.itemsize
+        self.pieces.setdefault(tensor.fqn, []).append(Piece(start, tile.dst_nbytes, crc64, 0))
 
     def join(self) -> dict[str, int]:
-        """Returns the fingerprint of every tensor of which all tiles have passed."""
-        return {fqn: join_crc64((p.crc64, p.nbytes) for p in sorted(pieces)) for fqn, pieces in self.pieces.items()}
+        """Returns the fingerprint of every tensor of which all tiles have passed, some of them perhaps twice."""
+        joined = {}
+        for fqn, pieces in self.pieces.items():
+            ordered = sorted(set(pieces))
+            ends = [p.start + p.nbytes for p in ordered]
+            if [p.start for p in ordered] == [0, *ends[:-1]] and ends[-1] == self.sizes[fqn]:
+                joined[fqn] = join_crc64((p.crc64, p.nbytes) for p in ordered)
+        return joined
 
 
 class HashSink:
@@ -161,6 +175,19 @@ def _piece(tile: Tile, data: Bytes, read: Read) -> Piece | None:
     return None if at is None else Piece(read.start, read.nbytes, 0, crc32(data[at[0] : at[1]].data))
 
 
+class _Frame:
+    """What stands around a slot: literals before it, a trailer behind it; written as soon as the slot is full where a file is a stream."""
+
+    def __init__(self, trailer: Trailer, before: list[Literal]) -> None:
+        self.trailer, self.before = trailer, before
+        self.left = trailer.start - trailer.slot_start
+        self.pieces: list[Piece] = []
+
+    def render(self) -> list[tuple[int, bytes]]:
+        crc = join_crc32((p.crc32, p.nbytes) for p in sorted(self.pieces))
+        return [*((lit.start, lit.data) for lit in self.before), (self.trailer.start, self.trailer.render(crc))]
+
+
 class WriteSink:
     """Writes a target's files and knows, at the end, the checksum of each without reading it again."""
 
@@ -169,6 +196,9 @@ class WriteSink:
         self.fingerprints = Fingerprints()
         self._pieces: dict[str, list[Piece]] = {name: [] for name in target.file_sizes}
         self._with_crc32 = {t.file for t in target.trailers}
+        self._is_stream = not store.capabilities.can_write_anywhere
+        self._frames: dict[str, list[_Frame]] = {}
+        self._starts: dict[str, list[int]] = {}
         self._lock = threading.Lock()
         self._writers: dict[str, Writer] = {}
         self.slots: dict[tuple[str, int], Piece] = {}
@@ -177,6 +207,13 @@ class WriteSink:
         """Creates all files."""
         for name, nbytes in self.target.file_sizes.items():
             self._writers[name] = self.store.create(name, nbytes)
+        if not self._is_stream:
+            return
+        self._frames = _frames(self.target)
+        self._starts = {name: [f.trailer.slot_start for f in frames] for name, frames in self._frames.items()}
+        for literal in self.target.literals:  # a header; it is there before anything else can be
+            if literal.file not in self._frames:
+                self._pieces[literal.file].append(self._put(literal.file, literal.start, literal.data))
 
     def room(self, tile: Tile) -> Bytes | None:
         del tile
@@ -192,12 +229,35 @@ class WriteSink:
                 is_all = write.nbytes == tile.dst_nbytes
                 values = data if is_all else _cut_out(tile, data, write, scratch)
                 noted.append((write.file, self._put(write.file, write.start, values.data, crc if is_all else None)))
+        full: list[tuple[str, _Frame]] = []
         with self._lock:
             for name, piece in noted:
                 self._pieces[name].append(piece)
+                frame = self._fill(name, piece)
+                full += [(name, frame)] if frame else []
             for tile, crc in prints:
-                if tile.tensor.is_complete and not tile.tensor.is_object:
+                if not tile.tensor.is_object:
                     self.fingerprints.add(tile, crc)
+        for name, frame in full:
+            self._surround(name, frame)
+
+    def _fill(self, name: str, piece: Piece) -> _Frame | None:
+        """Notes a piece of a slot and returns its frame once it is full."""
+        if name not in self._frames:
+            return None
+        number = bisect_right(self._starts[name], piece.start) - 1
+        frame = self._frames[name][number] if number >= 0 else None
+        if frame is None or piece.start >= frame.trailer.start:
+            return None  # an object
+        frame.left -= piece.nbytes
+        frame.pieces.append(piece)
+        return None if frame.left else frame
+
+    def _surround(self, name: str, frame: _Frame) -> None:
+        pieces = [self._put(name, start, data) for start, data in frame.render()]
+        frame.left = -1
+        with self._lock:
+            self._pieces[name] += pieces
 
     def _put(self, name: str, start: int, data: memoryview | bytes, crc64: int | None = None) -> Piece:
         self._writers[name].write_at(start, data)
@@ -209,19 +269,39 @@ class WriteSink:
         Raises:
             StorageError: a file could not be completed.
         """
+        if self._is_stream:
+            self._surround_rest()
+        else:
+            self._surround_all()
+        checksums = {name: _join_file(name, pieces, self.target.file_sizes[name]) for name, pieces in self._pieces.items()}
+        with ThreadPoolExecutor(_FINISHERS if self._is_stream else 1, "ckpt-finish") as pool:
+            for done in [pool.submit(writer.finish) for writer in self._writers.values()]:
+                done.result()
+        return checksums
+
+    def _surround_all(self) -> None:
+        """Writes all that stands around payloads, neighbours together."""
         frames: dict[str, list[tuple[int, bytes]]] = {name: [] for name in self._writers}
         for literal in self.target.literals:
             frames[literal.file].append((literal.start, literal.data))
         self.slots = self._join_slots()
         for trailer in self.target.trailers:
             frames[trailer.file].append((trailer.start, trailer.render(self.slots[trailer.file, trailer.slot_start].crc32)))
-        checksums = {}
-        for name, writer in self._writers.items():
-            for start, data in _joined(frames[name]):
+        for name, found in frames.items():
+            for start, data in _joined(found):
                 self._pieces[name].append(self._put(name, start, data))
-            checksums[name] = _join_file(name, self._pieces[name], self.target.file_sizes[name])
-            writer.finish()
-        return checksums
+
+    def _surround_rest(self) -> None:
+        """Writes what no slot has brought with it: around empty ones, and objects that are known beforehand."""
+        for name, frames in self._frames.items():
+            for frame in frames:
+                if frame.left == 0:
+                    self._surround(name, frame)
+        framed = {(lit.file, lit.start) for frames in self._frames.values() for f in frames for lit in f.before}
+        for literal in self.target.literals:
+            if literal.file in self._frames and (literal.file, literal.start) not in framed:
+                self._pieces[literal.file].append(self._put(literal.file, literal.start, literal.data))
+        self.slots = self._join_slots()
 
     def abort(self) -> None:
         """Closes what is open; the staging place is removed by whoever made it."""
@@ -243,6 +323,20 @@ class WriteSink:
                 crc64, crc = join_crc64((p.crc64, p.nbytes) for p in parts), join_crc32((p.crc32, p.nbytes) for p in parts)
                 slots[name, trailer.slot_start] = Piece(trailer.slot_start, sum(p.nbytes for p in parts), crc64, crc)
         return slots
+
+
+def _frames(target: Target) -> dict[str, list[_Frame]]:
+    """Returns what stands around each slot, in the order of the file."""
+    literals: dict[str, list[Literal]] = {}
+    for literal in sorted(target.literals, key=lambda lit: -lit.start):
+        literals.setdefault(literal.file, []).append(literal)
+    frames: dict[str, list[_Frame]] = {}
+    for trailer in sorted(target.trailers, key=lambda t: t.start):
+        mine, before = literals.get(trailer.file, []), []
+        while mine and mine[-1].start < trailer.start:
+            before.append(mine.pop())
+        frames.setdefault(trailer.file, []).append(_Frame(trailer, before))
+    return frames
 
 
 def _cut_out(tile: Tile, data: Bytes, write: Write, scratch: Bytes) -> Bytes:

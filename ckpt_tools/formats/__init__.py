@@ -17,7 +17,19 @@ from ckpt_tools.formats import accelerate, dcp, safetensors
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url
 
-__all__ = ["FORMATS", "Format", "Request", "Source", "TargetTensor", "detect", "foreign_files", "open_source", "whole_tensor"]
+__all__ = [
+    "FORMATS",
+    "INDEXES",
+    "Format",
+    "Request",
+    "Source",
+    "TargetTensor",
+    "detect",
+    "foreign_files",
+    "is_ours",
+    "open_source",
+    "whole_tensor",
+]
 
 FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors)
 _SEARCH_DEPTH = 3
@@ -208,12 +220,17 @@ def open_source(path: str | os.PathLike[str], options: Mapping[str, Any] | None 
     return Source(store.url, store, form, catalog)
 
 
+INDEXES = (dcp.LOOKS_FOR, safetensors.INDEX)
 _OURS = (".distcp", ".metadata", ".safetensors", ".safetensors.index.json")
+
+
+def is_ours(name: str) -> bool:
+    """Tells whether a file of that name may be part of a checkpoint that this tool writes."""
+    return name.endswith(_OURS) or ".ckpt.manifest." in f".{name}"
 
 
 def foreign_files(target: Path) -> list[str]:
     """Returns what stands at a destination and belongs to no checkpoint of ours: never to be overwritten."""
     if target.is_file():
         return [] if target.name.endswith(_OURS) else [target.name]
-    names = sorted(p.name for p in target.iterdir())
-    return [n for n in names if not n.endswith(_OURS) and ".ckpt.manifest." not in f".{n}"]
+    return [n for n in sorted(p.name for p in target.iterdir()) if not is_ours(n)]

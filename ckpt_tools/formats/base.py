@@ -5,7 +5,8 @@ One file a format; metadata only, so that a look at 2 TB in a bucket costs a few
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,7 +31,8 @@ class TargetTensor:
 class Request:
     """What is to be laid out: tensors, objects by their size in bytes, and the keys on the way to each where known.
 
-    `file_name` names the one file of a format that has one; `with_index` asks for numbered shards and an index instead.
+    `file_name` names the one file of a format that has one; `with_index` asks for numbered shards and an index instead. `name` gives the
+    name under which a data file will lie: an object store wants the attempt's id in it.
     """
 
     tensors: Sequence[TargetTensor]
@@ -40,6 +42,7 @@ class Request:
     attempt: str = ""
     file_name: str = "model.safetensors"
     with_index: bool = False
+    name: Callable[[str], str] = str
 
 
 class Format(Protocol):
@@ -87,6 +90,21 @@ class Format(Protocol):
             PlanError: the format cannot hold one of the tensors.
         """
         ...
+
+
+_ATTEMPT = re.compile(r".+\.([0-9a-f]{8})\.(?:distcp|safetensors)")
+
+
+def attempt_name(file: str, attempt: str) -> str:
+    """Returns a data file's name with the id of an attempt: `__0_0.a1b2c3d4.distcp`."""
+    stem, _, suffix = file.rpartition(".")
+    return f"{stem}.{attempt[:8]}.{suffix}"
+
+
+def attempt_of(file: str) -> str:
+    """Returns the id of the attempt in a data file's name, "" where there is none."""
+    match = _ATTEMPT.fullmatch(file)
+    return match[1] if match else ""
 
 
 def whole_tensor(entry: TensorEntry, dtype: DType | None = None) -> TargetTensor:

@@ -180,7 +180,7 @@ def data_file_name(rank: int) -> str:
 
 def lay_out(request: Request) -> Target:
     """Lays one `.distcp` a rank out, objects on rank 0, and `.metadata` as the index; see `Format.lay_out`."""
-    files = [DataFile(data_file_name(rank)) for rank in range(request.world_size)]
+    files = [DataFile(request.name(data_file_name(rank))) for rank in range(request.world_size)]
     metadata = Metadata(paths=dict(request.paths))
     slots: dict[str, tuple[Slot, ...]] = {}
     for fqn, nbytes in request.objects.items():

@@ -17,7 +17,7 @@ from ckpt_tools.box import whole
 from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import by_tag
 from ckpt_tools.errors import FormatError, PlanError, printable
-from ckpt_tools.formats.base import Request
+from ckpt_tools.formats.base import Request, attempt_of
 from ckpt_tools.plan import Literal, Slot, Target
 from ckpt_tools.storage import Store, check_path, read
 
@@ -37,7 +37,7 @@ def recognise(files: Mapping[str, int]) -> bool:
 
 
 def _data_files(files: Mapping[str, int]) -> list[str]:
-    found = [name for name in files if name.endswith(".safetensors")]
+    found = [name for name in files if name.endswith(".safetensors") and not attempt_of(name)]  # those have an index, or no commit
     is_set = len({m[1] if (m := _SHARD.fullmatch(name)) else name for name in found}) == 1
     return found if is_set else []
 
@@ -184,7 +184,8 @@ def lay_out(request: Request) -> Target:
             hint="leave them out with --select",
         )
     count = request.world_size
-    names = [request.file_name] if not request.with_index else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    names = list(map(request.name, names)) if request.with_index else [request.file_name]
     literals, slots, sizes, weight_map = [], {}, {}, {}
     for number, name in enumerate(names):
         mine = [t for t in request.tensors if t.boxes[number] is not None]

@@ -9,34 +9,34 @@ import datetime as dt
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from itertools import chain
 from typing import Any, TypedDict, Unpack
 
-from ckpt_tools import formats
 from ckpt_tools.box import Box, whole
 from ckpt_tools.catalog import Catalog, Extent, TensorEntry, keep, key_path, matcher, model_only, rename, replicas, strip_wrappers
 from ckpt_tools.checksum import crc64nvme, hex64
-from ckpt_tools.commit import Staging, check_destination, check_room, publish_directory, publish_file, staging
+from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.engine.run import Totals, run
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, by_files, schedule, tile_bytes
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats import Request, Source, TargetTensor, accelerate, dcp, open_source, safetensors, whole_tensor
 from ckpt_tools.formats.base import Format
 from ckpt_tools.layout import reshard_boxes, split
-from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
+from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, seal_tensors
 from ckpt_tools.operations.proof import prove_fingerprints, prove_replicas
 from ckpt_tools.plan import Plan, Target, plan_transfer
-from ckpt_tools.storage import LocalStore, is_url, write_file
+from ckpt_tools.storage import Store, is_url
 from ckpt_tools.version import __version__
 
 Path_ = str | os.PathLike[str]
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 _MANIFEST_ROOM_BYTES = 1 << 20
+_STREAMS = 12  # each holds a part of 8 MiB, or two
 
 
 class Options(TypedDict, total=False):
@@ -130,8 +130,8 @@ def merge(
     Raises:
         CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
     """
-    source, target_path = open_source(src, options.get("storage_options")), _local(dst)
-    if max_shard_bytes is None and target_path.suffix != ".safetensors":
+    source, target = open_source(src, options.get("storage_options")), _destination(dst, options)
+    if max_shard_bytes is None and not target.url.endswith(".safetensors"):
         raise PlanError(
             f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory"
         )
@@ -144,9 +144,9 @@ def merge(
             hint=f"ckpt inspect {source.path}",
         )
     targets = [whole_tensor(t, _target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
-    request = _shards(targets, max_shard_bytes, target_path.name)
+    request = _shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
     return _transfer(
-        "merge", source, catalog, target_path, safetensors, request,
+        "merge", source, catalog, target, safetensors, request,
         options, left_out=_left_out(source.catalog, catalog), stripped=stripped,
     )  # fmt: skip
 
@@ -179,13 +179,11 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     world_size = catalog.world_size
     targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(_rank_boxes(t, world_size, to_ranks))) for t in catalog.tensors.values()]
     request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
-    return _transfer("reshard", source, catalog, _local(dst), dcp, request, options)
+    return _transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
 
 
-def _local(dst: Path_) -> Path:
-    if is_url(os.fspath(dst)):
-        raise StorageError(f"cannot write to an object store yet: {printable(os.fspath(dst))}", hint="write to a local path, and upload it")
-    return Path(os.fspath(dst).removeprefix("file://"))
+def _destination(dst: Path_, options: Options) -> Destination:
+    return open_destination(dst, options.get("storage_options"))
 
 
 # ---- what to take, and as what ---------------------------------------------------------------------------------------------
@@ -274,7 +272,7 @@ def _transfer(
     operation: str,
     source: Source,
     catalog: Catalog,
-    dst: Path,
+    dst: Destination,
     form: Format,
     request: Request,
     options: Options,
@@ -286,10 +284,10 @@ def _transfer(
     jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
     memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
     overwrite, is_dry_run = options.get("overwrite", False), options.get("dry_run", False)
-    _check_apart(source.local, dst)
-    check_destination(dst, overwrite or is_dry_run, formats.foreign_files)
+    _check_apart(source.path, dst.url)
+    dst.check(overwrite or is_dry_run)
     attempt = str(uuid.uuid4())
-    layout = form.lay_out(replace(request, attempt=attempt))
+    layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
     plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
     tensors = [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object]
     assumes = may_assume and source.store.capabilities.fetches_ahead and not any(map(replicas, tensors))
@@ -298,35 +296,44 @@ def _transfer(
 
     def result(totals: Totals, files: Mapping[str, int]) -> TransferResult:
         return TransferResult(
-            str(source.path), str(dst), form.NAME, files,
+            source.path, dst.url, form.NAME, files,
             sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
             totals.read_nbytes, sum(files.values()), plan.payload_bytes, _bytes_by_dtype(plan),
-            left_out or {}, stripped or {}, totals.overflowed, plan.notes, time.monotonic() - began, is_dry_run,
+            left_out or {}, stripped or {}, totals.overflowed, (*plan.notes, *notes), time.monotonic() - began, is_dry_run,
         )  # fmt: skip
 
+    notes: list[str] = []
     files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
     if is_dry_run:
         return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, *tiles))), files)
-    check_room(dst, layout.nbytes + _MANIFEST_ROOM_BYTES)
+    dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
     prove_replicas(source, catalog, plan, located, jobs, tiles)
     bar = options.get("progress") or (_no_bar)
-    with staging(dst, attempt) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
-        sink = WriteSink(layout, LocalStore(place.path))
+    single = next(iter(layout.file_sizes)) if layout.index is None else ""
+    with dst.stage(attempt, overwrite, single) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
+        sink = WriteSink(layout, place.store)
         try:
             sink.open()
-            totals = run(schedule(plan, located, *tiles), source.store, sink, jobs, advance)
+            totals = run(_steps(plan, located, tiles, place.store), source.store, sink, jobs, advance)
             checksums = sink.finish()
-        except BaseException:
+            wrong = assumes and not _is_as_assumed(located, source.format.locate(source.store, tensors))
+            if not wrong:
+                fingerprints = sink.fingerprints.join()
+                prove_fingerprints(source, catalog, plan, fingerprints)
+                manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
+                notes += place.publish(manifest.render(), layout.index)
+        finally:
             sink.abort()
-            raise
-        if assumes and not _is_as_assumed(located, source.format.locate(source.store, tensors)):
-            return _transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, may_assume=False)
-        fingerprints = sink.fingerprints.join()
-        prove_fingerprints(source, catalog, plan, fingerprints)
-        manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
-        _commit(place, manifest, layout, overwrite)
+    if wrong:
+        return _transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, may_assume=False)
     source.store.close()
     return result(totals, files)
+
+
+def _steps(plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Store) -> Iterator[Step]:
+    """Schedules a plan, for a store that takes streams a few files at a time."""
+    plans = [plan] if store.capabilities.can_write_anywhere else by_files(plan, _STREAMS)
+    return chain.from_iterable(schedule(part, located, *tiles) for part in plans)
 
 
 def _is_as_assumed(assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]) -> bool:
@@ -347,16 +354,14 @@ def _bytes_by_dtype(plan: Plan) -> dict[str, int]:
     return sizes
 
 
-def _check_apart(src: Path | None, dst: Path) -> None:
+def _check_apart(src: str, dst: str) -> None:
     """Refuses a destination within the source, and a source within the destination."""
-    if src is None:
-        return
-    real_src, real_dst = Path(os.path.realpath(src)), Path(os.path.realpath(dst))
-    if real_dst == real_src or real_dst.is_relative_to(real_src):
-        raise StorageError(f"the destination lies in the source: {printable(str(dst))}", hint="write beside it, not into it")
-    if real_src.is_relative_to(real_dst):
+    real_src, real_dst = (path.rstrip("/") if is_url(path) else os.path.realpath(path.removeprefix("file://")) for path in (src, dst))
+    if f"{real_dst}/".startswith(f"{real_src}/"):
+        raise StorageError(f"the destination lies in the source: {printable(dst)}", hint="write beside it, not into it")
+    if f"{real_src}/".startswith(f"{real_dst}/"):
         raise StorageError(
-            f"the source lies in the destination: {printable(str(src))}", hint="replacing the destination would destroy the source"
+            f"the source lies in the destination: {printable(src)}", hint="replacing the destination would destroy the source"
         )
 
 
@@ -381,16 +386,3 @@ def _manifest(
         index=(index.file, Sealed(len(index.data), hex64(crc64nvme(index.data)))) if index else None,
         tensors=tensors,
     )
-
-
-def _commit(place: Staging, manifest: Manifest, target: Target, overwrite: bool) -> None:
-    """Manifest, then index, then one rename."""
-    single = next(iter(target.file_sizes)) if target.index is None else ""
-    name = file_name(place.attempt, beside=single)
-    store = LocalStore(place.path)
-    write_file(store, name, manifest.render())
-    if target.index is None:
-        publish_file(place, single, name, overwrite)
-        return
-    write_file(store, target.index.file, target.index.data)
-    publish_directory(place, overwrite)

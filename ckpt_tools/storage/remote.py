@@ -1,26 +1,27 @@
 """Object stores and whatever else fsspec knows, as a store: `s3://`, `gs://`, `az://`, `http://`, `memory://`.
 
 Ranges are fetched ahead, as the engine announces them, in parallel and within a budget; nothing is kept on the local disk.
-Credentials, endpoints and the like are fsspec's own business. May import errors, storage.base and storage.ranges.
+Credentials, endpoints and the like are fsspec's own business. May import errors and storage.base, .ranges, .failures, .s3, .upload.
 """
 
 from __future__ import annotations
 
 import functools
 import posixpath
-import random
 import re
 import threading
-import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.storage.base import Capabilities, Traffic, Writer, check_path
+from ckpt_tools.storage.base import Capabilities, Traffic, check_path
+from ckpt_tools.storage.failures import ATTEMPTS, pause, plain, retry
 from ckpt_tools.storage.ranges import Range, Window, coalesce
+from ckpt_tools.storage.s3 import S3
+from ckpt_tools.storage.upload import Stream, Upload, appeared, refuses
 
 if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,21 +31,7 @@ _WINDOW_BYTES = 8 << 20
 _AHEAD_BYTES = 192 << 20
 _MARGIN_BYTES, _MARGINS_BYTES = 4 << 10, 64 << 20
 _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
-_ATTEMPTS = 4
 _THREADS = 16
-_SECRET = re.compile(r"(?i)([\w-]*(?:secret|token|password|credential|signature|key)[\w-]*)([\"']?\s*[=:]\s*[\"']?)[^\s\"'&,)]+")
-_HINTS = (
-    (("NoCredentials", "Unable to locate credentials"), "give credentials as s3fs takes them: environment, ~/.aws, or --storage-option"),
-    (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"), "the credentials are wrong or have expired"),
-    (("RequestTimeTooSkewed",), "this machine's clock is wrong"),
-    (("PreconditionFailed", "status=412"), "the object was replaced while it was read: start again"),
-    (("NoSuchBucket", "bucket does not exist"), "there is no such bucket"),
-    (
-        ("AccessDenied", "Forbidden", "Access Denied", "PermissionError"),
-        "the credentials are wrong, or do not permit reading or listing this",
-    ),
-    (("Could not connect", "Cannot connect", "Name or service not known"), "is the endpoint right? --storage-option endpoint_url=…"),
-)
 
 
 def is_url(path: object) -> TypeGuard[str]:
@@ -53,7 +40,7 @@ def is_url(path: object) -> TypeGuard[str]:
 
 
 class RemoteStore:
-    """Objects under one prefix of a store that fsspec opens; read only."""
+    """Objects under one prefix of a store that fsspec opens."""
 
     capabilities = Capabilities(can_write_anywhere=False, can_rename=False, fetches_ahead=True)
 
@@ -74,9 +61,11 @@ class RemoteStore:
             raise StorageError(f"a chained URL is not opened: {printable(url)}", hint="give the URL of the checkpoint itself")
         self.url, self.traffic = url.rstrip("/"), traffic or Traffic()
         try:
-            self._fs = fs or fsspec.filesystem(url.split("://")[0], **(options or {}))
+            kind = url.split("://")[0]
+            fresh = {"use_listings_cache": False} if kind.startswith("s3") else {}  # what was listed once must not stay true for ever
+            self._fs = fs or fsspec.filesystem(kind, **fresh, **(options or {}))
         except (ImportError, ValueError) as error:
-            raise StorageError(f"cannot open {printable(self.url)}: {_plain(error)}", hint="is the store's package installed?") from error
+            raise StorageError(f"cannot open {printable(self.url)}: {plain(error)}", hint="is the store's package installed?") from error
         self._root = self._fs._strip_protocol(self.url)
         self._sizes: dict[str, int] = {}
         self._etags: dict[str, str] = {}  # of S3 objects: every read asks for the very one that was listed
@@ -87,6 +76,9 @@ class RemoteStore:
         self._margins = _Margins()
         self._announced: list[Range] = []
         self._announced_nbytes = 0
+        self._s3: S3 | None = None
+        self.held: set[str] = set()
+        self.written: dict[str, Upload | Stream] = {}
 
     # ---- names ---------------------------------------------------------------------------------------------------------
 
@@ -229,41 +221,100 @@ class RemoteStore:
     def _fetch(self, path: str, start: int, nbytes: int) -> bytes:
         """Fetches a range, several times where the store fails in a way that may pass."""
         got = 0
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             data: bytes = self._call("read", path, lambda: self._submit(path, start, nbytes).result())
             if len(data) == nbytes:
                 return data
             got = len(data)
             if start + nbytes > self.size(path):
                 break
-            time.sleep(random.random() * 0.2 * 2**attempt)  # noqa: S311
+            pause(attempt)
         raise StorageError(
             f"a file ended early: expected bytes {start}:{start + nbytes}, got up to {start + got} ({printable(path)})",
             hint="the object is truncated, or was replaced while it was read",
         )
 
     def _call(self, operation: str, path: str, call: Any, missing: Any = None) -> Any:
-        """Calls the file system; what may pass is tried again, anything else becomes a StorageError without secrets."""
-        full = printable(f"{self.url}/{path}" if path else self.url)
-        for attempt in range(_ATTEMPTS):
-            if operation != "read":
-                self.traffic.add(0)
-            try:
-                return call()
-            except FileNotFoundError as error:
-                if missing is not None and "bucket does not exist" not in str(error):
-                    return missing
-                raise StorageError(f"cannot {operation}: no such object ({full})", hint=_hint(error), is_missing=True) from None
-            except Exception as error:  # noqa: BLE001  # every package has exceptions of its own
-                if attempt + 1 < _ATTEMPTS and _may_pass(error):
-                    time.sleep(random.random() * 0.2 * 2**attempt)  # noqa: S311
-                    continue
-                raise StorageError(f"cannot {operation}: {_plain(error)} ({full})", hint=_hint(error)) from None
-        raise AssertionError
+        """Calls the file system as `failures.retry` does."""
+        count = None if operation == "read" else self.traffic
+        return retry(operation, f"{self.url}/{path}" if path else self.url, call, missing, count)
 
-    def create(self, path: str, nbytes: int) -> Writer:
-        del nbytes
-        raise StorageError(f"cannot create {printable(check_path(path, self.url))}: writing to {printable(self.url)} is not possible yet")
+    # ---- writing -------------------------------------------------------------------------------------------------------
+
+    @property
+    def s3(self) -> S3 | None:
+        """The calls of S3 itself, None for another kind of store."""
+        if self._s3 is None and hasattr(self._fs, "call_s3"):
+            self._s3 = S3(self._fs, self.traffic)
+        return self._s3
+
+    def create(self, path: str, nbytes: int) -> Upload | Stream:
+        return self.upload(path, nbytes)
+
+    def upload(self, path: str, nbytes: int, starts: Sequence[int] | None = None) -> Upload | Stream:
+        """As `create`, with the places where the parts begin; what is in `held` appears when its writer is told to `complete`."""
+        full, url = self._full(path), f"{self.url}/{path}"
+        self.written[path] = (
+            Upload(self.s3, full, url, nbytes, starts, path in self.held)
+            if self.s3
+            else Stream(self._fs, full, url, nbytes, path in self.held)
+        )
+        return self.written[path]
+
+    def put(self, path: str, data: bytes, is_exclusive: bool = False, replaces: str = "") -> None:
+        """Writes a small object in one step.
+
+        Args:
+            path: its name.
+            data: its contents.
+            is_exclusive: only where there is none of that name, as far as the store knows such conditions.
+            replaces: only in the place of this version of it.
+
+        Raises:
+            StorageError: another writer was first, or the store refuses.
+        """
+        writer = Upload(self.s3, self._full(path), f"{self.url}/{path}", len(data), (0,), True) if self.s3 else None
+        if writer is not None:
+            writer.write_at(0, data)
+            writer.complete(is_exclusive, replaces)
+            return
+        mode = "create" if is_exclusive else "overwrite"
+        try:
+            self._call("write", path, lambda: self._fs.pipe_file(self._full(path), data, mode=mode))
+        except StorageError:
+            if is_exclusive and self._fs.exists(self._full(path)):
+                raise appeared(f"{self.url}/{path}") from None
+            raise
+
+    def excludes(self, path: str, data: bytes, writer: Upload | Stream | None) -> bool:
+        """Tells whether of two writers of one name the second is refused; tried on an object, which is written again as it is."""
+        if self.s3 is None:
+            return False
+        is_small = not isinstance(writer, Upload) or writer.is_small
+        return refuses(self.s3, self._full(path), f"{self.url}/{path}", data, is_small)
+
+    def version(self, path: str) -> str:
+        """Returns the ETag of an object that was listed, "" where there is none."""
+        return self._etags.get(path, "")
+
+    def fresh(self) -> RemoteStore:
+        """Returns the same store, of which nothing has been looked at yet."""
+        return RemoteStore(self.url, None, self._fs, self.traffic)
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Removes objects, in one request for a thousand of them where the store can; those that are gone already are passed over."""
+        full = [self._full(path) for path in paths]
+        for at in range(0, len(full), 1000):
+            batch = full[at : at + 1000]
+            if self.s3:
+                where = [self.s3.at(path) for path in batch]
+                what = {"Objects": [{"Key": w["Key"]} for w in where], "Quiet": True}
+                answer = self.s3.call("remove", self.url, "delete_objects", Bucket=where[0]["Bucket"], Delete=what)
+                for error in answer.get("Errors", ())[:1]:
+                    raise StorageError(f"cannot remove: {error.get('Code')} ({printable(str(error.get('Key')))})")
+            else:
+                for path in batch:
+                    self._call("remove", posixpath.relpath(path, self._root), functools.partial(self._fs.rm_file, path), missing=0)
 
     def close(self) -> None:
         with self._lock:
@@ -337,34 +388,3 @@ class _Window:
     nbytes: int
     left: int
     future: Future[bytes]
-
-
-def _may_pass(error: Exception) -> bool:
-    """Tells whether asking again may help: the connection broke, or the store was busy."""
-    text = _text(error)
-    if isinstance(error, (PermissionError, ValueError, NotImplementedError)) or _hint(error):
-        return False  # s3fs itself has tried an endpoint several times
-    return isinstance(error, (OSError, TimeoutError, EOFError)) or any(
-        word in text for word in ("Timeout", "Connection", "Payload", "Disconnected", "SlowDown", "status=50", "Incomplete")
-    )
-
-
-def _hint(error: Exception) -> str | None:
-    text = _text(error)
-    return next((hint for words, hint in _HINTS if any(word in text for word in words)), None)
-
-
-def _text(error: BaseException) -> str:
-    """Returns everything that an error says of its kind; s3fs leaves the store's own code in the cause."""
-    answer = getattr(error.__cause__, "response", None) or {}
-    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    code = f"{answer.get('Error', {}).get('Code', '')} status={status}" if status else ""
-    return f"{type(error).__name__} {error} {code}"
-
-
-def _plain(error: BaseException) -> str:
-    """Returns an error's text on one line, what looks like a secret blotted out."""
-    text = " ".join(str(error).split())
-    if text in ("", "None") or text.endswith("] None"):
-        text = _text(error).replace("None", "").strip()
-    return printable(_SECRET.sub(r"\1\2***", " ".join(text.split())))[:300]

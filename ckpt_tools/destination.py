@@ -1,0 +1,261 @@
+"""Where a result goes: a path, published by one rename, or a prefix of an object store, published by its index.
+
+In a store there is no rename. Data files bear the attempt's id in their names, so that attempts never touch each other's
+bytes; the manifest follows; then the index, written only where there is none, is the one instant at which the checkpoint
+appears. A single file appears with the last request of its upload. May import levels 0 to 3 and commit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckpt_tools import commit
+from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.formats import INDEXES, foreign_files, is_ours
+from ckpt_tools.formats.base import attempt_name, attempt_of
+from ckpt_tools.manifest import NAME, file_name
+from ckpt_tools.plan import Literal
+from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, write_file
+from ckpt_tools.storage.upload import appeared
+
+_BESIDE = re.compile(r"\.ckpt\.manifest\.[0-9a-f]{8}\.json")
+
+
+class Place(Protocol):
+    """Where one attempt gathers its files."""
+
+    @property
+    def attempt(self) -> str:
+        """Its id."""
+        ...
+
+    @property
+    def store(self) -> Store:
+        """Takes the files."""
+        ...
+
+    def sizes(self) -> Mapping[str, int]:
+        """Looks at what lies there now: bytes by name."""
+        ...
+
+    def publish(self, manifest: bytes, index: Literal | None) -> list[str]:
+        """Manifest, then the one step by which everything appears; returns remarks.
+
+        Args:
+            manifest: its contents.
+            index: None where a single file is its own.
+
+        Raises:
+            StorageError: another writer was first, or the store refuses; nothing is visible then.
+        """
+        ...
+
+
+class Destination(Protocol):
+    """A file or directory to be."""
+
+    @property
+    def url(self) -> str:
+        """Path or URL."""
+        ...
+
+    def check(self, overwrite: bool) -> None:
+        """Refuses early what cannot be published to.
+
+        Raises:
+            StorageError: it exists, holds foreign files, or cannot be written to.
+        """
+        ...
+
+    def name(self, file: str, attempt: str) -> str:
+        """Returns the name under which an attempt's data file will lie."""
+        ...
+
+    def check_room(self, nbytes: int) -> None:
+        """Refuses early what there is no room for, where that can be known.
+
+        Raises:
+            StorageError: there is less.
+        """
+        ...
+
+    def stage(self, attempt: str, overwrite: bool = False, single: str = "") -> AbstractContextManager[Place]:
+        """Yields the place of an attempt; what is left of it is removed on the way out.
+
+        Args:
+            attempt: its id.
+            overwrite: take the place of what is there.
+            single: the one file's name, where there is no index.
+        """
+        ...
+
+    def join(self, attempt: str) -> Place:
+        """Returns the place that another process has made.
+
+        Raises:
+            StorageError: this one does not see it.
+        """
+        ...
+
+
+def open_destination(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Destination:
+    """Returns the destination of a path or URL; `options` are those of the object store, as fsspec takes them."""
+    where = os.fspath(path)
+    return _Remote(where, options) if is_url(where) else _Local(Path(where.removeprefix("file://")))
+
+
+class _Local:
+    def __init__(self, path: Path) -> None:
+        self.path, self.url = path, str(path)
+
+    def check(self, overwrite: bool) -> None:
+        commit.check_destination(self.path, overwrite, foreign_files)
+
+    def name(self, file: str, attempt: str) -> str:
+        del attempt
+        return file
+
+    def check_room(self, nbytes: int) -> None:
+        commit.check_room(self.path, nbytes)
+
+    @contextmanager
+    def stage(self, attempt: str, overwrite: bool = False, single: str = "") -> Iterator[Place]:
+        with commit.staging(self.path, attempt) as staging:
+            yield _LocalPlace(staging, overwrite, single)
+
+    def join(self, attempt: str) -> Place:
+        folder = commit.staging_path(self.path, attempt)
+        if not folder.is_dir():
+            raise StorageError(
+                f"this rank does not see what rank 0 made: {printable(str(folder))}", hint="the directory must be shared by all ranks"
+            )
+        return _LocalPlace(commit.Staging(attempt, folder, self.path), False, "")
+
+
+class _LocalPlace:
+    def __init__(self, staging: commit.Staging, overwrite: bool, single: str) -> None:
+        self.attempt, self.store = staging.attempt, LocalStore(staging.path)
+        self._staging, self._overwrite, self._single = staging, overwrite, single
+
+    def sizes(self) -> Mapping[str, int]:
+        return self.store.list_files()
+
+    def publish(self, manifest: bytes, index: Literal | None) -> list[str]:
+        name = file_name(self.attempt, beside=self._single)
+        write_file(self.store, name, manifest)
+        if index is None:
+            commit.publish_file(self._staging, self._single, name, self._overwrite)
+        else:
+            write_file(self.store, index.file, index.data)
+            commit.publish_directory(self._staging, self._overwrite)
+        return []
+
+
+class _Remote:
+    def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
+        self.url, self._options = url.rstrip("/"), options
+        self._parent, _, self._name = self.url.rpartition("/")
+
+    def check(self, overwrite: bool) -> None:
+        store = RemoteStore(self.url, self._options)
+        if store.is_file():
+            foreign = [] if is_ours(self._name) else [self._name]
+        else:
+            files = store.list_files()
+            foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
+            if not foreign and all(attempt_of(n) or NAME.fullmatch(n) for n in files):
+                return  # nothing, or what attempts that never committed have left
+        if not overwrite:
+            raise StorageError(f"the destination exists: {printable(self.url)}", hint="choose another, or replace it with --overwrite")
+        if foreign:
+            raise StorageError(
+                f"the destination holds what no checkpoint consists of: {printable(', '.join(foreign[:5]))} ({printable(self.url)})",
+                hint="move it away or choose another destination; --overwrite replaces checkpoints only",
+            )
+
+    def name(self, file: str, attempt: str) -> str:
+        return attempt_name(file, attempt)
+
+    def check_room(self, nbytes: int) -> None:
+        del nbytes
+
+    @contextmanager
+    def stage(self, attempt: str, overwrite: bool = False, single: str = "") -> Iterator[Place]:
+        place = _RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, overwrite, single)
+        try:
+            yield place
+        except BaseException:
+            place.give_up()
+            raise
+
+    def join(self, attempt: str) -> Place:
+        return _RemotePlace(RemoteStore(self.url, self._options), attempt, False, "")
+
+
+class _RemotePlace:
+    def __init__(self, store: RemoteStore, attempt: str, overwrite: bool, single: str) -> None:
+        self.store, self.attempt = store, attempt
+        self._overwrite, self._single = overwrite, single
+        self._manifest = file_name(attempt, beside=single)
+        self._replaces = ""  # the version of what is replaced, so that only one of two does it
+        if single:
+            store.held.add(single)
+        if overwrite:
+            there = store.list_files()
+            self._replaces = store.version(next((n for n in (single, *INDEXES) if n in there), ""))
+
+    def sizes(self) -> Mapping[str, int]:
+        return self.store.fresh().list_files()
+
+    def publish(self, manifest: bytes, index: Literal | None) -> list[str]:
+        target = self._single if index is None else index.file
+        self._check_absent(target)
+        self.store.put(self._manifest, manifest)
+        writer = self.store.written.get(target)
+        is_sure = self._overwrite or self.store.excludes(self._manifest, manifest, writer)
+        if not is_sure:
+            self._check_absent(target)  # as late as possible
+        if index is None:
+            assert writer is not None
+            writer.complete(not self._overwrite, self._replaces)
+        else:
+            self.store.put(index.file, index.data, not self._overwrite, self._replaces)
+        self._tidy(index)
+        return (
+            []
+            if is_sure
+            else [f"{printable(self.store.url)} does not refuse a second writer: one at the same instant would not be noticed"]
+        )
+
+    def _check_absent(self, target: str) -> None:
+        if not self._overwrite and target in self.sizes():
+            raise appeared(f"{self.store.url}/{target}")
+
+    def _tidy(self, index: Literal | None) -> None:
+        """Removes what other attempts at the same target left: none of them can be committed any more."""
+        try:
+            self.store.remove([name for name in self.sizes() if self._is_stale(name, index)])
+        except CheckpointError:
+            return  # it stays invisible; `ckpt prune` finds it
+
+    def _is_stale(self, name: str, index: Literal | None) -> bool:
+        if index is None:
+            return name != self._manifest and name.startswith(self._single) and bool(_BESIDE.fullmatch(name[len(self._single) :]))
+        if name in INDEXES or name == self._manifest or attempt_of(name) == self.attempt[:8]:
+            return False
+        return bool(attempt_of(name) or NAME.fullmatch(name)) or (self._overwrite and is_ours(name))
+
+    def give_up(self) -> None:
+        """Removes what this attempt has put there."""
+        for writer in self.store.written.values():
+            writer.abort()
+        try:
+            mine = [n for n in self.sizes() if n == self._manifest or (not self._single and attempt_of(n) == self.attempt[:8])]
+            self.store.remove(mine)
+        except CheckpointError:
+            return

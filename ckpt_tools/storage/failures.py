@@ -1,0 +1,112 @@
+"""What goes wrong with an object store: what is worth another try, and what a person is told.
+
+Every package has exceptions of its own; here they become one StorageError, without secrets. May import errors and storage.base.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.storage.base import Traffic
+
+ATTEMPTS = 4
+_SECRET = re.compile(r"(?i)([\w-]*(?:secret|token|password|credential|signature|key)[\w-]*)([\"']?\s*[=:]\s*[\"']?)[^\s\"'&,)]+")
+_HINTS = (
+    (("NoCredentials", "Unable to locate credentials"), "give credentials as s3fs takes them: environment, ~/.aws, or --storage-option"),
+    (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"), "the credentials are wrong or have expired"),
+    (("RequestTimeTooSkewed",), "this machine's clock is wrong"),
+    (("PreconditionFailed", "status=412"), "the object was replaced meanwhile: start again"),
+    (("NoSuchBucket", "bucket does not exist"), "there is no such bucket"),
+    (
+        ("AccessDenied", "Forbidden", "Access Denied", "PermissionError"),
+        "the credentials are wrong, or do not permit this",
+    ),
+    (("Could not connect", "Cannot connect", "Name or service not known"), "is the endpoint right? --storage-option endpoint_url=…"),
+)
+
+
+def retry(operation: str, url: str, call: Callable[[], Any], missing: Any = None, traffic: Traffic | None = None) -> Any:
+    """Calls a store; what may pass is tried again.
+
+    Args:
+        operation: a verb, for messages.
+        url: of what it is done to.
+        call: does it.
+        missing: what to return where there is no such object; an error where None.
+        traffic: counts the calls.
+
+    Raises:
+        StorageError: it failed for good, or too often.
+    """
+    for attempt in range(ATTEMPTS):
+        if traffic is not None:
+            traffic.add(0)
+        try:
+            return call()
+        except FileNotFoundError as error:
+            if missing is not None and "bucket does not exist" not in str(error):
+                return missing
+            raise StorageError(f"cannot {operation}: no such object ({printable(url)})", hint=hint(error), is_missing=True) from None
+        except Exception as error:  # every package has exceptions of its own
+            if isinstance(error, StorageError):
+                raise
+            if attempt + 1 < ATTEMPTS and may_pass(error):
+                pause(attempt)
+                continue
+            raise StorageError(f"cannot {operation}: {plain(error)} ({printable(url)})", hint=hint(error)) from None
+    raise AssertionError
+
+
+def pause(attempt: int) -> None:
+    """Waits a random while, the longer the more attempts have failed."""
+    time.sleep(random.random() * 0.2 * 2**attempt)  # noqa: S311
+
+
+def translated(error: Exception) -> BaseException:
+    """Returns botocore's error as Python's own of that kind, as s3fs does."""
+    from s3fs.errors import translate_boto_error  # type: ignore[import-untyped]
+
+    found: BaseException = translate_boto_error(error)
+    return found
+
+
+def status(error: BaseException) -> int:
+    """Returns the HTTP status that a store answered with, 0 where unknown."""
+    answer = getattr(error.__cause__, "response", None) or getattr(error, "response", None) or {}
+    return int((answer.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0) if isinstance(answer, dict) else 0
+
+
+def may_pass(error: Exception) -> bool:
+    """Tells whether asking again may help: the connection broke, or the store was busy."""
+    text = _text(error)
+    if isinstance(error, (PermissionError, ValueError, NotImplementedError)) or hint(error):
+        return False  # s3fs itself has tried an endpoint several times
+    return isinstance(error, (OSError, TimeoutError, EOFError)) or any(
+        word in text for word in ("Timeout", "Connection", "Payload", "Disconnected", "SlowDown", "status=50", "Incomplete")
+    )
+
+
+def hint(error: BaseException) -> str | None:
+    text = _text(error)
+    return next((hint for words, hint in _HINTS if any(word in text for word in words)), None)
+
+
+def _text(error: BaseException) -> str:
+    """Returns everything that an error says of its kind; s3fs leaves the store's own code in the cause."""
+    answer = getattr(error.__cause__, "response", None) or {}
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    code = f"{answer.get('Error', {}).get('Code', '')} status={status}" if status else ""
+    return f"{type(error).__name__} {error} {code}"
+
+
+def plain(error: BaseException) -> str:
+    """Returns an error's text on one line, what looks like a secret blotted out."""
+    text = " ".join(str(error).split())
+    if text in ("", "None") or text.endswith("] None"):
+        text = _text(error).replace("None", "").strip()
+    return printable(_SECRET.sub(r"\1\2***", " ".join(text.split())))[:300]

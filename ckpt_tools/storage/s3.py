@@ -1,0 +1,121 @@
+"""The S3 API as far as s3fs has no words for it: conditions, checksums, multipart uploads; on s3fs's own session and event loop.
+
+May import errors, storage.base and storage.failures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import datetime as dt
+import hashlib
+import io
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from email.utils import parsedate_to_datetime
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ckpt_tools.storage.base import Traffic
+from ckpt_tools.storage.failures import retry, translated
+
+_FLIGHT_BYTES = 64 << 20
+
+
+class Server:
+    """What has been learnt of a server, and how much is on its way to it."""
+
+    def __init__(self) -> None:
+        self.checks_crc = False  # seen to compare CRC-64/NVME; until then an MD5 goes along
+        self.excludes: dict[str, bool] = {}  # whether it refuses to write over an object: in one request, in many
+        self.flight = _Flight(_FLIGHT_BYTES)
+
+
+_SERVERS: WeakKeyDictionary[Any, Server] = WeakKeyDictionary()
+
+
+class S3:
+    """The calls of an s3fs file system with conditions and checksums, for which s3fs has no words."""
+
+    def __init__(self, fs: Any, traffic: Traffic) -> None:
+        self.fs, self.traffic = fs, traffic
+        self.server = _SERVERS.setdefault(fs, Server())
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Starts a coroutine on the file system's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.fs.loop)
+
+    def at(self, path: str) -> dict[str, str]:
+        """Returns bucket and key as the API wants them."""
+        bucket, key, _ = self.fs.split_path(path)
+        return {"Bucket": bucket, "Key": key}
+
+    async def ask(self, method: str, **kwargs: Any) -> Any:
+        """Calls one operation of the S3 API; a body goes past s3fs, which would send it from its end when it tries again."""
+        self.traffic.add(0)
+        if "Body" not in kwargs:
+            return await self.fs._call_s3(method, **kwargs, **self.fs.req_kw)
+        await self.fs.set_session()
+        client = await self.fs.get_s3(kwargs["Bucket"])
+        call = getattr(client, method)
+        try:
+            return await call(**self.fs._get_s3_method_kwargs(call, {**kwargs, "Body": io.BytesIO(kwargs["Body"])}, **self.fs.req_kw))
+        except Exception as error:
+            raise translated(error) from error
+
+    def call(self, operation: str, url: str, method: str, missing: Any = None, **kwargs: Any) -> Any:
+        """Does the same, waits for the answer, and tries again what may pass.
+
+        Raises:
+            StorageError: it failed.
+        """
+        return retry(operation, url, lambda: self.run(self.ask(method, **kwargs)).result(), missing)
+
+    def seal(self, data: bytes, crc64: int) -> dict[str, str]:
+        """Returns the checksums that go with a body."""
+        sums = {"ChecksumCRC64NVME": encoded(crc64.to_bytes(8, "big"))}
+        if not self.server.checks_crc:
+            sums["ContentMD5"] = encoded(hashlib.md5(data, usedforsecurity=False).digest())
+        return sums
+
+    def note(self, answer: Any) -> None:
+        """Learns from an answer whether the server compares CRC-64/NVME."""
+        self.server.checks_crc |= "ChecksumCRC64NVME" in answer
+
+    def head(self, url: str, path: str) -> dict[str, Any]:
+        """Returns what is known of an object, {} where there is none."""
+        return dict(self.call("look at", url, "head_object", missing={}, **self.at(path), ChecksumMode="ENABLED"))
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def stored_crc64(head: dict[str, Any]) -> int | None:
+    """Returns the CRC-64/NVME of a whole object as the store knows it, None where it does not."""
+    text = head.get("ChecksumCRC64NVME", "")
+    return int.from_bytes(base64.b64decode(text), "big") if text and "-" not in text else None
+
+
+class _Flight:
+    """Bytes that are on their way: a bound on memory. One that is larger than the bound goes alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used, self._free = limit, 0, threading.Condition()
+
+    def enter(self, nbytes: int) -> None:
+        with self._free:
+            while self._used and self._used + nbytes > self._limit:
+                self._free.wait(1.0)
+            self._used += nbytes
+
+    def leave(self, nbytes: int) -> None:
+        with self._free:
+            self._used -= nbytes
+            self._free.notify_all()
+
+
+def server_time(answer: dict[str, Any]) -> dt.datetime:
+    """Returns the store's own time of an answer: this machine's clock may be wrong."""
+    return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])

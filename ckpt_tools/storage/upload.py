@@ -1,0 +1,334 @@
+"""Writing to an object store: parts go up in parallel while the next ones fill, and nothing is visible before the last step.
+
+On S3 a file is a multipart upload (one PUT if it is small), with checksums that the server compares; elsewhere it is a stream in order.
+May import errors, checksum, storage.failures and storage.s3.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from bisect import bisect_right
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
+
+from ckpt_tools.checksum import crc64nvme, join_crc64
+from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.storage.failures import ATTEMPTS, hint, may_pass, plain, status
+from ckpt_tools.storage.s3 import S3, encoded, stored_crc64
+
+PART_BYTES, MIN_PART_BYTES, MAX_PARTS = 8 << 20, 5 << 20, 10_000
+_MARK = "ckpt-upload"
+_CONFLICT, _EXISTS = 409, 412
+
+
+def part_starts(nbytes: int) -> Sequence[int]:
+    """Returns where the parts of a file begin: equal ones, in whole MiB, and 10,000 at most."""
+    mebibytes = -(-nbytes // (MAX_PARTS << 20))
+    return range(0, nbytes, max(PART_BYTES, mebibytes << 20))
+
+
+class _Part:
+    """A part that fills up."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data, self.left = bytearray(nbytes), nbytes
+
+
+class Sent(NamedTuple):
+    """A part that the store has."""
+
+    etag: str
+    nbytes: int
+    crc64: int
+
+
+class Upload:
+    """One S3 object under construction. It appears, whole, with `complete`; `finish` includes that unless it is held back."""
+
+    def __init__(self, s3: S3, path: str, url: str, nbytes: int, starts: Sequence[int] | None = None, is_held: bool = False) -> None:
+        """Begins; asks for nothing yet.
+
+        Args:
+            s3: the calls.
+            path: bucket and key.
+            url: for messages.
+            nbytes: size of the object.
+            starts: where its parts begin, if not `part_starts`.
+            is_held: `finish` leaves the last step to `complete`.
+        """
+        self._s3, self._path, self._url, self.nbytes, self._is_held = s3, path, url, nbytes, is_held
+        self._at = s3.at(path)
+        self._starts = part_starts(nbytes) if starts is None else starts
+        self._token = uuid.uuid4().hex
+        self._parts: dict[int, _Part] = {}
+        self._sent: dict[int, Sent] = {}
+        self._running: list[Future[None]] = []
+        self._put: Future[None] | None = None  # of a small object, on its way before anybody asks for its end
+        self._upload_id, self._is_over = "", False
+        self._lock, self._begin = threading.Lock(), threading.Lock()
+
+    @property
+    def is_small(self) -> bool:
+        """Tells whether it is one PUT."""
+        return len(self._starts) <= 1
+
+    # ---- filling ---------------------------------------------------------------------------------------------------------
+
+    def write_at(self, start: int, data: memoryview | bytes) -> None:
+        view = memoryview(data).cast("B")
+        while len(view):
+            number = bisect_right(self._starts, start) - 1
+            part = self._part(number)
+            at = start - self._starts[number]
+            piece = view[: len(part.data) - at]
+            part.data[at : at + len(piece)] = piece
+            with self._lock:
+                part.left -= len(piece)
+                is_full = part.left == 0
+                if is_full and not self.is_small:
+                    del self._parts[number]
+            if is_full and not self.is_small:
+                self._send(number, bytes(part.data))
+            elif is_full and not self._is_held:
+                self._put = self._s3.run(self._ask_complete({}))
+            start, view = start + len(piece), view[len(piece) :]
+
+    def view(self, start: int, nbytes: int) -> None:
+        del start, nbytes
+
+    def _end(self, number: int) -> int:
+        return self._starts[number + 1] if number + 1 < len(self._starts) else self.nbytes
+
+    def _part(self, number: int) -> _Part:
+        self._raise_early()
+        with self._lock:
+            if number not in self._parts:
+                self._parts[number] = _Part(self._end(number) - self._starts[number])
+            return self._parts[number]
+
+    def _raise_early(self) -> None:
+        """Raises the error of a part that has failed meanwhile."""
+        for future in self._running:
+            if future.done() and not future.cancelled() and (error := future.exception()) is not None:
+                raise self._failed(error) from None
+
+    def _failed(self, error: BaseException) -> StorageError:
+        return StorageError(f"cannot write: {plain(error)} ({printable(self._url)})", hint=hint(error))
+
+    def _open(self) -> str:
+        """Begins the multipart upload, once."""
+        with self._begin:
+            if not self._upload_id:
+                sums = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
+                answer = self._s3.call("create", self._url, "create_multipart_upload", **self._at, Metadata={_MARK: self._token}, **sums)
+                self._upload_id = str(answer["UploadId"])
+            return self._upload_id
+
+    def _send(self, number: int, data: bytes) -> None:
+        crc = crc64nvme(data)
+        sums = self._s3.seal(data, crc)
+        self._s3.server.flight.enter(len(data))
+        self._start(number, len(data), crc, "upload_part", Body=data, **sums)
+
+    def copy(self, start: int, nbytes: int, source: str, source_start: int, etag: str, crc64: int) -> None:
+        """Has the store copy a part from another of its objects, if it is the one with that ETag.
+
+        Args:
+            start: where a part begins.
+            nbytes: its length.
+            source: bucket and key.
+            source_start: from which byte.
+            etag: of the source; an error if it has changed.
+            crc64: of these bytes, as known beforehand.
+        """
+        self._start(
+            bisect_right(self._starts, start) - 1, nbytes, crc64, "upload_part_copy", CopySource=self._s3.at(source),
+            CopySourceRange=f"bytes={source_start}-{source_start + nbytes - 1}", CopySourceIfMatch=etag,
+        )  # fmt: skip
+
+    def _start(self, number: int, nbytes: int, crc64: int, method: str, **kwargs: Any) -> None:
+        upload_id = self._open()
+        held = nbytes if "Body" in kwargs else 0
+
+        async def send() -> None:
+            for attempt in range(ATTEMPTS):
+                try:
+                    answer = await self._s3.ask(method, **self._at, UploadId=upload_id, PartNumber=number + 1, **kwargs)
+                    break
+                except Exception as error:
+                    if attempt + 1 == ATTEMPTS or not may_pass(error):
+                        raise
+                    await asyncio.sleep(0.2 * 2**attempt)
+            result = answer.get("CopyPartResult", answer)
+            if held:
+                self._s3.note(result)
+            self._sent[number] = Sent(str(result["ETag"]), nbytes, crc64)
+
+        future = self._s3.run(send())
+        future.add_done_callback(lambda _: self._s3.server.flight.leave(held))
+        self._running.append(future)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Waits until the store has every part, then makes the object appear unless it is held back."""
+        wait(self._running)
+        self._raise_early()
+        if not self._is_held:
+            self.complete(is_exclusive=False)
+
+    def complete(self, is_exclusive: bool, replaces: str = "") -> None:
+        """Makes the object appear.
+
+        Args:
+            is_exclusive: only where there is none of that name, as far as the store knows such conditions.
+            replaces: only in the place of the object with that ETag.
+
+        Raises:
+            StorageError: another writer was first, or the store refuses; what was sent is given up.
+        """
+        condition = {"IfNoneMatch": "*"} if is_exclusive else {"IfMatch": replaces} if replaces else {}
+        for attempt in range(ATTEMPTS):
+            work, self._put = self._put or self._s3.run(self._ask_complete(condition)), None
+            try:
+                work.result()
+            except Exception as error:  # noqa: BLE001  # what became of it is looked up
+                head = self._s3.head(self._url, self._path)
+                if head.get("Metadata", {}).get(_MARK) != self._token:
+                    if replaces and head.get("ETag") == replaces == condition["IfMatch"]:
+                        condition = {"IfMatch": replaces.strip('"')}  # RadosGW compares them without the quotes
+                        continue
+                    if status(error) == _EXISTS:
+                        raise appeared(self._url) from None
+                    if attempt + 1 < ATTEMPTS and (status(error) == _CONFLICT or may_pass(error)):
+                        continue
+                    raise self._failed(error) from None
+            self._is_over = True
+            self._prove()
+            return
+
+    async def _ask_complete(self, condition: dict[str, str]) -> None:
+        if self.is_small:
+            data = bytes(self._parts[0].data) if self._parts else b""
+            self._sent[0] = Sent("", len(data), crc64nvme(data))
+            sums = self._s3.seal(data, self._sent[0].crc64)
+            self._s3.note(await self._s3.ask("put_object", **self._at, Body=data, Metadata={_MARK: self._token}, **sums, **condition))
+            self._parts.clear()
+            return
+        sent = sorted(self._sent.items())
+        crc = join_crc64((s.crc64, s.nbytes) for _, s in sent)
+        await self._s3.ask(
+            "complete_multipart_upload", **self._at, UploadId=self._upload_id, ChecksumCRC64NVME=encoded(crc.to_bytes(8, "big")),
+            ChecksumType="FULL_OBJECT", MultipartUpload={"Parts": [{"PartNumber": n + 1, "ETag": s.etag} for n, s in sent]}, **condition,
+        )  # fmt: skip
+
+    def _prove(self) -> None:
+        """Compares size and, where the store knows it, checksum of what lies there now with what was sent."""
+        head = self._s3.head(self._url, self._path)
+        if head.get("Metadata", {}).get(_MARK) != self._token:
+            raise StorageError(f"an object was replaced by another writer as soon as it was written ({printable(self._url)})")
+        mine = join_crc64((s.crc64, s.nbytes) for _, s in sorted(self._sent.items()))
+        if int(head["ContentLength"]) != self.nbytes or stored_crc64(head) not in (None, mine):
+            raise StorageError(
+                f"an object is not what was sent: expected {self.nbytes} bytes, got {head['ContentLength']} ({printable(self._url)})"
+            )
+
+    def abort(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        for future in self._running:
+            future.cancel()
+        wait(self._running, 30)
+        self._parts.clear()
+        if self._upload_id:
+            try:
+                self._s3.call("give up", self._url, "abort_multipart_upload", missing={}, **self._at, UploadId=self._upload_id)
+            except StorageError:
+                return  # `ckpt prune` finds it
+
+
+class Stream:
+    """One object of any other store, written in order; what comes early waits. It appears when it is closed."""
+
+    def __init__(self, fs: Any, path: str, url: str, nbytes: int, is_held: bool = False) -> None:
+        """As for `Upload`; `fs` is any of fsspec's."""
+        self._fs, self._path, self._url, self.nbytes, self._is_held = fs, path, url, nbytes, is_held
+        self._early: dict[int, bytes] = {}
+        self._at, self._file, self._is_over = 0, None, False
+        self._lock = threading.Lock()
+
+    _file: Any
+
+    def write_at(self, start: int, data: memoryview | bytes) -> None:
+        with self._lock:
+            self._early[start] = bytes(data)
+            while self._at in self._early:
+                piece = self._early.pop(self._at)
+                self._do("write", lambda piece=piece: self._open().write(piece))
+                self._at += len(piece)
+
+    def _open(self) -> Any:
+        if self._file is None:
+            self._file = self._fs.open(self._path, "wb")
+        return self._file
+
+    def view(self, start: int, nbytes: int) -> None:
+        del start, nbytes
+
+    def _do(self, operation: str, call: Any) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # every package has exceptions of its own
+            raise StorageError(f"cannot {operation}: {plain(error)} ({printable(self._url)})", hint=hint(error)) from None
+
+    def finish(self) -> None:
+        if not self._is_held:
+            self.complete(is_exclusive=False)
+
+    def complete(self, is_exclusive: bool, replaces: str = "") -> None:
+        """As `Upload.complete`; another writer is noticed only if it was there before."""
+        del replaces
+        if is_exclusive and self._fs.exists(self._path):
+            raise appeared(self._url)
+        self._do("write", lambda: self._open().close())
+        self._is_over = True
+
+    def abort(self) -> None:
+        if self._is_over or self._file is None:
+            return
+        self._is_over = True
+        file, self._file = self._file, None
+        try:
+            file.discard()
+        except Exception:  # noqa: BLE001  # not every kind can
+            return
+        finally:
+            file.closed = True  # else its end would publish what it has
+
+
+def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:
+    """Tells whether a server refuses to write over an object when told so; tried on one that may be written again as it is."""
+    kind = "one" if is_small else "many"
+    if kind not in s3.server.excludes:
+        probe = Upload(s3, path, url, len(data), (0,) if is_small else (0, len(data)), is_held=True)
+        probe.write_at(0, data)
+        try:
+            probe.finish()
+            s3.run(probe._ask_complete({"IfNoneMatch": "*"})).result()
+            s3.server.excludes[kind] = False
+        except Exception as error:  # noqa: BLE001  # every refusal is one
+            s3.server.excludes[kind] = status(error) == _EXISTS
+        finally:
+            probe.abort()
+    return s3.server.excludes[kind]
+
+
+def appeared(url: str) -> StorageError:
+    """Returns the error for a destination that another writer has taken."""
+    return StorageError(
+        f"the destination appeared while this was at work: {printable(url)}", hint="another writer was first; look at what it wrote"
+    )
