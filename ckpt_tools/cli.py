@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -73,7 +73,7 @@ StorageOption = Annotated[
     typer.Option(
         "--storage-option",
         metavar="KEY=VALUE",
-        help="Of SRC's object store, as fsspec takes them, such as `endpoint_url=…`; repeatable. Secrets belong into its own files or the environment, not here.",
+        help="Of the object store, as fsspec takes them, such as `endpoint_url=…`; repeatable. Secrets belong into its own files or the environment, not here.",
         show_default=False,
     ),
 ]
@@ -168,26 +168,20 @@ def reshard(
     _report(run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options), quiet, as_json)
 
 
-def _root_path(text: str) -> Path:
-    if is_url(text):
-        raise typer.BadParameter(f"runs in an object store are not listed yet: {printable(text)}")
-    return Path(text)
-
-
 Root = Annotated[
-    Path, typer.Argument(metavar="ROOT", parser=_root_path, help="The directory of a run, with its step-… directories.", show_default=False)
+    str, typer.Argument(metavar="ROOT", help="A run, with its step-… directories: a path, or a URL such as s3://….", show_default=False)
 ]
 
 
 @app.command("ls", epilog=app.info.epilog)
-def list_(root: Root, as_json: Json = False) -> None:
+def list_(root: Root, storage_option: StorageOption = None, as_json: Json = False) -> None:
     """List the steps of a run: size, time, world size, complete or not and why."""
     from ckpt_tools import render
     from ckpt_tools.steps import list_steps
 
-    steps = list_steps(root)
-    if not steps and not root.is_dir():
-        raise NotACheckpointError(f"not a directory: {printable(str(root))}")
+    steps = list_steps(root, _storage_options(storage_option))
+    if not steps and not is_url(root) and not os.path.isdir(root):
+        raise NotACheckpointError(f"not a directory: {printable(root)}")
     if as_json:
         print(json.dumps([render.step_as_json(s) for s in steps]))
     else:
@@ -198,6 +192,7 @@ def list_(root: Root, as_json: Json = False) -> None:
 def latest(
     root: Root,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte, and pass over steps with wrong checksums.")] = False,
+    storage_option: StorageOption = None,
 ) -> None:
     """Print the path of the newest complete step: the one that a job would resume from.
 
@@ -205,11 +200,11 @@ def latest(
     """
     from ckpt_tools.steps import latest as find
 
-    found = find(root, verify)
+    found = find(root, verify, options=_storage_options(storage_option))
     for path, reason in found.passed_over:
         print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
     if found.step is None:
-        raise NotACheckpointError(f"no complete step in {printable(str(root))}")
+        raise NotACheckpointError(f"no complete step in {printable(root)}")
     print(found.step.path)
 
 
@@ -218,27 +213,29 @@ def prune(
     root: Root,
     keep_last: Annotated[int, typer.Option("--keep-last", min=1, metavar="N", help="How many of the newest complete steps stay.", show_default=False)],
     keep_every: Annotated[int | None, typer.Option("--keep-every", min=1, metavar="M", help="Steps whose number is a multiple of M stay as well.", show_default=False)] = None,
+    grace_hours: Annotated[float, typer.Option("--grace-hours", min=0.0, help="In an object store: what was never finished goes if it has been silent for so long.")] = 24.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would go and remove nothing.")] = False,
-    quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Remove old steps of a run, and what dead jobs left half-written.
+    """Remove old steps of a run, and what dead jobs left half-written: directories, objects without an index, unfinished uploads.
 
     Never the newest complete step, never one that is incomplete or that another tool wrote, never anything else in ROOT.
     """
     from ckpt_tools import render
-    from ckpt_tools.commit import remove_dead
+    from ckpt_tools.leftovers import remove_leftovers
     from ckpt_tools.steps import prune as run
 
-    removed = run(root, keep_last, keep_every, dry_run=dry_run)
-    leftovers = remove_dead(root, dry_run=dry_run)
+    options = _storage_options(storage_option)
+    removed = run(root, keep_last, keep_every, dry_run=dry_run, options=options)
+    leftovers = remove_leftovers(root, grace_hours * 3600, dry_run, options)
     if as_json:
         print(
             json.dumps(
-                {"steps": [render.step_as_json(s) for s in removed], "leftovers": [str(p) for p in leftovers], "is_dry_run": dry_run}
+                {"steps": [render.step_as_json(s) for s in removed], "leftovers": [left.url for left in leftovers], "is_dry_run": dry_run}
             )
         )
     elif not quiet:
-        render.show_pruned(removed, leftovers, dry_run)
+        render.show_pruned(removed, [left.url for left in leftovers], dry_run)
 
 
 def _check_dtype(dtype: str | None) -> None:

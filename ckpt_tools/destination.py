@@ -18,7 +18,7 @@ from ckpt_tools import commit
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats import INDEXES, foreign_files, is_ours
 from ckpt_tools.formats.base import attempt_name, attempt_of
-from ckpt_tools.manifest import NAME, file_name
+from ckpt_tools.manifest import NAME, file_name, find
 from ckpt_tools.plan import Literal
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, write_file
 from ckpt_tools.storage.upload import appeared
@@ -43,6 +43,10 @@ class Place(Protocol):
         """Looks at what lies there now: bytes by name."""
         ...
 
+    def sync(self) -> None:
+        """Makes the names of this process's files durable."""
+        ...
+
     def publish(self, manifest: bytes, index: Literal | None) -> list[str]:
         """Manifest, then the one step by which everything appears; returns remarks.
 
@@ -62,6 +66,10 @@ class Destination(Protocol):
     @property
     def url(self) -> str:
         """Path or URL."""
+        ...
+
+    def exists(self) -> bool:
+        """Tells whether something is there, other than what attempts that never committed have left."""
         ...
 
     def check(self, overwrite: bool) -> None:
@@ -113,6 +121,9 @@ class _Local:
     def __init__(self, path: Path) -> None:
         self.path, self.url = path, str(path)
 
+    def exists(self) -> bool:
+        return os.path.lexists(self.path)
+
     def check(self, overwrite: bool) -> None:
         commit.check_destination(self.path, overwrite, foreign_files)
 
@@ -145,6 +156,9 @@ class _LocalPlace:
     def sizes(self) -> Mapping[str, int]:
         return self.store.list_files()
 
+    def sync(self) -> None:
+        commit.sync_directory(self._staging.path)
+
     def publish(self, manifest: bytes, index: Literal | None) -> list[str]:
         name = file_name(self.attempt, beside=self._single)
         write_file(self.store, name, manifest)
@@ -161,16 +175,21 @@ class _Remote:
         self.url, self._options = url.rstrip("/"), options
         self._parent, _, self._name = self.url.rpartition("/")
 
-    def check(self, overwrite: bool) -> None:
+    def _look(self) -> tuple[bool, list[str]]:
+        """Tells whether something is there, and names what of it belongs to no checkpoint."""
         store = RemoteStore(self.url, self._options)
         if store.is_file():
-            foreign = [] if is_ours(self._name) else [self._name]
-        else:
-            files = store.list_files()
-            foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
-            if not foreign and all(attempt_of(n) or NAME.fullmatch(n) for n in files):
-                return  # nothing, or what attempts that never committed have left
-        if not overwrite:
+            return True, [] if is_ours(self._name) else [self._name]
+        files = store.list_files()
+        foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
+        return bool(foreign) or not all(attempt_of(n) or NAME.fullmatch(n) for n in files), foreign
+
+    def exists(self) -> bool:
+        return self._look()[0]
+
+    def check(self, overwrite: bool) -> None:
+        exists, foreign = self._look()
+        if exists and not overwrite:
             raise StorageError(f"the destination exists: {printable(self.url)}", hint="choose another, or replace it with --overwrite")
         if foreign:
             raise StorageError(
@@ -189,9 +208,9 @@ class _Remote:
         place = _RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, overwrite, single)
         try:
             yield place
-        except BaseException:
-            place.give_up()
-            raise
+        finally:
+            if not place.is_published:
+                place.give_up()
 
     def join(self, attempt: str) -> Place:
         return _RemotePlace(RemoteStore(self.url, self._options), attempt, False, "")
@@ -201,7 +220,7 @@ class _RemotePlace:
     def __init__(self, store: RemoteStore, attempt: str, overwrite: bool, single: str) -> None:
         self.store, self.attempt = store, attempt
         self._overwrite, self._single = overwrite, single
-        self._manifest = file_name(attempt, beside=single)
+        self._manifest, self.is_published = file_name(attempt, beside=single), False
         self._replaces = ""  # the version of what is replaced, so that only one of two does it
         if single:
             store.held.add(single)
@@ -211,6 +230,9 @@ class _RemotePlace:
 
     def sizes(self) -> Mapping[str, int]:
         return self.store.fresh().list_files()
+
+    def sync(self) -> None:
+        """An object is durable once it is there."""
 
     def publish(self, manifest: bytes, index: Literal | None) -> list[str]:
         target = self._single if index is None else index.file
@@ -225,6 +247,7 @@ class _RemotePlace:
             writer.complete(not self._overwrite, self._replaces)
         else:
             self.store.put(index.file, index.data, not self._overwrite, self._replaces)
+        self.is_published = True
         self._tidy(index)
         return (
             []
@@ -251,11 +274,20 @@ class _RemotePlace:
         return bool(attempt_of(name) or NAME.fullmatch(name)) or (self._overwrite and is_ours(name))
 
     def give_up(self) -> None:
-        """Removes what this attempt has put there."""
+        """Removes what this attempt has put there, unless it was committed after all: a reply can be lost, a signal can come late."""
         for writer in self.store.written.values():
             writer.abort()
         try:
-            mine = [n for n in self.sizes() if n == self._manifest or (not self._single and attempt_of(n) == self.attempt[:8])]
-            self.store.remove(mine)
+            if self._is_committed():
+                return
+            self.store.remove([n for n in self.sizes() if n == self._manifest or (not self._single and attempt_of(n) == self.attempt[:8])])
         except CheckpointError:
-            return
+            return  # nobody sees it; `ckpt prune` finds it
+
+    def _is_committed(self) -> bool:
+        store = self.store.fresh()
+        if self._single:
+            writer = self.store.written.get(self._single)
+            return writer is not None and writer.is_complete
+        found = find(store) if any(name in INDEXES for name in store.list_files()) else None
+        return found is not None and found.attempt == self.attempt

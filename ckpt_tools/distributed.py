@@ -15,8 +15,8 @@ import io
 import os
 import pickle
 import uuid
+from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,17 +35,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckpt_tools.box import Box, is_flat
-from ckpt_tools.commit import Staging, check_destination, staging, staging_path
+from ckpt_tools.destination import Destination, open_destination
+from ckpt_tools.destination import Place as Staged
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
-from ckpt_tools.errors import PlanError, StorageError, printable
-from ckpt_tools.formats import Source, dcp, foreign_files, open_source
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats import Source, dcp, open_source
 from ckpt_tools.live.load import LoadReport, fill
 from ckpt_tools.live.shards import Shard, Stage
 from ckpt_tools.live.state import pack, unpack
 from ckpt_tools.live.write import Offer, commit, plan_file, share_of_print, write_part
 from ckpt_tools.manifest import SealedTensor
-from ckpt_tools.storage import is_url, read
+from ckpt_tools.storage import read
 
 _VERSION = "1.0.0"
 
@@ -66,38 +67,43 @@ class _Wrote(NamedTuple):
     file_crc64: int
 
 
-def _local(path: str | os.PathLike[str]) -> Path:
-    if is_url(path):
-        raise StorageError(f"cannot save to an object store yet: {printable(path)}")
-    return Path(path)
-
-
 class StorageWriter(storage.StorageWriter):
     """Writes one checkpoint: one file a rank, committed by one rename after every byte is durable, with a manifest.
 
     For `dcp.save` and `dcp.async_save` (thread or process). The memory of contiguous CPU tensors is written as it lies.
     """
 
-    def __init__(self, path: str | os.PathLike[str] = "", *, overwrite: bool = False, jobs: int = 2) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = "",
+        *,
+        overwrite: bool = False,
+        jobs: int = 2,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Takes the directory to be.
 
         Args:
-            path: it must not exist, unless `overwrite`; `checkpoint_id` of `dcp.save` takes its place.
+            path: a path or a URL; it must not exist, unless `overwrite`; `checkpoint_id` of `dcp.save` takes its place.
             overwrite: replace a checkpoint there; the old one stays until the new one is complete.
             jobs: threads on each rank.
+            storage_options: of the object store, as fsspec takes them.
         """
         super().__init__()
-        self.path, self.overwrite, self.jobs = _local(path), overwrite, jobs
+        self.path, self.overwrite, self.jobs, self._options = path, overwrite, jobs, storage_options
         self._is_collective = True
         self._stack: ExitStack | None = None
-        self._place: Staging | None = None
+        self._place: Staged | None = None
         self._num_ranks = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins another save; what a failed one left is removed."""
         if checkpoint_id:
-            self.path = _local(checkpoint_id)
+            self.path = checkpoint_id
         self._close()
+
+    def _target(self) -> Destination:
+        return open_destination(self.path, self._options)
 
     def _close(self) -> None:
         stack, self._stack, self._place = self._stack, None, None
@@ -120,10 +126,11 @@ class StorageWriter(storage.StorageWriter):
         """
         if not self._is_collective and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise PlanError("saving without collectives has no commit: one rank must know that all have written")
-        check_destination(self.path, self.overwrite, foreign_files)
+        target = self._target()
+        target.check(self.overwrite)
         attempt, self._num_ranks = str(uuid.uuid4()), len(plans)
         self._stack = ExitStack()
-        self._place = self._stack.enter_context(staging(self.path, attempt))
+        self._place = self._stack.enter_context(target.stage(attempt, self.overwrite))
         return [dataclasses.replace(plan, storage_data=_Order(attempt, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -133,20 +140,16 @@ class StorageWriter(storage.StorageWriter):
             StorageError: there is no room, a write failed, or the directory is not shared.
         """
         order: _Order = plan.storage_data
-        folder = staging_path(self.path, order.attempt)
-        if not folder.is_dir():
-            raise StorageError(
-                f"this rank does not see what the coordinator made: {printable(str(folder))}",
-                hint="the directory must be shared by all ranks",
-            )
+        target = self._target()
+        place = self._place or target.join(order.attempt)
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         pieces = [_offer(item) for item in tensors]
         values = [planner.resolve_data(item) for item in plan.items]
         memory = Stage().live([v.detach() for v in values if isinstance(v, torch.Tensor)])
         file = plan_file(order.rank, pieces)
-        part = write_part(file, folder, memory, [v.getvalue() for v in values if isinstance(v, io.BytesIO)], self.jobs)
-        name = dcp.data_file_name(order.rank)
+        part = write_part(file, target, place, memory, [v.getvalue() for v in values if isinstance(v, io.BytesIO)], self.jobs)
+        name = target.name(dcp.data_file_name(order.rank), order.attempt)
         results = [
             _result(item, name, place.start, place.nbytes, share_of_print(piece, crc64), part)
             for item, piece, place, crc64 in zip(tensors, pieces, file.places, part.crc64s, strict=True)
@@ -180,13 +183,13 @@ class StorageWriter(storage.StorageWriter):
             if isinstance(m, TensorStorageMetadata) and all(is_flat(_box(c), tuple(m.size)) for c in m.chunks)
         }
         try:
-            commit(self._place, pickle.dumps(metadata, protocol=4), parts, tensors, None, self.overwrite)
+            commit(self._target(), self._place, pickle.dumps(metadata, protocol=4), parts, tensors, None)
         finally:
             self._close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in str(checkpoint_id)
+        return "::" not in str(checkpoint_id)
 
 
 def _box(chunk: ChunkStorageMetadata) -> Box:
@@ -209,7 +212,15 @@ def _result(item: WriteItem, file: str, start: int, nbytes: int, share: int, par
 class StorageReader(storage.StorageReader):
     """Reads any checkpoint that `ckpt` reads, for `dcp.load`: straight into the tensors' memory, and without running its pickles."""
 
-    def __init__(self, path: str | os.PathLike[str] = "", *, cast: bool = False, trust_pickle: bool = False, jobs: int = 2) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = "",
+        *,
+        cast: bool = False,
+        trust_pickle: bool = False,
+        jobs: int = 2,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Takes the checkpoint's path.
 
         Args:
@@ -217,9 +228,10 @@ class StorageReader(storage.StorageReader):
             cast: let floating-point tensors change their type on the way; stock readers do so without a word.
             trust_pickle: run the code that objects of the checkpoint ask for.
             jobs: threads on each rank.
+            storage_options: of the object store, as fsspec takes them.
         """
         super().__init__()
-        self.path, self.cast, self.trust_pickle, self.jobs = path, cast, trust_pickle, jobs
+        self.path, self.cast, self.trust_pickle, self.jobs, self._options = path, cast, trust_pickle, jobs, storage_options
         self.report = LoadReport(str(path))
         self._source: Source | None = None
 
@@ -227,7 +239,7 @@ class StorageReader(storage.StorageReader):
     def source(self) -> Source:
         """The checkpoint, opened once."""
         if self._source is None:
-            self._source = open_source(self.path)
+            self._source = open_source(self.path, self._options)
         return self._source
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -307,4 +319,4 @@ class StorageReader(storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in str(checkpoint_id)
+        return "::" not in str(checkpoint_id)

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt_tools.commit import remove_dead
+from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.errors import CheckpointError, IntegrityError, NotACheckpointError, PeerError, StorageError, printable
+from ckpt_tools.leftovers import remove_leftovers
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.load import LoadReport, load_into
 from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
@@ -61,11 +62,13 @@ class CheckpointManager:
         jobs: int | None = None,
         read_once: bool = False,
         handle_signals: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Claims a directory for this job, and removes what dead ones left half-written in it.
 
         Args:
-            root: a directory that all ranks share; made if it is not there.
+            root: a directory that all ranks share, made if it is not there; or a URL, `s3://bucket/run`. In an object store nobody can hold
+                a lock: of two jobs that save one step, one wins and the other gets an error.
             keep_last: how many of the newest complete steps stay.
             keep_every: steps whose number is a multiple of this stay for good.
             asynchronous: copy to host memory and write in the background.
@@ -75,17 +78,15 @@ class CheckpointManager:
             jobs: threads a rank writes and reads with; its share of the machine's processors, at most 4, where None.
             read_once: of what several ranks need (DDP, HSDP, buffers), one reads and sends; where the store is slower than the network.
             handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once.
+            storage_options: of the object store, as fsspec takes them.
 
         Raises:
             StorageError: another job holds the directory, it cannot be written to, or not all ranks see it.
         """
         if keep_last < 1 or when_busy not in ("wait", "skip"):
             raise ValueError(f"keep_last must be at least 1 and when_busy 'wait' or 'skip', got {keep_last} and {when_busy!r}")
-        if is_url(root):
-            raise StorageError(
-                f"cannot save to an object store yet: {printable(str(root))}", hint="save to a directory that all nodes mount"
-            )
-        self.root = Path(root)
+        self.root = root if is_url(root) else Path(root)
+        self._options = storage_options
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
         self.read_once = read_once
         self.last_save: SaveReport | None = None
@@ -96,7 +97,7 @@ class CheckpointManager:
         self._stage, self._layout = Stage(), None
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[SaveReport] | None = None
-        self._resumed: Path | None = None
+        self._resumed: Path | str | None = None
         self._lock = -1
         self._signal = 0
         try:
@@ -111,27 +112,33 @@ class CheckpointManager:
     def _claim(self) -> None:
         with self._group.phase("open the run's directory"):
             if self._group.rank == 0:
-                try:
-                    self.root.mkdir(parents=True, exist_ok=True)
-                except OSError as error:
-                    raise StorageError(f"cannot make the run's directory: {error.strerror} ({printable(str(self.root))})") from error
-                self._lock = lock(self.root)
-                for path in remove_dead(self.root):
-                    log.info("removed what a dead job left: %s", path)
+                if not is_url(self.root):
+                    self._lock = self._make(Path(self.root))
+                for left in remove_leftovers(self.root, options=self._options):
+                    log.info("removed what a dead job left: %s", left.url)
+        if is_url(self.root):
+            return
         written = self._group.broadcast(os.pread(self._lock, 4096, 0) if self._group.rank == 0 else b"", "share the run's directory")
         with self._group.phase("share the run's directory"):
-            self._see(written)
+            self._see(Path(self.root), written)
 
-    def _see(self, written: bytes) -> None:
+    def _make(self, root: Path) -> int:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot make the run's directory: {error.strerror} ({printable(str(root))})") from error
+        return lock(root)
+
+    def _see(self, root: Path, written: bytes) -> None:
         """Makes sure that this rank's directory is rank 0's: it has the lock file that rank 0 has just written."""
         deadline = time.monotonic() + 10.0
         while True:
             with contextlib.suppress(OSError):
-                if (self.root / LOCK).read_bytes() == written:
+                if (root / LOCK).read_bytes() == written:
                     return
             if time.monotonic() > deadline:
                 raise StorageError(
-                    f"rank {self._group.rank} does not see rank 0's directory: {printable(str(self.root))} is not shared",
+                    f"rank {self._group.rank} does not see rank 0's directory: {printable(str(root))} is not shared",
                     hint="save to a filesystem that all nodes mount",
                 )
             time.sleep(0.1)
@@ -158,8 +165,8 @@ class CheckpointManager:
         what = step_name(step)
         with torch.no_grad():
             with self._group.phase(f"collect the state for {what}"):
-                if self._group.rank == 0 and os.path.lexists(self.root / what):
-                    raise StorageError(f"step {step} is there already: {printable(str(self.root / what))}", hint="a step is saved once")
+                if self._group.rank == 0 and (target := self._target(step)).exists():
+                    raise StorageError(f"step {step} is there already: {printable(target.url)}", hint="a step is saved once")
                 exported = export(state)
                 shards = local_shards(exported.tensors)
                 objects = self._objects(exported.objects if self._group.rank == 0 else {}, exported.per_rank)
@@ -180,6 +187,10 @@ class CheckpointManager:
         self._running = self._background().submit(self._write, step, layout, memory, objects, self._writers)
         return True
 
+    def _target(self, step: int) -> Destination:
+        root = self.root if is_url(self.root) else os.fspath(self.root)
+        return open_destination(f"{root.rstrip('/')}/{step_name(step)}", self._options)
+
     def _background(self) -> ThreadPoolExecutor:
         """Returns the one thread that writes, and removes old steps: freeing a gigabyte of page cache takes a sixth of a second."""
         if self._pool is None:
@@ -191,7 +202,9 @@ class CheckpointManager:
         return {name: pack(value) for name, value in (*objects.items(), *own.items())}
 
     def _write(self, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], group: Group) -> SaveReport:
-        report = write(group, self.root / step_name(step), step, layout, memory, objects, self._jobs)
+        report = write(group, self._target(step), step, layout, memory, objects, self._jobs)
+        for note in report.notes:
+            log.warning("%s: %s", step_name(step), note)
         if group.rank == 0:
             self._background().submit(self._retain)
         self.last_save = report
@@ -201,7 +214,7 @@ class CheckpointManager:
         """Lets old steps go; a failure to do so is a warning, the save is committed."""
         kept = [self._resumed] if self._resumed else []
         try:
-            for step in prune(self.root, self.keep_last, self.keep_every, kept):
+            for step in prune(self.root, self.keep_last, self.keep_every, kept, options=self._options):
                 log.info("removed %s: newer ones are complete", step.path)
             self._resumed = None  # a newer one is committed
         except (CheckpointError, OSError) as error:
@@ -256,7 +269,7 @@ class CheckpointManager:
             CheckpointError: it cannot be read; or another rank failed.
         """
         self.wait()
-        damaged: list[Path] = []
+        damaged: list[Path | str] = []
         while True:
             with self._group.phase("find the step to resume"):
                 chosen = self._choose(step, path, damaged) if self._group.rank == 0 else (0, None)
@@ -266,7 +279,7 @@ class CheckpointManager:
             try:
                 report = load_into(
                     found, state, self._group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle,
-                    read_once=self.read_once, jobs=self._jobs,
+                    read_once=self.read_once, jobs=self._jobs, storage_options=self._options,
                 )  # fmt: skip
                 break
             except (IntegrityError, PeerError) as error:
@@ -274,11 +287,11 @@ class CheckpointManager:
                     raise
                 if self._group.rank == 0:
                     log.warning("passed over %s: %s", found, error)
-                damaged.append(Path(found))
+                damaged.append(found)
         self.last_load = report
         for note in report.notes if self._group.rank == 0 else ():
-            log.warning("%s: %s", Path(found).name, note)
-        self._resumed = Path(found) if path is None else None
+            log.warning("%s: %s", os.path.basename(found), note)
+        self._resumed = found if path is None else None
         return number
 
     def _is_damage(self, error: CheckpointError) -> bool:
@@ -286,7 +299,9 @@ class CheckpointManager:
         found = torch.tensor([isinstance(error, IntegrityError)], dtype=torch.int64)
         return bool(self._group.sum(found, "find out whether the step is damaged")[0])
 
-    def _choose(self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path]) -> tuple[int, Path | str | None]:
+    def _choose(
+        self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path | str]
+    ) -> tuple[int, Path | str | None]:
         if is_url(path):
             digits = re.findall(r"\d+", path.rstrip("/").rpartition("/")[2])
             return int(digits[-1] if digits else 0), path
@@ -295,27 +310,27 @@ class CheckpointManager:
             digits = re.findall(r"\d+", Path(path).name)
             return int((manifest and manifest.step) or (digits[-1] if digits else 0)), Path(path)
         if step is not None:
-            found = next((s for s in list_steps(self.root) if s.number == step), None)
+            found = next((s for s in list_steps(self.root, self._options) if s.number == step), None)
             if found is None:
-                there = ", ".join(str(s.number) for s in list_steps(self.root)) or "none"
+                there = ", ".join(str(s.number) for s in list_steps(self.root, self._options)) or "none"
                 raise NotACheckpointError(f"no step {step} in {printable(str(self.root))}; there are: {there}")
             if found.problem:
                 raise NotACheckpointError(f"step {step} is not complete: {found.problem} ({printable(str(found.path))})")
             return step, found.path
-        choice = latest(self.root, skip=damaged)
+        choice = latest(self.root, skip=damaged, options=self._options)
         if damaged and choice.step is None:
-            raise IntegrityError(f"every step is damaged: {', '.join(p.name for p in damaged)} ({printable(str(self.root))})")
+            raise IntegrityError(f"every step is damaged: {', '.join(os.path.basename(p) for p in damaged)} ({printable(str(self.root))})")
         for passed, reason in choice.passed_over:
             log.warning("passed over %s: %s", passed, reason)
         return (choice.step.number, choice.step.path) if choice.step else (0, None)
 
     def steps(self) -> list[Step]:
         """Returns all steps of the run, complete or not, by number."""
-        return list_steps(self.root)
+        return list_steps(self.root, self._options)
 
     def latest(self) -> Step | None:
         """Returns the newest complete step."""
-        return latest(self.root).step
+        return latest(self.root, options=self._options).step
 
     # ---- signals and the end ---------------------------------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from ckpt_tools.box import whole
-from ckpt_tools.checksum import hex64
+from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.plan import Plan
+from ckpt_tools.storage import Store, read
 
 VERSION = 1
 NAME = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
@@ -101,6 +102,24 @@ def parse(data: bytes, where: str) -> Manifest:
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError(f"a manifest is malformed: {printable(repr(error))} ({printable(where)})") from error
+
+
+def find(store: Store) -> Manifest | None:
+    """Returns the manifest in a directory, None where there is none.
+
+    Of several, in an object store in which one attempt has just taken the place of another, it is the one that knows the index.
+
+    Raises:
+        FormatError: it is malformed, or of several none fits or more than one.
+    """
+    files = store.list_files()
+    names = [name for name in files if NAME.fullmatch(name)]
+    found = [parse(read(store, name), name) for name in names]
+    if len(found) > 1:
+        found = [m for m in found if m.index and m.index[0] in files and hex64(crc64nvme(read(store, m.index[0]))) == m.index[1].crc64nvme]
+        if len(found) != 1:
+            raise FormatError(f"{len(names)} manifests, of which {len(found)} fit: {printable(', '.join(names))} ({printable(store.url)})")
+    return found[0] if found else None
 
 
 def _sealed(entry: Mapping[str, Any]) -> Sealed:

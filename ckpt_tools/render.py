@@ -14,8 +14,6 @@ from ckpt_tools.catalog import key_path
 from ckpt_tools.errors import printable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ckpt_tools.operations.inspect import Report, Total
     from ckpt_tools.operations.transfer import TransferResult
     from ckpt_tools.steps import Step
@@ -250,7 +248,7 @@ def show_steps(steps: Sequence[Step]) -> None:
         made, ranks = ("", "") if step.manifest is None else (step.manifest.created, str(step.manifest.world_size or ""))
         state = f"incomplete: {step.problem}" if step.problem else "complete" if step.manifest else "complete (another tool's)"
         rows.append(
-            (f"{step.number:,}", size(step.nbytes), made.replace("T", " ").replace("+00:00", "Z"), ranks, state, printable(step.path.name))
+            (f"{step.number:,}", size(step.nbytes), made.replace("T", " ").replace("+00:00", "Z"), ranks, state, printable(step.name))
         )
     if not rows:
         print("no steps")
@@ -258,13 +256,13 @@ def show_steps(steps: Sequence[Step]) -> None:
     table(("step", "bytes", "saved", "ranks", "state", "name"), rows, right=(0, 1, 3))
 
 
-def show_pruned(removed: Sequence[Step], leftovers: Sequence[Path], is_dry_run: bool) -> None:
+def show_pruned(removed: Sequence[Step], leftovers: Sequence[str], is_dry_run: bool) -> None:
     """Prints what a prune removed or, after a dry run, would remove."""
     verb = "would remove" if is_dry_run else "removed"
     for step in removed:
         print(f"{verb} {printable(str(step.path))}  {size(step.nbytes)}")
-    for path in leftovers:
-        print(f"{verb} {printable(str(path))}  what a dead job left")
+    for left in leftovers:
+        print(f"{verb} {printable(left)}  what a dead job left")
     if not removed and not leftovers:
         print("nothing to remove")
 

@@ -1,4 +1,4 @@
-"""The checkpoints of one run, `ROOT/step-00000500`: which there are, which are complete, which may go.
+"""The checkpoints of one run, `ROOT/step-00000500`, on a disk or in an object store: which there are, which are complete, which may go.
 
 Truth is found by looking, never in a pointer file. Unknown names are never touched. May import levels 0 to 3, commit, manifest.
 """
@@ -12,41 +12,56 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.commit import sync_directory, trash_path
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
-from ckpt_tools.formats import detect
+from ckpt_tools.formats import INDEXES, detect_in
 from ckpt_tools.manifest import NAME as MANIFEST_NAME
-from ckpt_tools.manifest import Manifest, parse
-from ckpt_tools.storage import LocalStore, read
+from ckpt_tools.manifest import Manifest, find
+from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, read
 from ckpt_tools.storage.local import failed
 
 _STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?(\d{1,18})")
 LOCK = ".ckpt.lock"
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES, _AHEAD = 4 << 20, 16
+_LOOKERS = 16  # each waits for a store
+Root = str | os.PathLike[str]
+Options = Mapping[str, Any] | None
 
 
 class Step(NamedTuple):
     """One checkpoint of a run.
 
-    `manifest` is None for one that this tool did not write; `problem` says why it cannot be resumed from, "" where it can.
+    `store` has its files; `manifest` is None for one that this tool did not write; `problem` says why it cannot be resumed from, "" where
+    it can.
     """
 
     number: int
-    path: Path
+    store: Store
     nbytes: int
     manifest: Manifest | None
     problem: str
 
     @property
+    def path(self) -> Path | str:
+        """Where it is: a path, or the URL of one in an object store."""
+        return Path(self.store.url) if isinstance(self.store, LocalStore) else self.store.url
+
+    @property
+    def name(self) -> str:
+        """The last segment of its path."""
+        return self.store.url.rstrip("/").rpartition("/")[2]
+
+    @property
     def is_ours(self) -> bool:
         """Tells whether this tool wrote it, under the name that it gives, so that retention may remove it."""
-        return self.manifest is not None and self.path.name == step_name(self.number) and not self.path.is_symlink()
+        return self.manifest is not None and self.name == step_name(self.number) and not os.path.islink(self.store.url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,7 @@ class Latest:
     """The step to resume from, and for each newer one that was passed over, why."""
 
     step: Step | None
-    passed_over: Sequence[tuple[Path, str]]
+    passed_over: Sequence[tuple[Path | str, str]]
 
 
 def step_name(number: int) -> str:
@@ -62,49 +77,64 @@ def step_name(number: int) -> str:
     return f"step-{number:08d}"
 
 
-def list_steps(root: str | os.PathLike[str]) -> list[Step]:
-    """Returns the steps directly under a directory, by number. Reads names, sizes and manifests, no data.
+def list_steps(root: Root, options: Options = None) -> list[Step]:
+    """Returns the steps directly under a directory or prefix, by number. Reads names, sizes and manifests, no data.
+
+    In an object store, what was never committed is no step.
+
+    Args:
+        root: of the run, a path or a URL.
+        options: of the object store, as fsspec takes them.
 
     Raises:
-        StorageError: the directory cannot be read.
+        StorageError: it cannot be read.
     """
+    found = _find(root, options)
+    with ThreadPoolExecutor(_LOOKERS if is_url(root) else 1, "ckpt-look") as pool:
+        return [step for step in pool.map(lambda item: look_at(*item), found) if _is_visible(step)]
+
+
+def _find(root: Root, options: Options) -> list[tuple[int, Store]]:
+    """Returns the numbers and stores of what is named like a step, by number."""
+    if is_url(root):
+        run = RemoteStore(root, options)
+        return sorted(((int(m[1]), run.enter(n)) for n in run.folders() if (m := _STEP.fullmatch(n))), key=lambda item: item[0])
     try:
-        found = [(int(m[1]), Path(e.path)) for e in os.scandir(root) if (m := _STEP.fullmatch(e.name)) and e.is_dir()]
+        found = [(int(m[1]), e.path) for e in os.scandir(root) if (m := _STEP.fullmatch(e.name)) and e.is_dir()]
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise failed("list", Path(root), error) from error
-    return [look_at(number, path) for number, path in sorted(found)]
+        raise failed("list", os.fspath(root), error) from error
+    return [(number, LocalStore(path)) for number, path in sorted(found)]
 
 
-def look_at(number: int, path: Path) -> Step:
+def _is_visible(step: Step) -> bool:
+    return isinstance(step.store, LocalStore) or not step.problem or any(name in INDEXES for name in step.store.list_files())
+
+
+def look_at(number: int, store: Store | Path) -> Step:
     """Looks at one step: every file that its manifest names is there with its size, and the index has its checksum."""
-    store = LocalStore(path)
+    store = LocalStore(store) if isinstance(store, Path) else store
     try:
-        files = store.list_files()
-        nbytes = sum(files.values())
-        manifests = [name for name in files if MANIFEST_NAME.fullmatch(name)]
-        if len(manifests) > 1:
-            return Step(number, path, nbytes, None, f"{len(manifests)} manifests: {', '.join(manifests)}")
-        if not manifests:
-            return Step(number, path, nbytes, None, _foreign_problem(path))
-        manifest = parse(read(store, manifests[0]), manifests[0])
-        return Step(number, path, nbytes, manifest, _sealed_problem(store, manifest))
+        nbytes = sum(store.list_files().values())
+        manifest = find(store)
+        problem = _foreign_problem(store) if manifest is None else _sealed_problem(store, manifest)
+        return Step(number, store, nbytes, manifest, problem)
     except CheckpointError as error:
-        return Step(number, path, 0, None, str(error))
+        return Step(number, store, 0, None, str(error))
     finally:
         store.close()
 
 
-def _foreign_problem(path: Path) -> str:
+def _foreign_problem(store: Store) -> str:
     try:
-        detect(path)
+        detect_in(store)
     except CheckpointError:
         return "no .metadata: the save never finished"
     return ""
 
 
-def _sealed_problem(store: LocalStore, manifest: Manifest) -> str:
+def _sealed_problem(store: Store, manifest: Manifest) -> str:
     files = store.list_files()
     for name, sealed in manifest.files.items():
         if name not in files:
@@ -124,12 +154,15 @@ def damage(step: Step) -> str:
     """Reads a step in full and returns what is wrong with it, "" for nothing; without a manifest there is nothing to compare."""
     if step.problem or step.manifest is None:
         return step.problem
-    store = LocalStore(step.path)
+    store = step.store
     try:
         for name, sealed in step.manifest.files.items():
             crc = 0
-            for start in range(0, sealed.nbytes, _BLOCK_BYTES):
-                crc = crc64nvme(read(store, name, start, min(_BLOCK_BYTES, sealed.nbytes - start)), crc)
+            blocks = [(name, at, min(_BLOCK_BYTES, sealed.nbytes - at)) for at in range(0, sealed.nbytes, _BLOCK_BYTES)]
+            for number, (_, start, nbytes) in enumerate(blocks):
+                if number % _AHEAD == 0:
+                    store.will_read(blocks[number : number + _AHEAD])
+                crc = crc64nvme(read(store, name, start, nbytes), crc)
             if hex64(crc) != sealed.crc64nvme:
                 return f"{printable(name)} is damaged: its checksum is not what the manifest says"
     except CheckpointError as error:
@@ -139,16 +172,20 @@ def damage(step: Step) -> str:
     return ""
 
 
-def latest(root: str | os.PathLike[str], verify: bool = False, skip: Container[Path] = ()) -> Latest:
+def latest(root: Root, verify: bool = False, skip: Container[Path | str] = (), options: Options = None) -> Latest:
     """Finds the newest step that is complete, by number.
 
     Args:
-        root: directory of the run.
+        root: of the run, a path or a URL.
         verify: also read every byte, and pass over a step whose checksums are wrong.
         skip: paths that are known to be damaged.
+        options: of the object store, as fsspec takes them.
     """
-    passed: list[tuple[Path, str]] = []
-    for step in reversed([s for s in list_steps(root) if s.path not in skip]):
+    passed: list[tuple[Path | str, str]] = []
+    for number, store in reversed(_find(root, options)):
+        step = look_at(number, store)
+        if step.path in skip or not _is_visible(step):
+            continue
         problem = damage(step) if verify else step.problem
         if not problem:
             return Latest(step, passed)
@@ -159,7 +196,7 @@ def latest(root: str | os.PathLike[str], verify: bool = False, skip: Container[P
 # ---- retention -------------------------------------------------------------------------------------------------------------
 
 
-def removable(steps: Iterable[Step], keep_last: int, keep_every: int | None, kept: Iterable[Path] = ()) -> list[Step]:
+def removable(steps: Iterable[Step], keep_last: int, keep_every: int | None, kept: Iterable[Path | str] = ()) -> list[Step]:
     """Returns the steps that retention lets go: never one of the newest `keep_last` complete ones, never the only one.
 
     Args:
@@ -174,7 +211,12 @@ def removable(steps: Iterable[Step], keep_last: int, keep_every: int | None, kep
 
 
 def prune(
-    root: str | os.PathLike[str], keep_last: int, keep_every: int | None = None, kept: Iterable[Path] = (), dry_run: bool = False
+    root: Root,
+    keep_last: int,
+    keep_every: int | None = None,
+    kept: Iterable[Path | str] = (),
+    dry_run: bool = False,
+    options: Options = None,
 ) -> list[Step]:
     """Removes the steps that retention lets go, oldest first, and returns them; arguments as for `removable`.
 
@@ -182,28 +224,34 @@ def prune(
         NotACheckpointError: there is no such directory.
         StorageError: one could not be removed; those before it are gone.
     """
-    if not os.path.isdir(root):
+    if not is_url(root) and not os.path.isdir(root):
         raise NotACheckpointError(f"not a directory: {printable(str(root))}")
-    steps = removable(list_steps(root), keep_last, keep_every, kept)
+    steps = removable(list_steps(root, options), keep_last, keep_every, kept)
     for step in steps if not dry_run else ():
         remove(step)
     return steps
 
 
 def remove(step: Step) -> None:
-    """Removes a step: first its name, in one instant, then its bytes.
+    """Removes a step: first its name, or its index, in one instant, then its bytes.
 
     Raises:
-        StorageError: it could not be renamed; it is as it was.
+        StorageError: it could not be removed.
     """
     assert step.manifest is not None
-    trash = trash_path(step.path, step.manifest.attempt)
+    if isinstance(step.store, RemoteStore):
+        files = step.store.list_files()
+        for part in ([n for n in files if n in INDEXES], [n for n in files if MANIFEST_NAME.fullmatch(n)], list(files)):
+            step.store.remove(part)
+        return
+    path = Path(step.store.url)
+    trash = trash_path(path, step.manifest.attempt)
     try:
-        os.rename(step.path, trash)
-        sync_directory(step.path.parent)
+        os.rename(path, trash)
+        sync_directory(path.parent)
         shutil.rmtree(trash)
     except OSError as error:
-        raise failed("remove", step.path, error) from error
+        raise failed("remove", path, error) from error
 
 
 # ---- one job at a time -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -191,8 +191,9 @@ class _Frame:
 class WriteSink:
     """Writes a target's files and knows, at the end, the checksum of each without reading it again."""
 
-    def __init__(self, target: Target, store: Store) -> None:
-        self.target, self.store = target, store
+    def __init__(self, target: Target, store: Store, name: Callable[[str], str] = str) -> None:
+        """Takes the files to be, the store that they go to, and under which name each is to lie there."""
+        self.target, self.store, self._name = target, store, name
         self.fingerprints = Fingerprints()
         self._pieces: dict[str, list[Piece]] = {name: [] for name in target.file_sizes}
         self._with_crc32 = {t.file for t in target.trailers}
@@ -206,7 +207,7 @@ class WriteSink:
     def open(self) -> None:
         """Creates all files."""
         for name, nbytes in self.target.file_sizes.items():
-            self._writers[name] = self.store.create(name, nbytes)
+            self._writers[name] = self.store.create(self._name(name), nbytes)
         if not self._is_stream:
             return
         self._frames = _frames(self.target)

@@ -25,6 +25,7 @@ __all__ = [
     "Source",
     "TargetTensor",
     "detect",
+    "detect_in",
     "foreign_files",
     "is_ours",
     "open_source",
@@ -100,6 +101,11 @@ def detect(path: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
     if file:
         form = _file_format(where, file)
         return _OneFile(root, file, where), form
+    return detect_in(root)
+
+
+def detect_in(root: Store) -> tuple[Store, Format]:
+    """Finds the one checkpoint in or below a store, as `detect` does."""
     here = _recognise(root)
     if here:
         return root, here

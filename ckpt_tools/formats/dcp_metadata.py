@@ -220,6 +220,7 @@ class _Emitter:
     def __init__(self, memo: Mapping[object, bytes] | None = None) -> None:
         self.parts: list[bytes] = []
         self.put = self.parts.append
+        self.files: list[tuple[int, str]] = []  # names that are filled in last, and before which part
         self._memo: dict[object, bytes] = dict(memo or {})
 
     @property
@@ -239,6 +240,22 @@ class _Emitter:
 
     def name(self, value: str) -> bytes:
         return self.once(value, lambda: _text(value))
+
+    def file(self, value: str) -> None:
+        """Puts a file's name, which `filled` may change."""
+        known = self._memo.get(("file", value))
+        if known is None:
+            self.files.append((len(self.parts), value))
+            self.once(("file", value), bytes)
+        self.put(known or b"\x94")
+
+    def filled(self, name: Callable[[str], str]) -> bytes:
+        """Returns everything, with the names of files as they are now known."""
+        at, done = 0, []
+        for number, value in self.files:
+            done += [*self.parts[at:number], _text(name(value))]
+            at = number
+        return b"".join([*done, *self.parts[at:]])
 
     def glob(self, module: str, name: str) -> bytes:
         known = self._memo.get((module, name))
@@ -278,18 +295,21 @@ class Template:
         for (fqn, offset), place in metadata.places.items():
             if offset is not None:
                 _emit_place(out, fqn, offset, numbers[fqn][offset], place)
-        self._head, self._memo = b"".join(out.parts), out.memo
+        self._memo, ends = out.memo, [number for number, _ in out.files]
+        self._files = [(2 * i + 1, value) for i, (_, value) in enumerate(out.files)]  # a part before each name, and one after it
+        self._parts = [p for a, b in zip([0, *ends], [*ends, len(out.parts)], strict=True) for p in (b"".join(out.parts[a:b]), b"")][:-1]
 
-    def render(self, objects: Mapping[str, Place], save_id: str) -> bytes:
-        """Returns the whole file."""
+    def render(self, objects: Mapping[str, Place], save_id: str, name: Callable[[str], str] = str) -> bytes:
+        """Returns the whole file; `name` gives the names under which data files lie."""
         out = _Emitter(self._memo)
-        out.put(self._head)
+        out.parts += self._parts
+        out.files += self._files
         for fqn, place in objects.items():
             _emit_place(out, fqn, None, None, place)
         out.put(b"u" + out.name("storage_meta") + out.new(_METADATA, "StorageMeta") + b"}(")
         out.put(out.name("checkpoint_id") + _text("") + out.name("save_id") + _text(save_id))
         out.put(out.name("load_id") + b"N" + out.name("modules") + b"]ub" + out.name("version") + _text("1.0.0") + b"ub.")
-        return b"".join(out.parts)
+        return out.filled(name)
 
 
 def render(metadata: Metadata, save_id: str) -> bytes:
@@ -313,5 +333,6 @@ def _emit_place(out: _Emitter, fqn: str, offset: tuple[int, ...] | None, number:
     out.put(out.new(_METADATA, "MetadataIndex") + b"}(" + out.name("fqn") + out.name(fqn))
     if offset is not None and number is not None:
         out.put(out.name("index") + _int(number) + out.name("offset") + out.size(offset))
-    out.put(b"ub" + out.new(_FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path") + out.name(place.file))
+    out.put(b"ub" + out.new(_FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path"))
+    out.file(place.file)
     out.put(out.name("offset") + _int(place.start) + out.name("length") + _int(place.nbytes) + b"ub")

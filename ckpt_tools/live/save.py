@@ -12,17 +12,16 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ckpt_tools.box import Box, is_flat
 from ckpt_tools.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry, check
-from ckpt_tools.commit import check_destination, staging, staging_path
+from ckpt_tools.destination import Destination
 from ckpt_tools.dtypes import BY_NAME
-from ckpt_tools.errors import PlanError, StorageError, printable
-from ckpt_tools.formats import dcp, foreign_files, torch_zip
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats import dcp, torch_zip
 from ckpt_tools.formats.dcp_metadata import Metadata, Place, Template, TensorMeta
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.shards import Shard, alias_key
@@ -62,12 +61,13 @@ class Layout:
 
 @dataclass(slots=True)
 class SaveReport:
-    """What a save wrote: path, bytes of this rank's file, and of all files (on rank 0)."""
+    """What a save wrote: path, bytes of this rank's file, and of all files (on rank 0); and remarks."""
 
     path: str
     own_nbytes: int
     nbytes: int = 0
     seconds: float = 0.0
+    notes: Sequence[str] = ()
 
 
 # ---- agreeing --------------------------------------------------------------------------------------------------------------
@@ -214,13 +214,13 @@ def _head(
 
 
 def write(
-    group: Group, target: Path, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], jobs: int
+    group: Group, target: Destination, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], jobs: int
 ) -> SaveReport:
     """Writes one checkpoint and makes it visible; called by all ranks, from the layout that they agreed on.
 
     Args:
         group: all ranks.
-        target: the directory to be; it must not exist.
+        target: the checkpoint to be; it must not exist.
         step: for the manifest.
         layout: from `agree`.
         memory: the bytes of this rank's pieces, in the order of its task.
@@ -230,20 +230,18 @@ def write(
     Raises:
         CheckpointError: this rank's error, or PeerError with another's; nothing is then visible at `target`.
     """
-    what, began = target.name, time.monotonic()
+    what, began = target.url.rpartition("/")[2], time.monotonic()
     attempt = group.broadcast(str(uuid.uuid4()), f"begin {what}")
+    notes: list[str] = []
     with ExitStack() as stack:
         with group.phase(f"begin {what}"):
             if group.rank == 0:
-                check_destination(target, False, foreign_files)
-                place = stack.enter_context(staging(target, attempt))
-        folder = staging_path(target, attempt)
+                target.check(False)
+                place = stack.enter_context(target.stage(attempt))
         with group.phase(f"write {what}"):
-            if not folder.is_dir():
-                raise StorageError(
-                    f"this rank does not see what rank 0 made: {printable(str(folder))}", hint="the directory must be shared by all ranks"
-                )
-            part = write_part(layout.file, folder, memory, list(objects.values()), jobs)
+            if group.rank:
+                place = target.join(attempt)
+            part = write_part(layout.file, target, place, memory, list(objects.values()), jobs)
         parts = group.gather(part[:3], f"write {what}")
         prints = group.xor(_prints(layout, part.crc64s), f"write {what}")
         with group.phase(f"commit {what}"):
@@ -254,9 +252,9 @@ def write(
                     for rank, (names, found) in enumerate(zip(layout.head.objects, parts, strict=True))
                     for fqn, at in zip(names, found[2], strict=True)
                 }
-                index = layout.head.template.render(places, attempt)
-                commit(place, index, [p[:2] for p in parts], _seal(layout.head, prints), step)
-    return SaveReport(str(target), part.nbytes, sum(p[0] for p in parts), time.monotonic() - began)
+                index = layout.head.template.render(places, attempt, lambda file: target.name(file, attempt))
+                notes = commit(target, place, index, [p[:2] for p in parts], _seal(layout.head, prints), step)
+    return SaveReport(target.url, part.nbytes, sum(p[0] for p in parts), time.monotonic() - began, notes)
 
 
 def _prints(layout: Layout, crc64s: Sequence[int]) -> torch.Tensor:

@@ -6,16 +6,15 @@ Imports nothing of torch. May import levels 0 to 4.
 from __future__ import annotations
 
 import datetime as dt
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, flat_start, is_flat, whole
 from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.checksum import combine_crc64nvme, crc64nvme, hex64
-from ckpt_tools.commit import Staging, check_room, publish_directory, sync_directory
+from ckpt_tools.destination import Destination
+from ckpt_tools.destination import Place as Staged
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, schedule, tile_bytes
@@ -23,9 +22,9 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import StorageError
 from ckpt_tools.formats import dcp, torch_zip
 from ckpt_tools.formats.dcp_metadata import Place
-from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name
+from ckpt_tools.manifest import Manifest, Sealed, SealedTensor
 from ckpt_tools.plan import Literal, Slot, Target, plan_transfer
-from ckpt_tools.storage import LocalStore, MemoryStore, write_file
+from ckpt_tools.storage import MemoryStore
 from ckpt_tools.version import __version__
 
 _MANIFEST_ROOM_BYTES = 1 << 20
@@ -81,12 +80,15 @@ def plan_file(rank: int, pieces: Sequence[Offer]) -> FilePlan:
     return FilePlan(target, tuple(steps), tuple(starts), tuple(places))
 
 
-def write_part(plan: FilePlan, folder: Path, memory: Sequence[memoryview], objects: Sequence[bytes], jobs: int) -> Part:
+def write_part(
+    plan: FilePlan, target: Destination, place: Staged, memory: Sequence[memoryview], objects: Sequence[bytes], jobs: int
+) -> Part:
     """Writes a rank's file and makes it durable.
 
     Args:
         plan: from `plan_file`.
-        folder: the staging directory of the attempt.
+        target: the checkpoint to be.
+        place: where the attempt gathers its files.
         memory: the bytes of every piece, in the plan's order.
         objects: archives that go behind the pieces.
         jobs: threads.
@@ -102,15 +104,16 @@ def write_part(plan: FilePlan, folder: Path, memory: Sequence[memoryview], objec
         nbytes += len(data)
     if not nbytes:
         return Part(0, 0, (), ())
-    check_room(folder, nbytes + _MANIFEST_ROOM_BYTES)
-    sink = WriteSink(replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals)), LocalStore(folder))
+    target.check_room(nbytes + _MANIFEST_ROOM_BYTES)
+    whole_file = replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals))
+    sink = WriteSink(whole_file, place.store, lambda file: target.name(file, place.attempt))
     try:
         sink.open()
         run(plan.steps, MemoryStore({str(number): view for number, view in enumerate(memory)}), sink, jobs)
         checksums = sink.finish()
     finally:
         sink.abort()
-    sync_directory(folder)
+    place.sync()
     return Part(nbytes, checksums[name], tuple(places), tuple(sink.slots[name, start].crc64 for start in plan.slots))
 
 
@@ -127,44 +130,38 @@ def share_of_print(piece: Offer, crc64: int) -> int:
 
 
 def commit(
-    place: Staging,
+    target: Destination,
+    place: Staged,
     index: bytes,
     parts: Sequence[tuple[int, int]],
     tensors: Mapping[str, SealedTensor],
     step: int | None,
-    overwrite: bool = False,
-) -> None:
-    """Proves that every rank's file is there, then manifest, index, one rename.
+) -> list[str]:
+    """Proves that every rank's file is there, then publishes; returns remarks.
 
     Args:
-        place: the staging directory, complete but for manifest and index.
+        target: the checkpoint to be.
+        place: where its files are, complete but for manifest and index.
         index: the contents of `.metadata`.
         parts: bytes and CRC-64 of every rank's file.
         tensors: their fingerprints, as far as known.
         step: for the manifest.
-        overwrite: change places with what is there, in one step.
 
     Raises:
         StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is visible then.
     """
     files: dict[str, Sealed] = {}
+    found = place.sizes()
     for rank, (nbytes, crc64) in enumerate(parts):
-        name = dcp.data_file_name(rank)
+        name = target.name(dcp.data_file_name(rank), place.attempt)
         if not nbytes:
             continue
-        try:
-            found = os.stat(place.path / name).st_size
-        except FileNotFoundError:
-            found = 0
-        if found != nbytes:
-            raise StorageError(f"a file is not what its rank wrote: expected {nbytes} bytes, got {found} ({name})")
+        if found.get(name, 0) != nbytes:
+            raise StorageError(f"a file is not what its rank wrote: expected {nbytes} bytes, got {found.get(name, 0)} ({name})")
         files[name] = Sealed(nbytes, hex64(crc64))
     manifest = Manifest(
         attempt=place.attempt, created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), tool=f"ckpt-tools {__version__}",
         operation="save", format=dcp.NAME, source={}, world_size=len(parts), files=files,
         index=(".metadata", Sealed(len(index), hex64(crc64nvme(index)))), tensors=tensors, step=step,
     )  # fmt: skip
-    store = LocalStore(place.path)
-    write_file(store, file_name(place.attempt), manifest.render())
-    write_file(store, ".metadata", index)
-    publish_directory(place, overwrite)
+    return place.publish(manifest.render(), Literal(".metadata", 0, index))

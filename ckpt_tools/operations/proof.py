@@ -15,9 +15,8 @@ from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.formats import Source
-from ckpt_tools.manifest import NAME, parse
+from ckpt_tools.manifest import find
 from ckpt_tools.plan import Plan, Slot, Target, TensorPlan, plan_copies
-from ckpt_tools.storage import read
 
 
 def prove_fingerprints(source: Source, catalog: Catalog, plan: Plan, fingerprints: Mapping[str, int]) -> None:
@@ -30,10 +29,10 @@ def prove_fingerprints(source: Source, catalog: Catalog, plan: Plan, fingerprint
     Raises:
         IntegrityError: a tensor is not what was written, on the disk, or on the way.
     """
-    names = [name for name in source.store.list_files() if NAME.fullmatch(name)]
-    if len(names) != 1:
+    manifest = find(source.store)
+    if manifest is None:
         return
-    sealed = parse(read(source.store, names[0]), names[0]).tensors
+    sealed = manifest.tensors
     stored = {t.chunks[0].extent: fqn for fqn, t in source.catalog.tensors.items() if t.chunks}
     for tensor in plan.tensors:
         if tensor.is_object or tensor.src_dtype is not tensor.dst_dtype or tensor.fqn not in fingerprints:

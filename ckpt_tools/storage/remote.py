@@ -68,6 +68,7 @@ class RemoteStore:
             raise StorageError(f"cannot open {printable(self.url)}: {plain(error)}", hint="is the store's package installed?") from error
         self._root = self._fs._strip_protocol(self.url)
         self._sizes: dict[str, int] = {}
+        self._modified: dict[str, Any] = {}
         self._etags: dict[str, str] = {}  # of S3 objects: every read asks for the very one that was listed
         self._folders: list[str] | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -124,7 +125,7 @@ class RemoteStore:
         return self._sizes[path]
 
     def _note(self, path: str, entry: Mapping[str, Any]) -> None:
-        self._sizes[path] = int(entry["size"] or 0)
+        self._sizes[path], self._modified[path] = int(entry["size"] or 0), entry.get("LastModified")
         if entry.get("ETag"):
             self._etags[path] = str(entry["ETag"])
 
@@ -296,6 +297,15 @@ class RemoteStore:
     def version(self, path: str) -> str:
         """Returns the ETag of an object that was listed, "" where there is none."""
         return self._etags.get(path, "")
+
+    def modified(self, path: str) -> Any:
+        """Returns when an object that was listed was written, by the store's clock; None where it does not tell."""
+        return self._modified.get(path)
+
+    @property
+    def root(self) -> str:
+        """Bucket and prefix."""
+        return str(self._root)
 
     def fresh(self) -> RemoteStore:
         """Returns the same store, of which nothing has been looked at yet."""

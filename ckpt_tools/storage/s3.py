@@ -51,6 +51,11 @@ class S3:
         bucket, key, _ = self.fs.split_path(path)
         return {"Bucket": bucket, "Key": key}
 
+    def at_prefix(self, path: str) -> dict[str, str]:
+        """Returns bucket and prefix of everything below a path."""
+        bucket, key, _ = self.fs.split_path(path)
+        return {"Bucket": bucket, "Prefix": f"{key.rstrip('/')}/" if key else ""}
+
     async def ask(self, method: str, **kwargs: Any) -> Any:
         """Calls one operation of the S3 API; a body goes past s3fs, which would send it from its end when it tries again."""
         self.traffic.add(0)

@@ -67,7 +67,7 @@ class Upload:
         self._sent: dict[int, Sent] = {}
         self._running: list[Future[None]] = []
         self._put: Future[None] | None = None  # of a small object, on its way before anybody asks for its end
-        self._upload_id, self._is_over = "", False
+        self._upload_id, self._is_over, self.is_complete = "", False, False
         self._lock, self._begin = threading.Lock(), threading.Lock()
 
     @property
@@ -206,7 +206,7 @@ class Upload:
                     if attempt + 1 < ATTEMPTS and (status(error) == _CONFLICT or may_pass(error)):
                         continue
                     raise self._failed(error) from None
-            self._is_over = True
+            self._is_over = self.is_complete = True
             self._prove()
             return
 
@@ -258,7 +258,7 @@ class Stream:
         """As for `Upload`; `fs` is any of fsspec's."""
         self._fs, self._path, self._url, self.nbytes, self._is_held = fs, path, url, nbytes, is_held
         self._early: dict[int, bytes] = {}
-        self._at, self._file, self._is_over = 0, None, False
+        self._at, self._file, self._is_over, self.is_complete = 0, None, False, False
         self._lock = threading.Lock()
 
     _file: Any
@@ -295,7 +295,7 @@ class Stream:
         if is_exclusive and self._fs.exists(self._path):
             raise appeared(self._url)
         self._do("write", lambda: self._open().close())
-        self._is_over = True
+        self._is_over = self.is_complete = True
 
     def abort(self) -> None:
         if self._is_over or self._file is None:

@@ -1,0 +1,83 @@
+"""What dead jobs left half-written below the root of a run, and its removal.
+
+On a disk a lock says who is dead. In an object store nothing does: there it is what never got an index, and uploads that never ended, of
+which the newest byte is older than a grace by the store's own clock. May import levels 0 to 3 and commit.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_tools.commit import remove_dead
+from ckpt_tools.formats import INDEXES
+from ckpt_tools.formats.base import attempt_of
+from ckpt_tools.manifest import NAME
+from ckpt_tools.storage import RemoteStore, is_url
+from ckpt_tools.storage.s3 import S3, server_time
+
+GRACE_S = 24 * 3600.0
+
+
+class Leftover(NamedTuple):
+    """A path, or the URL of an object or upload."""
+
+    url: str
+    what: str
+
+
+def remove_leftovers(
+    root: str | os.PathLike[str], grace_s: float = GRACE_S, dry_run: bool = False, options: Mapping[str, Any] | None = None
+) -> list[Leftover]:
+    """Removes what dead jobs left, and returns it.
+
+    Args:
+        root: of a run, a path or a URL.
+        grace_s: in an object store, seconds for which a job may be silent and not be taken for dead.
+        dry_run: only look.
+        options: of the object store, as fsspec takes them.
+
+    Raises:
+        StorageError: it cannot be listed or removed.
+    """
+    if not is_url(root):
+        return [Leftover(str(path), "directory") for path in remove_dead(Path(root), dry_run=dry_run)]
+    store = RemoteStore(root, options)
+    if store.s3 is None:
+        return []  # no other kind of store tells its time
+    now = server_time(store.s3.call("list", store.url, "list_objects_v2", **store.s3.at_prefix(store.root), MaxKeys=1))
+    before = now - dt.timedelta(seconds=grace_s)
+    objects = [name for folder in store.folders() for name in _unfinished(store.enter(folder), folder, before)]
+    if not dry_run:
+        store.remove(objects)
+    return [Leftover(f"{store.url}/{name}", "object") for name in objects] + _uploads(store.s3, store, before, dry_run)
+
+
+def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str]:
+    """Returns the objects of attempts in one prefix that never got an index, and have been silent for long."""
+    files = step.list_files()
+    ours = [name for name in files if attempt_of(name) or NAME.fullmatch(name)]
+    if any(name in INDEXES for name in files) or any(step.modified(name) is None or step.modified(name) > before for name in ours):
+        return []
+    return [f"{folder}/{name}" for name in ours]
+
+
+def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> list[Leftover]:
+    """Gives up uploads below a prefix that were begun long ago and never ended: they cost money and nobody sees them."""
+    found: list[Leftover] = []
+    marker: dict[str, str] = {}
+    where = s3.at_prefix(store.root)
+    while True:
+        page = s3.call("list uploads", store.url, "list_multipart_uploads", **where, **marker)
+        for upload in page.get("Uploads") or ():
+            if upload["Initiated"] < before:
+                found.append(Leftover(f"{store.url.split('://')[0]}://{where['Bucket']}/{upload['Key']}", "upload"))
+                if not dry_run:
+                    target = {"Bucket": where["Bucket"], "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                    s3.call("give up", store.url, "abort_multipart_upload", missing={}, **target)
+        if not page.get("IsTruncated"):
+            return found
+        marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
