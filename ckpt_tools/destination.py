@@ -18,10 +18,10 @@ from ckpt_tools import commit
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats import INDEXES, foreign_files, is_ours
 from ckpt_tools.formats.base import attempt_name, attempt_of
-from ckpt_tools.manifest import NAME, file_name, find
+from ckpt_tools.manifest import NAME, find
 from ckpt_tools.plan import Literal
-from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, write_file
-from ckpt_tools.storage.upload import appeared
+from ckpt_tools.storage import LocalStore, RemoteStore, Shelf, Writer, is_url, write_file
+from ckpt_tools.storage.upload import How, appeared
 
 _BESIDE = re.compile(r"\.ckpt\.manifest\.[0-9a-f]{8}\.json")
 
@@ -35,7 +35,7 @@ class Place(Protocol):
         ...
 
     @property
-    def store(self) -> Store:
+    def shelf(self) -> Shelf:
         """Takes the files."""
         ...
 
@@ -47,11 +47,11 @@ class Place(Protocol):
         """Makes the names of this process's files durable."""
         ...
 
-    def publish(self, manifest: bytes, index: Literal | None) -> list[str]:
+    def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
         """Manifest, then the one step by which everything appears; returns remarks.
 
         Args:
-            manifest: its contents.
+            manifest: None for a copy of what has none.
             index: None where a single file is its own.
 
         Raises:
@@ -150,22 +150,22 @@ class _Local:
 
 class _LocalPlace:
     def __init__(self, staging: commit.Staging, overwrite: bool, single: str) -> None:
-        self.attempt, self.store = staging.attempt, LocalStore(staging.path)
+        self.attempt, self.shelf = staging.attempt, LocalStore(staging.path)
         self._staging, self._overwrite, self._single = staging, overwrite, single
 
     def sizes(self) -> Mapping[str, int]:
-        return self.store.list_files()
+        return self.shelf.list_files()
 
     def sync(self) -> None:
         commit.sync_directory(self._staging.path)
 
-    def publish(self, manifest: bytes, index: Literal | None) -> list[str]:
-        name = file_name(self.attempt, beside=self._single)
-        write_file(self.store, name, manifest)
+    def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
+        for literal in (manifest, index):
+            if literal is not None:
+                write_file(self.shelf, literal.file, literal.data)
         if index is None:
-            commit.publish_file(self._staging, self._single, name, self._overwrite)
+            commit.publish_file(self._staging, self._single, manifest.file if manifest else "", self._overwrite)
         else:
-            write_file(self.store, index.file, index.data)
             commit.publish_directory(self._staging, self._overwrite)
         return []
 
@@ -220,13 +220,21 @@ class _RemotePlace:
     def __init__(self, store: RemoteStore, attempt: str, overwrite: bool, single: str) -> None:
         self.store, self.attempt = store, attempt
         self._overwrite, self._single = overwrite, single
-        self._manifest, self.is_published = file_name(attempt, beside=single), False
+        self._manifest, self.is_published = "", False
         self._replaces = ""  # the version of what is replaced, so that only one of two does it
-        if single:
-            store.held.add(single)
         if overwrite:
             there = store.list_files()
             self._replaces = store.version(next((n for n in (single, *INDEXES) if n in there), ""))
+        self.capabilities = store.capabilities
+
+    @property
+    def shelf(self) -> Shelf:
+        return self
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        """Starts an object; the one that is a whole result waits for `publish`."""
+        is_last = path == self._single
+        return self.store.create(path, nbytes, How(None, is_last, is_last and not self._overwrite, self._replaces if is_last else ""))
 
     def sizes(self) -> Mapping[str, int]:
         return self.store.fresh().list_files()
@@ -234,26 +242,26 @@ class _RemotePlace:
     def sync(self) -> None:
         """An object is durable once it is there."""
 
-    def publish(self, manifest: bytes, index: Literal | None) -> list[str]:
+    def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
         target = self._single if index is None else index.file
         self._check_absent(target)
-        self.store.put(self._manifest, manifest)
         writer = self.store.written.get(target)
-        is_sure = self._overwrite or self.store.excludes(self._manifest, manifest, writer)
+        is_sure = self._overwrite
+        if manifest is not None:
+            self._manifest = manifest.file
+            self.store.put(manifest.file, manifest.data)
+            is_sure = is_sure or self.store.excludes(manifest.file, manifest.data, writer)
         if not is_sure:
             self._check_absent(target)  # as late as possible
         if index is None:
             assert writer is not None
-            writer.complete(not self._overwrite, self._replaces)
+            writer.complete()
         else:
             self.store.put(index.file, index.data, not self._overwrite, self._replaces)
         self.is_published = True
         self._tidy(index)
-        return (
-            []
-            if is_sure
-            else [f"{printable(self.store.url)} does not refuse a second writer: one at the same instant would not be noticed"]
-        )
+        unsure = f"{printable(self.store.url)} does not refuse a second writer: one at the same instant would not be noticed"
+        return [] if is_sure else [unsure]
 
     def _check_absent(self, target: str) -> None:
         if not self._overwrite and target in self.sizes():

@@ -14,9 +14,9 @@ import socket
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.commit import sync_directory, trash_path
@@ -35,33 +35,30 @@ Root = str | os.PathLike[str]
 Options = Mapping[str, Any] | None
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Step:
     """One checkpoint of a run.
 
-    `store` has its files; `manifest` is None for one that this tool did not write; `problem` says why it cannot be resumed from, "" where
-    it can.
+    `path` is the URL of one in an object store; `manifest` is None for one that this tool did not write; `problem` says why it cannot be
+    resumed from, "" where it can; `store` has its files.
     """
 
     number: int
-    store: Store
+    path: Path | str
     nbytes: int
     manifest: Manifest | None
     problem: str
-
-    @property
-    def path(self) -> Path | str:
-        """Where it is: a path, or the URL of one in an object store."""
-        return Path(self.store.url) if isinstance(self.store, LocalStore) else self.store.url
+    store: Store | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
         """The last segment of its path."""
-        return self.store.url.rstrip("/").rpartition("/")[2]
+        return os.path.basename(self.path)
 
     @property
     def is_ours(self) -> bool:
         """Tells whether this tool wrote it, under the name that it gives, so that retention may remove it."""
-        return self.manifest is not None and self.name == step_name(self.number) and not os.path.islink(self.store.url)
+        return self.manifest is not None and self.name == step_name(self.number) and not os.path.islink(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +106,24 @@ def _find(root: Root, options: Options) -> list[tuple[int, Store]]:
 
 
 def _is_visible(step: Step) -> bool:
-    return isinstance(step.store, LocalStore) or not step.problem or any(name in INDEXES for name in step.store.list_files())
+    return not is_url(step.path) or not step.problem or any(name in INDEXES for name in _open(step).list_files())
+
+
+def _open(step: Step) -> Store:
+    return step.store or LocalStore(step.path)
 
 
 def look_at(number: int, store: Store | Path) -> Step:
     """Looks at one step: every file that its manifest names is there with its size, and the index has its checksum."""
     store = LocalStore(store) if isinstance(store, Path) else store
+    path = store.url if is_url(store.url) else Path(store.url)
     try:
         nbytes = sum(store.list_files().values())
         manifest = find(store)
         problem = _foreign_problem(store) if manifest is None else _sealed_problem(store, manifest)
-        return Step(number, store, nbytes, manifest, problem)
+        return Step(number, path, nbytes, manifest, problem, store)
     except CheckpointError as error:
-        return Step(number, store, 0, None, str(error))
+        return Step(number, path, 0, None, str(error), store)
     finally:
         store.close()
 
@@ -154,7 +156,7 @@ def damage(step: Step) -> str:
     """Reads a step in full and returns what is wrong with it, "" for nothing; without a manifest there is nothing to compare."""
     if step.problem or step.manifest is None:
         return step.problem
-    store = step.store
+    store = _open(step)
     try:
         for name, sealed in step.manifest.files.items():
             crc = 0
@@ -244,7 +246,7 @@ def remove(step: Step) -> None:
         for part in ([n for n in files if n in INDEXES], [n for n in files if MANIFEST_NAME.fullmatch(n)], list(files)):
             step.store.remove(part)
         return
-    path = Path(step.store.url)
+    path = Path(step.path)
     trash = trash_path(path, step.manifest.attempt)
     try:
         os.rename(path, trash)

@@ -21,7 +21,7 @@ from ckpt_tools.engine.kernels import Bytes, gather
 from ckpt_tools.engine.schedule import Read, Step, Tile, Write
 from ckpt_tools.errors import IntegrityError, StorageError, printable
 from ckpt_tools.plan import Literal, Target, Trailer
-from ckpt_tools.storage import MemoryStore, Store, Writer
+from ckpt_tools.storage import MemoryStore, Shelf, Writer
 
 _FINISHERS = 16  # each waits for a store
 
@@ -191,7 +191,7 @@ class _Frame:
 class WriteSink:
     """Writes a target's files and knows, at the end, the checksum of each without reading it again."""
 
-    def __init__(self, target: Target, store: Store, name: Callable[[str], str] = str) -> None:
+    def __init__(self, target: Target, store: Shelf, name: Callable[[str], str] = str) -> None:
         """Takes the files to be, the store that they go to, and under which name each is to lie there."""
         self.target, self.store, self._name = target, store, name
         self.fingerprints = Fingerprints()

@@ -22,7 +22,7 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import StorageError
 from ckpt_tools.formats import dcp, torch_zip
 from ckpt_tools.formats.dcp_metadata import Place
-from ckpt_tools.manifest import Manifest, Sealed, SealedTensor
+from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name
 from ckpt_tools.plan import Literal, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore
 from ckpt_tools.version import __version__
@@ -106,7 +106,7 @@ def write_part(
         return Part(0, 0, (), ())
     target.check_room(nbytes + _MANIFEST_ROOM_BYTES)
     whole_file = replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals))
-    sink = WriteSink(whole_file, place.store, lambda file: target.name(file, place.attempt))
+    sink = WriteSink(whole_file, place.shelf, lambda file: target.name(file, place.attempt))
     try:
         sink.open()
         run(plan.steps, MemoryStore({str(number): view for number, view in enumerate(memory)}), sink, jobs)
@@ -164,4 +164,4 @@ def commit(
         operation="save", format=dcp.NAME, source={}, world_size=len(parts), files=files,
         index=(".metadata", Sealed(len(index), hex64(crc64nvme(index)))), tensors=tensors, step=step,
     )  # fmt: skip
-    return place.publish(manifest.render(), Literal(".metadata", 0, index))
+    return place.publish(Literal(file_name(place.attempt), 0, manifest.render()), Literal(".metadata", 0, index))

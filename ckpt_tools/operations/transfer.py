@@ -27,10 +27,10 @@ from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats import Request, Source, TargetTensor, accelerate, dcp, open_source, safetensors, whole_tensor
 from ckpt_tools.formats.base import Format
 from ckpt_tools.layout import reshard_boxes, split
-from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, seal_tensors
+from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
 from ckpt_tools.operations.proof import prove_fingerprints, prove_replicas
-from ckpt_tools.plan import Plan, Target, plan_transfer
-from ckpt_tools.storage import Store, is_url
+from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
+from ckpt_tools.storage import Shelf, is_url
 from ckpt_tools.version import __version__
 
 Path_ = str | os.PathLike[str]
@@ -311,17 +311,17 @@ def _transfer(
     bar = options.get("progress") or (_no_bar)
     single = next(iter(layout.file_sizes)) if layout.index is None else ""
     with dst.stage(attempt, overwrite, single) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
-        sink = WriteSink(layout, place.store)
+        sink = WriteSink(layout, place.shelf)
         try:
             sink.open()
-            totals = run(_steps(plan, located, tiles, place.store), source.store, sink, jobs, advance)
+            totals = run(_steps(plan, located, tiles, place.shelf), source.store, sink, jobs, advance)
             checksums = sink.finish()
             wrong = assumes and not _is_as_assumed(located, source.format.locate(source.store, tensors))
             if not wrong:
                 fingerprints = sink.fingerprints.join()
                 prove_fingerprints(source, catalog, plan, fingerprints)
                 manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
-                notes += place.publish(manifest.render(), layout.index)
+                notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
         finally:
             sink.abort()
     if wrong:
@@ -330,7 +330,7 @@ def _transfer(
     return result(totals, files)
 
 
-def _steps(plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Store) -> Iterator[Step]:
+def _steps(plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Shelf) -> Iterator[Step]:
     """Schedules a plan, for a store that takes streams a few files at a time."""
     plans = [plan] if store.capabilities.can_write_anywhere else by_files(plan, _STREAMS)
     return chain.from_iterable(schedule(part, located, *tiles) for part in plans)

@@ -67,7 +67,24 @@ class Writer(Protocol):
         ...
 
 
-class Store(Protocol):
+class Shelf(Protocol):
+    """Where new files can be put."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this store can do."""
+        ...
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        """Starts a new file of exactly `nbytes` bytes.
+
+        Raises:
+            StorageError: the file exists already, or there is no room.
+        """
+        ...
+
+
+class Store(Shelf, Protocol):
     """Files under one root.
 
     Guarantees: reads see a file as it was at one moment or raise; ranges are half-open; a zero-length range reads nothing
@@ -77,11 +94,6 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """Where the root is, for messages."""
-        ...
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What this store can do."""
         ...
 
     @property
@@ -128,14 +140,6 @@ class Store(Protocol):
         """Hints that `(path, start, nbytes)` ranges are wanted soon; may do nothing."""
         ...
 
-    def create(self, path: str, nbytes: int) -> Writer:
-        """Starts a new file of exactly `nbytes` bytes.
-
-        Raises:
-            StorageError: the file exists already, or there is no room.
-        """
-        ...
-
     def close(self) -> None:
         """Releases what the store holds open."""
         ...
@@ -148,7 +152,7 @@ def read(store: Store, path: str, start: int = 0, nbytes: int | None = None) -> 
     return bytes(buffer)
 
 
-def write_file(store: Store, path: str, data: bytes) -> None:
+def write_file(store: Shelf, path: str, data: bytes) -> None:
     """Writes a small file whole and makes it durable."""
     writer = store.create(path, len(data))
     try:

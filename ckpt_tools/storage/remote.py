@@ -21,7 +21,7 @@ from ckpt_tools.storage.base import Capabilities, Traffic, check_path
 from ckpt_tools.storage.failures import ATTEMPTS, pause, plain, retry
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 from ckpt_tools.storage.s3 import S3
-from ckpt_tools.storage.upload import Stream, Upload, appeared, refuses
+from ckpt_tools.storage.upload import How, Stream, Upload, appeared, refuses
 
 if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -78,7 +78,6 @@ class RemoteStore:
         self._announced: list[Range] = []
         self._announced_nbytes = 0
         self._s3: S3 | None = None
-        self.held: set[str] = set()
         self.written: dict[str, Upload | Stream] = {}
 
     # ---- names ---------------------------------------------------------------------------------------------------------
@@ -249,18 +248,11 @@ class RemoteStore:
             self._s3 = S3(self._fs, self.traffic)
         return self._s3
 
-    def create(self, path: str, nbytes: int) -> Upload | Stream:
-        return self.upload(path, nbytes)
-
-    def upload(self, path: str, nbytes: int, starts: Sequence[int] | None = None) -> Upload | Stream:
-        """As `create`, with the places where the parts begin; what is in `held` appears when its writer is told to `complete`."""
+    def create(self, path: str, nbytes: int, how: How | None = None) -> Upload | Stream:
         full, url = self._full(path), f"{self.url}/{path}"
-        self.written[path] = (
-            Upload(self.s3, full, url, nbytes, starts, path in self.held)
-            if self.s3
-            else Stream(self._fs, full, url, nbytes, path in self.held)
-        )
-        return self.written[path]
+        writer = Upload(self.s3, full, url, nbytes, how) if self.s3 else Stream(self._fs, full, url, nbytes, how)
+        self.written[path] = writer
+        return writer
 
     def put(self, path: str, data: bytes, is_exclusive: bool = False, replaces: str = "") -> None:
         """Writes a small object in one step.
@@ -274,10 +266,10 @@ class RemoteStore:
         Raises:
             StorageError: another writer was first, or the store refuses.
         """
-        writer = Upload(self.s3, self._full(path), f"{self.url}/{path}", len(data), (0,), True) if self.s3 else None
-        if writer is not None:
+        if self.s3:
+            writer = Upload(self.s3, self._full(path), f"{self.url}/{path}", len(data), How((0,), True, is_exclusive, replaces))
             writer.write_at(0, data)
-            writer.complete(is_exclusive, replaces)
+            writer.complete()
             return
         mode = "create" if is_exclusive else "overwrite"
         try:

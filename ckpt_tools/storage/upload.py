@@ -12,15 +12,16 @@ import uuid
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckpt_tools.checksum import crc64nvme, join_crc64
-from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.checksum import crc64nvme, hex64, join_crc64
+from ckpt_tools.errors import IntegrityError, StorageError, printable
 from ckpt_tools.storage.failures import ATTEMPTS, hint, may_pass, plain, status
 from ckpt_tools.storage.s3 import S3, encoded, stored_crc64
 
 PART_BYTES, MIN_PART_BYTES, MAX_PARTS = 8 << 20, 5 << 20, 10_000
-_MARK = "ckpt-upload"
+_MARK, CLAIM = "ckpt-upload", "ckpt-crc64nvme"
 _CONFLICT, _EXISTS = 409, 412
 
 
@@ -42,13 +43,37 @@ class Sent(NamedTuple):
 
     etag: str
     nbytes: int
-    crc64: int
+    crc64: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What is special about a new object.
+
+    Attributes:
+        starts: where its parts begin, if not `part_starts`.
+        is_held: `finish` leaves the last step to `complete`.
+        is_exclusive: it appears only where there is none of that name, as far as the store knows such conditions.
+        replaces: it appears only in the place of the object with that ETag.
+        crc64: CRC-64/NVME of the whole, if it is known beforehand: then it is noted with the object.
+    """
+
+    starts: Sequence[int] | None = None
+    is_held: bool = False
+    is_exclusive: bool = False
+    replaces: str = ""
+    crc64: int | None = None
+
+    @property
+    def condition(self) -> dict[str, str]:
+        """The condition as the API has it."""
+        return {"IfNoneMatch": "*"} if self.is_exclusive else {"IfMatch": self.replaces} if self.replaces else {}
 
 
 class Upload:
     """One S3 object under construction. It appears, whole, with `complete`; `finish` includes that unless it is held back."""
 
-    def __init__(self, s3: S3, path: str, url: str, nbytes: int, starts: Sequence[int] | None = None, is_held: bool = False) -> None:
+    def __init__(self, s3: S3, path: str, url: str, nbytes: int, how: How | None = None) -> None:
         """Begins; asks for nothing yet.
 
         Args:
@@ -56,13 +81,15 @@ class Upload:
             path: bucket and key.
             url: for messages.
             nbytes: size of the object.
-            starts: where its parts begin, if not `part_starts`.
-            is_held: `finish` leaves the last step to `complete`.
+            how: whatever is not as usual.
         """
-        self._s3, self._path, self._url, self.nbytes, self._is_held = s3, path, url, nbytes, is_held
+        how = how or How()
+        self._s3, self._path, self._url, self.nbytes, self._how = s3, path, url, nbytes, how
+        starts = how.starts
+        claim = {} if how.crc64 is None else {CLAIM: hex64(how.crc64)}
+        self._metadata = {_MARK: uuid.uuid4().hex, **claim}
         self._at = s3.at(path)
         self._starts = part_starts(nbytes) if starts is None else starts
-        self._token = uuid.uuid4().hex
         self._parts: dict[int, _Part] = {}
         self._sent: dict[int, Sent] = {}
         self._running: list[Future[None]] = []
@@ -92,8 +119,8 @@ class Upload:
                     del self._parts[number]
             if is_full and not self.is_small:
                 self._send(number, bytes(part.data))
-            elif is_full and not self._is_held:
-                self._put = self._s3.run(self._ask_complete({}))
+            elif is_full and not self._how.is_held and self._how.crc64 is None:
+                self._put = self._s3.run(self._ask_complete(self._how.condition))
             start, view = start + len(piece), view[len(piece) :]
 
     def view(self, start: int, nbytes: int) -> None:
@@ -123,7 +150,7 @@ class Upload:
         with self._begin:
             if not self._upload_id:
                 sums = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
-                answer = self._s3.call("create", self._url, "create_multipart_upload", **self._at, Metadata={_MARK: self._token}, **sums)
+                answer = self._s3.call("create", self._url, "create_multipart_upload", **self._at, Metadata=self._metadata, **sums)
                 self._upload_id = str(answer["UploadId"])
             return self._upload_id
 
@@ -133,7 +160,7 @@ class Upload:
         self._s3.server.flight.enter(len(data))
         self._start(number, len(data), crc, "upload_part", Body=data, **sums)
 
-    def copy(self, start: int, nbytes: int, source: str, source_start: int, etag: str, crc64: int) -> None:
+    def copy(self, start: int, nbytes: int, source: str, source_start: int, etag: str, crc64: int | None) -> None:
         """Has the store copy a part from another of its objects, if it is the one with that ETag.
 
         Args:
@@ -142,14 +169,14 @@ class Upload:
             source: bucket and key.
             source_start: from which byte.
             etag: of the source; an error if it has changed.
-            crc64: of these bytes, as known beforehand.
+            crc64: of these bytes, if it is known beforehand.
         """
         self._start(
             bisect_right(self._starts, start) - 1, nbytes, crc64, "upload_part_copy", CopySource=self._s3.at(source),
             CopySourceRange=f"bytes={source_start}-{source_start + nbytes - 1}", CopySourceIfMatch=etag,
         )  # fmt: skip
 
-    def _start(self, number: int, nbytes: int, crc64: int, method: str, **kwargs: Any) -> None:
+    def _start(self, number: int, nbytes: int, crc64: int | None, method: str, **kwargs: Any) -> None:
         upload_id = self._open()
         held = nbytes if "Body" in kwargs else 0
 
@@ -177,27 +204,25 @@ class Upload:
         """Waits until the store has every part, then makes the object appear unless it is held back."""
         wait(self._running)
         self._raise_early()
-        if not self._is_held:
-            self.complete(is_exclusive=False)
+        if not self._how.is_held:
+            self.complete()
 
-    def complete(self, is_exclusive: bool, replaces: str = "") -> None:
+    def complete(self) -> None:
         """Makes the object appear.
-
-        Args:
-            is_exclusive: only where there is none of that name, as far as the store knows such conditions.
-            replaces: only in the place of the object with that ETag.
 
         Raises:
             StorageError: another writer was first, or the store refuses; what was sent is given up.
         """
-        condition = {"IfNoneMatch": "*"} if is_exclusive else {"IfMatch": replaces} if replaces else {}
+        condition, replaces = self._how.condition, self._how.replaces
+        if self._put is None:
+            self._check_expected()
         for attempt in range(ATTEMPTS):
             work, self._put = self._put or self._s3.run(self._ask_complete(condition)), None
             try:
                 work.result()
             except Exception as error:  # noqa: BLE001  # what became of it is looked up
                 head = self._s3.head(self._url, self._path)
-                if head.get("Metadata", {}).get(_MARK) != self._token:
+                if head.get("Metadata", {}).get(_MARK) != self._metadata[_MARK]:
                     if replaces and head.get("ETag") == replaces == condition["IfMatch"]:
                         condition = {"IfMatch": replaces.strip('"')}  # RadosGW compares them without the quotes
                         continue
@@ -210,28 +235,47 @@ class Upload:
             self._prove()
             return
 
+    def _check_expected(self) -> None:
+        """Compares what was sent with what was to be sent, before it appears."""
+        crc = crc64nvme(self._parts[0].data) if self._parts else self._crc64()
+        if self._how.crc64 not in (None, crc):
+            raise IntegrityError(
+                f"bytes were damaged on the way: expected CRC-64 {hex64(self._how.crc64 or 0)}, got {hex64(crc or 0)}"
+                f" ({printable(self._url)})",
+                hint="try again; if it stays so, the source is damaged",
+            )
+
     async def _ask_complete(self, condition: dict[str, str]) -> None:
         if self.is_small:
             data = bytes(self._parts[0].data) if self._parts else b""
-            self._sent[0] = Sent("", len(data), crc64nvme(data))
-            sums = self._s3.seal(data, self._sent[0].crc64)
-            self._s3.note(await self._s3.ask("put_object", **self._at, Body=data, Metadata={_MARK: self._token}, **sums, **condition))
+            crc = crc64nvme(data)
+            self._sent[0] = Sent("", len(data), crc)
+            sums = self._s3.seal(data, crc)
+            self._s3.note(await self._s3.ask("put_object", **self._at, Body=data, Metadata=self._metadata, **sums, **condition))
             self._parts.clear()
             return
         sent = sorted(self._sent.items())
-        crc = join_crc64((s.crc64, s.nbytes) for _, s in sent)
+        crc = self._crc64()
+        sums = {} if crc is None else {"ChecksumCRC64NVME": encoded(crc.to_bytes(8, "big")), "ChecksumType": "FULL_OBJECT"}
+        parts = [{"PartNumber": n + 1, "ETag": s.etag} for n, s in sent]
         await self._s3.ask(
-            "complete_multipart_upload", **self._at, UploadId=self._upload_id, ChecksumCRC64NVME=encoded(crc.to_bytes(8, "big")),
-            ChecksumType="FULL_OBJECT", MultipartUpload={"Parts": [{"PartNumber": n + 1, "ETag": s.etag} for n, s in sent]}, **condition,
-        )  # fmt: skip
+            "complete_multipart_upload", **self._at, UploadId=self._upload_id, MultipartUpload={"Parts": parts}, **sums, **condition
+        )
+
+    def _crc64(self) -> int | None:
+        """Returns the checksum of the whole, None where parts were copied that nobody knows it of."""
+        crcs = [(s.crc64, s.nbytes) for _, s in sorted(self._sent.items())]
+        if any(crc is None for crc, _ in crcs):
+            return self._how.crc64
+        return join_crc64((crc, nbytes) for crc, nbytes in crcs if crc is not None)
 
     def _prove(self) -> None:
         """Compares size and, where the store knows it, checksum of what lies there now with what was sent."""
         head = self._s3.head(self._url, self._path)
-        if head.get("Metadata", {}).get(_MARK) != self._token:
+        if head.get("Metadata", {}).get(_MARK) != self._metadata[_MARK]:
             raise StorageError(f"an object was replaced by another writer as soon as it was written ({printable(self._url)})")
-        mine = join_crc64((s.crc64, s.nbytes) for _, s in sorted(self._sent.items()))
-        if int(head["ContentLength"]) != self.nbytes or stored_crc64(head) not in (None, mine):
+        stored, mine = stored_crc64(head), self._crc64()
+        if int(head["ContentLength"]) != self.nbytes or (None not in (stored, mine) and stored != mine):
             raise StorageError(
                 f"an object is not what was sent: expected {self.nbytes} bytes, got {head['ContentLength']} ({printable(self._url)})"
             )
@@ -254,9 +298,9 @@ class Upload:
 class Stream:
     """One object of any other store, written in order; what comes early waits. It appears when it is closed."""
 
-    def __init__(self, fs: Any, path: str, url: str, nbytes: int, is_held: bool = False) -> None:
+    def __init__(self, fs: Any, path: str, url: str, nbytes: int, how: How | None = None) -> None:
         """As for `Upload`; `fs` is any of fsspec's."""
-        self._fs, self._path, self._url, self.nbytes, self._is_held = fs, path, url, nbytes, is_held
+        self._fs, self._path, self._url, self.nbytes, self._how = fs, path, url, nbytes, how or How()
         self._early: dict[int, bytes] = {}
         self._at, self._file, self._is_over, self.is_complete = 0, None, False, False
         self._lock = threading.Lock()
@@ -286,13 +330,12 @@ class Stream:
             raise StorageError(f"cannot {operation}: {plain(error)} ({printable(self._url)})", hint=hint(error)) from None
 
     def finish(self) -> None:
-        if not self._is_held:
-            self.complete(is_exclusive=False)
+        if not self._how.is_held:
+            self.complete()
 
-    def complete(self, is_exclusive: bool, replaces: str = "") -> None:
+    def complete(self) -> None:
         """As `Upload.complete`; another writer is noticed only if it was there before."""
-        del replaces
-        if is_exclusive and self._fs.exists(self._path):
+        if self._how.is_exclusive and self._fs.exists(self._path):
             raise appeared(self._url)
         self._do("write", lambda: self._open().close())
         self._is_over = self.is_complete = True
@@ -314,7 +357,7 @@ def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:
     """Tells whether a server refuses to write over an object when told so; tried on one that may be written again as it is."""
     kind = "one" if is_small else "many"
     if kind not in s3.server.excludes:
-        probe = Upload(s3, path, url, len(data), (0,) if is_small else (0, len(data)), is_held=True)
+        probe = Upload(s3, path, url, len(data), How((0,) if is_small else (0, len(data)), is_held=True, is_exclusive=True))
         probe.write_at(0, data)
         try:
             probe.finish()
