@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ckpt_tools.live.load import load
     from ckpt_tools.live.state import PerRank, RngState
     from ckpt_tools.manager import CheckpointManager
+    from ckpt_tools.operations.copy import CopyResult, copy
     from ckpt_tools.operations.inspect import Report, inspect
     from ckpt_tools.operations.transfer import TransferResult, merge, reshard
 
@@ -33,6 +34,7 @@ __all__ = [
     "CatalogError",
     "CheckpointError",
     "CheckpointManager",
+    "CopyResult",
     "FormatError",
     "IntegrityError",
     "NotACheckpointError",
@@ -45,6 +47,7 @@ __all__ = [
     "TransferResult",
     "UnsafePickleError",
     "__version__",
+    "copy",
     "inspect",
     "load",
     "merge",
@@ -54,6 +57,7 @@ __all__ = [
 _LAZY = {
     "Report": "operations.inspect", "inspect": "operations.inspect",
     "TransferResult": "operations.transfer", "merge": "operations.transfer", "reshard": "operations.transfer",
+    "CopyResult": "operations.copy", "copy": "operations.copy",
     "CheckpointManager": "manager", "load": "live.load", "PerRank": "live.state", "RngState": "live.state",
 }  # fmt: skip
 

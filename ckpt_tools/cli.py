@@ -168,6 +168,30 @@ def reshard(
     _report(run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options), quiet, as_json)
 
 
+@app.command("copy", epilog=app.info.epilog)
+def copy_(
+    src: Source,
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory or file to be: a path, or a URL.", show_default=False)],
+    storage_option: StorageOption = None,
+    to_storage_option: Annotated[list[str] | None, typer.Option("--to-storage-option", metavar="KEY=VALUE", help="Of DST's object store, where it is another than SRC's; repeatable.", show_default=False)] = None,
+    jobs: Jobs = None, memory: Memory = None, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Copy a checkpoint as it is: upload, download, or from store to store.
+
+    A second run transfers what is missing or has another checksum; nothing is visible at DST before everything is there. Within one S3
+    the store copies by itself. A checkpoint that is there is never replaced.
+    """
+    from ckpt_tools import render
+    from ckpt_tools.operations.copy import copy as run
+
+    options = _options(jobs, memory, False, dry_run, quiet or as_json, storage_option)
+    result = run(src, dst, to_storage_options=_storage_options(to_storage_option) if to_storage_option else None, **options)
+    if as_json:
+        print(json.dumps(asdict(result)))
+    elif not quiet:
+        render.show_copy(result)
+
+
 Root = Annotated[
     str, typer.Argument(metavar="ROOT", help="A run, with its step-… directories: a path, or a URL such as s3://….", show_default=False)
 ]

@@ -97,30 +97,38 @@ def trash_path(target: Path, attempt: str) -> Path:
 
 
 @contextmanager
-def staging(target: Path, attempt: str) -> Iterator[Staging]:
-    """Yields a fresh staging directory for `target`; whatever is left of it is removed on the way out.
+def staging(target: Path, attempt: str, is_kept: bool = False) -> Iterator[Staging]:
+    """Yields a staging directory for `target`; whatever is left of it is removed on the way out.
 
     Leftovers of dead attempts at the same target are removed first; those of live ones are recognised by their lock.
+
+    Args:
+        target: the file or directory to be.
+        attempt: id of the attempt.
+        is_kept: go on with what an earlier try of the same attempt has left, and leave what there is to the next.
     """
     made = [p for p in target.absolute().parents if not os.path.lexists(p)]
     path = staging_path(target, attempt)
 
     def clean() -> None:
-        shutil.rmtree(path, ignore_errors=True)
+        if not is_kept or not any(path.glob("*")):
+            shutil.rmtree(path, ignore_errors=True)
         for folder in made if not os.path.lexists(target) else ():
             with suppress(OSError):  # it is not ours alone any more
                 folder.rmdir()
 
     lock = -1
     try:  # from here on, so that a signal at any instant finds its way to the cleaning
-        remove_dead(target.parent, _escape_glob(target.name))
+        remove_dead(target.parent, _escape_glob(target.name), spared=path if is_kept else None)
         try:
             target.absolute().parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(0o700)
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            path.mkdir(0o700, exist_ok=is_kept)
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise failed("create a staging directory", path, error) from error
-        _try_lock(lock)
+        if not _try_lock(lock):
+            is_kept = True  # it is another's
+            raise StorageError(f"another process is at work on this: {printable(str(path))}", hint="wait for it to end")
         yield Staging(attempt, path, target)
     finally:
         try:
@@ -141,18 +149,19 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def remove_dead(parent: Path, name: str = "*", dry_run: bool = False) -> list[Path]:
+def remove_dead(parent: Path, name: str = "*", dry_run: bool = False, spared: Path | None = None) -> list[Path]:
     """Removes what dead attempts left in a folder, and returns it: staging and trash whose lock no process holds.
 
     Args:
         parent: the folder.
         name: glob of the targets whose leftovers are meant.
         dry_run: only look.
+        spared: one that stays.
     """
     dead = []
     for prefix in (_STAGING, _TRASH):
         for path in sorted(parent.glob(f"{prefix}{name}.????????")):
-            if path.is_symlink() or not path.is_dir():
+            if path.is_symlink() or not path.is_dir() or path == spared:
                 continue
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:

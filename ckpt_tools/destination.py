@@ -20,7 +20,7 @@ from ckpt_tools.formats import INDEXES, foreign_files, is_ours
 from ckpt_tools.formats.base import attempt_name, attempt_of
 from ckpt_tools.manifest import NAME, find
 from ckpt_tools.plan import Literal
-from ckpt_tools.storage import LocalStore, RemoteStore, Shelf, Writer, is_url, write_file
+from ckpt_tools.storage import LocalStore, RemoteStore, Shelf, Store, Writer, is_url, write_file
 from ckpt_tools.storage.upload import How, appeared
 
 _BESIDE = re.compile(r"\.ckpt\.manifest\.[0-9a-f]{8}\.json")
@@ -37,6 +37,10 @@ class Place(Protocol):
     @property
     def shelf(self) -> Shelf:
         """Takes the files."""
+        ...
+
+    def files(self) -> Store:
+        """Returns what lies there, to be read."""
         ...
 
     def sizes(self) -> Mapping[str, int]:
@@ -92,13 +96,14 @@ class Destination(Protocol):
         """
         ...
 
-    def stage(self, attempt: str, overwrite: bool = False, single: str = "") -> AbstractContextManager[Place]:
+    def stage(self, attempt: str, overwrite: bool = False, single: str = "", is_kept: bool = False) -> AbstractContextManager[Place]:
         """Yields the place of an attempt; what is left of it is removed on the way out.
 
         Args:
             attempt: its id.
             overwrite: take the place of what is there.
             single: the one file's name, where there is no index.
+            is_kept: go on with what an earlier try of the same attempt has left, and leave what there is to the next.
         """
         ...
 
@@ -114,7 +119,7 @@ class Destination(Protocol):
 def open_destination(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Destination:
     """Returns the destination of a path or URL; `options` are those of the object store, as fsspec takes them."""
     where = os.fspath(path)
-    return _Remote(where, options) if is_url(where) else _Local(Path(where.removeprefix("file://")))
+    return RemoteDestination(where, options) if is_url(where) else _Local(Path(where.removeprefix("file://")))
 
 
 class _Local:
@@ -135,9 +140,9 @@ class _Local:
         commit.check_room(self.path, nbytes)
 
     @contextmanager
-    def stage(self, attempt: str, overwrite: bool = False, single: str = "") -> Iterator[Place]:
-        with commit.staging(self.path, attempt) as staging:
-            yield _LocalPlace(staging, overwrite, single)
+    def stage(self, attempt: str, overwrite: bool = False, single: str = "", is_kept: bool = False) -> Iterator[Place]:
+        with commit.staging(self.path, attempt, is_kept) as staging:
+            yield LocalPlace(staging, overwrite, single)
 
     def join(self, attempt: str) -> Place:
         folder = commit.staging_path(self.path, attempt)
@@ -145,18 +150,29 @@ class _Local:
             raise StorageError(
                 f"this rank does not see what rank 0 made: {printable(str(folder))}", hint="the directory must be shared by all ranks"
             )
-        return _LocalPlace(commit.Staging(attempt, folder, self.path), False, "")
+        return LocalPlace(commit.Staging(attempt, folder, self.path), False, "")
 
 
-class _LocalPlace:
+class LocalPlace:
+    """See `Place`: a staging directory."""
+
     def __init__(self, staging: commit.Staging, overwrite: bool, single: str) -> None:
         self.attempt, self.shelf = staging.attempt, LocalStore(staging.path)
         self._staging, self._overwrite, self._single = staging, overwrite, single
 
+    def files(self) -> Store:
+        return LocalStore(self.shelf.root)
+
     def sizes(self) -> Mapping[str, int]:
         return self.shelf.list_files()
 
+    def remove(self, name: str) -> None:
+        """Removes a file that an earlier try has left."""
+        (self.shelf.root / name).unlink()
+
     def sync(self) -> None:
+        for folder in self.shelf.folders():
+            commit.sync_directory(self._staging.path / folder)
         commit.sync_directory(self._staging.path)
 
     def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
@@ -170,7 +186,9 @@ class _LocalPlace:
         return []
 
 
-class _Remote:
+class RemoteDestination:
+    """See `Destination`."""
+
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         self.url, self._options = url.rstrip("/"), options
         self._parent, _, self._name = self.url.rpartition("/")
@@ -204,19 +222,21 @@ class _Remote:
         del nbytes
 
     @contextmanager
-    def stage(self, attempt: str, overwrite: bool = False, single: str = "") -> Iterator[Place]:
-        place = _RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, overwrite, single)
+    def stage(self, attempt: str, overwrite: bool = False, single: str = "", is_kept: bool = False) -> Iterator[Place]:
+        place = RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, overwrite, single)
         try:
             yield place
         finally:
             if not place.is_published:
-                place.give_up()
+                place.give_up(is_kept)
 
     def join(self, attempt: str) -> Place:
-        return _RemotePlace(RemoteStore(self.url, self._options), attempt, False, "")
+        return RemotePlace(RemoteStore(self.url, self._options), attempt, False, "")
 
 
-class _RemotePlace:
+class RemotePlace:
+    """See `Place`; `store` is where its files lie."""
+
     def __init__(self, store: RemoteStore, attempt: str, overwrite: bool, single: str) -> None:
         self.store, self.attempt = store, attempt
         self._overwrite, self._single = overwrite, single
@@ -233,8 +253,15 @@ class _RemotePlace:
 
     def create(self, path: str, nbytes: int) -> Writer:
         """Starts an object; the one that is a whole result waits for `publish`."""
+        return self.store.create(path, nbytes, self.how(path))
+
+    def how(self, path: str) -> How:
+        """Returns how an object is to be written."""
         is_last = path == self._single
-        return self.store.create(path, nbytes, How(None, is_last, is_last and not self._overwrite, self._replaces if is_last else ""))
+        return How(None, is_last, is_last and not self._overwrite, self._replaces if is_last else "")
+
+    def files(self) -> Store:
+        return self.store
 
     def sizes(self) -> Mapping[str, int]:
         return self.store.fresh().list_files()
@@ -281,12 +308,12 @@ class _RemotePlace:
             return False
         return bool(attempt_of(name) or NAME.fullmatch(name)) or (self._overwrite and is_ours(name))
 
-    def give_up(self) -> None:
+    def give_up(self, is_kept: bool) -> None:
         """Removes what this attempt has put there, unless it was committed after all: a reply can be lost, a signal can come late."""
         for writer in self.store.written.values():
             writer.abort()
         try:
-            if self._is_committed():
+            if is_kept or self._is_committed():
                 return
             self.store.remove([n for n in self.sizes() if n == self._manifest or (not self._single and attempt_of(n) == self.attempt[:8])])
         except CheckpointError:

@@ -5,6 +5,7 @@ May import levels 0 to 3.
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.plan import Plan
 from ckpt_tools.storage import Store, read
+from ckpt_tools.version import __version__
 
 VERSION = 1
 NAME = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
@@ -52,6 +54,12 @@ class Manifest:
     index: tuple[str, Sealed] | None
     tensors: Mapping[str, SealedTensor]
     step: int | None = None
+
+    @classmethod
+    def now(cls, attempt: str, operation: str, form: str, source: Mapping[str, Any], **fields: Any) -> Manifest:
+        """Returns a manifest of what this tool has just done."""
+        created, tool = dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), f"ckpt-tools {__version__}"
+        return cls(attempt=attempt, created=created, tool=tool, operation=operation, format=form, source=source, **fields)
 
     def render(self) -> bytes:
         """Returns the JSON text: ASCII, a line for every file and tensor, keys in a fixed order."""

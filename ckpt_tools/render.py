@@ -14,6 +14,7 @@ from ckpt_tools.catalog import key_path
 from ckpt_tools.errors import printable
 
 if TYPE_CHECKING:
+    from ckpt_tools.operations.copy import CopyResult
     from ckpt_tools.operations.inspect import Report, Total
     from ckpt_tools.operations.transfer import TransferResult
     from ckpt_tools.steps import Step
@@ -265,6 +266,21 @@ def show_pruned(removed: Sequence[Step], leftovers: Sequence[str], is_dry_run: b
         print(f"{verb} {printable(left)}  what a dead job left")
     if not removed and not leftovers:
         print("nothing to remove")
+
+
+def show_copy(result: CopyResult) -> None:
+    """Prints what a copy did."""
+    verb = "would copy" if result.is_dry_run else "copied"
+    where, total = printable(result.destination), sum(result.files.values())
+    print(f"{verb} {where}: {len(result.files)} files, {size(total)} in {result.seconds:.2f} s")
+    parts = (
+        ("through this machine", result.client_nbytes),
+        ("within the store", result.store_nbytes),
+        ("there already", result.kept_nbytes),
+    )
+    print("  " + ", ".join(f"{size(nbytes)} {what}" for what, nbytes in parts if nbytes))
+    for note in result.notes:
+        print(f"  note: {printable(note)}")
 
 
 def step_as_json(step: Step) -> dict[str, Any]:

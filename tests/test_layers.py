@@ -12,7 +12,7 @@ import ckpt_tools
 ROOT = Path(ckpt_tools.__file__).parent
 LEVELS = [
     ["errors", "box", "dtypes", "checksum", "version"],
-    ["catalog", "layout", "storage.base", "storage.ranges", "storage.failures", "storage.s3", "storage.upload"],
+    ["catalog", "layout", "storage.base", "storage.ranges", "storage.windows", "storage.failures", "storage.s3", "storage.upload"],
     ["storage.local", "storage.memory", "storage.remote", "storage", "plan"],
     [
         "formats.base",
@@ -36,7 +36,7 @@ LEVELS = [
         "leftovers",
         "steps",
     ],
-    ["operations.proof", "operations.inspect", "operations.transfer", "operations"],
+    ["operations.proof", "operations.inspect", "operations.transfer", "operations.copy", "operations"],
     ["live.group", "live.shards", "live.state", "live.share", "live.match", "live.write", "live.save", "live.load", "live"],
     ["manager", "distributed"],
     ["", "render", "cli", "__main__"],

@@ -57,6 +57,17 @@ class Source:
         """The path on this machine's file system, None for one in an object store."""
         return None if is_url(self.path) else Path(self.path)
 
+    @property
+    def is_file(self) -> bool:
+        """Tells whether it was given as one file."""
+        return isinstance(self.store, _OneFile)
+
+    @property
+    def remote(self) -> RemoteStore | None:
+        """The object store that it lies in, None for one on a disk."""
+        store = self.store.inner if isinstance(self.store, _OneFile) else self.store
+        return store if isinstance(store, RemoteStore) else None
+
     def assume(self, tensors: Iterable[TensorEntry]) -> dict[Extent, Extent]:
         """Returns where the payloads of packed extents lie, if they were written as usual; unusual ones are looked for.
 
@@ -72,14 +83,14 @@ class _OneFile:
     """A store that shows one file of a directory, for a source given as a file."""
 
     def __init__(self, inner: Store, name: str, url: str) -> None:
-        self._inner, self._name, self.url = inner, name, url
+        self.inner, self._name, self.url = inner, name, url
         self.capabilities, self.traffic = inner.capabilities, inner.traffic
         self.size, self.read_into, self.view, self.will_read = inner.size, inner.read_into, inner.view, inner.will_read
         self.folders, self.enter, self.create, self.close = inner.folders, inner.enter, inner.create, inner.close
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         del below
-        return {self._name: self._inner.size(self._name)}
+        return {self._name: self.inner.size(self._name)}
 
 
 def detect(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> tuple[Store, Format]:

@@ -5,7 +5,6 @@ Imports nothing of torch. May import levels 0 to 4.
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,7 +24,6 @@ from ckpt_tools.formats.dcp_metadata import Place
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name
 from ckpt_tools.plan import Literal, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore
-from ckpt_tools.version import __version__
 
 _MANIFEST_ROOM_BYTES = 1 << 20
 
@@ -159,9 +157,8 @@ def commit(
         if found.get(name, 0) != nbytes:
             raise StorageError(f"a file is not what its rank wrote: expected {nbytes} bytes, got {found.get(name, 0)} ({name})")
         files[name] = Sealed(nbytes, hex64(crc64))
-    manifest = Manifest(
-        attempt=place.attempt, created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), tool=f"ckpt-tools {__version__}",
-        operation="save", format=dcp.NAME, source={}, world_size=len(parts), files=files,
+    manifest = Manifest.now(
+        place.attempt, "save", dcp.NAME, {}, world_size=len(parts), files=files,
         index=(".metadata", Sealed(len(index), hex64(crc64nvme(index)))), tensors=tensors, step=step,
     )  # fmt: skip
     return place.publish(Literal(file_name(place.attempt), 0, manifest.render()), Literal(".metadata", 0, index))

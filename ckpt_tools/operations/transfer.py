@@ -5,7 +5,6 @@ Both are presets of one path, `_transfer`. May import levels 0 to 4.
 
 from __future__ import annotations
 
-import datetime as dt
 import os
 import time
 import uuid
@@ -31,7 +30,6 @@ from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_
 from ckpt_tools.operations.proof import prove_fingerprints, prove_replicas
 from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
 from ckpt_tools.storage import Shelf, is_url
-from ckpt_tools.version import __version__
 
 Path_ = str | os.PathLike[str]
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -284,7 +282,7 @@ def _transfer(
     jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
     memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
     overwrite, is_dry_run = options.get("overwrite", False), options.get("dry_run", False)
-    _check_apart(source.path, dst.url)
+    check_apart(source.path, dst.url)
     dst.check(overwrite or is_dry_run)
     attempt = str(uuid.uuid4())
     layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
@@ -308,13 +306,13 @@ def _transfer(
         return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, *tiles))), files)
     dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
     prove_replicas(source, catalog, plan, located, jobs, tiles)
-    bar = options.get("progress") or (_no_bar)
+    bar = options.get("progress") or (no_bar)
     single = next(iter(layout.file_sizes)) if layout.index is None else ""
     with dst.stage(attempt, overwrite, single) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
         sink = WriteSink(layout, place.shelf)
         try:
             sink.open()
-            totals = run(_steps(plan, located, tiles, place.shelf), source.store, sink, jobs, advance)
+            totals = run(steps_for(plan, located, tiles, place.shelf), source.store, sink, jobs, advance)
             checksums = sink.finish()
             wrong = assumes and not _is_as_assumed(located, source.format.locate(source.store, tensors))
             if not wrong:
@@ -330,7 +328,7 @@ def _transfer(
     return result(totals, files)
 
 
-def _steps(plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Shelf) -> Iterator[Step]:
+def steps_for(plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Shelf) -> Iterator[Step]:
     """Schedules a plan, for a store that takes streams a few files at a time."""
     plans = [plan] if store.capabilities.can_write_anywhere else by_files(plan, _STREAMS)
     return chain.from_iterable(schedule(part, located, *tiles) for part in plans)
@@ -341,7 +339,7 @@ def _is_as_assumed(assumed: Mapping[Extent, Extent], found: Mapping[Extent, Exte
     return all(extent[:5] == assumed[at][:5] for at, extent in found.items())
 
 
-def _no_bar(label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+def no_bar(label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
     del label, total
     return nullcontext(lambda _: None)
 
@@ -354,7 +352,7 @@ def _bytes_by_dtype(plan: Plan) -> dict[str, int]:
     return sizes
 
 
-def _check_apart(src: str, dst: str) -> None:
+def check_apart(src: str, dst: str) -> None:
     """Refuses a destination within the source, and a source within the destination."""
     real_src, real_dst = (path.rstrip("/") if is_url(path) else os.path.realpath(path.removeprefix("file://")) for path in (src, dst))
     if f"{real_dst}/".startswith(f"{real_src}/"):
@@ -369,13 +367,11 @@ def _manifest(
     operation: str, attempt: str, source: Source, target: Target, tensors: Mapping[str, SealedTensor], checksums: Mapping[str, int]
 ) -> Manifest:
     catalog, index = source.catalog, target.index
-    return Manifest(
-        attempt=attempt,
-        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        tool=f"ckpt-tools {__version__}",
-        operation=operation,
-        format=target.format,
-        source={
+    return Manifest.now(
+        attempt,
+        operation,
+        target.format,
+        {
             "name": source.name,
             "format": catalog.format,
             "world_size": catalog.world_size,

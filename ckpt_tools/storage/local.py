@@ -96,7 +96,10 @@ class LocalStore:
             os.posix_fadvise(self._open(path), start, nbytes, advice)
 
     def create(self, path: str, nbytes: int) -> Writer:
-        return _LocalWriter(self.root / check_path(path, str(self.root)), nbytes)
+        full = self.root / check_path(path, str(self.root))
+        if "/" in path:
+            full.parent.mkdir(parents=True, exist_ok=True)
+        return _LocalWriter(full, nbytes)
 
     def close(self) -> None:
         with self._lock:

@@ -10,18 +10,17 @@ import functools
 import posixpath
 import re
 import threading
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Capabilities, Traffic, check_path
 from ckpt_tools.storage.failures import ATTEMPTS, pause, plain, retry
-from ckpt_tools.storage.ranges import Range, Window, coalesce
-from ckpt_tools.storage.s3 import S3
-from ckpt_tools.storage.upload import How, Stream, Upload, appeared, refuses
+from ckpt_tools.storage.ranges import Range, coalesce
+from ckpt_tools.storage.s3 import S3, stored_crc64
+from ckpt_tools.storage.upload import CLAIM, How, Stream, Upload, appeared, refuses
+from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
 
 if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +28,6 @@ if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a loc
 _GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
 _WINDOW_BYTES = 8 << 20
 _AHEAD_BYTES = 192 << 20
-_MARGIN_BYTES, _MARGINS_BYTES = 4 << 10, 64 << 20
 _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
 _THREADS = 16
 
@@ -73,8 +71,8 @@ class RemoteStore:
         self._folders: list[str] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self._windows: OrderedDict[tuple[str, int, int], _Window] = OrderedDict()
-        self._margins = _Margins()
+        self._windows: OrderedDict[tuple[str, int, int], Fetched] = OrderedDict()
+        self._margins = Margins()
         self._announced: list[Range] = []
         self._announced_nbytes = 0
         self._s3: S3 | None = None
@@ -168,19 +166,19 @@ class RemoteStore:
         """Begins to fetch what was announced: the more at once, the more neighbours become one request."""
         ranges, self._announced, self._announced_nbytes = self._announced, [], 0
         for window in coalesce((r for r in ranges if r.nbytes), _GAP_BYTES, _WINDOW_BYTES):
-            start = max(0, window.start - _MARGIN_BYTES)
-            nbytes = min(window.start + window.nbytes + _MARGIN_BYTES, self.size(window.file)) - start
+            start = max(0, window.start - MARGIN_BYTES)
+            nbytes = min(window.start + window.nbytes + MARGIN_BYTES, self.size(window.file)) - start
             if (window.file, start, nbytes) not in self._windows and nbytes > 0:
                 future = self._submit(window.file, start, nbytes)
                 future.add_done_callback(functools.partial(self._margins.keep, window, start))
-                self._windows[window.file, start, nbytes] = _Window(start, nbytes, sum(r.nbytes for r in window.ranges), future)
+                self._windows[window.file, start, nbytes] = Fetched(start, nbytes, sum(r.nbytes for r in window.ranges), future)
         held = sum(w.nbytes for w in self._windows.values())
         while held > _AHEAD_BYTES and len(self._windows) > 1:  # announced and never read
             _, forgotten = self._windows.popitem(last=False)
             forgotten.future.cancel()
             held -= forgotten.nbytes
 
-    def _take(self, path: str, start: int, nbytes: int) -> _Window | None:
+    def _take(self, path: str, start: int, nbytes: int) -> Fetched | None:
         """Returns the window that holds a range, and lets go of it with its last byte."""
         with self._lock:
             window = self._find(path, start, nbytes)
@@ -189,7 +187,7 @@ class RemoteStore:
                 window = self._find(path, start, nbytes)
             return window
 
-    def _find(self, path: str, start: int, nbytes: int) -> _Window | None:
+    def _find(self, path: str, start: int, nbytes: int) -> Fetched | None:
         for key, window in self._windows.items():
             if key[0] == path and key[1] <= start and start + nbytes <= key[1] + key[2]:
                 window.left -= nbytes
@@ -294,6 +292,19 @@ class RemoteStore:
         """Returns when an object that was listed was written, by the store's clock; None where it does not tell."""
         return self._modified.get(path)
 
+    def crc64(self, path: str) -> int | None:
+        """Returns the CRC-64/NVME of an object as the store knows it, or as it was noted when it was written; None where nobody knows."""
+        if self.s3 is None:
+            return None
+        head = self.s3.head(f"{self.url}/{path}", self._full(path))
+        claim = head.get("Metadata", {}).get(CLAIM, "")
+        stored = stored_crc64(head)
+        return int(claim, 16) if stored is None and claim else stored
+
+    def is_same_s3(self, other: RemoteStore) -> bool:
+        """Tells whether both lie in one S3, which can copy from one to the other."""
+        return self.s3 is not None and self._fs is other._fs
+
     @property
     def root(self) -> str:
         """Bucket and prefix."""
@@ -340,53 +351,3 @@ async def _get_s3(fs: Any, path: str, start: int, nbytes: int, etag: str | None)
         return data
     finally:
         response["Body"].close()
-
-
-class _Margins:
-    """What was fetched around and between the ranges that were asked for, as far as there is room.
-
-    In a packed format that is what frames the payloads: to be proved later without asking for it again.
-    """
-
-    def __init__(self) -> None:
-        self._starts: dict[str, list[int]] = {}
-        self._parts: dict[str, list[bytes]] = {}
-        self._nbytes, self._lock = 0, threading.Lock()
-
-    def keep(self, window: Window, start: int, done: Future[bytes]) -> None:
-        """Keeps the holes of a window that was fetched from byte `start`, each with a margin on both sides."""
-        if done.cancelled() or done.exception() is not None or self._nbytes > _MARGINS_BYTES:
-            return
-        data, end = done.result(), start
-        for item in (*window.ranges, Range(window.file, start + len(done.result()), 0, 0)):
-            if item.start > end:
-                first, last = max(start, end - _MARGIN_BYTES), min(start + len(data), item.start + _MARGIN_BYTES)
-                self._add(window.file, first, data[first - start : last - start])
-            end = max(end, item.start + item.nbytes)
-
-    def _add(self, path: str, start: int, data: bytes) -> None:
-        with self._lock:
-            starts, parts = self._starts.setdefault(path, []), self._parts.setdefault(path, [])
-            at = bisect_right(starts, start)
-            starts.insert(at, start)
-            parts.insert(at, data)
-            self._nbytes += len(data)
-
-    def find(self, path: str, start: int, nbytes: int) -> bytes | None:
-        """Returns a range that was kept."""
-        with self._lock:
-            at = bisect_right(self._starts.get(path, []), start) - 1
-            if at < 0:
-                return None
-            first, data = self._starts[path][at], self._parts[path][at]
-            return data[start - first : start - first + nbytes] if start + nbytes <= first + len(data) else None
-
-
-@dataclass
-class _Window:
-    """A range that is being fetched, and how many of its announced bytes nobody has read yet."""
-
-    start: int
-    nbytes: int
-    left: int
-    future: Future[bytes]

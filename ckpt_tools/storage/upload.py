@@ -23,6 +23,7 @@ from ckpt_tools.storage.s3 import S3, encoded, stored_crc64
 PART_BYTES, MIN_PART_BYTES, MAX_PARTS = 8 << 20, 5 << 20, 10_000
 _MARK, CLAIM = "ckpt-upload", "ckpt-crc64nvme"
 _CONFLICT, _EXISTS = 409, 412
+_COPY_WEIGHT = 4 << 20  # of the bytes in flight: so that 16 copies are asked for at a time
 
 
 def part_starts(nbytes: int) -> Sequence[int]:
@@ -100,7 +101,7 @@ class Upload:
     @property
     def is_small(self) -> bool:
         """Tells whether it is one PUT."""
-        return len(self._starts) <= 1
+        return len(self._starts) <= 1 and not self._upload_id
 
     # ---- filling ---------------------------------------------------------------------------------------------------------
 
@@ -171,6 +172,7 @@ class Upload:
             etag: of the source; an error if it has changed.
             crc64: of these bytes, if it is known beforehand.
         """
+        self._s3.server.flight.enter(_COPY_WEIGHT)
         self._start(
             bisect_right(self._starts, start) - 1, nbytes, crc64, "upload_part_copy", CopySource=self._s3.at(source),
             CopySourceRange=f"bytes={source_start}-{source_start + nbytes - 1}", CopySourceIfMatch=etag,
@@ -178,7 +180,7 @@ class Upload:
 
     def _start(self, number: int, nbytes: int, crc64: int | None, method: str, **kwargs: Any) -> None:
         upload_id = self._open()
-        held = nbytes if "Body" in kwargs else 0
+        held = nbytes if "Body" in kwargs else _COPY_WEIGHT
 
         async def send() -> None:
             for attempt in range(ATTEMPTS):
@@ -190,7 +192,7 @@ class Upload:
                         raise
                     await asyncio.sleep(0.2 * 2**attempt)
             result = answer.get("CopyPartResult", answer)
-            if held:
+            if "Body" in kwargs:
                 self._s3.note(result)
             self._sent[number] = Sent(str(result["ETag"]), nbytes, crc64)
 
@@ -213,6 +215,8 @@ class Upload:
         Raises:
             StorageError: another writer was first, or the store refuses; what was sent is given up.
         """
+        if self._is_over:
+            raise StorageError(f"cannot write: it was given up before ({printable(self._url)})")
         condition, replaces = self._how.condition, self._how.replaces
         if self._put is None:
             self._check_expected()
