@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ckpt_tools.manager import CheckpointManager
     from ckpt_tools.operations.copy import CopyResult, copy
     from ckpt_tools.operations.inspect import Report, inspect
-    from ckpt_tools.operations.transfer import TransferResult, merge, reshard
+    from ckpt_tools.operations.move import TransferResult
+    from ckpt_tools.operations.transfer import merge, reshard
 
 __all__ = [
     "CatalogError",
@@ -56,7 +57,7 @@ __all__ = [
 
 _LAZY = {
     "Report": "operations.inspect", "inspect": "operations.inspect",
-    "TransferResult": "operations.transfer", "merge": "operations.transfer", "reshard": "operations.transfer",
+    "TransferResult": "operations.move", "merge": "operations.transfer", "reshard": "operations.transfer",
     "CopyResult": "operations.copy", "copy": "operations.copy",
     "CheckpointManager": "manager", "load": "live.load", "PerRank": "live.state", "RngState": "live.state",
 }  # fmt: skip

@@ -24,7 +24,7 @@ from ckpt_tools.storage.remote import is_url
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt_tools.operations.transfer import Options, TransferResult
+    from ckpt_tools.operations.move import Options, TransferResult
 
 EXIT_STATUS = """EXIT STATUS
 

@@ -16,7 +16,7 @@ from ckpt_tools.errors import printable
 if TYPE_CHECKING:
     from ckpt_tools.operations.copy import CopyResult
     from ckpt_tools.operations.inspect import Report, Total
-    from ckpt_tools.operations.transfer import TransferResult
+    from ckpt_tools.operations.move import TransferResult
     from ckpt_tools.steps import Step
 
 _MAX_ROWS = 40
@@ -215,6 +215,9 @@ def show_transfer(result: TransferResult) -> None:
         f"{verb} {_style(printable(result.destination), _BOLD)}: {_count(result.num_tensors, 'tensor')}{objects}, "
         f"{size(result.written_nbytes)}, {_count(len(result.files), 'file')}{took}"
     )
+    if result.store_nbytes:
+        client = max(0, result.written_nbytes - result.store_nbytes)
+        print(f"  {size(result.store_nbytes)} copied within the store, {size(client)} through this machine")
     print("  by dtype: " + ", ".join(f"{k} {size(v)}" for k, v in sorted(result.bytes_by_dtype.items(), key=lambda i: -i[1])))
     if result.left_out:
         print("  left out: " + ", ".join(f"{printable(k)} ({size(v)})" for k, v in result.left_out.items()))

@@ -29,10 +29,11 @@ _AHEAD_NBYTES = 96 << 20
 
 @dataclass
 class Totals:
-    """What a run did: bytes read and written, and per tensor how many finite values a cast made infinite."""
+    """What a run did: bytes read, written, and copied by a store itself, and per tensor how many finite values a cast made infinite."""
 
     read_nbytes: int = 0
     written_nbytes: int = 0
+    store_nbytes: int = 0
     overflowed: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 

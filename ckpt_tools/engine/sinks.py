@@ -216,6 +216,12 @@ class WriteSink:
             if literal.file not in self._frames:
                 self._pieces[literal.file].append(self._put(literal.file, literal.start, literal.data))
 
+    def vouch(self, name: str, start: int, nbytes: int, crc64: int) -> None:
+        """Notes the checksum of a range that others write, at least in part."""
+        end = start + nbytes
+        self._pieces[name] = [p for p in self._pieces[name] if p.start < start or p.start >= end]
+        self._pieces[name].append(Piece(start, nbytes, crc64, 0))
+
     def room(self, tile: Tile) -> Bytes | None:
         del tile
         return None

@@ -32,7 +32,8 @@ class Request:
     """What is to be laid out: tensors, objects by their size in bytes, and the keys on the way to each where known.
 
     `file_name` names the one file of a format that has one; `with_index` asks for numbered shards and an index instead. `name` gives the
-    name under which a data file will lie: an object store wants the attempt's id in it.
+    name under which a data file will lie: an object store wants the attempt's id in it. Tensors of fewer than `small_first` bytes stand
+    together at the beginning of a file, so that what lies behind can be copied by the store in long runs.
     """
 
     tensors: Sequence[TargetTensor]
@@ -43,6 +44,7 @@ class Request:
     file_name: str = "model.safetensors"
     with_index: bool = False
     name: Callable[[str], str] = str
+    small_first: int = 0
 
 
 class Format(Protocol):

@@ -189,6 +189,7 @@ def lay_out(request: Request) -> Target:
     literals, slots, sizes, weight_map = [], {}, {}, {}
     for number, name in enumerate(names):
         mine = [t for t in request.tensors if t.boxes[number] is not None]
+        mine.sort(key=lambda t: whole(t.shape).numel * t.dtype.itemsize >= request.small_first)  # stable
         header = _render_header(mine)
         literals.append(Literal(name, 0, header))
         at = len(header)

@@ -25,7 +25,7 @@ from ckpt_tools.errors import IntegrityError, NotACheckpointError, PlanError, St
 from ckpt_tools.formats import INDEXES, Source, open_source
 from ckpt_tools.formats.base import attempt_of
 from ckpt_tools.manifest import NAME, Manifest, Sealed, file_name, find
-from ckpt_tools.operations.transfer import Options, Path_, check_apart, no_bar, steps_for
+from ckpt_tools.operations.move import Options, Path_, check_apart, no_bar, steps_for
 from ckpt_tools.plan import Literal, Slot, Target, plan_transfer
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, Writer, is_url, read
 from ckpt_tools.storage.upload import How, Upload

@@ -1,105 +1,24 @@
 """Merge and reshard: read a catalog, view it, lay a target out, copy, commit.
 
-Both are presets of one path, `_transfer`. May import levels 0 to 4.
+Both are presets of one path, `move.transfer`. May import levels 0 to 4 and that path.
 """
 
 from __future__ import annotations
 
-import os
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any, TypedDict, Unpack
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Unpack
 
 from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import Catalog, Extent, TensorEntry, keep, key_path, matcher, model_only, rename, replicas, strip_wrappers
-from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.catalog import Catalog, TensorEntry, keep, key_path, matcher, model_only, rename, strip_wrappers
 from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
-from ckpt_tools.engine.run import Totals, run
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, by_files, schedule, tile_bytes
-from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.errors import PlanError, StorageError, printable
-from ckpt_tools.formats import Request, Source, TargetTensor, accelerate, dcp, open_source, safetensors, whole_tensor
-from ckpt_tools.formats.base import Format
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats import Request, TargetTensor, accelerate, dcp, open_source, safetensors, whole_tensor
 from ckpt_tools.layout import reshard_boxes, split
-from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
-from ckpt_tools.operations.proof import prove_fingerprints, prove_replicas
-from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
-from ckpt_tools.storage import Shelf, is_url
-
-Path_ = str | os.PathLike[str]
-ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-_MANIFEST_ROOM_BYTES = 1 << 20
-_STREAMS = 12  # each holds a part of 8 MiB, or two
-
-
-class Options(TypedDict, total=False):
-    """How to do it; every operation takes these.
-
-    Attributes:
-        jobs: number of threads; the number of processors, at most 8, where absent.
-        memory_bytes: budget of all buffers together; 64 MiB where absent.
-        overwrite: replace a checkpoint at the destination, once the new one is complete.
-        dry_run: plan only, write nothing.
-        storage_options: of the source's object store, as fsspec takes them; the rest is its own configuration's.
-        progress: called with a label and a total in bytes; gives a context with a callable that takes bytes done.
-    """
-
-    jobs: int | None
-    memory_bytes: int | None
-    overwrite: bool
-    dry_run: bool
-    storage_options: Mapping[str, Any] | None
-    progress: ProgressBar | None
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """What a merge or reshard did, or with `dry_run` would do.
-
-    Attributes:
-        source, destination, format: from where, to where, in which format.
-        files: bytes of every file written, the index included, the manifest not.
-        num_tensors, num_objects, num_copies: counts of the plan; a copy is one overlap of a source and a target chunk.
-        read_nbytes, written_nbytes, needed_nbytes: bytes read, written, and of the elements that were needed.
-        bytes_by_dtype: bytes written, by element type.
-        left_out: top-level keys that were not taken, with their bytes.
-        stripped: how many names lost a prefix, by prefix.
-        overflowed: finite values that a cast made infinite, by tensor.
-        notes: remarks.
-        seconds: wall-clock time.
-        is_dry_run: whether nothing was written.
-    """
-
-    source: str
-    destination: str
-    format: str
-    files: Mapping[str, int]
-    num_tensors: int
-    num_objects: int
-    num_copies: int
-    read_nbytes: int
-    written_nbytes: int
-    needed_nbytes: int
-    bytes_by_dtype: Mapping[str, int]
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    stripped: Mapping[str, int] = field(default_factory=dict)
-    overflowed: Mapping[str, int] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    seconds: float = 0.0
-    is_dry_run: bool = False
-
-    @property
-    def read_amplification(self) -> float:
-        """Bytes read over bytes needed."""
-        return self.read_nbytes / self.needed_nbytes if self.needed_nbytes else 1.0
-
-
-# ---- the presets ---------------------------------------------------------------------------------------------------------
+from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
+from ckpt_tools.storage import is_url
+from ckpt_tools.storage.upload import MIN_PART_BYTES
 
 
 def merge(
@@ -143,7 +62,9 @@ def merge(
         )
     targets = [whole_tensor(t, _target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
     request = _shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
-    return _transfer(
+    if source.remote is not None and is_url(target.url):
+        request = replace(request, small_first=MIN_PART_BYTES)
+    return transfer(
         "merge", source, catalog, target, safetensors, request,
         options, left_out=_left_out(source.catalog, catalog), stripped=stripped,
     )  # fmt: skip
@@ -177,7 +98,7 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     world_size = catalog.world_size
     targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(_rank_boxes(t, world_size, to_ranks))) for t in catalog.tensors.values()]
     request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
-    return _transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
+    return transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
 
 
 def _destination(dst: Path_, options: Options) -> Destination:
@@ -261,124 +182,3 @@ def _left_out(before: Catalog, after: Catalog) -> dict[str, int]:
         key = key_path(before, fqn)[0]
         left[key] = left.get(key, 0) + item.extent.nbytes
     return left
-
-
-# ---- the one path ----------------------------------------------------------------------------------------------------------
-
-
-def _transfer(
-    operation: str,
-    source: Source,
-    catalog: Catalog,
-    dst: Destination,
-    form: Format,
-    request: Request,
-    options: Options,
-    left_out: Mapping[str, int] | None = None,
-    stripped: Mapping[str, int] | None = None,
-    may_assume: bool = True,
-) -> TransferResult:
-    began = time.monotonic()
-    jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
-    memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
-    overwrite, is_dry_run = options.get("overwrite", False), options.get("dry_run", False)
-    check_apart(source.path, dst.url)
-    dst.check(overwrite or is_dry_run)
-    attempt = str(uuid.uuid4())
-    layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
-    plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
-    tensors = [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object]
-    assumes = may_assume and source.store.capabilities.fetches_ahead and not any(map(replicas, tensors))
-    located = source.assume(tensors) if assumes else source.format.locate(source.store, tensors)
-    tiles = tile_bytes(memory, jobs)
-
-    def result(totals: Totals, files: Mapping[str, int]) -> TransferResult:
-        return TransferResult(
-            source.path, dst.url, form.NAME, files,
-            sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
-            totals.read_nbytes, sum(files.values()), plan.payload_bytes, _bytes_by_dtype(plan),
-            left_out or {}, stripped or {}, totals.overflowed, (*plan.notes, *notes), time.monotonic() - began, is_dry_run,
-        )  # fmt: skip
-
-    notes: list[str] = []
-    files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
-    if is_dry_run:
-        return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, *tiles))), files)
-    dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
-    prove_replicas(source, catalog, plan, located, jobs, tiles)
-    bar = options.get("progress") or (no_bar)
-    single = next(iter(layout.file_sizes)) if layout.index is None else ""
-    with dst.stage(attempt, overwrite, single) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
-        sink = WriteSink(layout, place.shelf)
-        try:
-            sink.open()
-            totals = run(steps_for(plan, located, tiles, place.shelf), source.store, sink, jobs, advance)
-            checksums = sink.finish()
-            wrong = assumes and not _is_as_assumed(located, source.format.locate(source.store, tensors))
-            if not wrong:
-                fingerprints = sink.fingerprints.join()
-                prove_fingerprints(source, catalog, plan, fingerprints)
-                manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
-                notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
-        finally:
-            sink.abort()
-    if wrong:
-        return _transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, may_assume=False)
-    source.store.close()
-    return result(totals, files)
-
-
-def steps_for(plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Shelf) -> Iterator[Step]:
-    """Schedules a plan, for a store that takes streams a few files at a time."""
-    plans = [plan] if store.capabilities.can_write_anywhere else by_files(plan, _STREAMS)
-    return chain.from_iterable(schedule(part, located, *tiles) for part in plans)
-
-
-def _is_as_assumed(assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]) -> bool:
-    """Tells whether payloads lie where they were read. In an object store, looking first would cost a request each."""
-    return all(extent[:5] == assumed[at][:5] for at, extent in found.items())
-
-
-def no_bar(label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-    del label, total
-    return nullcontext(lambda _: None)
-
-
-def _bytes_by_dtype(plan: Plan) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for tensor in plan.tensors:
-        key = "objects" if tensor.is_object else tensor.dst_dtype.name
-        sizes[key] = sizes.get(key, 0) + whole(tensor.shape).numel * tensor.dst_dtype.itemsize
-    return sizes
-
-
-def check_apart(src: str, dst: str) -> None:
-    """Refuses a destination within the source, and a source within the destination."""
-    real_src, real_dst = (path.rstrip("/") if is_url(path) else os.path.realpath(path.removeprefix("file://")) for path in (src, dst))
-    if f"{real_dst}/".startswith(f"{real_src}/"):
-        raise StorageError(f"the destination lies in the source: {printable(dst)}", hint="write beside it, not into it")
-    if f"{real_src}/".startswith(f"{real_dst}/"):
-        raise StorageError(
-            f"the source lies in the destination: {printable(src)}", hint="replacing the destination would destroy the source"
-        )
-
-
-def _manifest(
-    operation: str, attempt: str, source: Source, target: Target, tensors: Mapping[str, SealedTensor], checksums: Mapping[str, int]
-) -> Manifest:
-    catalog, index = source.catalog, target.index
-    return Manifest.now(
-        attempt,
-        operation,
-        target.format,
-        {
-            "name": source.name,
-            "format": catalog.format,
-            "world_size": catalog.world_size,
-            "save_id": catalog.extras.get("save_id"),
-        },
-        world_size=target.world_size,
-        files={name: Sealed(nbytes, hex64(checksums[name])) for name, nbytes in target.file_sizes.items()},
-        index=(index.file, Sealed(len(index.data), hex64(crc64nvme(index.data)))) if index else None,
-        tensors=tensors,
-    )

@@ -1,0 +1,232 @@
+"""The one path of merge, reshard, convert: plan, schedule, run into a place, prove, publish.
+
+May import levels 0 to 4 and the parts of this folder that it is made of.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, TypedDict
+
+from ckpt_tools.box import whole
+from ckpt_tools.catalog import Catalog, Extent, replicas
+from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.destination import Destination, Place, RemotePlace
+from ckpt_tools.engine.run import Totals, run
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, by_files, schedule, tile_bytes
+from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.formats import Request, Source
+from ckpt_tools.formats.base import Format
+from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
+from ckpt_tools.operations.proof import prove_fingerprints, prove_replicas
+from ckpt_tools.operations.within import Within, plan_within
+from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
+from ckpt_tools.storage import Shelf, is_url
+
+Path_ = str | os.PathLike[str]
+ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+_MANIFEST_ROOM_BYTES = 1 << 20
+_STREAMS = 12  # each holds a part of 8 MiB, or two
+
+
+class Options(TypedDict, total=False):
+    """How to do it; every operation takes these.
+
+    Attributes:
+        jobs: number of threads; the number of processors, at most 8, where absent.
+        memory_bytes: budget of all buffers together; 64 MiB where absent.
+        overwrite: replace a checkpoint at the destination, once the new one is complete.
+        dry_run: plan only, write nothing.
+        storage_options: of the source's object store, as fsspec takes them; the rest is its own configuration's.
+        progress: called with a label and a total in bytes; gives a context with a callable that takes bytes done.
+    """
+
+    jobs: int | None
+    memory_bytes: int | None
+    overwrite: bool
+    dry_run: bool
+    storage_options: Mapping[str, Any] | None
+    progress: ProgressBar | None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """What a merge or reshard did, or with `dry_run` would do.
+
+    Attributes:
+        source, destination, format: from where, to where, in which format.
+        files: bytes of every file written, the index included, the manifest not.
+        num_tensors, num_objects, num_copies: counts of the plan; a copy is one overlap of a source and a target chunk.
+        read_nbytes, written_nbytes, needed_nbytes: bytes read, written, and of the elements that were needed.
+        store_nbytes: bytes of those written that an object store copied by itself, without their passing through this process.
+        bytes_by_dtype: bytes written, by element type.
+        left_out: top-level keys that were not taken, with their bytes.
+        stripped: how many names lost a prefix, by prefix.
+        overflowed: finite values that a cast made infinite, by tensor.
+        notes: remarks.
+        seconds: wall-clock time.
+        is_dry_run: whether nothing was written.
+    """
+
+    source: str
+    destination: str
+    format: str
+    files: Mapping[str, int]
+    num_tensors: int
+    num_objects: int
+    num_copies: int
+    read_nbytes: int
+    written_nbytes: int
+    needed_nbytes: int
+    store_nbytes: int
+    bytes_by_dtype: Mapping[str, int]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    stripped: Mapping[str, int] = field(default_factory=dict)
+    overflowed: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    seconds: float = 0.0
+    is_dry_run: bool = False
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read over bytes needed here."""
+        needed = self.needed_nbytes - self.store_nbytes
+        return self.read_nbytes / needed if needed > 0 else 1.0
+
+
+def transfer(
+    operation: str,
+    source: Source,
+    catalog: Catalog,
+    dst: Destination,
+    form: Format,
+    request: Request,
+    options: Options,
+    left_out: Mapping[str, int] | None = None,
+    stripped: Mapping[str, int] | None = None,
+    may_assume: bool = True,
+) -> TransferResult:
+    began = time.monotonic()
+    jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
+    memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
+    overwrite, is_dry_run = options.get("overwrite", False), options.get("dry_run", False)
+    check_apart(source.path, dst.url)
+    dst.check(overwrite or is_dry_run)
+    attempt = str(uuid.uuid4())
+    layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
+    plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
+    tensors = [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object]
+    assumes = may_assume and source.store.capabilities.fetches_ahead and not any(map(replicas, tensors))
+    located = source.assume(tensors) if assumes else source.format.locate(source.store, tensors)
+    tiles = tile_bytes(memory, jobs)
+
+    def result(totals: Totals, files: Mapping[str, int]) -> TransferResult:
+        return TransferResult(
+            source.path, dst.url, form.NAME, files,
+            sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
+            totals.read_nbytes, sum(files.values()), plan.payload_bytes, totals.store_nbytes, _bytes_by_dtype(plan),
+            left_out or {}, stripped or {}, totals.overflowed, (*plan.notes, *notes), time.monotonic() - began, is_dry_run,
+        )  # fmt: skip
+
+    notes: list[str] = []
+    files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
+    if is_dry_run:
+        return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, *tiles))), files)
+    dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
+    prove_replicas(source, catalog, plan, located, jobs, tiles)
+    bar = options.get("progress") or (no_bar)
+    single = next(iter(layout.file_sizes)) if layout.index is None else ""
+    with dst.stage(attempt, overwrite, single) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
+        within = _within(source, catalog, plan, located, place)
+        sink = WriteSink(layout, within or place.shelf)
+        try:
+            sink.open()
+            rest = within.rest if within else plan
+            totals = run(steps_for(rest, located, tiles, place.shelf), source.store, sink, jobs, advance)
+            if within:
+                within.vouch(sink)
+                totals.store_nbytes = within.nbytes
+                advance(within.nbytes)
+            checksums = sink.finish()
+            wrong = assumes and not _is_as_assumed(located, source.format.locate(source.store, tensors))
+            if not wrong:
+                fingerprints = (dict(within.fingerprints) if within else {}) | sink.fingerprints.join()
+                prove_fingerprints(source, catalog, plan, fingerprints)
+                manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
+                notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
+        finally:
+            sink.abort()
+    if wrong:
+        return transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, may_assume=False)
+    source.store.close()
+    return result(totals, files)
+
+
+def _within(source: Source, catalog: Catalog, plan: Plan, located: Mapping[Extent, Extent], place: Place) -> Within | None:
+    """Returns what a store can copy by itself, if both ends lie in it."""
+    if not isinstance(place, RemotePlace) or source.remote is None or not place.store.is_same_s3(source.remote):
+        return None
+    return plan_within(source, catalog, plan, located, place, source.remote)
+
+
+def steps_for(plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Shelf) -> Iterator[Step]:
+    """Schedules a plan, for a store that takes streams a few files at a time."""
+    plans = [plan] if store.capabilities.can_write_anywhere else by_files(plan, _STREAMS)
+    return chain.from_iterable(schedule(part, located, *tiles) for part in plans)
+
+
+def _is_as_assumed(assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]) -> bool:
+    """Tells whether payloads lie where they were read. In an object store, looking first would cost a request each."""
+    return all(extent[:5] == assumed[at][:5] for at, extent in found.items())
+
+
+def no_bar(label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+    del label, total
+    return nullcontext(lambda _: None)
+
+
+def _bytes_by_dtype(plan: Plan) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for tensor in plan.tensors:
+        key = "objects" if tensor.is_object else tensor.dst_dtype.name
+        sizes[key] = sizes.get(key, 0) + whole(tensor.shape).numel * tensor.dst_dtype.itemsize
+    return sizes
+
+
+def check_apart(src: str, dst: str) -> None:
+    """Refuses a destination within the source, and a source within the destination."""
+    real_src, real_dst = (path.rstrip("/") if is_url(path) else os.path.realpath(path.removeprefix("file://")) for path in (src, dst))
+    if f"{real_dst}/".startswith(f"{real_src}/"):
+        raise StorageError(f"the destination lies in the source: {printable(dst)}", hint="write beside it, not into it")
+    if f"{real_src}/".startswith(f"{real_dst}/"):
+        raise StorageError(
+            f"the source lies in the destination: {printable(src)}", hint="replacing the destination would destroy the source"
+        )
+
+
+def _manifest(
+    operation: str, attempt: str, source: Source, target: Target, tensors: Mapping[str, SealedTensor], checksums: Mapping[str, int]
+) -> Manifest:
+    catalog, index = source.catalog, target.index
+    return Manifest.now(
+        attempt,
+        operation,
+        target.format,
+        {
+            "name": source.name,
+            "format": catalog.format,
+            "world_size": catalog.world_size,
+            "save_id": catalog.extras.get("save_id"),
+        },
+        world_size=target.world_size,
+        files={name: Sealed(nbytes, hex64(checksums[name])) for name, nbytes in target.file_sizes.items()},
+        index=(index.file, Sealed(len(index.data), hex64(crc64nvme(index.data)))) if index else None,
+        tensors=tensors,
+    )
