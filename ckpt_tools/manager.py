@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import signal
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -36,7 +35,8 @@ from ckpt_tools.live.load import LoadReport, load_into
 from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
 from ckpt_tools.live.shards import Stage, local_shards
 from ckpt_tools.live.state import export, name_of_rank, pack, state_of
-from ckpt_tools.steps import LOCK, Step, latest, list_steps, lock, look_at, prune, step_name
+from ckpt_tools.mirror import Mirror
+from ckpt_tools.steps import LOCK, Step, latest, latest_of, list_steps, lock, number_of, prune, step_name
 from ckpt_tools.storage import is_url
 
 log = logging.getLogger("ckpt_tools")
@@ -62,6 +62,8 @@ class CheckpointManager:
         jobs: int | None = None,
         read_once: bool = False,
         handle_signals: bool = True,
+        mirror: str | None = None,
+        mirror_every: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Claims a directory for this job, and removes what dead ones left half-written in it.
@@ -78,15 +80,21 @@ class CheckpointManager:
             jobs: threads a rank writes and reads with; its share of the machine's processors, at most 4, where None.
             read_once: of what several ranks need (DDP, HSDP, buffers), one reads and sends; where the store is slower than the network.
             handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once.
+            mirror: a URL to which complete steps are copied in the background; they outlive the machine, and `resume` takes the
+                newest of both.
+            mirror_every: steps whose number is a multiple of this are copied; all where None.
             storage_options: of the object store, as fsspec takes them.
 
         Raises:
             StorageError: another job holds the directory, it cannot be written to, or not all ranks see it.
         """
+        if mirror is not None and (is_url(root) or not is_url(mirror)):
+            raise ValueError(f"mirror is a URL, for a run on a disk, got {str(root)!r} and {mirror!r}")
         if keep_last < 1 or when_busy not in ("wait", "skip"):
             raise ValueError(f"keep_last must be at least 1 and when_busy 'wait' or 'skip', got {keep_last} and {when_busy!r}")
         self.root = root if is_url(root) else Path(root)
-        self._options = storage_options
+        self._options, self._mirror_url = storage_options, mirror
+        self._mirror: Mirror | None = None
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
         self.read_once = read_once
         self.last_save: SaveReport | None = None
@@ -101,7 +109,7 @@ class CheckpointManager:
         self._lock = -1
         self._signal = 0
         try:
-            self._claim()
+            self._claim(mirror_every)
         except BaseException:
             self._release()
             raise
@@ -109,25 +117,20 @@ class CheckpointManager:
 
     _layout: Layout | None
 
-    def _claim(self) -> None:
+    def _claim(self, mirror_every: int | None) -> None:
         with self._group.phase("open the run's directory"):
             if self._group.rank == 0:
                 if not is_url(self.root):
-                    self._lock = self._make(Path(self.root))
+                    self._lock = lock(Path(self.root))
                 for left in remove_leftovers(self.root, options=self._options):
                     log.info("removed what a dead job left: %s", left.url)
+                if self._mirror_url is not None:
+                    self._mirror = Mirror(self._mirror_url, mirror_every, self.keep_last, self.keep_every, self._options)
         if is_url(self.root):
             return
         written = self._group.broadcast(os.pread(self._lock, 4096, 0) if self._group.rank == 0 else b"", "share the run's directory")
         with self._group.phase("share the run's directory"):
             self._see(Path(self.root), written)
-
-    def _make(self, root: Path) -> int:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot make the run's directory: {error.strerror} ({printable(str(root))})") from error
-        return lock(root)
 
     def _see(self, root: Path, written: bytes) -> None:
         """Makes sure that this rank's directory is rank 0's: it has the lock file that rank 0 has just written."""
@@ -206,13 +209,15 @@ class CheckpointManager:
         for note in report.notes:
             log.warning("%s: %s", step_name(step), note)
         if group.rank == 0:
+            if self._mirror is not None:
+                self._mirror.offer(step, Path(report.path))
             self._background().submit(self._retain)
         self.last_save = report
         return report
 
     def _retain(self) -> None:
         """Lets old steps go; a failure to do so is a warning, the save is committed."""
-        kept = [self._resumed] if self._resumed else []
+        kept = [*([self._resumed] if self._resumed else []), *(self._mirror.needed() if self._mirror else [])]
         try:
             for step in prune(self.root, self.keep_last, self.keep_every, kept, options=self._options):
                 log.info("removed %s: newer ones are complete", step.path)
@@ -292,6 +297,8 @@ class CheckpointManager:
         for note in report.notes if self._group.rank == 0 else ():
             log.warning("%s: %s", os.path.basename(found), note)
         self._resumed = found if path is None else None
+        if self._mirror is not None:
+            self._mirror.resumed = self._resumed
         return number
 
     def _is_damage(self, error: CheckpointError) -> bool:
@@ -302,13 +309,8 @@ class CheckpointManager:
     def _choose(
         self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path | str]
     ) -> tuple[int, Path | str | None]:
-        if is_url(path):
-            digits = re.findall(r"\d+", path.rstrip("/").rpartition("/")[2])
-            return int(digits[-1] if digits else 0), path
         if path is not None:
-            manifest = look_at(0, Path(path)).manifest if os.path.isdir(path) else None
-            digits = re.findall(r"\d+", Path(path).name)
-            return int((manifest and manifest.step) or (digits[-1] if digits else 0)), Path(path)
+            return number_of(path), path if is_url(path) else Path(path)
         if step is not None:
             found = next((s for s in list_steps(self.root, self._options) if s.number == step), None)
             if found is None:
@@ -317,7 +319,7 @@ class CheckpointManager:
             if found.problem:
                 raise NotACheckpointError(f"step {step} is not complete: {found.problem} ({printable(str(found.path))})")
             return step, found.path
-        choice = latest(self.root, skip=damaged, options=self._options)
+        choice = latest_of([self.root, *([self._mirror_url] if self._mirror_url else [])], damaged, self._options)
         if damaged and choice.step is None:
             raise IntegrityError(f"every step is damaged: {', '.join(os.path.basename(p) for p in damaged)} ({printable(str(self.root))})")
         for passed, reason in choice.passed_over:
@@ -362,6 +364,8 @@ class CheckpointManager:
         """
         try:
             self.wait()
+            if self._mirror is not None:
+                self._mirror.close()
         finally:
             self._release()
 
@@ -369,6 +373,8 @@ class CheckpointManager:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+        if self._mirror is not None:
+            self._mirror.wait()
         for number, handler in getattr(self, "_old_handlers", {}).items():
             signal.signal(number, handler)
         self._old_handlers = {}

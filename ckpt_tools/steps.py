@@ -195,6 +195,20 @@ def latest(root: Root, verify: bool = False, skip: Container[Path | str] = (), o
     return Latest(None, passed)
 
 
+def number_of(path: Root) -> int:
+    """Returns the step of a checkpoint by its manifest or, where there is none, by the last number in its name; 0 where that has none."""
+    manifest = look_at(0, Path(path)).manifest if not is_url(path) and os.path.isdir(path) else None
+    digits = re.findall(r"\d+", os.path.basename(os.fspath(path).rstrip("/")))
+    return int((manifest and manifest.step) or (digits[-1] if digits else 0))
+
+
+def latest_of(roots: Sequence[Root], skip: Container[Path | str] = (), options: Options = None) -> Latest:
+    """Finds the newest complete step of several places, the first of them where they are equal; arguments as for `latest`."""
+    found = [latest(root, skip=skip, options=options if is_url(root) else None) for root in roots]
+    step = max((f.step for f in found if f.step is not None), key=lambda s: s.number, default=None)
+    return Latest(step, [item for f in found for item in f.passed_over])
+
+
 # ---- retention -------------------------------------------------------------------------------------------------------------
 
 
@@ -260,13 +274,14 @@ def remove(step: Step) -> None:
 
 
 def lock(root: Path) -> int:
-    """Claims a root for this process, as long as it lives, and returns the open file; the kernel releases it whatever happens.
+    """Claims a root, made if it is not there, for this process, as long as it lives; the kernel releases the open file.
 
     Raises:
         StorageError: another live job holds it; host, pid and time are named.
     """
     path = root / LOCK
     try:
+        root.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise failed("create", path, error) from error

@@ -46,7 +46,7 @@ LEVELS = [
         "operations",
     ],
     ["live.group", "live.shards", "live.state", "live.share", "live.match", "live.write", "live.save", "live.load", "live"],
-    ["manager", "distributed"],
+    ["mirror", "manager", "distributed"],
     ["", "render", "cli", "__main__"],
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}

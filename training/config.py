@@ -136,6 +136,9 @@ class Checkpoint:
     keep_last: int = 3
     keep_every: int = 0
     asynchronous: bool = True
+    dir: str = ""  # where steps lie, a path or a URL such as s3://bucket/run; `run.dir` where empty
+    mirror: str = ""  # a URL to which steps are copied in the background, to outlive this machine
+    mirror_every: int = 0  # steps; 0: every step that is saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +343,8 @@ def _problems(config: Config) -> list[str]:
         found.append(f"model.{changed[0]} belongs to the built-in decoder, and model.path = {config.model.path!r} is set")
     if config.metrics.validate_every and not config.data.validation:
         found.append("metrics.validate_every needs data.validation, a token file")
+    if config.checkpoint.mirror and ("://" in config.checkpoint.dir or "://" not in config.checkpoint.mirror):
+        found.append("checkpoint.mirror is a URL such as s3://bucket/run, beside steps on a disk")
     return found + _sharding_problems(config) + _precision_problems(config)
 
 

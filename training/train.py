@@ -200,14 +200,16 @@ def train(plan: Plan, device: torch.device, profile_steps: int = 0, logits: Path
     directory, checkpoint = Path(config.run.dir), config.checkpoint
     job = build(plan, device)
     with CheckpointManager(
-        directory, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every or None, asynchronous=checkpoint.asynchronous
-    ) as checkpoints:
+        checkpoint.dir or directory, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every or None,
+        asynchronous=checkpoint.asynchronous, mirror=checkpoint.mirror or None, mirror_every=checkpoint.mirror_every or None,
+    ) as checkpoints:  # fmt: skip
         state = job.state(0)
         checkpoints.resume(state, path=config.run.resume_from or None)
         first = int(state["train_state"]["step"])
         if not first and config.model.path and config.model.weights:
             ckpt_tools.load(config.model.path, {"model": job.model}, cast=True)
         if rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.toml").write_text(job.text, encoding="utf-8")
         began = f"resumed at step {first}" if first else "from scratch"
         meter = Meter(directory, first, config.run.steps, config.metrics.every, config.metrics.progress)

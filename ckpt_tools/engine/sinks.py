@@ -281,9 +281,13 @@ class WriteSink:
         else:
             self._surround_all()
         checksums = {name: _join_file(name, pieces, self.target.file_sizes[name]) for name, pieces in self._pieces.items()}
-        with ThreadPoolExecutor(_FINISHERS if self._is_stream else 1, "ckpt-finish") as pool:
-            for done in [pool.submit(writer.finish) for writer in self._writers.values()]:
-                done.result()
+        if self._is_stream:
+            with ThreadPoolExecutor(_FINISHERS, "ckpt-finish") as pool:
+                for done in [pool.submit(writer.finish) for writer in self._writers.values()]:
+                    done.result()
+        else:
+            for writer in self._writers.values():
+                writer.finish()
         return checksums
 
     def _surround_all(self) -> None:
