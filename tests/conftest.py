@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.servers import servers
+from tests.servers.servers import Server
 
 HERE = Path(__file__).parent
 ALL_CASES = "adamw sgd hsdp tp columns dtypes strided names fsdp1 compiled titan flat headless local differ"
 CASES = {8: ALL_CASES, 4: "adamw columns tp hsdp", 3: "adamw columns", 1: "adamw columns", 16: "adamw columns"}
 
 
-def torchrun(num_ranks: int, script: str, *args: str) -> None:
+def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> None:
     """Runs a script of tests/dist on real gloo processes, and shows what it printed if it fails."""
     command = [
         sys.executable,
@@ -27,7 +30,7 @@ def torchrun(num_ranks: int, script: str, *args: str) -> None:
         str(HERE / "dist" / script),
         *args,
     ]
-    result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -54,3 +57,12 @@ def ckpt() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)  # type: ignore[call-overload]
 
     return run
+
+
+@pytest.fixture(scope="session", params=["moto", "radosgw"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real S3 server on loopback."""
+    if why := servers.missing(request.param):
+        pytest.skip(why)
+    with servers.running(request.param, tmp_path_factory.mktemp(request.param)) as running:
+        yield running

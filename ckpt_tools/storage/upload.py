@@ -12,6 +12,7 @@ import uuid
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -277,7 +278,11 @@ class Upload:
         """Compares size and, where the store knows it, checksum of what lies there now with what was sent."""
         head = self._s3.head(self._url, self._path)
         if head.get("Metadata", {}).get(_MARK) != self._metadata[_MARK]:
-            raise StorageError(f"an object was replaced by another writer as soon as it was written ({printable(self._url)})")
+            what = "replaced" if head else "removed"
+            raise StorageError(
+                f"another writer {what} an object as soon as it was written: {printable(self._url)}",
+                hint="another writer was first; look at what it wrote",
+            )
         stored, mine = stored_crc64(head), self._crc64()
         if int(head["ContentLength"]) != self.nbytes or (None not in (stored, mine) and stored != mine):
             raise StorageError(
@@ -305,6 +310,7 @@ class Stream:
     def __init__(self, fs: Any, path: str, url: str, nbytes: int, how: How | None = None) -> None:
         """As for `Upload`; `fs` is any of fsspec's."""
         self._fs, self._path, self._url, self.nbytes, self._how = fs, path, url, nbytes, how or How()
+        self._written = f"{path}.{uuid.uuid4().hex[:8]}.part" if self._how.is_held else path  # some stores show what is being written
         self._early: dict[int, bytes] = {}
         self._at, self._file, self._is_over, self.is_complete = 0, None, False, False
         self._lock = threading.Lock()
@@ -321,7 +327,7 @@ class Stream:
 
     def _open(self) -> Any:
         if self._file is None:
-            self._file = self._fs.open(self._path, "wb")
+            self._file = self._fs.open(self._written, "wb")
         return self._file
 
     def view(self, start: int, nbytes: int) -> None:
@@ -342,6 +348,8 @@ class Stream:
         if self._how.is_exclusive and self._fs.exists(self._path):
             raise appeared(self._url)
         self._do("write", lambda: self._open().close())
+        if self._written != self._path:
+            self._do("rename", lambda: self._fs.mv(self._written, self._path))
         self._is_over = self.is_complete = True
 
     def abort(self) -> None:
@@ -349,12 +357,12 @@ class Stream:
             return
         self._is_over = True
         file, self._file = self._file, None
-        try:
+        with suppress(Exception):  # not every kind can
             file.discard()
-        except Exception:  # noqa: BLE001  # not every kind can
-            return
-        finally:
+        with suppress(AttributeError):
             file.closed = True  # else its end would publish what it has
+        with suppress(Exception):
+            self._fs.rm_file(self._written)
 
 
 def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:

@@ -4,6 +4,7 @@
 what was live; rank 0 writes the live state as whole tensors to ROOT/CASE.pt. `resume` loads it on another number of ranks.
 """
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -142,10 +143,15 @@ def draw():
     return torch.randn(3).tolist(), random.random(), float(np.random.rand())
 
 
+def run_of(root, name):
+    """Where the steps of a case lie: in the bucket that the environment names, or under the root."""
+    return f"{os.environ['RUNS']}/{name}" if "RUNS" in os.environ else root / name
+
+
 def save(root, case):
     model, optimizers, state = make_state(case)
     random.seed(dist.get_rank()), np.random.seed(dist.get_rank()), torch.manual_seed(100 + dist.get_rank())
-    with CheckpointManager(root / case, timeout_s=60) as checkpoints:
+    with CheckpointManager(run_of(root, case), timeout_s=60) as checkpoints:
         assert checkpoints.resume(state) == 0
         train(model, optimizers, 1)
         checkpoints.save(1, state, asynchronous=False)
@@ -173,9 +179,8 @@ def save(root, case):
 def resume(root, case):
     """On another number of ranks; the source is only read."""
     model, optimizers, state = make_state(case)
-    scratch = root / f"{case}-{dist.get_world_size()}"
-    with CheckpointManager(scratch, timeout_s=60) as checkpoints:
-        assert checkpoints.resume(state, path=root / case / "step-00000002") == 2
+    with CheckpointManager(run_of(root, f"{case}-{dist.get_world_size()}"), timeout_s=60) as checkpoints:
+        assert checkpoints.resume(state, path=f"{run_of(root, case)}/step-00000002") == 2
         loaded = checkpoints.last_load
         assert case != "big" or loaded.read_nbytes <= 1.02 * loaded.needed_nbytes, (loaded.read_nbytes, loaded.needed_nbytes)
         notes = "\n".join(loaded.notes)

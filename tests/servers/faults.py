@@ -1,53 +1,80 @@
-"""A proxy before an S3 endpoint that breaks GETs of objects, at random by a seed.
+"""A proxy before an S3 endpoint that breaks what passes, at random by a seed.
 
     with faulty(endpoint, share=0.3, seed=1) as (url, log): …
 
-Kinds: `503` (busy), `reset` (the connection dies before an answer), `truncate` (it dies in the middle of a body), `corrupt` (one bit of a body
-is wrong), `late` (half a second later).
+It breaks GETs of objects (`READS`) or all that writes (`WRITES`). Kinds: `503` (busy), `reset` (the connection dies before an answer),
+`truncate` (it dies in the middle of a body), `corrupt` (one bit of a body is wrong), `late` (half a second later), `lost` (it is done, and nobody
+is told).
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from aiohttp import ClientSession, web
+from aiohttp import ClientResponse, ClientSession, web
 from yarl import URL
 
 from tests.servers.servers import free_port
 
-KINDS = ("503", "reset", "truncate", "corrupt", "late")
+READS = ("503", "reset", "truncate", "corrupt", "late")
+WRITES = ("503", "reset", "lost", "late")
 
 
-@contextmanager
-def faulty(endpoint: str, share: float, seed: int, kinds: tuple[str, ...] = KINDS) -> Iterator[tuple[str, list[str]]]:
-    """Yields the proxy's URL, and the list of faults that grows as they are done."""
-    rng, log, port, started = random.Random(seed), [], free_port(), threading.Event()
-    loop = asyncio.new_event_loop()
+@dataclass
+class Breaker:
+    """What passes a proxy, and what becomes of it."""
 
-    async def handle(request: web.Request) -> web.StreamResponse:
-        async with ClientSession(auto_decompress=False) as session:
-            body = await request.read()
-            target = URL(endpoint + request.raw_path, encoded=True)
-            async with session.request(request.method, target, headers=request.headers, data=body or None, allow_redirects=False) as answer:
-                data = bytearray(await answer.read())
-        is_object = request.method == "GET" and "Range" in request.headers and data
-        kind = rng.choice(kinds) if is_object and rng.random() < share else ""
-        log.extend([kind] if kind else [])
+    endpoint: str
+    share: float
+    kinds: tuple[str, ...]
+    writes: bool
+    rng: random.Random
+    log: list[str] = field(default_factory=list)
+
+    def choose(self, request: web.Request) -> str:
+        is_hit = request.method in ("PUT", "POST") if self.writes else request.method == "GET" and "Range" in request.headers
+        kind = self.rng.choice(self.kinds) if is_hit and self.rng.random() < self.share else ""
+        self.log.extend([kind] if kind else [])
+        return kind
+
+    def flip(self, data: bytearray) -> None:
+        if data:
+            data[self.rng.randrange(len(data))] ^= 1 << self.rng.randrange(8)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body, kind = bytearray(await request.read()), self.choose(request)
         if kind == "503":
-            return web.Response(
-                status=503, text="<Error><Code>SlowDown</Code><Message>busy</Message></Error>", content_type="application/xml"
-            )
+            text = "<Error><Code>SlowDown</Code><Message>busy</Message></Error>"
+            return web.Response(status=503, text=text, content_type="application/xml")
         if kind == "reset":
+            request.transport.abort()
+            return web.Response()
+        if kind == "corrupt" and self.writes:
+            self.flip(body)
+        target = URL(self.endpoint + request.raw_path, encoded=True)
+        async with (
+            ClientSession(auto_decompress=False) as session,
+            session.request(
+                request.method, target, headers=request.headers, data=io.BytesIO(body) if body else None, allow_redirects=False
+            ) as answer,
+        ):
+            data = bytearray(await answer.read())
+        if kind == "lost":
             request.transport.abort()
             return web.Response()
         if kind == "late":
             await asyncio.sleep(0.5)
-        if kind == "corrupt":
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        if kind == "corrupt" and not self.writes:
+            self.flip(data)
+        return await self.answer(request, answer, data, kind)
+
+    async def answer(self, request: web.Request, answer: ClientResponse, data: bytearray, kind: str) -> web.StreamResponse:
         headers = {k: v for k, v in answer.headers.items() if k.lower() not in ("transfer-encoding", "connection", "content-length")}
         response = web.StreamResponse(status=answer.status, headers=headers)
         response.content_length = int(answer.headers.get("Content-Length", len(data)))
@@ -59,9 +86,16 @@ def faulty(endpoint: str, share: float, seed: int, kinds: tuple[str, ...] = KIND
             await response.write_eof()
         return response
 
+
+@contextmanager
+def faulty(endpoint: str, share: float, seed: int, kinds: tuple[str, ...] = READS, writes: bool = False) -> Iterator[tuple[str, list[str]]]:
+    """Yields the proxy's URL, and the list of faults that grows as they are done."""
+    breaker, port, started = Breaker(endpoint, share, kinds, writes, random.Random(seed)), free_port(), threading.Event()
+    loop = asyncio.new_event_loop()
+
     async def serve() -> None:
-        runner = web.AppRunner(web.Application(client_max_size=1 << 30), access_log=None)
-        runner.app.router.add_route("*", "/{path:.*}", handle)
+        runner = web.AppRunner(web.Application(client_max_size=1 << 30), access_log=None, shutdown_timeout=0.1)
+        runner.app.router.add_route("*", "/{path:.*}", breaker.handle)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         started.set()
@@ -73,7 +107,7 @@ def faulty(endpoint: str, share: float, seed: int, kinds: tuple[str, ...] = KIND
     thread.start()
     assert started.wait(10)
     try:
-        yield f"http://127.0.0.1:{port}", log
+        yield f"http://127.0.0.1:{port}", breaker.log
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()

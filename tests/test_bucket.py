@@ -1,0 +1,394 @@
+"""Writing to object stores: real S3 servers, real jobs, real kills, and faults on the way."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+import ckpt_tools
+from ckpt_tools import CheckpointError, CheckpointManager, IntegrityError, StorageError
+from ckpt_tools.leftovers import remove_leftovers
+from ckpt_tools.operations.within import Run, cut_parts
+from ckpt_tools.steps import damage, latest, list_steps
+from ckpt_tools.storage import RemoteStore
+from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES, part_starts
+from tests.conftest import HERE, torchrun
+from tests.servers import servers
+from tests.servers.faults import WRITES, faulty
+from tests.servers.servers import Server
+from tests.test_remote import run_ckpt
+
+Saved = Callable[[int], Path]
+MIB = 1 << 20
+
+
+def names(fs: Any, prefix: str) -> list[str]:
+    fs.invalidate_cache()
+    return sorted(fs.find(prefix))
+
+
+def uploads(fs: Any, bucket: str) -> list[str]:
+    return [u["Key"] for u in fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads") or ()]
+
+
+def tensors(num: int, numel: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer{i}.weight": torch.randn(numel, generator=generator) for i in range(num)}
+
+
+def save_locally(path: Path, values: dict[str, torch.Tensor]) -> Path:
+    with CheckpointManager(path) as checkpoints:
+        checkpoints.save(1, {"model": values}, asynchronous=False)
+    return path / "step-00000001"
+
+
+def real(server: Server) -> None:
+    """Skips what takes long where the other server is the real one."""
+    if server.name == "moto" and not servers.missing("radosgw"):
+        pytest.skip("RadosGW is here, and it is the real one")
+
+
+# ---- parts -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 8 * MIB, 8 * MIB + 1, 80_000 * MIB, 80_000 * MIB + 1, 5 << 40])
+def test_ten_thousand_parts_suffice_up_to_five_tebibytes(nbytes: int) -> None:
+    starts = part_starts(nbytes)
+    assert len(starts) <= MAX_PARTS and (not nbytes or starts[-1] < nbytes <= starts[-1] + starts.step)
+    assert starts.step >= MIN_PART_BYTES
+
+
+@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 40_000)), max_size=12), st.integers(0, 20_000), st.integers(1, 40))
+def test_a_file_is_cut_into_parts_that_a_store_takes(gaps: list[tuple[int, int]], tail: int, scale: int) -> None:
+    runs, at = [], 0
+    for gap, nbytes in gaps:
+        runs.append(Run(at + gap * 1024 * scale, nbytes * 1024 * scale, "f", 7))
+        at = runs[-1].start + runs[-1].nbytes
+    total = at + tail * 1024 * scale
+    parts = cut_parts(total, runs)
+    assert [p.start for p in parts] == [0, *(p.start + p.nbytes for p in parts)][: len(parts)]
+    assert sum(p.nbytes for p in parts) == total and len(parts) <= MAX_PARTS
+    assert all(p.nbytes >= MIN_PART_BYTES for p in parts[:-1]) and all(p.nbytes > 0 for p in parts)
+    for part in (p for p in parts if p.run is not None):
+        assert part.run in runs and part.run.start <= part.start and part.start + part.nbytes <= part.run.start + part.run.nbytes
+        assert (part.start - part.run.start) % 16 == 0
+
+
+# ---- merge, reshard, copy --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_to_a_bucket_is_what_is_written_to_a_disk(server: Server, saved: Saved, tmp_path: Path) -> None:
+    fs, source = server.bucket("written"), saved(4) / "adamw"
+    options: dict[str, Any] = {"storage_options": server.options}
+    ckpt_tools.reshard(source, "s3://written/three", to_ranks=3, **options)
+    ckpt_tools.reshard(source, tmp_path / "three", to_ranks=3)
+    ckpt_tools.merge("s3://written/three", "s3://written/merged.safetensors", **options)
+    ckpt_tools.merge(source, tmp_path / "merged.safetensors")
+    assert fs.cat("written/merged.safetensors") == (tmp_path / "merged.safetensors").read_bytes()
+    there = {n.rpartition("/")[2]: n for n in names(fs, "written/three")}
+    attempts = {n.split(".")[1] for n in there if n.endswith(".distcp")}
+    assert len(attempts) == 1 and there.keys() == {
+        ".metadata", f"ckpt.manifest.{min(attempts)}.json", *(f"__{r}_0.{min(attempts)}.distcp" for r in range(3)),
+    }  # fmt: skip
+    for rank in range(3):
+        assert fs.cat(there[f"__{rank}_0.{min(attempts)}.distcp"]) == (tmp_path / "three" / f"__{rank}_0.distcp").read_bytes()
+    ckpt_tools.merge(source, "s3://written/shards", max_shard_bytes=20_000, **options)
+    ckpt_tools.merge("s3://written/shards", tmp_path / "again.safetensors", **options)
+    one, two = load_file(tmp_path / "merged.safetensors"), load_file(tmp_path / "again.safetensors")
+    assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+    assert not uploads(fs, "written")
+
+
+def test_a_checkpoint_there_is_refused_and_replaced_only_when_asked(server: Server, tmp_path: Path) -> None:
+    fs = server.bucket("replaced")
+    old, new = save_locally(tmp_path / "old", tensors(2, 900)), save_locally(tmp_path / "new", tensors(3, 800, 1))
+    options: dict[str, Any] = {"storage_options": server.options}
+    for target in ("s3://replaced/dcp", "s3://replaced/m.safetensors"):
+
+        def write(source: Path, target: str = target, **more: Any) -> object:
+            return ckpt_tools.merge(source, target, **options, **more) if "." in target else ckpt_tools.reshard(
+                source, target, to_ranks=2, **options, **more
+            )  # fmt: skip
+
+        write(old)
+        before = names(fs, "replaced")
+        with pytest.raises(StorageError, match="the destination exists"):
+            write(new)
+        assert names(fs, "replaced") == before
+        write(new, overwrite=True)
+        assert ckpt_tools.inspect(target, server.options).total.num_tensors == 3
+        assert len(names(fs, "replaced")) == len(before)  # nothing of the old one is left
+    fs.pipe("replaced/dcp/notes.txt", b"mine")
+    with pytest.raises(StorageError, match=r"what no checkpoint consists of: notes\.txt"):
+        ckpt_tools.reshard(old, "s3://replaced/dcp", to_ranks=2, overwrite=True, **options)
+    with pytest.raises(StorageError, match="the destination lies in the source"):
+        ckpt_tools.reshard("s3://replaced/dcp", "s3://replaced/dcp/below", to_ranks=2, **options)
+
+
+def test_within_one_store_the_store_copies(server: Server, tmp_path: Path) -> None:
+    server.bucket("within")
+    source = save_locally(tmp_path / "run", tensors(3, 5 * MIB + 3) | {"small": torch.arange(7.0)})
+    options: dict[str, Any] = {"storage_options": server.options}
+    result = ckpt_tools.copy(source, "s3://within/a", **options)
+    assert (result.client_nbytes, result.store_nbytes) == (sum(s.stat().st_size for s in source.glob("*.distcp")), 0)
+    merged = ckpt_tools.merge("s3://within/a", "s3://within/m.safetensors", **options)
+    assert merged.store_nbytes > 0.75 * merged.written_nbytes and merged.read_nbytes < 0.25 * merged.written_nbytes + 65536
+    ckpt_tools.copy("s3://within/m.safetensors", tmp_path / "m.safetensors", **options)
+    got = load_file(tmp_path / "m.safetensors")
+    want = tensors(3, 5 * MIB + 3) | {"small": torch.arange(7.0)}
+    assert got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want)
+    manifest = next(p for p in tmp_path.glob("m.safetensors.ckpt.manifest.*"))
+    sealed = RemoteStore("s3://within", server.options)
+    there = next(n for n in sealed.list_files() if n.startswith("m.safetensors.ckpt"))
+    text = fsspec.filesystem("s3", **server.options).cat(f"within/{there}").decode()
+    checksum = manifest.read_text().split('"crc64nvme": "')[1][:16]
+    assert f'"crc64nvme": "{checksum}"' in text  # derived from the source's fingerprints there, from the bytes here
+    copied = ckpt_tools.copy("s3://within/a", "s3://within/b", **options)
+    assert (copied.client_nbytes, copied.store_nbytes) == (0, result.client_nbytes)
+    ckpt_tools.copy("s3://within/b", tmp_path / "b", **options)
+    assert {p.name: p.read_bytes() for p in source.iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()}
+
+
+def test_a_second_copy_transfers_what_is_missing_or_differs(server: Server, tmp_path: Path) -> None:
+    fs = server.bucket("resumed")
+    ckpt_tools.reshard(save_locally(tmp_path / "run", tensors(4, 3000)), tmp_path / "four", to_ranks=4)
+    options: dict[str, Any] = {"storage_options": server.options}
+    sizes = {p.name: p.stat().st_size for p in (tmp_path / "four").glob("*.distcp")}
+    ckpt_tools.copy(tmp_path / "four", "s3://resumed/up", **options)
+    again = ckpt_tools.copy(tmp_path / "four", "s3://resumed/up", **options)
+    assert (again.client_nbytes, list(again.notes)) == (0, ["it is there already"])
+    fs.rm(["resumed/up/.metadata", "resumed/up/__2_0.distcp"])  # as if it had never come so far
+    fs.pipe("resumed/up/__1_0.distcp", bytes(sizes["__1_0.distcp"]))
+    third = ckpt_tools.copy(tmp_path / "four", "s3://resumed/up", **options)
+    assert third.client_nbytes == sizes["__1_0.distcp"] + sizes["__2_0.distcp"]
+    assert third.kept_nbytes == sizes["__0_0.distcp"] + sizes["__3_0.distcp"]
+    staged = tmp_path / f".tmp.down.{next(iter((tmp_path / 'four').glob('ckpt.manifest.*'))).name.split('.')[2]}"
+    staged.mkdir()
+    for name in ("__0_0.distcp", "__3_0.distcp"):
+        (staged / name).write_bytes((tmp_path / "four" / name).read_bytes())
+    (staged / "__1_0.distcp").write_bytes(bytes(sizes["__1_0.distcp"]))
+    down = ckpt_tools.copy("s3://resumed/up", tmp_path / "down", **options)
+    assert down.kept_nbytes == sizes["__0_0.distcp"] + sizes["__3_0.distcp"]
+    assert {p.name: p.read_bytes() for p in (tmp_path / "four").iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "down").iterdir()
+    }
+    ckpt_tools.reshard(tmp_path / "four", tmp_path / "two", to_ranks=2)
+    with pytest.raises(StorageError, match="the destination exists: s3://resumed/up"):
+        ckpt_tools.copy(tmp_path / "two", "s3://resumed/up", **options)
+
+
+def test_a_copy_of_damaged_bytes_is_refused_and_nothing_is_visible(server: Server, tmp_path: Path) -> None:
+    fs = server.bucket("damaged")
+    source = save_locally(tmp_path / "run", tensors(2, 3000))
+    data = bytearray((source / "__0_0.distcp").read_bytes())
+    data[5000] ^= 4
+    (source / "__0_0.distcp").write_bytes(data)
+    for target in ("s3://damaged/up", tmp_path / "down"):
+        with pytest.raises(IntegrityError, match="bytes were damaged"):
+            ckpt_tools.copy(source, target, storage_options=server.options)
+    assert not (tmp_path / "down").exists() and "damaged/up/.metadata" not in names(fs, "damaged")
+    assert run_ckpt("copy", source, "s3://damaged/up", **server.environment).returncode == 14
+
+
+# ---- runs in a bucket ------------------------------------------------------------------------------------------------------------
+
+
+def test_real_jobs_save_to_a_bucket_and_resume_on_other_ranks(server: Server, tmp_path: Path) -> None:
+    real(server)
+    fs = server.bucket("jobs")
+    environment = server.environment | {"RUNS": "s3://jobs"}
+    torchrun(4, "manage.py", str(tmp_path), "save", "fsdp2", "tp", "two", **environment)
+    torchrun(3, "manage.py", str(tmp_path), "resume", "fsdp2", "two", **environment)
+    done = run_ckpt("ls", "s3://jobs/fsdp2", **server.environment)
+    assert done.returncode == 0 and done.stdout.count("complete") == 2, done.stderr
+    done = run_ckpt("latest", "s3://jobs/fsdp2", "--verify", **server.environment)
+    assert done.stdout == "s3://jobs/fsdp2/step-00000002\n", done.stderr
+    reader = FsspecReader("s3://jobs/fsdp2/step-00000002", **server.options)
+    want = torch.load(tmp_path / "fsdp2.pt", weights_only=False)["model"]
+    stock = {"model": {n: torch.zeros_like(t) for n, t in want.items()}}
+    dcp.load(stock, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(stock["model"][n], want[n]) for n in want)
+    done = run_ckpt("prune", "s3://jobs/fsdp2", "--keep-last", 1, **server.environment)
+    assert done.stdout.startswith("removed s3://jobs/fsdp2/step-00000001"), done.stderr
+    assert not names(fs, "jobs/fsdp2/step-00000001") and len(names(fs, "jobs/fsdp2/step-00000002")) == 6
+
+
+def job(server: Server, *words: object) -> subprocess.Popen[str]:
+    environment = os.environ | server.environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    command = [sys.executable, str(HERE / "dist" / "bucket.py"), *map(str, words)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def until(process: subprocess.Popen[str], word: str) -> str:
+    assert process.stdout is not None and process.stderr is not None
+    for line in process.stdout:
+        if line.startswith(word):
+            return line
+    raise AssertionError(process.stderr.read())
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_a_kill_during_an_upload_costs_nothing(server: Server) -> None:
+    real(server)
+    fs, rng, newest = server.bucket("killed"), random.Random(3), 0
+    for _ in range(3):
+        process = job(server, "s3://killed/run")
+        first = until(process, "resumed").split()
+        assert first[2] == "True" and int(first[1]) >= newest, first
+        newest = int(first[1])
+        until(process, f"began {newest + 2}")
+        time.sleep(rng.random() * 0.6)
+        kill(process)
+    before = list_steps("s3://killed/run", server.options)
+    assert before and all(damage(step) == "" for step in before)
+    left = remove_leftovers("s3://killed/run", grace_s=-5, options=server.options)
+    assert not uploads(fs, "killed")
+    assert list_steps("s3://killed/run", server.options) == before, left
+
+
+def test_a_run_outlives_its_machine_in_a_mirror(server: Server, tmp_path: Path) -> None:
+    real(server)
+    server.bucket("mirrored")
+    process = job(server, tmp_path / "run", "s3://mirrored/run")
+    until(process, "resumed")
+    deadline = time.monotonic() + 60
+    while not list_steps("s3://mirrored/run", server.options) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    kill(process)
+    newest = latest("s3://mirrored/run", options=server.options).step
+    assert newest is not None and damage(newest) == ""
+    process = job(server, tmp_path / "run", "s3://mirrored/run")  # the same machine: its own disk is newer
+    here = until(process, "resumed").split()
+    kill(process)
+    assert int(here[1]) >= newest.number and here[2] == "True"
+    newest = latest("s3://mirrored/run", options=server.options).step
+    assert newest is not None
+    process = job(server, tmp_path / "another", "s3://mirrored/run")  # another machine
+    assert until(process, "resumed").split()[1:] == [str(newest.number), "True"]
+    kill(process)
+
+
+def test_of_two_writers_of_one_step_exactly_one_wins(server: Server) -> None:
+    fs = server.bucket("raced")
+    for number in range(6):
+        told: list[object] = [None, None]
+
+        def save(who: int, number: int = number, told: list[object] = told) -> None:
+            try:
+                with CheckpointManager("s3://raced/run", storage_options=server.options, handle_signals=False) as checkpoints:
+                    checkpoints.save(number, {"who": torch.full((50_000,), float(who))}, asynchronous=False)
+            except CheckpointError as error:
+                told[who] = error
+
+        threads = [threading.Thread(target=save, args=(who,)) for who in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert told.count(None) == 1, told
+        assert any(words in str(told) for words in ("appeared", "there already", "exists", "another writer")), told
+        state = {"who": torch.zeros(50_000)}
+        with CheckpointManager("s3://raced/run", storage_options=server.options, handle_signals=False) as checkpoints:
+            assert checkpoints.resume(state) == number
+        assert set(state["who"].tolist()) == {float(told.index(None))}
+        assert len(names(fs, f"raced/run/step-{number:08d}")) == 3  # nothing of the other is left
+
+
+def attempt(server: Server, url: str, seed: int, share: float, kinds: tuple[str, ...]) -> tuple[list[str], bool]:
+    """Saves a second step through a proxy that breaks requests; returns the faults, and whether it was said to be saved."""
+    with faulty(server.endpoint, share, seed, kinds, writes=True) as (proxy, log):
+        options = server.options | {"endpoint_url": proxy, "skip_instance_cache": True}
+        try:
+            with CheckpointManager(url, storage_options=options, handle_signals=False) as checkpoints:
+                checkpoints.save(2, {"model": tensors(3, 1_500_000, seed)}, asynchronous=False)
+        except CheckpointError:
+            return log, False
+        return log, True
+
+
+def check_after(server: Server, url: str, seed: int, is_saved: bool) -> int:
+    """A save that was told to be done is there, bit for bit; one that failed is not, or it is whole. Returns the step resumed."""
+    state = {"model": tensors(3, 1_500_000, 10**6)}
+    with CheckpointManager(url, storage_options=server.options, handle_signals=False) as checkpoints:
+        step = checkpoints.resume(state)
+    want = tensors(3, 1_500_000, {1: 0, 2: seed}[step])
+    assert all(torch.equal(state["model"][n], want[n]) for n in want), step
+    assert step == 2 or not is_saved
+    return step
+
+
+def test_faults_on_the_way_to_a_bucket_end_in_a_whole_step_or_in_a_clear_error(server: Server) -> None:
+    real(server)
+    server.bucket("broken")
+    kinds = (*WRITES, "corrupt") if server.name == "radosgw" else WRITES  # moto compares no checksum
+    seen: list[str] = []
+    for seed in range(1, 5):
+        url = f"s3://broken/{seed}"
+        with CheckpointManager(url, storage_options=server.options, handle_signals=False) as checkpoints:
+            checkpoints.save(1, {"model": tensors(3, 1_500_000)}, asynchronous=False)
+        log, is_saved = attempt(server, url, seed, 0.35, kinds)
+        check_after(server, url, seed, is_saved)
+        seen += log
+    assert set(seen) >= set(WRITES), seen
+
+
+def test_what_is_not_permitted_is_said_with_action_and_key(server: Server, saved: Saved) -> None:
+    if server.name == "moto":
+        pytest.skip("moto believes anybody")
+    fs = server.bucket("forbidden")
+    denied = '{"Version": "2012-10-17", "Statement": [{"Effect": "Deny", "Principal": "*", "Action": ["s3:%s"], "Resource": ["%s"]}]}'
+    source, resource = saved(4) / "adamw", "arn:aws:s3:::forbidden/*"
+    for action, words, message in (
+        ("PutObject", ("reshard", source, "s3://forbidden/new", "--to", 2), "cannot write: "),
+        ("ListBucket", ("ls", "s3://forbidden/run"), "cannot list: "),
+    ):
+        fs.call_s3("put_bucket_policy", Bucket="forbidden", Policy=denied % (action, resource if action == "PutObject" else resource[:-2]))
+        done = run_ckpt(*words, **server.environment)
+        fs.call_s3("delete_bucket_policy", Bucket="forbidden")
+        assert done.returncode == 15 and message in done.stderr and "s3://forbidden/" in done.stderr, done.stderr
+        assert "do not permit" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not names(fs, "forbidden")
+
+
+def test_a_stream_store_takes_what_s3_takes(tmp_path: Path) -> None:
+    source = save_locally(tmp_path / "run", tensors(3, 70_000))
+    fs = fsspec.filesystem("memory")
+    ckpt_tools.reshard(source, "memory://streams/three", to_ranks=3)
+    merged = ckpt_tools.merge("memory://streams/three", "memory://streams/m.safetensors")
+    assert "does not refuse a second writer" in merged.notes[0]
+    ckpt_tools.copy("memory://streams/m.safetensors", tmp_path / "m.safetensors")
+    got, want = load_file(tmp_path / "m.safetensors"), tensors(3, 70_000)
+    assert got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want)
+    model = nn.Linear(5, 6)
+    with CheckpointManager("memory://streams/run", keep_last=1) as checkpoints:
+        checkpoints.save(1, {"model": model}, asynchronous=False)
+        checkpoints.save(2, {"model": model}, asynchronous=False)
+        with pytest.raises(StorageError, match="step 2 is there already"):
+            checkpoints.save(2, {"model": model}, asynchronous=False)
+        checkpoints.wait()
+    assert [s.number for s in checkpoints.steps()] == [2]
+    with pytest.raises(StorageError, match="the destination exists"):
+        ckpt_tools.merge(source, "memory://streams/m.safetensors")
+    fs.rm("/streams", recursive=True)
