@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.inspect import Report, inspect
     from ckpt_tools.operations.move import TransferResult
     from ckpt_tools.operations.transfer import merge, reshard
+    from ckpt_tools.operations.verify import VerifyResult, verify
 
 __all__ = [
     "CatalogError",
@@ -47,18 +48,21 @@ __all__ = [
     "StorageError",
     "TransferResult",
     "UnsafePickleError",
+    "VerifyResult",
     "__version__",
     "copy",
     "inspect",
     "load",
     "merge",
     "reshard",
+    "verify",
 ]
 
 _LAZY = {
     "Report": "operations.inspect", "inspect": "operations.inspect",
     "TransferResult": "operations.move", "merge": "operations.transfer", "reshard": "operations.transfer",
     "CopyResult": "operations.copy", "copy": "operations.copy",
+    "VerifyResult": "operations.verify", "verify": "operations.verify",
     "CheckpointManager": "manager", "load": "live.load", "PerRank": "live.state", "RngState": "live.state",
 }  # fmt: skip
 

@@ -168,6 +168,25 @@ def reshard(
     _report(run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options), quiet, as_json)
 
 
+@app.command(epilog=app.info.epilog)
+def verify(
+    src: Source,
+    quick: Annotated[bool, typer.Option("--quick", help="Read no data: names, sizes, the index, and the checksums that an object store keeps.")] = False,
+    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, quiet: Quiet = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Compare a checkpoint with its manifest: every file, its size and its checksum. Exit status 1 where something is wrong."""
+    from ckpt_tools import render
+    from ckpt_tools.operations.verify import verify as run
+
+    result = run(src, quick=quick, **_options(jobs, memory, False, False, quiet or as_json, storage_option))
+    if as_json:
+        print(json.dumps(asdict(result)))
+    elif not quiet:
+        render.show_verdict(result)
+    if result.problems:
+        raise SystemExit(1)
+
+
 @app.command("copy", epilog=app.info.epilog)
 def copy_(
     src: Source,

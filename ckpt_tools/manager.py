@@ -13,11 +13,9 @@ Imports torch. May import everything below the command.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
-import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -36,7 +34,7 @@ from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
 from ckpt_tools.live.shards import Stage, local_shards
 from ckpt_tools.live.state import export, name_of_rank, pack, state_of
 from ckpt_tools.mirror import Mirror
-from ckpt_tools.steps import LOCK, Step, latest, latest_of, list_steps, lock, number_of, prune, step_name
+from ckpt_tools.steps import Step, latest, latest_of, list_steps, lock, number_of, prune, see_lock, step_name
 from ckpt_tools.storage import is_url
 
 log = logging.getLogger("ckpt_tools")
@@ -88,26 +86,15 @@ class CheckpointManager:
         Raises:
             StorageError: another job holds the directory, it cannot be written to, or not all ranks see it.
         """
-        if mirror is not None and (is_url(root) or not is_url(mirror)):
-            raise ValueError(f"mirror is a URL, for a run on a disk, got {str(root)!r} and {mirror!r}")
-        if keep_last < 1 or when_busy not in ("wait", "skip"):
-            raise ValueError(f"keep_last must be at least 1 and when_busy 'wait' or 'skip', got {keep_last} and {when_busy!r}")
+        _check(root, keep_last, when_busy, mirror)
         self.root = root if is_url(root) else Path(root)
         self._options, self._mirror_url = storage_options, mirror
-        self._mirror: Mirror | None = None
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
         self.read_once = read_once
-        self.last_save: SaveReport | None = None
-        self.last_load: LoadReport | None = None
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
         self._jobs = jobs or min(4, max(1, (os.cpu_count() or 1) // ranks_here))
         self._group, self._writers = Group(timeout_s, process_group), Group(timeout_s, process_group)
         self._stage, self._layout = Stage(), None
-        self._pool: ThreadPoolExecutor | None = None
-        self._running: Future[SaveReport] | None = None
-        self._resumed: Path | str | None = None
-        self._lock = -1
-        self._signal = 0
         try:
             self._claim(mirror_every)
         except BaseException:
@@ -115,7 +102,15 @@ class CheckpointManager:
             raise
         self._old_handlers = self._watch_signals() if handle_signals else {}
 
+    last_save: SaveReport | None = None
+    last_load: LoadReport | None = None
     _layout: Layout | None
+    _running: Future[SaveReport] | None = None
+    _pool: ThreadPoolExecutor | None = None
+    _mirror: Mirror | None = None
+    _resumed: Path | str | None = None
+    _lock = -1
+    _signal = 0
 
     def _claim(self, mirror_every: int | None) -> None:
         with self._group.phase("open the run's directory"):
@@ -130,21 +125,7 @@ class CheckpointManager:
             return
         written = self._group.broadcast(os.pread(self._lock, 4096, 0) if self._group.rank == 0 else b"", "share the run's directory")
         with self._group.phase("share the run's directory"):
-            self._see(Path(self.root), written)
-
-    def _see(self, root: Path, written: bytes) -> None:
-        """Makes sure that this rank's directory is rank 0's: it has the lock file that rank 0 has just written."""
-        deadline = time.monotonic() + 10.0
-        while True:
-            with contextlib.suppress(OSError):
-                if (root / LOCK).read_bytes() == written:
-                    return
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"rank {self._group.rank} does not see rank 0's directory: {printable(str(root))} is not shared",
-                    hint="save to a filesystem that all nodes mount",
-                )
-            time.sleep(0.1)
+            see_lock(Path(self.root), written, self._group.rank)
 
     # ---- saving --------------------------------------------------------------------------------------------------------
 
@@ -397,3 +378,10 @@ class CheckpointManager:
             log.exception("the save in the background failed as well")
         finally:
             self._release()
+
+
+def _check(root: str | os.PathLike[str], keep_last: int, when_busy: str, mirror: str | None) -> None:
+    if mirror is not None and (is_url(root) or not is_url(mirror)):
+        raise ValueError(f"mirror is a URL, for a run on a disk, got {str(root)!r} and {mirror!r}")
+    if keep_last < 1 or when_busy not in ("wait", "skip"):
+        raise ValueError(f"keep_last must be at least 1 and when_busy 'wait' or 'skip', got {keep_last} and {when_busy!r}")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.copy import CopyResult
     from ckpt_tools.operations.inspect import Report, Total
     from ckpt_tools.operations.move import TransferResult
+    from ckpt_tools.operations.verify import VerifyResult
     from ckpt_tools.steps import Step
 
 _MAX_ROWS = 40
@@ -284,6 +285,17 @@ def show_copy(result: CopyResult) -> None:
     print("  " + ", ".join(f"{size(nbytes)} {what}" for what, nbytes in parts if nbytes))
     for note in result.notes:
         print(f"  note: {printable(note)}")
+
+
+def show_verdict(result: VerifyResult) -> None:
+    """Prints what a verification found."""
+    for problem in result.problems:
+        print(f"  {printable(problem.file)}: {problem.what}")
+    if result.unknown:
+        print(f"  not compared: the bytes of {_count(len(result.unknown), 'file')}, of which the store keeps no checksum")
+    verdict = _count(len(result.problems), "problem") if result.problems else "as its manifest says"
+    compared = ", ".join((_count(result.num_files, "file"), size(result.nbytes), f"{result.seconds:.2f} s"))
+    print(f"{_style(printable(result.path), _BOLD)}: {verdict} ({compared})")
 
 
 def step_as_json(step: Step) -> dict[str, Any]:

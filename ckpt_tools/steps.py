@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,21 @@ def lock(root: Path) -> int:
     os.pwrite(fd, f"{text}\n".encode(), 0)
     os.fsync(fd)  # so that other nodes see it
     return fd
+
+
+def see_lock(root: Path, written: bytes, rank: int) -> None:
+    """Makes sure that a directory is the one that another rank has just locked, by what that rank has written there.
+
+    Raises:
+        StorageError: it is not there after ten seconds.
+    """
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            if (root / LOCK).read_bytes() == written:
+                return
+        time.sleep(0.1)
+    raise StorageError(
+        f"rank {rank} does not see rank 0's directory: {printable(str(root))} is not shared",
+        hint="save to a filesystem that all nodes mount",
+    )

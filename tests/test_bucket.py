@@ -208,6 +208,27 @@ def test_a_copy_of_damaged_bytes_is_refused_and_nothing_is_visible(server: Serve
     assert run_ckpt("copy", source, "s3://damaged/up", **server.environment).returncode == 14
 
 
+def test_what_lies_in_a_bucket_is_compared_without_a_download(server: Server, tmp_path: Path) -> None:
+    fs = server.bucket("verified")
+    source = save_locally(tmp_path / "run", tensors(2, 3 * MIB))
+    options: dict[str, Any] = {"storage_options": server.options}
+    ckpt_tools.copy(source, "s3://verified/a", **options)
+    assert ckpt_tools.verify("s3://verified/a", **options).problems == ckpt_tools.verify(source).problems == []
+    quick = ckpt_tools.verify("s3://verified/a", quick=True, **options)
+    assert (quick.problems, quick.unknown, quick.nbytes) == ([], [], (source / "__0_0.distcp").stat().st_size)
+    assert ckpt_tools.verify(source, quick=True).unknown == ["__0_0.distcp"]
+    data = bytearray(fs.cat("verified/a/__0_0.distcp"))
+    data[MIB] ^= 1
+    fs.pipe("verified/a/__0_0.distcp", bytes(data))  # by another tool: our note of the checksum is gone with it
+    full = ckpt_tools.verify("s3://verified/a", **options)
+    assert [p.file for p in full.problems] == ["__0_0.distcp"] and "damaged" in full.problems[0].what
+    assert ckpt_tools.verify("s3://verified/a", quick=True, **options).unknown == ["__0_0.distcp"]
+    fs.pipe("verified/a/__7_0.distcp", b"old")
+    fs.rm("verified/a/__0_0.distcp")
+    done = run_ckpt("verify", "s3://verified/a", **server.environment)
+    assert done.returncode == 12 and "missing" in done.stderr, done.stdout + done.stderr
+
+
 # ---- runs in a bucket ------------------------------------------------------------------------------------------------------------
 
 

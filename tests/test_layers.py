@@ -43,6 +43,7 @@ LEVELS = [
         "operations.move",
         "operations.transfer",
         "operations.copy",
+        "operations.verify",
         "operations",
     ],
     ["live.group", "live.shards", "live.state", "live.share", "live.match", "live.write", "live.save", "live.load", "live"],

@@ -26,7 +26,7 @@ from ckpt_tools.formats import INDEXES, Source, open_source
 from ckpt_tools.formats.base import attempt_of
 from ckpt_tools.manifest import NAME, Manifest, Sealed, file_name, find
 from ckpt_tools.operations.move import Options, Path_, check_apart, no_bar, steps_for
-from ckpt_tools.plan import Literal, Slot, Target, plan_transfer
+from ckpt_tools.plan import Literal, Plan, Slot, Target, plan_transfer
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, Writer, is_url, read
 from ckpt_tools.storage.upload import How, Upload
 
@@ -97,6 +97,13 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
         source.path, target.url, work.files, work.kept_nbytes, 0 if work.is_within else moved, moved if work.is_within else 0, notes,
         time.monotonic() - began,
     )  # fmt: skip
+
+
+def plan_files(files: Mapping[str, int], name: Callable[[str], str] = str) -> Plan:
+    """Plans the copy of whole files, each as an object; `name` gives what each is called at the other end."""
+    items = {file: BytesEntry(file, Extent(file, 0, nbytes)) for file, nbytes in files.items()}
+    slots = {file: (Slot(whole((nbytes,)), name(file), 0),) for file, nbytes in files.items()}
+    return plan_transfer(Catalog("files", {}, items), Target("files", {name(f): n for f, n in files.items()}, slots))
 
 
 class _Work:
@@ -210,11 +217,8 @@ class _Work:
         """Moves files through this process, and returns their checksums."""
         jobs = self.options.get("jobs") or min(8, os.cpu_count() or 1)
         tiles = tile_bytes(self.options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
-        items = {name: BytesEntry(name, Extent(name, 0, self.files[name])) for name in self.missing}
-        slots = {name: (Slot(whole((self.files[name],)), self.name(name), 0),) for name in self.missing}
-        layout = Target("files", {self.name(name): self.files[name] for name in self.missing}, slots)
-        plan = plan_transfer(Catalog("files", {}, items), layout)
-        sink = WriteSink(layout, _Shelf(place, self))
+        plan = plan_files({name: self.files[name] for name in self.missing}, self.name)
+        sink = WriteSink(plan.target, _Shelf(place, self))
         try:
             sink.open()
             run(steps_for(plan, {}, tiles, place.shelf), self.source.store, sink, jobs, advance)

@@ -145,28 +145,36 @@ def transfer(
     single = next(iter(layout.file_sizes)) if layout.index is None else ""
     with dst.stage(attempt, overwrite, single) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
         within = _within(source, catalog, plan, located, place)
-        sink = WriteSink(layout, within or place.shelf)
-        try:
-            sink.open()
-            rest = within.rest if within else plan
-            totals = run(steps_for(rest, located, tiles, place.shelf), source.store, sink, jobs, advance)
-            if within:
-                within.vouch(sink)
-                totals.store_nbytes = within.nbytes
-                advance(within.nbytes)
-            checksums = sink.finish()
-            wrong = assumes and not _is_as_assumed(located, source.format.locate(source.store, tensors))
-            if not wrong:
-                fingerprints = (dict(within.fingerprints) if within else {}) | sink.fingerprints.join()
-                prove_fingerprints(source, catalog, plan, fingerprints)
-                manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
-                notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
-        finally:
-            sink.abort()
+        totals, checksums, fingerprints = _fill(source, plan, located, place, within, jobs, tiles, advance)
+        wrong = assumes and not _is_as_assumed(located, source.format.locate(source.store, tensors))
+        if not wrong:
+            prove_fingerprints(source, catalog, plan, fingerprints)
+            manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
+            notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
     if wrong:
         return transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, may_assume=False)
     source.store.close()
     return result(totals, files)
+
+
+def _fill(
+    source: Source, plan: Plan, located: Mapping[Extent, Extent], place: Place, within: Within | None, jobs: int, tiles: tuple[int, int],
+    advance: Callable[[int], None],
+) -> tuple[Totals, Mapping[str, int], Mapping[str, int]]:  # fmt: skip
+    """Writes all data files; returns totals, the checksum of each file, and the fingerprint of each tensor."""
+    sink = WriteSink(plan.target, within or place.shelf)
+    try:
+        sink.open()
+        totals = run(steps_for(within.rest if within else plan, located, tiles, place.shelf), source.store, sink, jobs, advance)
+        if within:
+            within.vouch(sink)
+            totals.store_nbytes = within.nbytes
+            advance(within.nbytes)
+        checksums = sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+    return totals, checksums, (dict(within.fingerprints) if within else {}) | sink.fingerprints.join()
 
 
 def _within(source: Source, catalog: Catalog, plan: Plan, located: Mapping[Extent, Extent], place: Place) -> Within | None:

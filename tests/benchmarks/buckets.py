@@ -1,0 +1,163 @@
+"""Saving to S3 and loading from it, beside DCP's own fsspec writer and reader, in turn, by ranks of one job.
+
+    python tests/benchmarks/buckets.py DIR --gb 1 --runs 5
+
+Starts a RadosGW in DIR on this machine. `save` is by 4 ranks, blocking; `load` is of what 4 ranks saved along dim 0, by 3 ranks along dim 0 and by
+4 along dim 1. Fetched bytes are what the loopback interface saw. Peaks are of a rank that does nothing else, without the shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import ckpt_tools
+from ckpt_tools import CheckpointManager
+from tests.servers import servers
+
+COLUMNS = 4096
+
+
+def state(gb: float, dim: int, seed: int) -> dict[str, DTensor]:
+    """Eight matrices in float32, `gb` GB together."""
+    mesh, rows = init_device_mesh("cpu", (dist.get_world_size(),)), int(gb * 1e9 / 4 / COLUMNS / 8)
+    made = {}
+    for number in range(8):
+        torch.manual_seed(seed + number)
+        made[f"layer{number}.weight"] = distribute_tensor(torch.randn(rows, COLUMNS), mesh, [Shard(dim)])
+    return made
+
+
+def received() -> int:
+    """Bytes that came in over loopback so far."""
+    line = next(text for text in Path("/proc/net/dev").read_text().splitlines() if text.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[0])
+
+
+def timed(call: Callable[[], object]) -> tuple[float, int]:
+    """Returns the seconds from the first rank's start to the last one's end, and the bytes over loopback."""
+    dist.barrier()
+    before, began = received(), time.perf_counter()
+    call()
+    dist.barrier()
+    return time.perf_counter() - began, received() - before
+
+
+def save(args: argparse.Namespace) -> None:
+    values = state(args.gb, 0, 0)
+    runs: dict[str, list[float]] = {"ours": [], "dcp": []}
+    with CheckpointManager("s3://bench/ours", keep_last=1) as checkpoints:
+        for number in range(args.runs + 1):
+            for who in [w for w in (("ours", "dcp") if number % 2 else ("dcp", "ours")) if args.only in ("", w)]:
+                if who == "ours":
+                    took = timed(lambda number=number: checkpoints.save(number, {"model": values}, asynchronous=False))[0]
+                    checkpoints.wait()
+                else:
+                    writer = FsspecWriter(f"s3://bench/dcp/{number}", **options())
+                    took = timed(lambda writer=writer: dcp.save({"model": values}, storage_writer=writer))[0]
+                    if dist.get_rank() == 0 and number:
+                        filesystem().rm(f"bench/dcp/{number}", recursive=True)
+                runs[who] += [took] if number else []
+                dist.barrier()
+    tell(args, f"save, {dist.get_world_size()} ranks", runs, {})
+
+
+def load(args: argparse.Namespace) -> None:
+    values = state(args.gb, args.dim, 1000)
+    runs: dict[str, list[float]] = {"ours": [], "dcp": []}
+    fetched: dict[str, list[int]] = {"ours": [], "dcp": []}
+    for number in range(args.runs + 1):
+        for who in [w for w in (("ours", "dcp") if number % 2 else ("dcp", "ours")) if args.only in ("", w)]:
+            if who == "ours":
+                took, nbytes = timed(lambda: ckpt_tools.load("s3://bench/dcp/0", {"model": values}))
+            else:
+                reader = FsspecReader("s3://bench/dcp/0", **options())
+                took, nbytes = timed(lambda reader=reader: dcp.load({"model": values}, storage_reader=reader))
+            runs[who] += [took] if number else []
+            fetched[who].append(nbytes)
+    tell(args, f"load, dim 0 of 4 ranks to dim {args.dim} of {dist.get_world_size()}", runs, fetched)
+
+
+def tell(args: argparse.Namespace, what: str, runs: dict[str, list[float]], fetched: dict[str, list[int]]) -> None:
+    peak = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - args.gb * 1e9 / 2**20 / dist.get_world_size()])
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    if dist.get_rank():
+        return
+    if args.only:
+        print(f"| {what}: {args.only} | peak of a rank without its shards {peak.item():.0f} MiB |", flush=True)
+        return
+    base = statistics.median(runs["ours"])
+    for who, values in runs.items():
+        more = f"{statistics.median(fetched[who]) / args.gb / 1e9:.2f}" if fetched else ""
+        row = (
+            f"{what}: {who}",
+            f"{statistics.median(values):.2f}",
+            f"{min(values):.2f} – {max(values):.2f}",
+            f"{statistics.median(values) / base:.2f}×",
+            more,
+        )
+        print("| " + " | ".join(row) + " |", flush=True)
+
+
+def options() -> dict[str, Any]:
+    return {"use_listings_cache": False}
+
+
+def filesystem() -> Any:
+    import fsspec
+
+    return fsspec.filesystem("s3", **options())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dir", type=Path)
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--mode", choices=["save", "load"])
+    parser.add_argument("--dim", type=int, default=0)
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    if args.mode:
+        dist.init_process_group("gloo")
+        {"save": save, "load": load}[args.mode](args)
+        dist.destroy_process_group()
+        return
+    args.dir.mkdir(parents=True, exist_ok=True)
+    with servers.running("radosgw", args.dir) as server:
+        server.bucket("bench")
+        print("| | median s | min – max s | against ours | fetched / size |\n|---|---:|---:|---:|---:|", flush=True)
+        jobs = [(4, "save", 0, ""), (3, "load", 0, ""), (4, "load", 1, "")]
+        jobs += [(n, mode, dim, who) for who in ("ours", "dcp") for n, mode, dim, _ in jobs]
+        for num_ranks, mode, dim, who in jobs:
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(num_ranks),
+                __file__,
+                str(args.dir),
+            ]
+            command += ["--mode", mode, "--gb", str(args.gb), "--runs", str(1 if who else args.runs), "--dim", str(dim), "--only", who]
+            subprocess.run(command, check=True, env=os.environ | server.environment | {"OMP_NUM_THREADS": "1"})
+
+
+if __name__ == "__main__":
+    main()
