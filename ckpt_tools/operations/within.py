@@ -204,7 +204,7 @@ def cut_parts(nbytes: int, runs: Sequence[Run]) -> list[Part]:
         short = 0 if run.start == sent else max(0, least - (run.start - sent))
         stolen = -(-short // _ELEMENT_BYTES) * _ELEMENT_BYTES  # so that no element is cut
         left = run.nbytes - stolen
-        if left < least and not (end == nbytes and left > 0):
+        if left < least:
             continue
         parts += _pieces(sent, run.start + stolen, least, None)
         parts += _pieces(run.start + stolen, end, least, run)

@@ -6,12 +6,12 @@ Credentials, endpoints and the like are fsspec's own business. May import errors
 
 from __future__ import annotations
 
-import functools
 import posixpath
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckpt_tools.errors import StorageError, printable
@@ -110,8 +110,10 @@ class RemoteStore:
             name = posixpath.relpath(entry["name"].rstrip("/"), self._root)
             if entry["type"] == "directory":
                 folders.append(name)
-            elif name != ".":  # some stores list the prefix itself, as an empty object
-                self._note(name, entry)
+            elif name != ".":  # some stores list the prefix itself, as an empty object; a web server's listing tells no sizes
+                self._note(
+                    name, entry if entry.get("size") is not None else self._call("look at", name, partial(self._fs.info, entry["name"]))
+                )
         if not folder:
             self._folders = sorted(folders)
 
@@ -170,7 +172,7 @@ class RemoteStore:
             nbytes = min(window.start + window.nbytes + MARGIN_BYTES, self.size(window.file)) - start
             if (window.file, start, nbytes) not in self._windows and nbytes > 0:
                 future = self._submit(window.file, start, nbytes)
-                future.add_done_callback(functools.partial(self._margins.keep, window, start))
+                future.add_done_callback(partial(self._margins.keep, window, start))
                 self._windows[window.file, start, nbytes] = Fetched(start, nbytes, sum(r.nbytes for r in window.ranges), future)
         held = sum(w.nbytes for w in self._windows.values())
         while held > _AHEAD_BYTES and len(self._windows) > 1:  # announced and never read
@@ -327,7 +329,7 @@ class RemoteStore:
                     raise StorageError(f"cannot remove: {error.get('Code')} ({printable(str(error.get('Key')))})")
             else:
                 for path in batch:
-                    self._call("remove", posixpath.relpath(path, self._root), functools.partial(self._fs.rm_file, path), missing=0)
+                    self._call("remove", posixpath.relpath(path, self._root), partial(self._fs.rm_file, path), missing=0)
 
     def close(self) -> None:
         with self._lock:

@@ -336,6 +336,8 @@ class Stream:
     def _do(self, operation: str, call: Any) -> None:
         try:
             call()
+        except NotImplementedError:
+            raise StorageError(f"cannot {operation}: this kind of store is only read ({printable(self._url)})") from None
         except Exception as error:  # noqa: BLE001  # every package has exceptions of its own
             raise StorageError(f"cannot {operation}: {plain(error)} ({printable(self._url)})", hint=hint(error)) from None
 
