@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ from ckpt_tools import CheckpointError, CheckpointManager, NotACheckpointError, 
 from ckpt_tools.storage import RemoteStore, is_url, read
 from tests.dist.test_real_jobs import RESHARDED
 from tests.servers import servers
-from tests.servers.faults import faulty
+from tests.servers.faults import faulty, serving
 from tests.servers.servers import SECRET, Server
 
 Saved = Callable[[int], Path]
@@ -281,31 +279,13 @@ def test_a_connection_that_breaks_is_tried_again_and_a_refusal_is_not(store: Rem
 
 
 def test_a_web_server_is_read_and_not_written_to(saved: Saved, tmp_path: Path) -> None:
-    directory, loop, port, started = saved(4), asyncio.new_event_loop(), servers.free_port(), threading.Event()
-
-    async def serve() -> None:
-        app = web.Application()
-        app.router.add_static("/", directory, show_index=True)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        started.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    stop = asyncio.Event()
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    assert started.wait(10)
-    try:
-        ckpt_tools.merge(f"http://127.0.0.1:{port}/adamw", tmp_path / "there.safetensors")
-        ckpt_tools.merge(directory / "adamw", tmp_path / "here.safetensors")
+    app, source = web.Application(), saved(4) / "adamw"
+    app.router.add_static("/", source.parent, show_index=True)
+    ckpt_tools.merge(source, tmp_path / "here.safetensors")
+    with serving(app) as url:
+        ckpt_tools.merge(f"{url}/adamw", tmp_path / "there.safetensors")
         with pytest.raises(StorageError, match="this kind of store is only read"):
-            ckpt_tools.merge(directory / "adamw", f"http://127.0.0.1:{port}/new.safetensors")
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
+            ckpt_tools.merge(source, f"{url}/new.safetensors")
     assert (tmp_path / "there.safetensors").read_bytes() == (tmp_path / "here.safetensors").read_bytes()
 
 

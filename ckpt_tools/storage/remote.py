@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Capabilities, Traffic, check_path
 from ckpt_tools.storage.failures import ATTEMPTS, pause, plain, retry
-from ckpt_tools.storage.ranges import Range, coalesce
+from ckpt_tools.storage.ranges import Range, Window, coalesce
 from ckpt_tools.storage.s3 import S3, stored_crc64
 from ckpt_tools.storage.upload import CLAIM, How, Stream, Upload, appeared, refuses
 from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
@@ -75,6 +75,7 @@ class RemoteStore:
         self._margins = Margins()
         self._announced: list[Range] = []
         self._announced_nbytes = 0
+        self._waiting: list[Window] = []
         self._s3: S3 | None = None
         self.written: dict[str, Upload | Stream] = {}
 
@@ -167,27 +168,35 @@ class RemoteStore:
     def _start(self) -> None:
         """Begins to fetch what was announced: the more at once, the more neighbours become one request."""
         ranges, self._announced, self._announced_nbytes = self._announced, [], 0
-        for window in coalesce((r for r in ranges if r.nbytes), _GAP_BYTES, _WINDOW_BYTES):
-            start = max(0, window.start - MARGIN_BYTES)
-            nbytes = min(window.start + window.nbytes + MARGIN_BYTES, self.size(window.file)) - start
-            if (window.file, start, nbytes) not in self._windows and nbytes > 0:
-                future = self._submit(window.file, start, nbytes)
-                future.add_done_callback(partial(self._margins.keep, window, start))
-                self._windows[window.file, start, nbytes] = Fetched(start, nbytes, sum(r.nbytes for r in window.ranges), future)
-        held = sum(w.nbytes for w in self._windows.values())
-        while held > _AHEAD_BYTES and len(self._windows) > 1:  # announced and never read
-            _, forgotten = self._windows.popitem(last=False)
-            forgotten.future.cancel()
-            held -= forgotten.nbytes
+        self._waiting += coalesce((r for r in ranges if r.nbytes), _GAP_BYTES, _WINDOW_BYTES)
+        self._fetch_waiting()
+
+    def _fetch_waiting(self) -> None:
+        """Begins windows as long as there is room for them: holes count, so it can be less than was announced."""
+        while self._waiting and sum(w.nbytes for w in self._windows.values()) < _AHEAD_BYTES:
+            self._begin(self._waiting.pop(0))
+
+    def _begin(self, window: Window) -> None:
+        start = max(0, window.start - MARGIN_BYTES)
+        nbytes = min(window.start + window.nbytes + MARGIN_BYTES, self.size(window.file)) - start
+        if (window.file, start, nbytes) not in self._windows and nbytes > 0:
+            future = self._submit(window.file, start, nbytes)
+            future.add_done_callback(partial(self._margins.keep, window, start))
+            self._windows[window.file, start, nbytes] = Fetched(start, nbytes, sum(r.nbytes for r in window.ranges), future)
 
     def _take(self, path: str, start: int, nbytes: int) -> Fetched | None:
         """Returns the window that holds a range, and lets go of it with its last byte."""
         with self._lock:
-            window = self._find(path, start, nbytes)
-            if window is None and any(r.file == path and r.start <= start < r.start + r.nbytes for r in self._announced):
+            found = self._find(path, start, nbytes)
+            if found is None and any(r.file == path and r.start <= start < r.start + r.nbytes for r in self._announced):
                 self._start()
-                window = self._find(path, start, nbytes)
-            return window
+                found = self._find(path, start, nbytes)
+            if found is None and (late := next((w for w in self._waiting if _covers(w, path, start, nbytes)), None)) is not None:
+                self._waiting.remove(late)
+                self._windows.popitem(last=False)[1].future.cancel()  # announced before, and not read yet
+                self._begin(late)
+                found = self._find(path, start, nbytes)
+            return found
 
     def _find(self, path: str, start: int, nbytes: int) -> Fetched | None:
         for key, window in self._windows.items():
@@ -195,6 +204,7 @@ class RemoteStore:
                 window.left -= nbytes
                 if window.left <= 0:
                     del self._windows[key]
+                    self._fetch_waiting()
                 return window
         return None
 
@@ -334,11 +344,16 @@ class RemoteStore:
     def close(self) -> None:
         with self._lock:
             self._announced.clear()
+            self._waiting.clear()
             while self._windows:
                 self._windows.popitem()[1].future.cancel()
             if self._pool is not None:
                 self._pool.shutdown(cancel_futures=True)
                 self._pool = None
+
+
+def _covers(window: Window, path: str, start: int, nbytes: int) -> bool:
+    return window.file == path and window.start <= start and start + nbytes <= window.start + window.nbytes
 
 
 async def _get_s3(fs: Any, path: str, start: int, nbytes: int, etag: str | None) -> bytes:

@@ -95,6 +95,7 @@ class Upload:
         self._parts: dict[int, _Part] = {}
         self._sent: dict[int, Sent] = {}
         self._running: list[Future[None]] = []
+        self._error: BaseException | None = None
         self._put: Future[None] | None = None  # of a small object, on its way before anybody asks for its end
         self._upload_id, self._is_over, self.is_complete = "", False, False
         self._lock, self._begin = threading.Lock(), threading.Lock()
@@ -140,9 +141,13 @@ class Upload:
 
     def _raise_early(self) -> None:
         """Raises the error of a part that has failed meanwhile."""
-        for future in self._running:
-            if future.done() and not future.cancelled() and (error := future.exception()) is not None:
-                raise self._failed(error) from None
+        if self._error is not None:
+            raise self._failed(self._error) from None
+
+    def _done(self, future: Future[None], held: int) -> None:
+        self._s3.server.flight.leave(held)
+        if not future.cancelled() and self._error is None:
+            self._error = future.exception()
 
     def _failed(self, error: BaseException) -> StorageError:
         return StorageError(f"cannot write: {plain(error)} ({printable(self._url)})", hint=hint(error))
@@ -198,15 +203,18 @@ class Upload:
             self._sent[number] = Sent(str(result["ETag"]), nbytes, crc64)
 
         future = self._s3.run(send())
-        future.add_done_callback(lambda _: self._s3.server.flight.leave(held))
+        future.add_done_callback(lambda done: self._done(done, held))
         self._running.append(future)
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Waits until the store has every part, then makes the object appear unless it is held back."""
-        wait(self._running)
+        for future in wait(self._running).done:  # each callback has its turn after this
+            self._error = self._error or (None if future.cancelled() else future.exception())
         self._raise_early()
+        if not self.is_small and len(self._sent) != len([start for start in self._starts if start < self.nbytes]):
+            raise StorageError(f"a file was not written in full: {len(self._sent)} of {len(self._starts)} parts ({printable(self._url)})")
         if not self._how.is_held:
             self.complete()
 
@@ -377,11 +385,12 @@ def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:
             probe.finish()
             s3.run(probe._ask_complete({"IfNoneMatch": "*"})).result()
             s3.server.excludes[kind] = False
-        except Exception as error:  # noqa: BLE001  # every refusal is one
-            s3.server.excludes[kind] = status(error) == _EXISTS
+        except Exception as error:  # noqa: BLE001  # a refusal, or nothing is known
+            if status(error) == _EXISTS:
+                s3.server.excludes[kind] = True
         finally:
             probe.abort()
-    return s3.server.excludes[kind]
+    return s3.server.excludes.get(kind, False)
 
 
 def appeared(url: str) -> StorageError:

@@ -3,14 +3,13 @@
     python tests/benchmarks/buckets.py DIR --gb 1 --runs 5
 
 Starts a RadosGW in DIR on this machine. `save` is by 4 ranks, blocking; `load` is of what 4 ranks saved along dim 0, by 3 ranks along dim 0 and by
-4 along dim 1. Fetched bytes are what the loopback interface saw. Peaks are of a rank that does nothing else, without the shards.
+4 along dim 1. Fetched bytes are half of what the loopback interface saw: each byte goes from the OSD to the gateway, and from there to a rank. Memory is the most that a rank held, less what it held before.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -58,8 +57,21 @@ def timed(call: Callable[[], object]) -> tuple[float, int]:
     return time.perf_counter() - began, received() - before
 
 
+def status(key: str) -> float:
+    """Returns an entry of this process's memory, in MiB: VmRSS, or VmHWM since the mark was last cleared."""
+    line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith(f"{key}:"))
+    return int(line.split()[1]) / 1024
+
+
+def watch() -> float:
+    """Returns the memory of now, and begins its high-water mark anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
 def save(args: argparse.Namespace) -> None:
     values = state(args.gb, 0, 0)
+    before = watch()
     runs: dict[str, list[float]] = {"ours": [], "dcp": []}
     with CheckpointManager("s3://bench/ours", keep_last=1) as checkpoints:
         for number in range(args.runs + 1):
@@ -74,11 +86,12 @@ def save(args: argparse.Namespace) -> None:
                         filesystem().rm(f"bench/dcp/{number}", recursive=True)
                 runs[who] += [took] if number else []
                 dist.barrier()
-    tell(args, f"save, {dist.get_world_size()} ranks", runs, {})
+    tell(args, f"save, {dist.get_world_size()} ranks", before, runs, {})
 
 
 def load(args: argparse.Namespace) -> None:
     values = state(args.gb, args.dim, 1000)
+    before = watch()
     runs: dict[str, list[float]] = {"ours": [], "dcp": []}
     fetched: dict[str, list[int]] = {"ours": [], "dcp": []}
     for number in range(args.runs + 1):
@@ -90,20 +103,20 @@ def load(args: argparse.Namespace) -> None:
                 took, nbytes = timed(lambda reader=reader: dcp.load({"model": values}, storage_reader=reader))
             runs[who] += [took] if number else []
             fetched[who].append(nbytes)
-    tell(args, f"load, dim 0 of 4 ranks to dim {args.dim} of {dist.get_world_size()}", runs, fetched)
+    tell(args, f"load, dim 0 of 4 ranks to dim {args.dim} of {dist.get_world_size()}", before, runs, fetched)
 
 
-def tell(args: argparse.Namespace, what: str, runs: dict[str, list[float]], fetched: dict[str, list[int]]) -> None:
-    peak = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - args.gb * 1e9 / 2**20 / dist.get_world_size()])
+def tell(args: argparse.Namespace, what: str, before: float, runs: dict[str, list[float]], fetched: dict[str, list[int]]) -> None:
+    peak = torch.tensor([status("VmHWM") - before])
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if dist.get_rank():
         return
     if args.only:
-        print(f"| {what}: {args.only} | peak of a rank without its shards {peak.item():.0f} MiB |", flush=True)
+        print(f"| {what}: {args.only} | a rank takes {peak.item():.0f} MiB |", flush=True)
         return
     base = statistics.median(runs["ours"])
     for who, values in runs.items():
-        more = f"{statistics.median(fetched[who]) / args.gb / 1e9:.2f}" if fetched else ""
+        more = f"{statistics.median(fetched[who]) / 2 / args.gb / 1e9:.2f}" if fetched else ""
         row = (
             f"{what}: {who}",
             f"{statistics.median(values):.2f}",

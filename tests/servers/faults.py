@@ -90,12 +90,20 @@ class Breaker:
 @contextmanager
 def faulty(endpoint: str, share: float, seed: int, kinds: tuple[str, ...] = READS, writes: bool = False) -> Iterator[tuple[str, list[str]]]:
     """Yields the proxy's URL, and the list of faults that grows as they are done."""
-    breaker, port, started = Breaker(endpoint, share, kinds, writes, random.Random(seed)), free_port(), threading.Event()
-    loop = asyncio.new_event_loop()
+    breaker = Breaker(endpoint, share, kinds, writes, random.Random(seed))
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_route("*", "/{path:.*}", breaker.handle)
+    with serving(app) as url:
+        yield url, breaker.log
+
+
+@contextmanager
+def serving(app: web.Application) -> Iterator[str]:
+    """Serves an application on loopback, in a thread, and yields its URL."""
+    loop, port, started = asyncio.new_event_loop(), free_port(), threading.Event()
 
     async def serve() -> None:
-        runner = web.AppRunner(web.Application(client_max_size=1 << 30), access_log=None, shutdown_timeout=0.1)
-        runner.app.router.add_route("*", "/{path:.*}", breaker.handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         started.set()
@@ -107,7 +115,7 @@ def faulty(endpoint: str, share: float, seed: int, kinds: tuple[str, ...] = READ
     thread.start()
     assert started.wait(10)
     try:
-        yield f"http://127.0.0.1:{port}", breaker.log
+        yield f"http://127.0.0.1:{port}"
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()

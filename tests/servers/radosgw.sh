@@ -36,7 +36,7 @@ debug ms=0/0
 debug osd=0/1
 debug rgw=0/1
 osd objectstore=bluestore
-bluestore block size=8589934592
+bluestore block size=34359738368
 osd memory target=939524096
 osd data=$dir/osd
 mon data=$dir/mon
@@ -47,6 +47,8 @@ osd class update on start=false
 [client.rgw]
 rgw frontends=beast endpoint=127.0.0.1:$port tcp_nodelay=1
 rgw thread pool size=64
+rgw gc obj min wait=0
+rgw gc processor period=5
 rgw dynamic resharding=false
 rgw enable usage log=false
 CONF
