@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.box import whole
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats import Source
 from ckpt_tools.plan import Plan
 from ckpt_tools.storage import Store, read
 from ckpt_tools.version import __version__
@@ -112,22 +113,35 @@ def parse(data: bytes, where: str) -> Manifest:
         raise FormatError(f"a manifest is malformed: {printable(repr(error))} ({printable(where)})") from error
 
 
-def find(store: Store) -> Manifest | None:
-    """Returns the manifest in a directory, None where there is none.
+def find(store: Store, beside: str = "") -> Manifest | None:
+    """Returns the manifest in a directory, or that of one file in it; None where there is none.
 
-    Of several, in an object store in which one attempt has just taken the place of another, it is the one that knows the index.
+    Of several in a directory, in an object store in which one attempt has just taken the place of another, it is the one that knows the
+    index; of several beside a file, none.
+
+    Args:
+        store: the directory.
+        beside: the file.
 
     Raises:
         FormatError: it is malformed, or of several none fits or more than one.
     """
     files = store.list_files()
-    names = [name for name in files if NAME.fullmatch(name)]
+    prefix = f"{beside}." if beside else ""
+    names = [name for name in files if name.startswith(prefix) and NAME.fullmatch(name[len(prefix) :])]
     found = [parse(read(store, name), name) for name in names]
+    if len(found) > 1 and beside:
+        return None
     if len(found) > 1:
         found = [m for m in found if m.index and m.index[0] in files and hex64(crc64nvme(read(store, m.index[0]))) == m.index[1].crc64nvme]
         if len(found) != 1:
             raise FormatError(f"{len(names)} manifests, of which {len(found)} fit: {printable(', '.join(names))} ({printable(store.url)})")
     return found[0] if found else None
+
+
+def of_source(source: Source) -> Manifest | None:
+    """Returns the manifest of an opened checkpoint, None where there is none; see `find`."""
+    return find(source.folder, source.name if source.is_file else "")
 
 
 def _sealed(entry: Mapping[str, Any]) -> Sealed:

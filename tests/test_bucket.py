@@ -217,6 +217,14 @@ def test_what_lies_in_a_bucket_is_compared_without_a_download(server: Server, tm
     quick = ckpt_tools.verify("s3://verified/a", quick=True, **options)
     assert (quick.problems, quick.unknown, quick.nbytes) == ([], [], (source / "__0_0.distcp").stat().st_size)
     assert ckpt_tools.verify(source, quick=True).unknown == ["__0_0.distcp"]
+    ckpt_tools.merge(source, "s3://verified/m.safetensors", **options)
+    ckpt_tools.copy("s3://verified/m.safetensors", "s3://verified/n.safetensors", **options)
+    assert ckpt_tools.verify("s3://verified/n.safetensors", **options).problems == []
+    assert ckpt_tools.verify("s3://verified/n.safetensors", quick=True, **options).unknown == []
+    fs.pipe("verified/n.safetensors", fs.cat("verified/n.safetensors")[:-1] + b"\x7f")
+    assert "damaged" in ckpt_tools.verify("s3://verified/n.safetensors", **options).problems[0].what
+    with pytest.raises(IntegrityError, match="bytes were damaged"):
+        ckpt_tools.merge("s3://verified/n.safetensors", tmp_path / "damaged.safetensors", **options)
     data = bytearray(fs.cat("verified/a/__0_0.distcp"))
     data[MIB] ^= 1
     fs.pipe("verified/a/__0_0.distcp", bytes(data))  # by another tool: our note of the checksum is gone with it

@@ -287,3 +287,10 @@ def test_torch_is_not_imported(args: list[str], src: Path, tmp_path: Path) -> No
     code = "import sys\nfrom ckpt_tools.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules, 'torch was imported'"
     result = subprocess.run([sys.executable, "-c", code, *args], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("verb", "inspect merge reshard verify copy ls latest prune".split())
+def test_help_says_what_every_argument_is(verb: str, ckpt: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    text = ckpt(verb, "--help", env=os.environ | {"COLUMNS": "200"}).stdout
+    assert ("A run, with its step-" if verb in ("ls", "latest", "prune") else "A checkpoint, or a directory with one below") in text
+    assert verb not in ("merge", "reshard", "copy") or "dst" in text.lower()

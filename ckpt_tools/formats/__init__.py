@@ -63,10 +63,14 @@ class Source:
         return isinstance(self.store, _OneFile)
 
     @property
+    def folder(self) -> Store:
+        """Where its files lie, with whatever else there is."""
+        return self.store.inner if isinstance(self.store, _OneFile) else self.store
+
+    @property
     def remote(self) -> RemoteStore | None:
         """The object store that it lies in, None for one on a disk."""
-        store = self.store.inner if isinstance(self.store, _OneFile) else self.store
-        return store if isinstance(store, RemoteStore) else None
+        return self.folder if isinstance(self.folder, RemoteStore) else None
 
     def assume(self, tensors: Iterable[TensorEntry]) -> dict[Extent, Extent]:
         """Returns where the payloads of packed extents lie, if they were written as usual; unusual ones are looked for.

@@ -24,7 +24,7 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import IntegrityError, NotACheckpointError, PlanError, StorageError, printable
 from ckpt_tools.formats import INDEXES, Source, open_source
 from ckpt_tools.formats.base import attempt_of
-from ckpt_tools.manifest import NAME, Manifest, Sealed, file_name, find
+from ckpt_tools.manifest import NAME, Manifest, Sealed, file_name, find, of_source
 from ckpt_tools.operations.move import Options, Path_, check_apart, no_bar, steps_for
 from ckpt_tools.plan import Literal, Plan, Slot, Target, plan_transfer
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, Writer, is_url, read
@@ -111,7 +111,7 @@ class _Work:
 
     def __init__(self, source: Source, target: Destination, options: Options) -> None:
         self.source, self.target, self.options = source, target, options
-        self.manifest = find(source.store)
+        self.manifest = of_source(source)
         self.sealed: dict[str, Sealed] = dict(self.manifest.files) if self.manifest else {}
         files = dict(source.store.list_files(below=True))
         if self.manifest:
@@ -188,7 +188,7 @@ class _Work:
         """Tells whether the store can copy by itself; a single file only where somebody knows its checksum."""
         if origin is None or not isinstance(place, RemotePlace) or not place.store.is_same_s3(origin):
             return False
-        if self.single:
+        if self.single and not self.sealed:
             (name, nbytes), *_ = self.files.items()
             crc = origin.crc64(name)
             self.sealed = {} if crc is None else {name: Sealed(nbytes, hex64(crc))}
@@ -209,7 +209,7 @@ class _Work:
         (name, nbytes), *_ = self.files.items()
         manifest = Manifest.now(
             attempt, "copy", self.source.format.NAME, {"name": self.source.name, "format": self.source.format.NAME}, world_size=None,
-            files={self.single: Sealed(nbytes, hex64(crcs[name]))}, index=None, tensors={},
+            files={self.single: Sealed(nbytes, hex64(crcs[name]))}, index=None, tensors=self.manifest.tensors if self.manifest else {},
         )  # fmt: skip
         return Literal(file_name(attempt, self.single), 0, manifest.render()), None
 

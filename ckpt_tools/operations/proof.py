@@ -15,7 +15,7 @@ from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.formats import Source
-from ckpt_tools.manifest import find
+from ckpt_tools.manifest import of_source
 from ckpt_tools.plan import Plan, Slot, Target, TensorPlan, plan_copies
 
 
@@ -29,7 +29,7 @@ def prove_fingerprints(source: Source, catalog: Catalog, plan: Plan, fingerprint
     Raises:
         IntegrityError: a tensor is not what was written, on the disk, or on the way.
     """
-    manifest = find(source.store)
+    manifest = of_source(source)
     if manifest is None:
         return
     sealed = manifest.tensors

@@ -19,7 +19,7 @@ from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_byte
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import NotACheckpointError, printable
 from ckpt_tools.formats import is_ours, open_source
-from ckpt_tools.manifest import Manifest, find
+from ckpt_tools.manifest import Manifest, of_source
 from ckpt_tools.operations.copy import plan_files
 from ckpt_tools.operations.move import Options, Path_, no_bar
 from ckpt_tools.storage import RemoteStore, Store, read
@@ -68,7 +68,7 @@ def verify(src: Path_, *, quick: bool = False, **options: Unpack[Options]) -> Ve
     """
     began = time.monotonic()
     source = open_source(src, options.get("storage_options"))
-    manifest = find(source.store)
+    manifest = of_source(source)
     if manifest is None:
         raise NotACheckpointError(
             f"no manifest to compare with: {printable(source.path)}",
@@ -103,7 +103,9 @@ def _compare_names(manifest: Manifest, files: Mapping[str, int], store: Store) -
         crc = hex64(crc64nvme(read(store, name))) if name in files else ""
         if crc != sealed.crc64nvme:
             problems.append(Problem(name, f"damaged: expected CRC-64 {sealed.crc64nvme}, got {crc}" if crc else "missing"))
-    known = {*manifest.files, manifest.index[0] if manifest.index else ""}
+    if manifest.index is None:
+        return problems, same  # one file, among others
+    known = {*manifest.files, manifest.index[0]}
     problems += [
         Problem(n, "no part of this checkpoint") for n in files if is_ours(n) and ".ckpt.manifest." not in f".{n}" and n not in known
     ]

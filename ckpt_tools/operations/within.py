@@ -16,7 +16,7 @@ from ckpt_tools.catalog import RAW, Catalog, Extent
 from ckpt_tools.destination import RemotePlace
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.formats import Source
-from ckpt_tools.manifest import find
+from ckpt_tools.manifest import of_source
 from ckpt_tools.plan import Plan, Slot, TensorPlan, plan_copies
 from ckpt_tools.storage import Capabilities, RemoteStore, Writer
 from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES, PART_BYTES, Upload
@@ -132,7 +132,7 @@ def plan_within(
 
 def _fingerprints(source: Source, catalog: Catalog, plan: Plan) -> dict[str, int]:
     """Returns the fingerprints that the source's manifest has of tensors that stay as they are, by the plan's names."""
-    manifest = find(source.store)
+    manifest = of_source(source)
     if manifest is None:
         return {}
     stored = {t.chunks[0].extent: fqn for fqn, t in source.catalog.tensors.items() if t.chunks}
