@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check
-from ckpt_tools.errors import NotACheckpointError, StorageError, printable
+from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import accelerate, dcp, safetensors
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url
@@ -235,6 +235,15 @@ def open_source(path: str | os.PathLike[str], options: Mapping[str, Any] | None 
         CatalogError: it has holes, overlaps, or files that are missing or short.
         StorageError: it cannot be read.
     """
+    try:
+        return _open(path, options)
+    except (FormatError, CatalogError):  # a bit may have flipped on the way
+        if not is_url(os.fspath(path)):
+            raise
+        return _open(path, options)
+
+
+def _open(path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Source:
     store, form = detect(path, options)
     catalog = form.read_catalog(store)
     check(catalog)

@@ -18,7 +18,7 @@ from ckpt_tools.catalog import Extent, TensorEntry, matcher
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink
-from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.match import Match, match, root_of
@@ -193,7 +193,13 @@ def fill(source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, 
     catalog = source.catalog
     target = Target("memory", {name: len(view) for name, view in memory.items()}, {n: tuple(s) for n, s in slots.items()})
     plan = plan_transfer(replace(catalog, tensors={n: catalog.tensors[n] for n in slots}), target, {s.fqn: s.dtype for s in shards})
-    _read(source, plan, MemoryStore(memory), jobs, memory_bytes, report)
+    try:
+        _read(source, plan, MemoryStore(memory), jobs, memory_bytes, report)
+    except IntegrityError:
+        if source.remote is None:
+            raise
+        source.store.close()  # it may have happened on the way: ask again for everything
+        _read(source, plan, MemoryStore(memory), jobs, memory_bytes, report)
     for tensor, host in bounced:
         tensor.copy_(host)
     report.needed_nbytes += plan.payload_bytes

@@ -90,7 +90,13 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
     if options.get("dry_run"):
         return CopyResult(source.path, target.url, work.files, 0, sum(work.files.values()), 0, (), time.monotonic() - began, True)
     target.check_room(sum(work.files.values()))
-    notes = work.do()
+    try:
+        notes = work.do()
+    except IntegrityError:
+        if source.remote is None:
+            raise
+        source.store.close()  # it may have happened on the way
+        notes = work.do()
     source.store.close()
     moved = sum(work.files[name] for name in work.missing)
     return CopyResult(

@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from itertools import chain
-from typing import Any, TypedDict
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from ckpt_tools.box import whole
 from ckpt_tools.catalog import Catalog, Extent, replicas
@@ -21,7 +22,7 @@ from ckpt_tools.destination import Destination, Place, RemotePlace
 from ckpt_tools.engine.run import Totals, run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, by_files, schedule, tile_bytes
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable
 from ckpt_tools.formats import Request, Source
 from ckpt_tools.formats.base import Format
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
@@ -31,6 +32,8 @@ from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
 from ckpt_tools.storage import Shelf, is_url
 
 Path_ = str | os.PathLike[str]
+P = ParamSpec("P")
+T = TypeVar("T")
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 _MANIFEST_ROOM_BYTES = 1 << 20
 _STREAMS = 12  # each holds a part of 8 MiB, or two
@@ -101,6 +104,24 @@ class TransferResult:
         return self.read_nbytes / needed if needed > 0 else 1.0
 
 
+def _fetched_again(work: Callable[P, T]) -> Callable[P, T]:
+    """Repeats a transfer from an object store once where bytes were wrong: it may have happened on the way."""
+
+    @wraps(work)
+    def again(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return work(*args, **kwargs)
+        except (IntegrityError, FormatError):
+            source = args[1]
+            if not isinstance(source, Source) or source.remote is None:
+                raise
+            source.store.close()
+            return work(*args, **kwargs)
+
+    return again
+
+
+@_fetched_again
 def transfer(
     operation: str,
     source: Source,
@@ -152,6 +173,7 @@ def transfer(
             manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
             notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
     if wrong:
+        source.store.close()
         return transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, may_assume=False)
     source.store.close()
     return result(totals, files)

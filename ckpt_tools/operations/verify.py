@@ -77,6 +77,10 @@ def verify(src: Path_, *, quick: bool = False, **options: Unpack[Options]) -> Ve
     files = source.store.list_files()
     problems, same = _compare_names(manifest, files, source.store)
     crcs = _ask(source.remote, same) if quick else _read(source.store, {name: files[name] for name in same}, options)
+    wrong = [name for name in same if crcs.get(name) is not None and hex64(crcs[name] or 0) != manifest.files[name].crc64nvme]
+    if wrong and not quick and source.remote is not None:  # it may have happened on the way
+        source.store.close()
+        crcs |= _read(source.store, {name: files[name] for name in wrong}, options)
     for name in same:
         crc = crcs.get(name)
         if crc is not None and hex64(crc) != manifest.files[name].crc64nvme:

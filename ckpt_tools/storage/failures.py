@@ -87,7 +87,7 @@ def may_pass(error: Exception) -> bool:
     if isinstance(error, (PermissionError, ValueError, NotImplementedError)) or hint(error):
         return False  # s3fs itself has tried an endpoint several times
     return isinstance(error, (OSError, TimeoutError, EOFError)) or any(
-        word in text for word in ("Timeout", "Connection", "Payload", "Disconnected", "SlowDown", "status=50", "Incomplete")
+        word in text for word in ("Timeout", "Connection", "Payload", "Disconnected", "SlowDown", "status=50", "Incomplete", "Checksum")
     )
 
 

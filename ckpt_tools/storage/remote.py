@@ -345,6 +345,7 @@ class RemoteStore:
         with self._lock:
             self._announced.clear()
             self._waiting.clear()
+            self._margins = Margins()
             while self._windows:
                 self._windows.popitem()[1].future.cancel()
             if self._pool is not None:

@@ -34,11 +34,13 @@ class Breaker:
     share: float
     kinds: tuple[str, ...]
     writes: bool
+    most: int
     rng: random.Random
     log: list[str] = field(default_factory=list)
 
     def choose(self, request: web.Request) -> str:
         is_hit = request.method in ("PUT", "POST") if self.writes else request.method == "GET" and "Range" in request.headers
+        is_hit = is_hit and len(self.log) < self.most
         kind = self.rng.choice(self.kinds) if is_hit and self.rng.random() < self.share else ""
         self.log.extend([kind] if kind else [])
         return kind
@@ -88,9 +90,11 @@ class Breaker:
 
 
 @contextmanager
-def faulty(endpoint: str, share: float, seed: int, kinds: tuple[str, ...] = READS, writes: bool = False) -> Iterator[tuple[str, list[str]]]:
+def faulty(
+    endpoint: str, share: float, seed: int, kinds: tuple[str, ...] = READS, writes: bool = False, most: int = 10**9
+) -> Iterator[tuple[str, list[str]]]:
     """Yields the proxy's URL, and the list of faults that grows as they are done."""
-    breaker = Breaker(endpoint, share, kinds, writes, random.Random(seed))
+    breaker = Breaker(endpoint, share, kinds, writes, most, random.Random(seed))
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", breaker.handle)
     with serving(app) as url:
