@@ -241,6 +241,7 @@ class RemotePlace:
         self.store, self.attempt = store, attempt
         self._overwrite, self._single = overwrite, single
         self._manifest, self.is_published = "", False
+        self.kept: set[str] = set()  # what belongs to the result, whatever its name looks like
         self._replaces = ""  # the version of what is replaced, so that only one of two does it
         if overwrite:
             there = store.list_files()
@@ -297,7 +298,8 @@ class RemotePlace:
     def _tidy(self, index: Literal | None) -> None:
         """Removes what other attempts at the same target left: none of them can be committed any more."""
         try:
-            self.store.remove([name for name in self.sizes() if self._is_stale(name, index)])
+            stale = [name for name in self.sizes() if name not in self.kept and self._is_stale(name, index)]
+            self.store.remove([name for name in stale if self._overwrite or self.store.is_marked(name)])
         except CheckpointError:
             return  # it stays invisible; `ckpt prune` finds it
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tools.commit import remove_dead
-from ckpt_tools.formats import INDEXES
+from ckpt_tools.formats import INDEXES, is_ours
 from ckpt_tools.formats.base import attempt_of
 from ckpt_tools.manifest import NAME
 from ckpt_tools.storage import RemoteStore, is_url
@@ -62,7 +62,7 @@ def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str
     ours = [name for name in files if attempt_of(name) or NAME.fullmatch(name)]
     if any(name in INDEXES for name in files) or any(step.modified(name) is None or step.modified(name) > before for name in ours):
         return []
-    return [f"{folder}/{name}" for name in ours]
+    return [f"{folder}/{name}" for name in ours if step.is_marked(name)]
 
 
 def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> list[Leftover]:
@@ -73,7 +73,7 @@ def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> 
     while True:
         page = s3.call("list uploads", store.url, "list_multipart_uploads", **where, **marker)
         for upload in page.get("Uploads") or ():
-            if upload["Initiated"] < before:
+            if upload["Initiated"] < before and is_ours(upload["Key"].rpartition("/")[2]):
                 found.append(Leftover(f"{store.url.split('://')[0]}://{where['Bucket']}/{upload['Key']}", "upload"))
                 if not dry_run:
                     target = {"Bucket": where["Bucket"], "Key": upload["Key"], "UploadId": upload["UploadId"]}

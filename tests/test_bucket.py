@@ -237,6 +237,29 @@ def test_what_lies_in_a_bucket_is_compared_without_a_download(server: Server, tm
     assert done.returncode == 12 and "missing" in done.stderr, done.stdout + done.stderr
 
 
+def test_what_others_wrote_is_never_removed(server: Server, tmp_path: Path) -> None:
+    fs, options = server.bucket("others"), {"storage_options": server.options}
+    fs.pipe({f"others/run/step-00000001/{n}": b"mine" for n in ("x.deadbeef.safetensors", "ckpt.manifest.deadbeef.json")})
+    with CheckpointManager("s3://others/run", **options) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
+    assert remove_leftovers("s3://others/run", grace_s=-5, options=server.options) == []
+    assert (
+        fs.cat("others/run/step-00000001/x.deadbeef.safetensors")
+        == fs.cat("others/run/step-00000001/ckpt.manifest.deadbeef.json")
+        == b"mine"
+    )
+    ckpt_tools.merge(save_locally(tmp_path / "run", tensors(3, 800)), tmp_path / "hf", max_shard_bytes=4000)
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    for number, path in enumerate(sorted((tmp_path / "hf").glob("*.safetensors"))):  # as a hub names them: hashes look like attempts
+        path.rename(path.with_name(f"model.{number:08d}.safetensors"))
+        index.write_text(index.read_text().replace(path.name, f"model.{number:08d}.safetensors"))
+    next((tmp_path / "hf").glob("ckpt.manifest.*")).unlink()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    ckpt_tools.copy(tmp_path / "hf", "s3://others/hf", **options)
+    assert sorted(n.rpartition("/")[2] for n in names(fs, "others/hf")) == sorted(p.name for p in (tmp_path / "hf").iterdir())
+    assert ckpt_tools.inspect("s3://others/hf", server.options).total.num_tensors == 3
+
+
 # ---- runs in a bucket ------------------------------------------------------------------------------------------------------------
 
 

@@ -178,6 +178,8 @@ class _Work:
             self.missing = [name for name in self.data if name not in present]
             self.kept_nbytes = sum(self.files[name] for name in present)
             self._clear(place)
+            if isinstance(place, RemotePlace):
+                place.kept = {self.name(name) for name in self.files}
             with bar("copy", sum(self.files[name] for name in self.missing)) as advance:
                 origin = self.source.remote
                 if self._is_within(place, origin):

@@ -19,7 +19,7 @@ from ckpt_tools.storage.base import Capabilities, Traffic, check_path
 from ckpt_tools.storage.failures import ATTEMPTS, pause, plain, retry
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 from ckpt_tools.storage.s3 import S3, stored_crc64
-from ckpt_tools.storage.upload import CLAIM, How, Stream, Upload, appeared, refuses
+from ckpt_tools.storage.upload import CLAIM, MARK, How, Stream, Upload, appeared, refuses
 from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
 
 if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
@@ -312,6 +312,10 @@ class RemoteStore:
         claim = head.get("Metadata", {}).get(CLAIM, "")
         stored = stored_crc64(head)
         return int(claim, 16) if stored is None and claim else stored
+
+    def is_marked(self, path: str) -> bool:
+        """Tells whether an object was written by this tool, which marks what it writes; False where a store keeps no marks."""
+        return self.s3 is not None and MARK in self.s3.head(f"{self.url}/{path}", self._full(path)).get("Metadata", {})
 
     def is_same_s3(self, other: RemoteStore) -> bool:
         """Tells whether both lie in one S3, which can copy from one to the other."""

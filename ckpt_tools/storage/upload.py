@@ -22,7 +22,7 @@ from ckpt_tools.storage.failures import ATTEMPTS, hint, may_pass, plain, status
 from ckpt_tools.storage.s3 import S3, encoded, stored_crc64
 
 PART_BYTES, MIN_PART_BYTES, MAX_PARTS = 8 << 20, 5 << 20, 10_000
-_MARK, CLAIM = "ckpt-upload", "ckpt-crc64nvme"
+MARK, CLAIM = "ckpt-upload", "ckpt-crc64nvme"
 _CONFLICT, _EXISTS = 409, 412
 _COPY_WEIGHT = 4 << 20  # of the bytes in flight: so that 16 copies are asked for at a time
 
@@ -89,7 +89,7 @@ class Upload:
         self._s3, self._path, self._url, self.nbytes, self._how = s3, path, url, nbytes, how
         starts = how.starts
         claim = {} if how.crc64 is None else {CLAIM: hex64(how.crc64)}
-        self._metadata = {_MARK: uuid.uuid4().hex, **claim}
+        self._metadata = {MARK: uuid.uuid4().hex, **claim}
         self._at = s3.at(path)
         self._starts = part_starts(nbytes) if starts is None else starts
         self._parts: dict[int, _Part] = {}
@@ -235,7 +235,7 @@ class Upload:
                 work.result()
             except Exception as error:  # noqa: BLE001  # what became of it is looked up
                 head = self._s3.head(self._url, self._path)
-                if head.get("Metadata", {}).get(_MARK) != self._metadata[_MARK]:
+                if head.get("Metadata", {}).get(MARK) != self._metadata[MARK]:
                     if replaces and head.get("ETag") == replaces == condition["IfMatch"]:
                         condition = {"IfMatch": replaces.strip('"')}  # RadosGW compares them without the quotes
                         continue
@@ -285,7 +285,7 @@ class Upload:
     def _prove(self) -> None:
         """Compares size and, where the store knows it, checksum of what lies there now with what was sent."""
         head = self._s3.head(self._url, self._path)
-        if head.get("Metadata", {}).get(_MARK) != self._metadata[_MARK]:
+        if head.get("Metadata", {}).get(MARK) != self._metadata[MARK]:
             what = "replaced" if head else "removed"
             raise StorageError(
                 f"another writer {what} an object as soon as it was written: {printable(self._url)}",
