@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt_tools import commit
+from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats import INDEXES, foreign_files, is_ours
 from ckpt_tools.formats.base import attempt_name, attempt_of
 from ckpt_tools.manifest import NAME, find
 from ckpt_tools.plan import Literal
-from ckpt_tools.storage import LocalStore, RemoteStore, Shelf, Store, Writer, is_url, write_file
+from ckpt_tools.storage import LocalStore, RemoteStore, Shelf, Store, Writer, is_url, read, write_file
 from ckpt_tools.storage.upload import How, appeared
 
 _BESIDE = re.compile(r"\.ckpt\.manifest\.[0-9a-f]{8}\.json")
@@ -246,6 +247,7 @@ class RemotePlace:
         if overwrite:
             there = store.list_files()
             self._replaces = store.version(next((n for n in (single, *INDEXES) if n in there), ""))
+        self._is_exclusive = not overwrite or (store.s3 is not None and not self._replaces)  # nothing to replace
         self.capabilities = store.capabilities
 
     @property
@@ -259,7 +261,7 @@ class RemotePlace:
     def how(self, path: str) -> How:
         """Returns how an object is to be written."""
         is_last = path == self._single
-        return How(None, is_last, is_last and not self._overwrite, self._replaces if is_last else "")
+        return How(None, is_last, is_last and self._is_exclusive, self._replaces if is_last else "")
 
     def files(self) -> Store:
         return self.store
@@ -285,7 +287,7 @@ class RemotePlace:
             assert writer is not None
             writer.complete()
         else:
-            self.store.put(index.file, index.data, not self._overwrite, self._replaces)
+            self.store.put(index.file, index.data, self._is_exclusive, self._replaces)
         self.is_published = True
         self._tidy(index)
         unsure = f"{printable(self.store.url)} does not refuse a second writer: one at the same instant would not be noticed"
@@ -327,4 +329,6 @@ class RemotePlace:
             writer = self.store.written.get(self._single)
             return writer is not None and writer.is_complete
         found = find(store) if any(name in INDEXES for name in store.list_files()) else None
-        return found is not None and found.attempt == self.attempt
+        if found is None or found.index is None or found.attempt != self.attempt:
+            return False
+        return hex64(crc64nvme(read(store, found.index[0]))) == found.index[1].crc64nvme
