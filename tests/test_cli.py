@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
+import pty
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -294,3 +298,22 @@ def test_help_says_what_every_argument_is(verb: str, ckpt: Callable[..., subproc
     text = ckpt(verb, "--help", env=os.environ | {"COLUMNS": "200"}).stdout
     assert ("A run, with its step-" if verb in ("ls", "latest", "prune") else "A checkpoint, or a directory with one below") in text
     assert verb not in ("merge", "reshard", "copy") or "dst" in text.lower()
+
+
+def test_a_bar_is_shown_on_a_terminal_and_nowhere_else(saved: Callable[[int], Path], tmp_path: Path) -> None:
+    source = saved(4) / "adamw"
+    for words in (
+        ("merge", source, tmp_path / "m.safetensors"),
+        ("reshard", source, tmp_path / "r", "--to", 2),
+        ("verify", tmp_path / "r"),
+    ):
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
+        assert subprocess.run(command, stdout=subprocess.DEVNULL, stderr=theirs, timeout=60, check=False).returncode == 0
+        os.close(theirs)
+        shown = os.read(ours, 65536).decode()
+        os.close(ours)
+        assert f"{words[0]}:" in shown and "0%" in shown
+        again = subprocess.run([*command, *([] if words[0] == "verify" else ["--overwrite"])], capture_output=True, text=True, timeout=60)
+        assert (again.returncode, again.stderr) == (0, "")
