@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -422,6 +423,28 @@ def test_what_is_not_permitted_is_said_with_action_and_key(server: Server, saved
         assert done.returncode == 15 and message in done.stderr and "s3://forbidden/" in done.stderr, done.stderr
         assert "do not permit" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not names(fs, "forbidden")
+    with CheckpointManager("s3://forbidden/run", storage_options=server.options) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": torch.ones(3)}, asynchronous=False)
+    before = names(fs, "forbidden")
+    fs.call_s3("put_bucket_policy", Bucket="forbidden", Policy=denied % ("DeleteObject", resource))
+    done = run_ckpt("prune", "s3://forbidden/run", "--keep-last", 1, **server.environment)
+    fs.call_s3("delete_bucket_policy", Bucket="forbidden")
+    assert done.returncode == 15 and "cannot remove: AccessDenied (s3://forbidden/run/step-00000001/" in done.stderr, done.stderr
+    assert names(fs, "forbidden") == before
+
+
+@pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime is not installed")
+def test_a_clock_that_is_an_hour_off_is_said(server: Server) -> None:
+    if server.name == "moto":
+        pytest.skip("moto looks at no clock")
+    fs = server.bucket("skewed")
+    with CheckpointManager("s3://skewed/run", storage_options=server.options) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
+    command = ["faketime", "-f", "+1h", sys.executable, "-m", "ckpt_tools", "ls", "s3://skewed/run"]
+    done = subprocess.run(command, env=os.environ | server.environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 15 and "clock is wrong" in done.stderr and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert len(names(fs, "skewed")) == 3
 
 
 def test_a_stream_store_takes_what_s3_takes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Capabilities, Traffic, check_path
-from ckpt_tools.storage.failures import ATTEMPTS, pause, plain, retry
+from ckpt_tools.storage.failures import ATTEMPTS, hint, pause, plain, retry
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 from ckpt_tools.storage.s3 import S3, stored_crc64
 from ckpt_tools.storage.upload import CLAIM, MARK, How, Stream, Upload, appeared, refuses
@@ -340,7 +340,8 @@ class RemoteStore:
                 what = {"Objects": [{"Key": w["Key"]} for w in where], "Quiet": True}
                 answer = self.s3.call("remove", self.url, "delete_objects", Bucket=where[0]["Bucket"], Delete=what)
                 for error in answer.get("Errors", ())[:1]:
-                    raise StorageError(f"cannot remove: {error.get('Code')} ({printable(str(error.get('Key')))})")
+                    refused = f"cannot remove: {error.get('Code')} (s3://{where[0]['Bucket']}/{printable(str(error.get('Key')))})"
+                    raise StorageError(refused, hint=hint(PermissionError(str(error.get("Code")))))
             else:
                 for path in batch:
                     self._call("remove", posixpath.relpath(path, self._root), partial(self._fs.rm_file, path), missing=0)
