@@ -321,6 +321,25 @@ def test_a_kill_during_an_upload_costs_nothing(server: Server) -> None:
     assert list_steps("s3://killed/run", server.options) == before, left
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_an_upload_leaves_nothing(number: int, server: Server, tmp_path: Path) -> None:
+    real(server)
+    fs, source = server.bucket(f"signal{int(number)}"), save_locally(tmp_path / "run", tensors(4, 10 * MIB))
+    seen = set()
+    for delay in (0.5, 0.8, 1.1, 1.4):
+        command = [sys.executable, "-m", "ckpt_tools", "reshard", str(source), f"s3://signal{int(number)}/new", "--to", "2", "--overwrite"]
+        process = subprocess.Popen(command, env=os.environ | server.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        time.sleep(delay)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode in (0, 128 + number), said
+        assert not uploads(fs, f"signal{int(number)}")
+        there = names(fs, f"signal{int(number)}")
+        assert len(there) in (0, 4) and (there or process.returncode), (there, said)
+        seen.add(process.returncode)
+    assert 128 + number in seen
+
+
 def test_a_run_outlives_its_machine_in_a_mirror(server: Server, tmp_path: Path) -> None:
     real(server)
     server.bucket("mirrored")
