@@ -204,7 +204,10 @@ def copy_(
     from ckpt_tools.operations.copy import copy as run
 
     options = _options(jobs, memory, False, dry_run, quiet or as_json, storage_option)
-    result = run(src, dst, to_storage_options=_storage_options(to_storage_option) if to_storage_option else None, **options)
+    try:
+        result = run(src, dst, to_storage_options=_storage_options(to_storage_option) if to_storage_option else None, **options)
+    except KeyboardInterrupt:
+        _fail("interrupted; what was transferred is kept, and a second run goes on from there", None, 130)
     if as_json:
         print(json.dumps(asdict(result)))
     elif not quiet:

@@ -196,6 +196,26 @@ def test_a_second_copy_transfers_what_is_missing_or_differs(server: Server, tmp_
         ckpt_tools.copy(tmp_path / "two", "s3://resumed/up", **options)
 
 
+def test_a_copy_that_is_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
+    ckpt_tools.reshard(save_locally(tmp_path / "run", tensors(24, 4 * MIB)), tmp_path / "many", to_ranks=24)
+    command = [sys.executable, "-m", "ckpt_tools", "copy", str(tmp_path / "many"), str(tmp_path / "to" / "new"), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 20
+    while not list((tmp_path / "to").glob(".tmp.new.*/__1_0.distcp")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    if process.returncode:  # else it was too quick
+        assert process.returncode == 130 and "a second run goes on from there" in error, error
+        assert not (tmp_path / "to" / "new").exists() and list((tmp_path / "to").glob(".tmp.new.*"))
+        again = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert again.returncode == 0 and "kept_nbytes" in again.stdout, again.stderr
+    assert {p.name: p.read_bytes() for p in (tmp_path / "many").iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "to" / "new").iterdir()
+    }
+    assert not list((tmp_path / "to").glob(".tmp.*"))
+
+
 def test_a_copy_of_damaged_bytes_is_refused_and_nothing_is_visible(server: Server, tmp_path: Path) -> None:
     fs = server.bucket("damaged")
     source = save_locally(tmp_path / "run", tensors(2, 3000))
@@ -325,16 +345,18 @@ def test_a_kill_during_an_upload_costs_nothing(server: Server) -> None:
 def test_a_signal_in_the_middle_of_an_upload_leaves_nothing(number: int, server: Server, tmp_path: Path) -> None:
     real(server)
     fs, source = server.bucket(f"signal{int(number)}"), save_locally(tmp_path / "run", tensors(4, 10 * MIB))
-    seen = set()
-    for delay in (0.5, 0.8, 1.1, 1.4):
-        command = [sys.executable, "-m", "ckpt_tools", "reshard", str(source), f"s3://signal{int(number)}/new", "--to", "2", "--overwrite"]
+    seen, bucket = set(), f"signal{int(number)}"
+    for delay in (0.0, 0.05, 0.1, 0.2):
+        command = [sys.executable, "-m", "ckpt_tools", "reshard", str(source), f"s3://{bucket}/new", "--to", "2", "--overwrite"]
         process = subprocess.Popen(command, env=os.environ | server.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not uploads(fs, bucket) and process.poll() is None:
+            time.sleep(0.01)
         time.sleep(delay)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
         assert process.returncode in (0, 128 + number), said
-        assert not uploads(fs, f"signal{int(number)}")
-        there = names(fs, f"signal{int(number)}")
+        assert not uploads(fs, bucket)
+        there = names(fs, bucket)
         assert len(there) in (0, 4) and (there or process.returncode), (there, said)
         seen.add(process.returncode)
     assert 128 + number in seen
