@@ -27,9 +27,10 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager, IntegrityError, StorageError
 from ckpt_tools.leftovers import remove_leftovers
+from ckpt_tools.manifest import find
 from ckpt_tools.operations.within import Run, cut_parts
 from ckpt_tools.steps import damage, latest, list_steps
-from ckpt_tools.storage import RemoteStore
+from ckpt_tools.storage import LocalStore, RemoteStore
 from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES, part_starts
 from tests.conftest import HERE, torchrun
 from tests.servers import servers
@@ -486,6 +487,18 @@ def test_a_clock_that_is_an_hour_off_is_said(server: Server) -> None:
     done = subprocess.run(command, env=os.environ | server.environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 15 and "clock is wrong" in done.stderr and "Traceback" not in done.stderr, done.stdout + done.stderr
     assert len(names(fs, "skewed")) == 3
+
+
+def test_more_files_than_are_written_side_by_side_are_the_same(tmp_path: Path) -> None:
+    source = save_locally(tmp_path / "run", {f"t{i}": torch.randn(97 + i, 33) for i in range(9)} | {"step": torch.tensor(3.0)})
+    fs = fsspec.filesystem("memory")
+    ckpt_tools.reshard(source, "memory://grouped/thirty", to_ranks=30)
+    ckpt_tools.reshard(source, tmp_path / "thirty", to_ranks=30)
+    there = {n.rpartition("/")[2].split(".")[0]: fs.cat(n) for n in fs.find("/grouped/thirty") if n.endswith(".distcp")}
+    assert there == {p.stem: p.read_bytes() for p in (tmp_path / "thirty").glob("*.distcp")} and len(there) > 24
+    sealed = [find(store) for store in (RemoteStore("memory://grouped/thirty"), LocalStore(tmp_path / "thirty"))]
+    assert sealed[0] is not None and sealed[1] is not None and sealed[0].tensors == sealed[1].tensors and len(sealed[0].tensors) == 10
+    fs.rm("/grouped", recursive=True)
 
 
 def test_a_stream_store_takes_what_s3_takes(tmp_path: Path) -> None:
