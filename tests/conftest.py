@@ -30,7 +30,8 @@ def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> Non
         str(HERE / "dist" / script),
         *args,
     ]
-    result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, capture_output=True, text=True, timeout=280)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)} | environment  # so that scripts find `tests`
+    result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
