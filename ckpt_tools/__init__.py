@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from ckpt_tools.live.state import PerRank, RngState
     from ckpt_tools.manager import CheckpointManager
     from ckpt_tools.operations.copy import CopyResult, copy
+    from ckpt_tools.operations.diff import DiffResult, diff
     from ckpt_tools.operations.inspect import Report, inspect
     from ckpt_tools.operations.move import TransferResult
+    from ckpt_tools.operations.salvage import SalvageResult, salvage
+    from ckpt_tools.operations.seal import SealResult, seal
     from ckpt_tools.operations.transfer import merge, reshard
     from ckpt_tools.operations.verify import VerifyResult, verify
 
@@ -37,6 +40,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "CopyResult",
+    "DiffResult",
     "FormatError",
     "IntegrityError",
     "NotACheckpointError",
@@ -45,16 +49,21 @@ __all__ = [
     "PlanError",
     "Report",
     "RngState",
+    "SalvageResult",
+    "SealResult",
     "StorageError",
     "TransferResult",
     "UnsafePickleError",
     "VerifyResult",
     "__version__",
     "copy",
+    "diff",
     "inspect",
     "load",
     "merge",
     "reshard",
+    "salvage",
+    "seal",
     "verify",
 ]
 
@@ -63,6 +72,8 @@ _LAZY = {
     "TransferResult": "operations.move", "merge": "operations.transfer", "reshard": "operations.transfer",
     "CopyResult": "operations.copy", "copy": "operations.copy",
     "VerifyResult": "operations.verify", "verify": "operations.verify",
+    "DiffResult": "operations.diff", "diff": "operations.diff", "SealResult": "operations.seal", "seal": "operations.seal",
+    "SalvageResult": "operations.salvage", "salvage": "operations.salvage",
     "CheckpointManager": "manager", "load": "live.load", "PerRank": "live.state", "RngState": "live.state",
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -103,71 +103,92 @@ class Catalog:
 # ---- proof: every element once, every byte in bounds -------------------------------------------------------------------
 
 
+class Flaw(NamedTuple):
+    """What is wrong with an entry of a catalog; `file` is "" where it is no file's fault."""
+
+    fqn: str
+    file: str
+    error: CatalogError
+
+
 def check(catalog: Catalog) -> None:
     """Proves that every tensor is covered exactly once (equal boxes count as replicas) and every extent lies in its file.
 
     Raises:
         CatalogError: a chunk exceeds its tensor, two overlap, elements are missing, or an extent is out of bounds.
     """
+    for flaw in flaws(catalog):
+        raise flaw.error
+
+
+def flaws(catalog: Catalog) -> Iterator[Flaw]:
+    """Yields everything that `check` would refuse."""
     for entry in catalog.tensors.values():
-        _check_cover(catalog, entry)
+        if error := _check_cover(catalog, entry):
+            yield Flaw(entry.fqn, "", error)
         for chunk in entry.chunks:
-            _check_extent(catalog, entry.fqn, chunk.extent)
+            if error := _check_extent(catalog, entry.fqn, chunk.extent):
+                yield Flaw(entry.fqn, chunk.extent.file, error)
     for item in catalog.objects.values():
-        _check_extent(catalog, item.fqn, item.extent)
-    _check_overlaps(catalog)
+        if error := _check_extent(catalog, item.fqn, item.extent):
+            yield Flaw(item.fqn, item.extent.file, error)
+    yield from _overlaps(catalog)
 
 
-def _check_extent(catalog: Catalog, fqn: str, extent: Extent) -> None:
+def _check_extent(catalog: Catalog, fqn: str, extent: Extent) -> CatalogError | None:
     size = catalog.file_sizes.get(extent.file)
     if size is None:
-        raise CatalogError(f"a data file is missing: {catalog.where(extent.file)} (needed by {printable(fqn)!r})")
+        return CatalogError(f"a data file is missing: {catalog.where(extent.file)} (needed by {printable(fqn)!r})")
     if extent.start < 0 or extent.nbytes < 0 or extent.start + extent.nbytes > size:
-        raise CatalogError(
+        return CatalogError(
             f"an extent lies outside its file: expected bytes within 0:{size}, got {extent.start}:{extent.start + extent.nbytes}"
             f" ({catalog.where(extent.file)}, {printable(fqn)!r})",
             hint="the file is truncated or belongs to another save; restore it from the job that wrote it",
         )
+    return None
 
 
-def _check_overlaps(catalog: Catalog) -> None:
-    """Refuses extents that share bytes within a file, unless they are the very same range (a tied tensor)."""
-    spans: dict[str, set[tuple[int, int]]] = {}
+def _overlaps(catalog: Catalog) -> Iterator[Flaw]:
+    """Yields entries that share bytes of a file with another, unless they are the very same range (a tied tensor)."""
+    spans: dict[str, dict[tuple[int, int], str]] = {}
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:
             if chunk.extent.nbytes:
-                spans.setdefault(chunk.extent.file, set()).add((chunk.extent.start, chunk.extent.nbytes))
+                spans.setdefault(chunk.extent.file, {})[chunk.extent.start, chunk.extent.nbytes] = entry.fqn
     for item in catalog.objects.values():
-        spans.setdefault(item.extent.file, set()).add((item.extent.start, item.extent.nbytes))
+        spans.setdefault(item.extent.file, {})[item.extent.start, item.extent.nbytes] = item.fqn
     for file, ranges in spans.items():
-        end = 0
+        end, last = 0, ""
         for start, nbytes in sorted(ranges):
             if start < end:
-                raise CatalogError(f"two items share bytes of one file: {start}:{end} ({catalog.where(file)})")
-            end = start + nbytes
+                error = CatalogError(f"two items share bytes of one file: {start}:{end} ({catalog.where(file)})")
+                yield from (Flaw(fqn, file, error) for fqn in (last, ranges[start, nbytes]))
+            if start + nbytes >= end:
+                end, last = start + nbytes, ranges[start, nbytes]
 
 
-def _check_cover(catalog: Catalog, entry: TensorEntry) -> None:
+def _check_cover(catalog: Catalog, entry: TensorEntry) -> CatalogError | None:
     name, ndim, end = printable(entry.fqn), len(entry.shape), entry.shape
     for box, extent in entry.chunks:
         if len(box.offsets) != ndim or len(box.sizes) != ndim:
-            raise CatalogError(f"a chunk has the wrong number of dims: expected {ndim}, got {box} ({name!r})")
+            return CatalogError(f"a chunk has the wrong number of dims: expected {ndim}, got {box} ({name!r})")
         for low, size, full in zip(box.offsets, box.sizes, end, strict=True):
             if low < 0 or size < 0 or low + size > full:
-                raise CatalogError(
+                return CatalogError(
                     f"a chunk exceeds its tensor: expected within {list(entry.shape)}, got {box} ({name!r}, {catalog.where(extent.file)})"
                 )
     boxes = [box for box in {c.box for c in entry.chunks} if box.numel]
     total, covered = whole(entry.shape).numel, sum(box.numel for box in boxes)
     clash = _first_overlap(boxes) if len(boxes) > 1 else None
     if clash:
-        raise CatalogError(f"two chunks overlap: {clash[0]} and {clash[1]} ({name!r}, shape {list(entry.shape)})")
+        return CatalogError(f"two chunks overlap: {clash[0]} and {clash[1]} ({name!r}, shape {list(entry.shape)})")
     if covered != total:
         held = ", ".join(str(b) for b in sorted(boxes)[:8]) or "nothing"
-        raise CatalogError(
+        return CatalogError(
             f"chunks leave a hole: expected {total} elements, got {covered} ({name!r}, shape {list(entry.shape)}, held: {held})",
             hint="a rank's part is missing; its elements exist nowhere in this checkpoint",
         )
+    return None
 
 
 def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

@@ -9,22 +9,35 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
-from ckpt_tools.storage.remote import is_url
+from ckpt_tools.options import (
+    DryRun,
+    Jobs,
+    Json,
+    Memory,
+    Overwrite,
+    Quiet,
+    Root,
+    Source,
+    StorageOption,
+    check_dtype,
+    finite,
+    make_options,
+    parse_storage_options,
+    size,
+)  # fmt: skip
+from ckpt_tools.storage.base import is_url
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt_tools.operations.move import Options, TransferResult
+    from ckpt_tools.operations.move import TransferResult
 
 EXIT_STATUS = """EXIT STATUS
 
@@ -36,19 +49,6 @@ app = typer.Typer(
     help="Look into, merge and reshard PyTorch FSDP checkpoints, at the speed of a file copy, without running what they contain.",
     epilog=EXIT_STATUS.replace("\n\n", ": ").replace("\n", " "),
 )  # fmt: skip
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-
-
-def _size(text: str) -> int:
-    """Parses 5GB (decimal) or 512MiB (binary) into bytes."""
-    match = _SIZE.fullmatch(text.strip())
-    if not match:
-        raise typer.BadParameter(f"expected a size such as 5GB or 512MiB, got {text!r}")
-    nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** "KMGT".find(match[2].upper() or "0").__add__(1))
-    if nbytes < 1:
-        raise typer.BadParameter(f"expected a size above zero, got {text!r}")
-    return nbytes
 
 
 def _show_version(value: bool) -> None:
@@ -62,35 +62,6 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)] = False,
 ) -> None:
     del version
-
-
-Source = Annotated[
-    str,
-    typer.Argument(metavar="SRC", help="A checkpoint, or a directory with one below; a path, or a URL such as s3://….", show_default=False),
-]
-StorageOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--storage-option",
-        metavar="KEY=VALUE",
-        help="Of the object store, as fsspec takes them, such as `endpoint_url=…`; repeatable. Secrets belong into its own files or the environment, not here.",
-        show_default=False,
-    ),
-]
-Jobs = Annotated[
-    int | None,
-    typer.Option("--jobs", "-j", min=1, max=256, help="Number of threads.  [default: processors, at most 8]", show_default=False),
-]
-Memory = Annotated[
-    int | None,
-    typer.Option("--memory", parser=_size, metavar="SIZE", help="Budget of all buffers together, such as 64MiB.", show_default="64MiB"),
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace a checkpoint at DST; the old one stays until the new one is complete.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no report.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @app.command(epilog=app.info.epilog)
@@ -108,7 +79,7 @@ def inspect(
     from ckpt_tools import render
     from ckpt_tools.operations.inspect import inspect as run
 
-    report = run(src, _storage_options(storage_option))
+    report = run(src, parse_storage_options(storage_option))
     if stats and report.traffic is not None:
         print(f"{report.traffic.requests} requests, {render.size(report.traffic.nbytes)}", file=sys.stderr)
     if as_json:
@@ -124,7 +95,7 @@ def merge(
     select: Annotated[list[str] | None, typer.Option("--select", metavar="GLOB", help="Only tensors whose name matches; repeatable.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help="Cast floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
     keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
-    max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=_size, metavar="SIZE", help="Write shards of at most this size, such as 5GB, and an index.", show_default=False)] = None,
+    max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=size, metavar="SIZE", help="Write shards of at most this size, such as 5GB, and an index.", show_default=False)] = None,
     keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep names as stored: `model.`, `_orig_mod.`, `module.`, ….")] = False,
     storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -136,8 +107,8 @@ def merge(
     """
     from ckpt_tools.operations.transfer import merge as run
 
-    _check_dtype(dtype)
-    options = _options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
+    check_dtype(dtype)
+    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
     result = run(
         src, dst, select=select or (), dtype=dtype, keep_dtype=keep_dtype or (),
         max_shard_bytes=max_shard_size, keep_prefix=keep_prefix, **options,
@@ -164,7 +135,7 @@ def reshard(
     """
     from ckpt_tools.operations.transfer import reshard as run
 
-    options = _options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
+    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
     _report(run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options), quiet, as_json)
 
 
@@ -172,19 +143,84 @@ def reshard(
 def verify(
     src: Source,
     quick: Annotated[bool, typer.Option("--quick", help="Read no data: names, sizes, the index, and the checksums that an object store keeps.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also look at the values: NaN, infinity, nothing but zeros, nothing but one value.")] = False,
     storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Compare a checkpoint with its manifest: every file, its size and its checksum. Exit status 1 where something is wrong."""
-    from ckpt_tools import render
+    """Find out whether a checkpoint is whole, and what of it is not. Exit status 1 where something is wrong.
+
+    With a manifest: every file, its size and its checksum. Without one: structure, and the CRC-32 of every record in `.distcp` files, which
+    torch writes and never compares; bytes of which nobody kept a checksum are said not to be compared. Damage is told by entry, file, byte and rank.
+    """
+    from ckpt_tools import verdicts
     from ckpt_tools.operations.verify import verify as run
 
-    result = run(src, quick=quick, **_options(jobs, memory, False, False, quiet or as_json, storage_option))
+    result = run(src, quick=quick, deep=deep, **make_options(jobs, memory, False, False, quiet or as_json, storage_option))
     if as_json:
         print(json.dumps(asdict(result)))
     elif not quiet:
-        render.show_verdict(result)
+        verdicts.show_verdict(result)
     if result.problems:
         raise SystemExit(1)
+
+
+@app.command(epilog=app.info.epilog)
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as SRC elsewhere.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one; of any format, layout, store and world size.", show_default=False)],
+    select: Annotated[list[str] | None, typer.Option("--select", metavar="GLOB", help="Only what matches; repeatable.", show_default=False)] = None,
+    atol: Annotated[float, typer.Option("--atol", min=0.0, help="Values count as the same where |a - b| <= atol + rtol * |b|; with neither, only the same bits do.")] = 0.0,
+    rtol: Annotated[float, typer.Option("--rtol", min=0.0, help="See --atol.")] = 0.0,
+    read_all: Annotated[bool, typer.Option("--read-all", help="Compare bytes even where both manifests have the same fingerprint.")] = False,
+    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, quiet: Quiet = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Compare two checkpoints: names, shapes, types, then values. Exit status 0 where they are the same, 1 where not, more on trouble.
+
+    Of each tensor that differs: how many elements, the first of them, the largest absolute and relative difference, the cosine. Where both
+    manifests have one fingerprint nothing is read. Checkpoints without a common name are compared by the names that merge gives.
+    """
+    from ckpt_tools import verdicts
+    from ckpt_tools.operations.diff import diff as run
+
+    options = make_options(jobs, memory, False, False, quiet or as_json, storage_option)
+    result = run(a, b, select=select or (), atol=atol, rtol=rtol, read_all=read_all, **options)
+    if as_json:
+        print(json.dumps(finite(asdict(result) | {"is_same": result.is_same})))
+    elif not quiet:
+        verdicts.show_diff(result)
+    if not result.is_same:
+        raise SystemExit(1)
+
+
+@app.command(epilog=app.info.epilog)
+def seal(
+    src: Source, storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, quiet: Quiet = False, as_json: Json = False
+) -> None:
+    """Add a manifest to a checkpoint that has none, once all that can be compared is right. Nothing else is written."""
+    from ckpt_tools import verdicts
+    from ckpt_tools.operations.seal import seal as run
+
+    result = run(src, **make_options(jobs, memory, False, False, quiet or as_json, storage_option))
+    if as_json:
+        print(json.dumps(asdict(result)))
+    elif not quiet:
+        verdicts.show_seal(result)
+
+
+@app.command(epilog=app.info.epilog)
+def salvage(
+    src: Source,
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; a .safetensors file for one such file.", show_default=False)],
+    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Write the tensors and objects of a damaged checkpoint that are whole, and list what is lost."""
+    from ckpt_tools import verdicts
+    from ckpt_tools.operations.salvage import salvage as run
+
+    result = run(src, dst, **make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option))
+    if as_json:
+        print(json.dumps(asdict(result)))
+    elif not quiet:
+        verdicts.show_salvage(result)
 
 
 @app.command("copy", epilog=app.info.epilog)
@@ -203,9 +239,9 @@ def copy_(
     from ckpt_tools import render
     from ckpt_tools.operations.copy import copy as run
 
-    options = _options(jobs, memory, False, dry_run, quiet or as_json, storage_option)
+    options = make_options(jobs, memory, False, dry_run, quiet or as_json, storage_option)
     try:
-        result = run(src, dst, to_storage_options=_storage_options(to_storage_option) if to_storage_option else None, **options)
+        result = run(src, dst, to_storage_options=parse_storage_options(to_storage_option) if to_storage_option else None, **options)
     except KeyboardInterrupt:
         _fail("interrupted; what was transferred is kept, and a second run goes on from there", None, 130)
     if as_json:
@@ -214,18 +250,13 @@ def copy_(
         render.show_copy(result)
 
 
-Root = Annotated[
-    str, typer.Argument(metavar="ROOT", help="A run, with its step-… directories: a path, or a URL such as s3://….", show_default=False)
-]
-
-
 @app.command("ls", epilog=app.info.epilog)
 def list_(root: Root, storage_option: StorageOption = None, as_json: Json = False) -> None:
     """List the steps of a run: size, time, world size, complete or not and why."""
     from ckpt_tools import render
     from ckpt_tools.steps import list_steps
 
-    steps = list_steps(root, _storage_options(storage_option))
+    steps = list_steps(root, parse_storage_options(storage_option))
     if not steps and not is_url(root) and not os.path.isdir(root):
         raise NotACheckpointError(f"not a directory: {printable(root)}")
     if as_json:
@@ -246,7 +277,7 @@ def latest(
     """
     from ckpt_tools.steps import latest as find
 
-    found = find(root, verify, options=_storage_options(storage_option))
+    found = find(root, verify, options=parse_storage_options(storage_option))
     for path, reason in found.passed_over:
         print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
     if found.step is None:
@@ -271,7 +302,7 @@ def prune(
     from ckpt_tools.leftovers import remove_leftovers
     from ckpt_tools.steps import prune as run
 
-    options = _storage_options(storage_option)
+    options = parse_storage_options(storage_option)
     removed = run(root, keep_last, keep_every, dry_run=dry_run, options=options)
     leftovers = remove_leftovers(root, grace_hours * 3600, dry_run, options)
     if as_json:
@@ -282,50 +313,6 @@ def prune(
         )
     elif not quiet:
         render.show_pruned(removed, [left.url for left in leftovers], dry_run)
-
-
-def _check_dtype(dtype: str | None) -> None:
-    if dtype not in (None, "bf16", "fp16", "fp32", "bfloat16", "float16", "float32"):
-        raise typer.BadParameter(f"expected bf16, fp16 or fp32, got {printable(dtype or '')!r}", param_hint="--dtype")
-
-
-def _options(
-    jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool, storage_option: list[str] | None
-) -> Options:
-    return {
-        "jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run,
-        "storage_options": _storage_options(storage_option), "progress": None if quiet else _bar,
-    }  # fmt: skip
-
-
-def _storage_options(given: list[str] | None) -> dict[str, Any]:
-    """Parses `key=value` and `table.key=value`; a value is JSON where it can be, else a text."""
-    options: dict[str, Any] = {}
-    for text in given or ():
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise typer.BadParameter("expected key=value", param_hint="--storage-option")
-        *tables, last = key.split(".")
-        table = options
-        for name in tables:
-            table = table.setdefault(name, {})
-        try:
-            table[last] = json.loads(value)
-        except json.JSONDecodeError:
-            table[last] = value
-    return options
-
-
-@contextmanager
-def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1000, file=sys.stderr, leave=False, disable=None) as bar:
-
-        def advance(nbytes: int) -> None:
-            bar.update(nbytes)
-
-        yield advance
 
 
 def _report(result: TransferResult, quiet: bool, as_json: bool) -> None:

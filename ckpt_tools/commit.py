@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.storage import LocalStore, write_file
 from ckpt_tools.storage.local import failed
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
@@ -232,6 +233,20 @@ def publish_file(place: Staging, name: str, manifest: str, overwrite: bool) -> N
     for old in target.parent.glob(f"{_escape_glob(target.name)}.ckpt.manifest.????????.json"):
         if old.name != manifest:
             old.unlink(missing_ok=True)
+
+
+def add_file(folder: Path, name: str, data: bytes, attempt: str) -> None:
+    """Adds a small file to a directory: whole, durable, and never over another.
+
+    Raises:
+        StorageError: there is one of that name, or the directory cannot be written to; nothing is left then.
+    """
+    with staging(folder / name, attempt) as place:
+        write_file(LocalStore(place.path), name, data)
+        sync_directory(place.path)
+        if not _rename(place.path / name, place.target, _RENAME_NOREPLACE):
+            _rename_where_absent(place.path / name, place.target)
+        _confirm(place.target)
 
 
 def _confirm(target: Path) -> None:

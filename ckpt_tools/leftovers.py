@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.commit import remove_dead
 from ckpt_tools.formats import INDEXES, is_ours
-from ckpt_tools.formats.base import attempt_of
-from ckpt_tools.manifest import NAME
 from ckpt_tools.storage import RemoteStore, is_url
-from ckpt_tools.storage.s3 import S3, server_time
+from ckpt_tools.storage.s3 import S3
 
 GRACE_S = 24 * 3600.0
 
@@ -48,7 +46,8 @@ def remove_leftovers(
     store = RemoteStore(root, options)
     if store.s3 is None:
         return []  # no other kind of store tells its time
-    now = server_time(store.s3.call("list", store.url, "list_objects_v2", **store.s3.at_prefix(store.root), MaxKeys=1))
+    now = store.now()
+    assert now is not None
     before = now - dt.timedelta(seconds=grace_s)
     objects = [name for folder in store.folders() for name in _unfinished(store.enter(folder), folder, before)]
     if not dry_run:
@@ -59,10 +58,10 @@ def remove_leftovers(
 def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str]:
     """Returns the objects of attempts in one prefix that never got an index, and have been silent for long."""
     files = step.list_files()
-    ours = [name for name in files if attempt_of(name) or NAME.fullmatch(name)]
+    ours = [name for name in files if is_ours(name)]
     if any(name in INDEXES for name in files) or any(step.modified(name) is None or step.modified(name) > before for name in ours):
         return []
-    return [f"{folder}/{name}" for name in ours if step.is_marked(name)]
+    return [f"{folder}/{name}" for name, about in step.about_all(ours).items() if about.is_marked]
 
 
 def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> list[Leftover]:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from ckpt_tools.box import whole
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats import Source
+from ckpt_tools.formats import Source, folder_of
 from ckpt_tools.plan import Plan
 from ckpt_tools.storage import Store, read
 from ckpt_tools.version import __version__
 
-VERSION = 1
+VERSION = 2  # 1 had no checksum of its own
 NAME = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
 CHECKSUM = "crc64nvme"
 
@@ -70,7 +70,8 @@ class Manifest:
         lines = [
             f" {json.dumps(key)}: {_table(value) if key in ('files', 'tensors') else json.dumps(value)}" for key, value in body.items()
         ]
-        return ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
+        text = ("{\n" + ",\n".join(lines)).encode("ascii")
+        return text + f',\n "crc64nvme": "{hex64(crc64nvme(text))}"\n}}\n'.encode("ascii")
 
 
 def _table(entries: Mapping[str, Sealed | SealedTensor]) -> str:
@@ -84,6 +85,7 @@ def file_name(attempt: str, beside: str = "") -> str:
 
 
 _HEX = re.compile(r"[0-9a-f]{16}")
+_OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
 
 def parse(data: bytes, where: str) -> Manifest:
@@ -94,11 +96,14 @@ def parse(data: bytes, where: str) -> Manifest:
     """
     try:
         body = json.loads(data)
-        if body["ckpt_manifest"] != VERSION or body["checksum"] != CHECKSUM:
+        if body["ckpt_manifest"] not in (1, VERSION) or body["checksum"] != CHECKSUM:
             raise FormatError(
                 f"a manifest of another version: expected {VERSION} with {CHECKSUM},"
                 f" got {printable(str(body['ckpt_manifest']))} with {printable(str(body['checksum']))} ({printable(where)})"
             )
+        own = _OWN.search(data)
+        if body["ckpt_manifest"] == VERSION and (own is None or hex64(crc64nvme(data[: own.start()])) != own[1].decode()):
+            raise FormatError(f"a manifest is damaged: its checksum is not that of its text ({printable(where)})")
         index = body["index"]
         return Manifest(
             **{f.name: body[f.name] for f in fields(Manifest) if f.name not in ("files", "index", "tensors")},
@@ -141,7 +146,12 @@ def find(store: Store, beside: str = "") -> Manifest | None:
 
 def of_source(source: Source) -> Manifest | None:
     """Returns the manifest of an opened checkpoint, None where there is none; see `find`."""
-    return find(source.folder, source.name if source.is_file else "")
+    return of_store(source.store)
+
+
+def of_store(store: Store) -> Manifest | None:
+    """Returns the manifest of a checkpoint that was found, None where there is none; see `find`."""
+    return find(*folder_of(store))
 
 
 def _sealed(entry: Mapping[str, Any]) -> Sealed:

@@ -5,12 +5,12 @@ Pure and printable. Bytes appear only in the engine. May import errors, box, dty
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, BoxIndex, whole
-from ckpt_tools.catalog import Catalog, Chunk, TensorEntry
+from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
 
@@ -159,3 +159,22 @@ def _plan_object(catalog: Catalog, fqn: str, slots: tuple[Slot, ...]) -> TensorP
     box, uint8 = whole((extent.nbytes,)), BY_NAME["uint8"]
     chunks = (Chunk(box, extent),)
     return TensorPlan(fqn, box.sizes, uint8, uint8, chunks, slots, tuple(plan_copies([box], [s.box for s in slots])), is_object=True)
+
+
+def plan_objects(extents: Mapping[str, Extent], name: Callable[[str], str] = str) -> Plan:
+    """Plans the copy of ranges of bytes, each as an object that becomes a file of its own; `name` gives what that is called."""
+    items = {key: BytesEntry(key, extent) for key, extent in extents.items()}
+    slots = {key: (Slot(whole((extent.nbytes,)), name(key), 0),) for key, extent in extents.items()}
+    return plan_transfer(Catalog("objects", {}, items), Target("objects", {name(k): e.nbytes for k, e in extents.items()}, slots))
+
+
+def plan_files(files: Mapping[str, int], name: Callable[[str], str] = str) -> Plan:
+    """Plans the copy of whole files of so many bytes; see `plan_objects`."""
+    return plan_objects({file: Extent(file, 0, nbytes) for file, nbytes in files.items()}, name)
+
+
+def plan_values(tensors: Iterable[TensorEntry]) -> Plan:
+    """Plans a reading of tensors, each in one piece, for a sink that keeps nothing."""
+    entries = {t.fqn: t for t in tensors}
+    slots = {fqn: (Slot(whole(t.shape), fqn, 0),) for fqn, t in entries.items()}
+    return plan_transfer(Catalog("values", entries), Target("values", {}, slots))

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.copy import CopyResult
     from ckpt_tools.operations.inspect import Report, Total
     from ckpt_tools.operations.move import TransferResult
-    from ckpt_tools.operations.verify import VerifyResult
     from ckpt_tools.steps import Step
 
 _MAX_ROWS = 40
-_BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 
 
 def size(nbytes: int) -> str:
@@ -32,7 +31,8 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B" if unit == 0 else f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {'BKMGTP'[unit]}B"
 
 
-def _style(text: str, code: str) -> str:
+def style(text: str, code: str) -> str:
+    """Returns a text in a colour, or bold, where stdout is a terminal."""
     return f"{code}{text}{_PLAIN}" if sys.stdout.isatty() else text
 
 
@@ -42,11 +42,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[in
     widths = [max(len(r[c]) for r in cells) for c in range(len(head))]
     for number, row in enumerate(cells):
         line = "  ".join(t.rjust(w) if c in right else t.ljust(w) for c, (t, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-        print("  " + (_style(line, _BOLD) if number == 0 else line))
+        print("  " + (style(line, BOLD) if number == 0 else line))
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+def count(number: int, noun: str) -> str:
+    """Returns a number with its noun: 1 entry, 2 entries."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} " + (f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s")
 
 
 # ---- inspect -------------------------------------------------------------------------------------------------------------
@@ -54,10 +55,10 @@ def _count(number: int, noun: str) -> str:
 
 def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
     """Prints a report: the summary, then the tree or the ranks where asked for."""
-    world = f", written by {_count(report.world_size, 'rank')}" if report.world_size else ""
-    print(_style(printable(report.path), _BOLD))
+    world = f", written by {count(report.world_size, 'rank')}" if report.world_size else ""
+    print(style(printable(report.path), BOLD))
     total = report.total
-    print(f"  {report.format}{world}: {_count(total.num_tensors, 'tensor')}, {size(total.nbytes)}, {_count(total.num_objects, 'object')}")
+    print(f"  {report.format}{world}: {count(total.num_tensors, 'tensor')}, {size(total.nbytes)}, {count(total.num_objects, 'object')}")
     print()
     _totals("key", report.by_key)
     print()
@@ -211,10 +212,10 @@ def show_transfer(result: TransferResult) -> None:
     """Prints what a transfer did or, after a dry run, would do."""
     verb = "would write" if result.is_dry_run else "wrote"
     took = "" if result.is_dry_run else f" in {result.seconds:.2f} s"
-    objects = f" and {_count(result.num_objects, 'object')}" if result.num_objects else ""
+    objects = f" and {count(result.num_objects, 'object')}" if result.num_objects else ""
     print(
-        f"{verb} {_style(printable(result.destination), _BOLD)}: {_count(result.num_tensors, 'tensor')}{objects}, "
-        f"{size(result.written_nbytes)}, {_count(len(result.files), 'file')}{took}"
+        f"{verb} {style(printable(result.destination), BOLD)}: {count(result.num_tensors, 'tensor')}{objects}, "
+        f"{size(result.written_nbytes)}, {count(len(result.files), 'file')}{took}"
     )
     if result.store_nbytes:
         client = max(0, result.written_nbytes - result.store_nbytes)
@@ -223,9 +224,9 @@ def show_transfer(result: TransferResult) -> None:
     if result.left_out:
         print("  left out: " + ", ".join(f"{printable(k)} ({size(v)})" for k, v in result.left_out.items()))
     if result.stripped:
-        print("  stripped: " + ", ".join(f"{printable(k)} ({_count(v, 'name')})" for k, v in result.stripped.items()))
-    for fqn, count in list(result.overflowed.items())[:_MAX_ROWS]:
-        print(f"  overflow: {_count(count, 'finite value')} became infinite in {printable(fqn)}")
+        print("  stripped: " + ", ".join(f"{printable(k)} ({count(v, 'name')})" for k, v in result.stripped.items()))
+    for fqn, number in list(result.overflowed.items())[:_MAX_ROWS]:
+        print(f"  overflow: {count(number, 'finite value')} became infinite in {printable(fqn)}")
     for note in result.notes:
         print(f"  note: {note}")
     if result.is_dry_run:
@@ -285,17 +286,6 @@ def show_copy(result: CopyResult) -> None:
     print("  " + ", ".join(f"{size(nbytes)} {what}" for what, nbytes in parts if nbytes))
     for note in result.notes:
         print(f"  note: {printable(note)}")
-
-
-def show_verdict(result: VerifyResult) -> None:
-    """Prints what a verification found."""
-    for problem in result.problems:
-        print(f"  {printable(problem.file)}: {problem.what}")
-    if result.unknown:
-        print(f"  not compared: the bytes of {_count(len(result.unknown), 'file')}, of which the store keeps no checksum")
-    verdict = _count(len(result.problems), "problem") if result.problems else "as its manifest says"
-    compared = ", ".join((_count(result.num_files, "file"), size(result.nbytes), f"{result.seconds:.2f} s"))
-    print(f"{_style(printable(result.path), _BOLD)}: {verdict} ({compared})")
 
 
 def step_as_json(step: Step) -> dict[str, Any]:

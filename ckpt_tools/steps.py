@@ -1,6 +1,6 @@
 """The checkpoints of one run, `ROOT/step-00000500`, on a disk or in an object store: which there are, which are complete, which may go.
 
-Truth is found by looking, never in a pointer file. Unknown names are never touched. May import levels 0 to 3, commit, manifest.
+Truth is found by looking, never in a pointer file. Unknown names are never touched. May import levels 0 to 3, commit, manifest, integrity.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.commit import sync_directory, trash_path
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import INDEXES, detect_in
+from ckpt_tools.integrity import first_problem
 from ckpt_tools.manifest import NAME as MANIFEST_NAME
 from ckpt_tools.manifest import Manifest, find
-from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, read
+from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url
 from ckpt_tools.storage.local import failed
 
 _STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?(\d{1,18})")
 LOCK = ".ckpt.lock"
-_BLOCK_BYTES, _AHEAD = 4 << 20, 16
 _LOOKERS = 16  # each waits for a store
 Root = str | os.PathLike[str]
 Options = Mapping[str, Any] | None
@@ -121,7 +120,7 @@ def look_at(number: int, store: Store | Path) -> Step:
     try:
         nbytes = sum(store.list_files().values())
         manifest = find(store)
-        problem = _foreign_problem(store) if manifest is None else _sealed_problem(store, manifest)
+        problem = _foreign_problem(store) if manifest is None else first_problem(manifest, store)
         return Step(number, path, nbytes, manifest, problem, store)
     except CheckpointError as error:
         return Step(number, path, 0, None, str(error), store)
@@ -137,42 +136,15 @@ def _foreign_problem(store: Store) -> str:
     return ""
 
 
-def _sealed_problem(store: Store, manifest: Manifest) -> str:
-    files = store.list_files()
-    for name, sealed in manifest.files.items():
-        if name not in files:
-            return f"{printable(name)} is missing"
-        if files[name] != sealed.nbytes:
-            return f"{printable(name)} has {files[name]} bytes, the manifest says {sealed.nbytes}"
-    if manifest.index is not None:
-        name, sealed = manifest.index
-        if name not in files:
-            return f"{printable(name)} is missing"
-        if hex64(crc64nvme(read(store, name))) != sealed.crc64nvme:
-            return f"{printable(name)} is damaged: its checksum is not what the manifest says"
-    return ""
-
-
 def damage(step: Step) -> str:
     """Reads a step in full and returns what is wrong with it, "" for nothing; without a manifest there is nothing to compare."""
     if step.problem or step.manifest is None:
         return step.problem
     store = _open(step)
     try:
-        for name, sealed in step.manifest.files.items():
-            crc = 0
-            blocks = [(name, at, min(_BLOCK_BYTES, sealed.nbytes - at)) for at in range(0, sealed.nbytes, _BLOCK_BYTES)]
-            for number, (_, start, nbytes) in enumerate(blocks):
-                if number % _AHEAD == 0:
-                    store.will_read(blocks[number : number + _AHEAD])
-                crc = crc64nvme(read(store, name, start, nbytes), crc)
-            if hex64(crc) != sealed.crc64nvme:
-                return f"{printable(name)} is damaged: its checksum is not what the manifest says"
-    except CheckpointError as error:
-        return str(error)
+        return first_problem(step.manifest, store, reads_all=True)
     finally:
         store.close()
-    return ""
 
 
 def latest(root: Root, verify: bool = False, skip: Container[Path | str] = (), options: Options = None) -> Latest:

@@ -12,12 +12,23 @@ import ckpt_tools
 ROOT = Path(ckpt_tools.__file__).parent
 LEVELS = [
     ["errors", "box", "dtypes", "checksum", "version"],
-    ["catalog", "layout", "storage.base", "storage.ranges", "storage.windows", "storage.failures", "storage.s3", "storage.upload"],
+    [
+        "catalog",
+        "layout",
+        "storage.base",
+        "storage.ranges",
+        "storage.windows",
+        "storage.failures",
+        "storage.s3",
+        "storage.upload",
+        "storage.stream",
+    ],
     ["storage.local", "storage.memory", "storage.remote", "storage", "plan"],
     [
         "formats.base",
         "formats.unpickle",
         "formats.torch_zip",
+        "formats.zip_check",
         "formats.dcp_metadata",
         "formats.dcp",
         "formats.accelerate",
@@ -28,12 +39,16 @@ LEVELS = [
         "engine.kernels",
         "engine.schedule",
         "engine.sinks",
+        "engine.scan",
         "engine.run",
+        "engine.compare",
         "engine",
         "commit",
         "manifest",
-        "destination",
+        "integrity",
         "leftovers",
+        "bucket",
+        "destination",
         "steps",
     ],
     [
@@ -44,11 +59,14 @@ LEVELS = [
         "operations.transfer",
         "operations.copy",
         "operations.verify",
+        "operations.diff",
+        "operations.seal",
+        "operations.salvage",
         "operations",
     ],
     ["live.group", "live.shards", "live.state", "live.share", "live.match", "live.write", "live.save", "live.load", "live"],
     ["mirror", "manager", "distributed"],
-    ["", "render", "cli", "__main__"],
+    ["", "render", "verdicts", "options", "cli", "__main__"],
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 MAY_IMPORT_TORCH = {

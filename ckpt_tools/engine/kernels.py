@@ -5,6 +5,7 @@ May import levels 0 to 3.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,3 +111,49 @@ def _round_to_bfloat16(singles: npt.NDArray[np.float32], into: npt.NDArray[np.ui
     nan = np.isnan(singles)
     if nan.any():
         into[nan] = (bits[nan] >> 16).astype(np.uint16) & _SIGN | np.uint16(0x7FC0)
+
+
+_NUMBERS: dict[str, npt.DTypeLike] = {
+    **_FLOATS, **{name: np.dtype(name) for name in ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")},
+    "complex64": np.dtype("c8"), "complex128": np.dtype("c16"),
+}  # fmt: skip
+# bits of the exponent and of the mantissa, the bias, whether the largest exponent means infinity and NaN, and which other codes are NaN
+_SMALL = {
+    "float8_e4m3fn": (4, 3, 7, False, (0x7F, 0xFF)),
+    "float8_e5m2": (5, 2, 15, True, ()),
+    "float8_e4m3fnuz": (4, 3, 8, False, (0x80,)),
+    "float8_e5m2fnuz": (5, 2, 16, False, (0x80,)),
+}
+
+
+def decode(data: Bytes, dtype: DType) -> npt.NDArray[Any]:
+    """Returns values as float64 (complex128), so that any two types can be compared; what has no value of its own, as its bytes.
+
+    Args:
+        data: values in a row.
+        dtype: of what type they are. An int64 beyond 2**53 is rounded.
+    """
+    if dtype.name == "bfloat16":
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if dtype.name == "complex32":
+        return (data.view(np.float16).astype(np.float64)).view(np.complex128)
+    if dtype.name in _SMALL or dtype.name == "float8_e8m0fnu":
+        return _small_floats(dtype.name)[data]
+    words = data.view(_NUMBERS.get(dtype.name, np.uint8))
+    return words.astype(np.complex128 if words.dtype.kind == "c" else np.float64)
+
+
+@functools.cache
+def _small_floats(name: str) -> npt.NDArray[np.float64]:
+    """Returns the value of each of the 256 codes of an 8-bit float."""
+    code = np.arange(256)
+    if name == "float8_e8m0fnu":
+        return np.where(code == 0xFF, np.nan, np.exp2(code.astype(np.float64) - 127))
+    exponent_bits, mantissa_bits, bias, has_inf, nans = _SMALL[name]
+    exponent, mantissa = (code >> mantissa_bits) & ((1 << exponent_bits) - 1), code & ((1 << mantissa_bits) - 1)
+    fraction = mantissa / (1 << mantissa_bits)
+    values = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * np.exp2(exponent - float(bias)))
+    if has_inf:
+        values = np.where(exponent == (1 << exponent_bits) - 1, np.where(mantissa == 0, np.inf, np.nan), values)
+    values = np.where(np.isin(code, nans), np.nan, values)
+    return np.where(code & 0x80, -values, values)

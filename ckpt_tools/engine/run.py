@@ -106,52 +106,22 @@ class _Feed:
             return step
 
 
-class _Worker:
-    """One thread's buffers: the tiles of a step side by side, the same before a cast, and room for odd pieces."""
+class Reader:
+    """Fills the tiles of a step from a store, with room for odd pieces; one a thread."""
 
-    def __init__(self, store: Store, sink: Sink) -> None:
-        self.store, self.sink = store, sink
-        self._buffers = {name: empty_bytes(0) for name in ("tiles", "raw", "scratch")}
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._buffers: dict[str, Bytes] = {}
 
-    def _room(self, name: str, nbytes: int) -> Bytes:
-        if len(self._buffers[name]) < nbytes:
-            self._buffers[name] = empty_bytes(nbytes)
-        return self._buffers[name]
+    def room(self, name: str, nbytes: int) -> Bytes:
+        """Returns a buffer that is kept for the next time."""
+        found = self._buffers.get(name)
+        if found is None or len(found) < nbytes:
+            found = self._buffers[name] = empty_bytes(nbytes)
+        return found
 
-    def do(self, step: Step) -> tuple[int, dict[str, int]]:
-        """Moves one step; returns the bytes read and the casts that overflowed, by tensor."""
-        for tile in step.tiles:
-            _check_filled(tile)
-        is_cast = [t.tensor.src_dtype is not t.tensor.dst_dtype for t in step.tiles]
-        views = [None if c else self._view(t) for t, c in zip(step.tiles, is_cast, strict=True)]
-        rooms = [self.sink.room(t) if v is None else v for t, v in zip(step.tiles, views, strict=True)]
-        own_nbytes = [t.dst_nbytes if r is None else 0 for t, r in zip(step.tiles, rooms, strict=True)]
-        own = _cut(self._room("tiles", sum(own_nbytes)), own_nbytes)
-        tiles = [o if r is None else r for o, r in zip(own, rooms, strict=True)]
-        raw_nbytes = [t.src_nbytes if c else 0 for t, c in zip(step.tiles, is_cast, strict=True)]
-        raw = _cut(self._room("raw", sum(raw_nbytes)), raw_nbytes)
-        stored = [r if c else t for r, t, c in zip(raw, tiles, is_cast, strict=True)]
-        read_nbytes = self._fill([(t, s) for t, s, v in zip(step.tiles, stored, views, strict=True) if v is None])
-        read_nbytes += sum(len(v) for v in views if v is not None)
-        overflowed: dict[str, int] = {}
-        for tile, before, after in zip(step.tiles, stored, tiles, strict=True):
-            if before is not after:
-                count = cast(before, tile.tensor.src_dtype, after, tile.tensor.dst_dtype)
-                if count:
-                    overflowed[tile.tensor.fqn] = overflowed.get(tile.tensor.fqn, 0) + count
-        self.sink.take(step, tiles, self._room("scratch", max(t.dst_nbytes for t in step.tiles)))
-        return read_nbytes, overflowed
-
-    def _view(self, tile: Tile) -> Bytes | None:
-        """Returns the values where they already lie, if they lie together in memory."""
-        if len(tile.reads) != 1 or tile.reads[0].strides is not None or tile.reads[0].nbytes != tile.src_nbytes:
-            return None
-        read = tile.reads[0]
-        view = self.store.view(read.file, read.start, read.nbytes)
-        return None if view is None else np.frombuffer(view, np.uint8)
-
-    def _fill(self, wanted: list[tuple[Tile, Bytes]]) -> int:
-        """Reads all pieces: large ones straight into place, small neighbours by way of one window."""
+    def fill(self, wanted: list[tuple[Tile, Bytes]]) -> int:
+        """Reads all pieces, and returns how many bytes that were: large ones straight into place, small neighbours by way of one window."""
         small: list[Range] = []
         pieces: list[tuple[Tile, Read, Bytes]] = []
         read_nbytes = 0
@@ -166,7 +136,7 @@ class _Worker:
                 if into is not None:
                     self.store.read_into(read.file, read.start, into.data)
                 else:
-                    part = self._room("scratch", read.nbytes)[: read.nbytes]
+                    part = self.room("scratch", read.nbytes)[: read.nbytes]
                     self.store.read_into(read.file, read.start, part.data)
                     _place(tile, read, part, data)
         for window in coalesce(small, _GAP_NBYTES, max(_DIRECT_NBYTES, 1 << 20)):
@@ -177,7 +147,7 @@ class _Worker:
                 if into is not None:
                     self.store.read_into(read.file, read.start, into.data)
                     continue
-            part = self._room("scratch", window.nbytes)[: window.nbytes]
+            part = self.room("scratch", window.nbytes)[: window.nbytes]
             self.store.read_into(window.file, window.start, part.data)
             for item in window.ranges:
                 tile, read, data = pieces[item.tag]
@@ -185,7 +155,47 @@ class _Worker:
         return read_nbytes
 
 
-def _cut(buffer: Bytes, sizes: Iterable[int]) -> list[Bytes]:
+class _Worker:
+    """One thread's work: the tiles of a step side by side, and the same before a cast."""
+
+    def __init__(self, store: Store, sink: Sink) -> None:
+        self.store, self.sink, self.reader = store, sink, Reader(store)
+
+    def do(self, step: Step) -> tuple[int, dict[str, int]]:
+        """Moves one step; returns the bytes read and the casts that overflowed, by tensor."""
+        for tile in step.tiles:
+            check_filled(tile)
+        is_cast = [t.tensor.src_dtype is not t.tensor.dst_dtype for t in step.tiles]
+        views = [None if c else self._view(t) for t, c in zip(step.tiles, is_cast, strict=True)]
+        rooms = [self.sink.room(t) if v is None else v for t, v in zip(step.tiles, views, strict=True)]
+        own_nbytes = [t.dst_nbytes if r is None else 0 for t, r in zip(step.tiles, rooms, strict=True)]
+        own = cut(self.reader.room("tiles", sum(own_nbytes)), own_nbytes)
+        tiles = [o if r is None else r for o, r in zip(own, rooms, strict=True)]
+        raw_nbytes = [t.src_nbytes if c else 0 for t, c in zip(step.tiles, is_cast, strict=True)]
+        raw = cut(self.reader.room("raw", sum(raw_nbytes)), raw_nbytes)
+        stored = [r if c else t for r, t, c in zip(raw, tiles, is_cast, strict=True)]
+        read_nbytes = self.reader.fill([(t, s) for t, s, v in zip(step.tiles, stored, views, strict=True) if v is None])
+        read_nbytes += sum(len(v) for v in views if v is not None)
+        overflowed: dict[str, int] = {}
+        for tile, before, after in zip(step.tiles, stored, tiles, strict=True):
+            if before is not after:
+                count = cast(before, tile.tensor.src_dtype, after, tile.tensor.dst_dtype)
+                if count:
+                    overflowed[tile.tensor.fqn] = overflowed.get(tile.tensor.fqn, 0) + count
+        self.sink.take(step, tiles, self.reader.room("scratch", max(t.dst_nbytes for t in step.tiles)))
+        return read_nbytes, overflowed
+
+    def _view(self, tile: Tile) -> Bytes | None:
+        """Returns the values where they already lie, if they lie together in memory."""
+        if len(tile.reads) != 1 or tile.reads[0].strides is not None or tile.reads[0].nbytes != tile.src_nbytes:
+            return None
+        read = tile.reads[0]
+        view = self.store.view(read.file, read.start, read.nbytes)
+        return None if view is None else np.frombuffer(view, np.uint8)
+
+
+def cut(buffer: Bytes, sizes: Iterable[int]) -> list[Bytes]:
+    """Returns pieces of a buffer, one behind the other."""
     parts, at = [], 0
     for nbytes in sizes:
         parts.append(buffer[at : at + nbytes])
@@ -193,7 +203,7 @@ def _cut(buffer: Bytes, sizes: Iterable[int]) -> list[Bytes]:
     return parts
 
 
-def _check_filled(tile: Tile) -> None:
+def check_filled(tile: Tile) -> None:
     """Makes sure that no uninitialised byte of a buffer can leave it."""
     if sum(r.box.numel for r in tile.reads) != tile.box.numel:
         raise CatalogError(f"no source for some elements of {printable(tile.tensor.fqn)!r} {tile.box}")

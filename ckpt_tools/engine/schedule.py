@@ -130,21 +130,32 @@ def by_files(plan: Plan, num_files: int) -> Iterator[Plan]:
         yield replace(plan, tensors=tuple(tensors))
 
 
+class Sources:
+    """Where the elements of a tensor are to be read."""
+
+    def __init__(self, tensor: TensorPlan, located: Mapping[Extent, Extent]) -> None:
+        used = sorted({c.src for c in tensor.copies})
+        self._chunks = [Chunk(tensor.chunks[i].box, located.get(tensor.chunks[i].extent, tensor.chunks[i].extent)) for i in used]
+        self._index, self._itemsize = BoxIndex([c.box for c in self._chunks]), tensor.src_dtype.itemsize
+        self.is_strided = any(c.extent.strides for c in self._chunks)
+
+    def reads(self, box: Box) -> tuple[Read, ...]:
+        """Returns what to read for a run of the tensor."""
+        return tuple(r for i, shared in self._index.overlaps(box) for r in _reads(self._chunks[i], shared, self._itemsize))
+
+
 def _tiles(tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int) -> Iterator[Tile]:
-    used = sorted({c.src for c in tensor.copies})
-    chunks = [Chunk(tensor.chunks[i].box, located.get(tensor.chunks[i].extent, tensor.chunks[i].extent)) for i in used]
-    is_strided = any(c.extent.strides for c in chunks)
+    sources = Sources(tensor, located)
     itemsize = max(tensor.src_dtype.itemsize, tensor.dst_dtype.itemsize)
-    limit = max_tile_nbytes if is_strided else tile_nbytes
+    limit = max_tile_nbytes if sources.is_strided else tile_nbytes
     max_numel = max(1, limit // itemsize)
     slots = [s for s in tensor.slots if s.box.numel]
     regions = [whole(tensor.shape)] if tensor.is_complete else [s.box for s in slots]
     cuts = [s.box.offsets[0] for s in slots] if tensor.shape else []
-    sources, targets = BoxIndex([c.box for c in chunks]), BoxIndex([s.box for s in slots])
+    targets = BoxIndex([s.box for s in slots])
     for region in regions:
         for box in bands(region, max_numel, cuts):
-            reads = tuple(r for i, shared in sources.overlaps(box) for r in _reads(chunks[i], shared, tensor.src_dtype.itemsize))
-            yield Tile(tensor, box, reads, tuple(_writes(slots, targets, box, tensor.dst_dtype.itemsize)))
+            yield Tile(tensor, box, sources.reads(box), tuple(_writes(slots, targets, box, tensor.dst_dtype.itemsize)))
 
 
 def _reads(chunk: Chunk, shared: Box, itemsize: int) -> Iterator[Read]:

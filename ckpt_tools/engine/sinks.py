@@ -49,8 +49,9 @@ class Sink(Protocol):
 
 @dataclass
 class Fingerprints:
-    """CRC-64/NVME of whole tensors in row-major order, joined from their tiles."""
+    """CRC-64/NVME (or another, by `joined`) of whole tensors in row-major order, joined from their tiles."""
 
+    joined: Callable[[Iterable[tuple[int, int]]], int] = join_crc64
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
@@ -70,15 +71,16 @@ class Fingerprints:
             ordered = sorted(set(pieces))
             ends = [p.start + p.nbytes for p in ordered]
             if [p.start for p in ordered] == [0, *ends[:-1]] and ends[-1] == self.sizes[fqn]:
-                joined[fqn] = join_crc64((p.crc64, p.nbytes) for p in ordered)
+                joined[fqn] = self.joined((p.crc64, p.nbytes) for p in ordered)
         return joined
 
 
 class HashSink:
-    """Computes fingerprints and keeps nothing."""
+    """Computes fingerprints and keeps nothing: CRC-64/NVME, or the CRC-32 of a zip."""
 
-    def __init__(self) -> None:
-        self.fingerprints = Fingerprints()
+    def __init__(self, with_crc32: bool = False) -> None:
+        self._checksum = crc32 if with_crc32 else crc64nvme
+        self.fingerprints = Fingerprints(join_crc32 if with_crc32 else join_crc64)
         self._lock = threading.Lock()
 
     def room(self, tile: Tile) -> Bytes | None:
@@ -88,7 +90,7 @@ class HashSink:
     def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
         for tile, data in zip(step.tiles, tiles, strict=True):
-            crc = crc64nvme(data.data)
+            crc = self._checksum(data.data)
             with self._lock:
                 self.fingerprints.add(tile, crc)
 

@@ -26,6 +26,7 @@ __all__ = [
     "TargetTensor",
     "detect",
     "detect_in",
+    "folder_of",
     "foreign_files",
     "is_ours",
     "open_source",
@@ -65,7 +66,7 @@ class Source:
     @property
     def folder(self) -> Store:
         """Where its files lie, with whatever else there is."""
-        return self.store.inner if isinstance(self.store, _OneFile) else self.store
+        return folder_of(self.store)[0]
 
     @property
     def remote(self) -> RemoteStore | None:
@@ -87,14 +88,19 @@ class _OneFile:
     """A store that shows one file of a directory, for a source given as a file."""
 
     def __init__(self, inner: Store, name: str, url: str) -> None:
-        self.inner, self._name, self.url = inner, name, url
+        self.inner, self.name, self.url = inner, name, url
         self.capabilities, self.traffic = inner.capabilities, inner.traffic
         self.size, self.read_into, self.view, self.will_read = inner.size, inner.read_into, inner.view, inner.will_read
         self.folders, self.enter, self.create, self.close = inner.folders, inner.enter, inner.create, inner.close
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         del below
-        return {self._name: self.inner.size(self._name)}
+        return {self.name: self.inner.size(self.name)}
+
+
+def folder_of(store: Store) -> tuple[Store, str]:
+    """Returns where a checkpoint's files lie, with whatever else there is, and its name if it is one file, else ""."""
+    return (store.inner, store.name) if isinstance(store, _OneFile) else (store, "")
 
 
 def detect(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> tuple[Store, Format]:

@@ -25,13 +25,13 @@ from ckpt_tools.formats.unpickle import load
 from ckpt_tools.storage import Store
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 
-_LOCAL, _CENTRAL, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
+LOCAL, CENTRAL, END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
+END64 = struct.Struct("<4sQ2H2I4Q")
 _HEAD_BYTES = _TAIL_BYTES = 1536
 _GAP_BYTES, _WINDOW_BYTES = 4096, 4 << 20
 _AHEAD_WINDOWS = 1024
 _ALIGNMENT = 64
-_HUGE = 0xFFFFFFFF
+HUGE = 0xFFFFFFFF
 _CRC_AT = 16
 
 
@@ -59,8 +59,14 @@ def locate(store: Store, items: Sequence[Item]) -> Iterator[tuple[Extent, Extent
 
     Costs two reads of 1.5 KiB an item, joined with their neighbours'; small items come whole in windows of 4 MiB.
     """
+    for number, head, tail in heads_and_tails(store, [item.extent for item in items]):
+        yield items[number].extent, _find_payload(store, items[number], head, tail)
+
+
+def heads_and_tails(store: Store, extents: Sequence[Extent]) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yields the number of each extent with its first and its last 1.5 KiB, in the order of the files."""
     halves: dict[int, bytes] = {}
-    for window in _announced(store, coalesce(_head_and_tail(items), _GAP_BYTES, _WINDOW_BYTES)):
+    for window in _announced(store, coalesce(_head_and_tail(extents), _GAP_BYTES, _WINDOW_BYTES)):
         view = memoryview(bytearray(window.nbytes))
         store.read_into(window.file, window.start, view)
         for part in window.ranges:
@@ -71,8 +77,7 @@ def locate(store: Store, items: Sequence[Item]) -> Iterator[tuple[Extent, Extent
             if other is None:
                 halves[number] = data
                 continue
-            head, tail = (other, data) if part.tag & 1 else (data, other)
-            yield items[number].extent, _find_payload(store, items[number], head, tail)
+            yield (number, other, data) if part.tag & 1 else (number, data, other)
 
 
 def _announced(store: Store, windows: Iterator[Window]) -> Iterator[Window]:
@@ -89,9 +94,9 @@ def _announced(store: Store, windows: Iterator[Window]) -> Iterator[Window]:
     yield from waiting
 
 
-def _head_and_tail(items: Sequence[Item]) -> Iterator[Range]:
-    for number, item in enumerate(items):
-        file, start, nbytes = item.extent[:3]
+def _head_and_tail(extents: Sequence[Extent]) -> Iterator[Range]:
+    for number, extent in enumerate(extents):
+        file, start, nbytes = extent[:3]
         yield Range(file, start, min(nbytes, _HEAD_BYTES), 2 * number)
         tail = min(nbytes, _TAIL_BYTES)
         yield Range(file, start + nbytes - tail, tail, 2 * number + 1)
@@ -105,11 +110,11 @@ def _find_payload(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
 
 
 def _find(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
-    records, directory = _read_directory(store, item.extent, tail)
+    records, directory = read_directory(store, item.extent, tail)
     data_record = _record(records, "data/0")
-    front = data_record.header + _LOCAL.size
+    front = data_record.header + LOCAL.size
     if front > len(head):  # a pickle so long that it pushes the payload out of the first 1.5 KiB
-        head = _slice(store, item.extent, head, 0, front)
+        head = cut(store, item.extent, head, 0, front)
     start, tensor = _parse_front(head[:front], _record(records, "data.pkl"), data_record, item.dtype, item.sizes)
     if start + data_record.nbytes > item.extent.nbytes:
         raise FormatError(f"a record runs past its archive: {start + data_record.nbytes} of {item.extent.nbytes} bytes")
@@ -126,14 +131,14 @@ def _parse_front(front: bytes, pickle_record: Record, data_record: Record, dtype
 
     Items of one dtype and shape have the same front, byte for byte, so a checkpoint of a million chunks costs few parses.
     """
-    start, tensor_bytes = _data_start(front, pickle_record), pickle_record.nbytes
+    start, tensor_bytes = data_start(front, pickle_record), pickle_record.nbytes
     tensor = _parse_tensor(front[start : start + tensor_bytes], dtype, sizes)
     if tensor.storage_nbytes != data_record.nbytes:
         raise FormatError(f"a tensor's storage has the wrong length: expected {tensor.storage_nbytes} bytes, got {data_record.nbytes}")
-    return _data_start(front, data_record), tensor
+    return data_start(front, data_record), tensor
 
 
-def _slice(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> bytes:
+def cut(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> bytes:
     """Returns bytes of an archive, from its head where they are there."""
     if stop <= len(head):
         return head[start:stop]
@@ -144,14 +149,14 @@ def _slice(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> 
     return bytes(buffer)
 
 
-def _data_start(front: bytes, record: Record) -> int:
+def data_start(front: bytes, record: Record) -> int:
     """Returns the first byte of a record's data within the archive, from its local header."""
-    if record.header + _LOCAL.size > len(front):
+    if record.header + LOCAL.size > len(front):
         raise FormatError(f"a record stands where none belongs: at byte {record.header}")
-    magic, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = _LOCAL.unpack_from(front, record.header)
+    magic, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(front, record.header)
     if magic != b"PK\x03\x04" or method != 0 or flags & 1:
         raise FormatError(f"not a stored zip record: magic {magic!r}, method {method}, flags {flags:#x}")
-    return int(record.header + _LOCAL.size + name_bytes + extra_bytes)
+    return int(record.header + LOCAL.size + name_bytes + extra_bytes)
 
 
 def _record(records: dict[str, Record], name: str) -> Record:
@@ -161,22 +166,22 @@ def _record(records: dict[str, Record], name: str) -> Record:
         raise FormatError(f"not a saved tensor: the archive has no {name}, only {printable(', '.join(records))}") from None
 
 
-def _read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str, Record], bytes]:
+def read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str, Record], bytes]:
     """Returns the records of an archive by name, without the folder that torch puts in front, and the directory as it stands."""
-    end = _END.unpack(tail[-_END.size :]) if len(tail) >= _END.size else None
+    end = END.unpack(tail[-END.size :]) if len(tail) >= END.size else None
     if end is None or end[0] != b"PK\x05\x06":
         raise FormatError("not a torch.save archive: no zip directory at its end", hint="the file is truncated or was overwritten")
     count, nbytes, start = end[4], end[5], end[6]
-    if count == 0xFFFF or nbytes == _HUGE or start == _HUGE:
-        at = len(tail) - _END.size - 20 - _END64.size
-        end64 = _END64.unpack_from(tail, at) if at >= 0 else (b"",)
+    if count == 0xFFFF or nbytes == HUGE or start == HUGE:
+        at = len(tail) - END.size - 20 - END64.size
+        end64 = END64.unpack_from(tail, at) if at >= 0 else (b"",)
         if end64[0] != b"PK\x06\x06":
             raise FormatError("a zip64 directory is missing")
         count, nbytes, start = end64[7], end64[8], end64[9]
     if start + nbytes > extent.nbytes or nbytes > 1 << 20:
         raise FormatError(f"a zip directory lies outside its archive: {start}:{start + nbytes} of {extent.nbytes} bytes")
     at = start - (extent.nbytes - len(tail))
-    data = tail[at : at + nbytes] if at >= 0 else _slice(store, extent, b"", start, start + nbytes)
+    data = tail[at : at + nbytes] if at >= 0 else cut(store, extent, b"", start, start + nbytes)
     cuts, known = _directories.get((len(data), count), ((), {}))
     records = known.get(b"".join([data[a:b] for a, b in cuts]))
     return records if records is not None else _parse_directory(data, count), data
@@ -193,14 +198,14 @@ def _parse_directory(data: bytes, count: int) -> dict[str, Record]:
     records: dict[str, Record] = {}
     at, cuts = 0, [0]
     for _ in range(count):
-        if at + _CENTRAL.size > len(data):
+        if at + CENTRAL.size > len(data):
             raise FormatError("a zip directory is truncated")
-        entry = _CENTRAL.unpack_from(data, at)
+        entry = CENTRAL.unpack_from(data, at)
         method, packed, nbytes, name_bytes, extra_bytes, comment_bytes, header = (*entry[4:5], *entry[8:13], entry[16])
-        name_at = at + _CENTRAL.size
+        name_at = at + CENTRAL.size
         name = data[name_at : name_at + name_bytes].decode("utf-8", "replace").partition("/")[2]
         extra = data[name_at + name_bytes : name_at + name_bytes + extra_bytes]
-        nbytes, packed, header = _widen(extra, nbytes, packed, header)
+        nbytes, packed, header = widen(extra, nbytes, packed, header)
         if entry[0] != b"PK\x01\x02" or method != 0 or packed != nbytes or name in records:
             raise FormatError(f"a zip record is not stored as torch does it: {printable(name)!r}, method {method}")
         records[name] = Record(header, nbytes, at + _CRC_AT)
@@ -217,7 +222,7 @@ def _parse_directory(data: bytes, count: int) -> dict[str, Record]:
     return records
 
 
-def _widen(extra: bytes, *values: int) -> list[int]:
+def widen(extra: bytes, *values: int) -> list[int]:
     """Returns sizes and positions with those that do not fit into 32 bits taken from the zip64 field."""
     wide: list[int] = []
     at = 0
@@ -226,7 +231,7 @@ def _widen(extra: bytes, *values: int) -> list[int]:
         if tag == 1:
             wide = [v for (v,) in struct.iter_unpack("<Q", extra[at + 4 : at + 4 + nbytes // 8 * 8])]
         at += 4 + nbytes
-    return [wide.pop(0) if v == _HUGE and wide else v for v in values]
+    return [wide.pop(0) if v == HUGE and wide else v for v in values]
 
 
 class _Tensor(NamedTuple):
@@ -311,29 +316,29 @@ def wrap(dtype: DType, sizes: tuple[int, ...]) -> Wrapping:
 def _entry(name: str, at: int, nbytes: int, crc: int) -> bytes:
     """Returns a record's entry in the central directory."""
     full = f"archive/{name}".encode()
-    big = ([nbytes, nbytes] if nbytes >= _HUGE else []) + ([at] if at >= _HUGE else [])
+    big = ([nbytes, nbytes] if nbytes >= HUGE else []) + ([at] if at >= HUGE else [])
     extra = struct.pack(f"<2H{len(big)}Q", 1, 8 * len(big), *big) if big else b""
-    size, header = min(nbytes, _HUGE), min(at, _HUGE)
-    return _CENTRAL.pack(b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, size, size, len(full), len(extra), 0, 0, 0, 0, header) + full + extra
+    size, header = min(nbytes, HUGE), min(at, HUGE)
+    return CENTRAL.pack(b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, size, size, len(full), len(extra), 0, 0, 0, 0, header) + full + extra
 
 
 def _local_header(name: str, at: int, nbytes: int) -> bytes:
     full = f"archive/{name}".encode()
-    zip64 = struct.pack("<2H2Q", 1, 16, 0, 0) if nbytes >= _HUGE else b""
-    unpadded = at + _LOCAL.size + len(full) + len(zip64) + 4
+    zip64 = struct.pack("<2H2Q", 1, 16, 0, 0) if nbytes >= HUGE else b""
+    unpadded = at + LOCAL.size + len(full) + len(zip64) + 4
     fill = -unpadded % _ALIGNMENT
     extra = zip64 + b"FB" + struct.pack("<H", fill) + b"Z" * fill
-    return _LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(full), len(extra)) + full + extra
+    return LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(full), len(extra)) + full + extra
 
 
 def _descriptor(crc: int, nbytes: int) -> bytes:
-    return struct.pack("<4sIQQ" if nbytes >= _HUGE else "<4sIII", b"PK\x07\x08", crc, nbytes, nbytes)
+    return struct.pack("<4sIQQ" if nbytes >= HUGE else "<4sIII", b"PK\x07\x08", crc, nbytes, nbytes)
 
 
 def _end_of_directory(count: int, nbytes: int, start: int) -> bytes:
-    end64 = _END64.pack(b"PK\x06\x06", _END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
+    end64 = END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
     locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + nbytes, 1)
-    return end64 + locator + _END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, min(start, _HUGE), 0)
+    return end64 + locator + END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, min(start, HUGE), 0)
 
 
 def _pickle_tensor(dtype: DType, sizes: tuple[int, ...]) -> bytes:

@@ -16,9 +16,10 @@ from itertools import chain
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from ckpt_tools.box import whole
+from ckpt_tools.bucket import copies_within
 from ckpt_tools.catalog import Catalog, Extent, replicas
 from ckpt_tools.checksum import crc64nvme, hex64
-from ckpt_tools.destination import Destination, Place, RemotePlace
+from ckpt_tools.destination import Destination, Place
 from ckpt_tools.engine.run import Totals, run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, by_files, schedule, tile_bytes
 from ckpt_tools.engine.sinks import WriteSink
@@ -26,7 +27,7 @@ from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printab
 from ckpt_tools.formats import Request, Source
 from ckpt_tools.formats.base import Format
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
-from ckpt_tools.operations.proof import prove_fingerprints, prove_replicas
+from ckpt_tools.operations.proof import prove_fingerprints, prove_replicas, sealed_prints
 from ckpt_tools.operations.within import Within, plan_within
 from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
 from ckpt_tools.storage import Shelf, is_url
@@ -162,14 +163,16 @@ def transfer(
         return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, *tiles))), files)
     dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
     prove_replicas(source, catalog, plan, located, jobs, tiles)
+    prints = sealed_prints(source, catalog, plan)
     bar = options.get("progress") or (no_bar)
     single = next(iter(layout.file_sizes)) if layout.index is None else ""
     with dst.stage(attempt, overwrite, single) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
-        within = _within(source, catalog, plan, located, place)
+        here = copies_within(place, source.remote)
+        within = plan_within(prints, plan, located, here, source.remote) if here and source.remote else None
         totals, checksums, fingerprints = _fill(source, plan, located, place, within, jobs, tiles, advance)
         wrong = assumes and not _is_as_assumed(located, source.format.locate(source.store, tensors))
         if not wrong:
-            prove_fingerprints(source, catalog, plan, fingerprints)
+            prove_fingerprints(source, prints, fingerprints)
             manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
             notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
     if wrong:
@@ -197,13 +200,6 @@ def _fill(
         sink.abort()
         raise
     return totals, checksums, (dict(within.fingerprints) if within else {}) | sink.fingerprints.join()
-
-
-def _within(source: Source, catalog: Catalog, plan: Plan, located: Mapping[Extent, Extent], place: Place) -> Within | None:
-    """Returns what a store can copy by itself, if both ends lie in it."""
-    if not isinstance(place, RemotePlace) or source.remote is None or not place.store.is_same_s3(source.remote):
-        return None
-    return plan_within(source, catalog, plan, located, place, source.remote)
 
 
 def steps_for(plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Shelf) -> Iterator[Step]:

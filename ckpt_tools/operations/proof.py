@@ -6,6 +6,7 @@ May import levels 0 to 4.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ckpt_tools.box import whole
 from ckpt_tools.catalog import Catalog, Chunk, Extent, replicas
@@ -19,29 +20,50 @@ from ckpt_tools.manifest import of_source
 from ckpt_tools.plan import Plan, Slot, Target, TensorPlan, plan_copies
 
 
-def prove_fingerprints(source: Source, catalog: Catalog, plan: Plan, fingerprints: Mapping[str, int]) -> None:
-    """Compares what was read with the source's manifest, if it has one: a tensor's fingerprint is the same however it is sharded.
+class Print(NamedTuple):
+    """What the source's manifest says of a tensor: the name it has there, and its fingerprint."""
+
+    fqn: str
+    crc64: int
+
+
+def sealed_prints(source: Source, catalog: Catalog, plan: Plan) -> dict[str, Print]:
+    """Returns what the source's manifest, if it has one, says of the tensors that a plan leaves as they are, by the plan's names.
 
     Args:
-        catalog: the view of the source that the plan was made for, in which names may be other ones.
-        fingerprints: by the plan's names; of tensors that were cast, they say nothing of the source.
+        source: the checkpoint.
+        catalog: the view of it that the plan was made for, in which names may be other ones.
+        plan: tensors that are cast are left out.
+    """
+    manifest = of_source(source)
+    if manifest is None:
+        return {}
+    stored = {t.chunks[0].extent: fqn for fqn, t in source.catalog.tensors.items() if t.chunks}
+    prints = {}
+    for tensor in plan.tensors:
+        if not tensor.is_object and tensor.src_dtype is tensor.dst_dtype and tensor.chunks:
+            fqn = stored.get(catalog.tensors[tensor.fqn].chunks[0].extent, "")
+            if fqn in manifest.tensors:
+                prints[tensor.fqn] = Print(fqn, int(manifest.tensors[fqn].fingerprint, 16))
+    return prints
+
+
+def prove_fingerprints(source: Source, prints: Mapping[str, Print], fingerprints: Mapping[str, int]) -> None:
+    """Compares what was read with what was sealed: a tensor's fingerprint is the same however it is sharded.
+
+    Args:
+        source: the checkpoint, for messages.
+        prints: from `sealed_prints`.
+        fingerprints: of what was read, by the plan's names.
 
     Raises:
         IntegrityError: a tensor is not what was written, on the disk, or on the way.
     """
-    manifest = of_source(source)
-    if manifest is None:
-        return
-    sealed = manifest.tensors
-    stored = {t.chunks[0].extent: fqn for fqn, t in source.catalog.tensors.items() if t.chunks}
-    for tensor in plan.tensors:
-        if tensor.is_object or tensor.src_dtype is not tensor.dst_dtype or tensor.fqn not in fingerprints:
-            continue
-        fqn = stored.get(catalog.tensors[tensor.fqn].chunks[0].extent, "")
-        if fqn in sealed and sealed[fqn].fingerprint != hex64(fingerprints[tensor.fqn]):
+    for name, sealed in prints.items():
+        if fingerprints.get(name, sealed.crc64) != sealed.crc64:
             raise IntegrityError(
-                f"bytes were damaged since they were written: expected CRC-64 {sealed[fqn].fingerprint}, got"
-                f" {hex64(fingerprints[tensor.fqn])} ({printable(fqn)!r} in {printable(source.path)})",
+                f"bytes were damaged since they were written: expected CRC-64 {hex64(sealed.crc64)}, got"
+                f" {hex64(fingerprints[name])} ({printable(sealed.fqn)!r} in {printable(source.path)})",
                 hint="nothing was written; try again in case the network did it, else restore the files or take another step",
             )
 

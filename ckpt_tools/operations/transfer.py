@@ -52,9 +52,9 @@ def merge(
         raise PlanError(
             f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory"
         )
-    catalog, stripped = _model_view(source.catalog, keep_prefix)
+    catalog, stripped = model_view(source.catalog, keep_prefix)
     if select:
-        catalog = _select(catalog, select, source.catalog)
+        catalog = select_from(catalog, select, source.catalog)
     if not catalog.tensors:
         raise PlanError(
             f"no tensor of a model is left of {len(source.catalog.tensors)} ({printable(str(source.path))})",
@@ -108,7 +108,7 @@ def _destination(dst: Path_, options: Options) -> Destination:
 # ---- what to take, and as what ---------------------------------------------------------------------------------------------
 
 
-def _model_view(catalog: Catalog, keep_prefix: bool) -> tuple[Catalog, dict[str, int]]:
+def model_view(catalog: Catalog, keep_prefix: bool) -> tuple[Catalog, dict[str, int]]:
     """Returns the model's tensors under their inference names, and how many names lost which prefix."""
     model, prefix = model_only(catalog)
     if keep_prefix:
@@ -123,7 +123,7 @@ def _model_view(catalog: Catalog, keep_prefix: bool) -> tuple[Catalog, dict[str,
     return rename(model, strip_wrappers), stripped
 
 
-def _select(catalog: Catalog, globs: Sequence[str], original: Catalog) -> Catalog:
+def select_from(catalog: Catalog, globs: Sequence[str], original: Catalog) -> Catalog:
     """Returns the tensors that a glob matches by their new or their stored name."""
     wanted = matcher(globs)
     stored = {t.chunks[0].extent: fqn for fqn, t in original.tensors.items() if t.chunks}

@@ -1,37 +1,34 @@
-"""Verify: every file that the manifest names is there, with its size and its checksum; nothing else is.
+"""Verify: is every byte what it was when it was written?
 
-Bytes are read by the engine and hashed; or, quickly, an object store is asked for the checksums that it keeps. May import
-levels 0 to 4 and the parts of this folder.
+Against the manifest, where there is one; else by structure, and by the CRC-32 of every record of a zip, which torch writes
+and never compares. Bytes are read by the engine and hashed; or, quickly, an object store is asked for the checksums that it
+keeps. May import levels 0 to 4 and the parts of this folder.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import NamedTuple, Unpack
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Unpack
 
-from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, flaws
+from ckpt_tools.checksum import hex64
 from ckpt_tools.engine.run import run
+from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
-from ckpt_tools.errors import NotACheckpointError, printable
-from ckpt_tools.formats import is_ours, open_source
-from ckpt_tools.manifest import Manifest, of_source
-from ckpt_tools.operations.copy import plan_files
+from ckpt_tools.errors import CatalogError, FormatError
+from ckpt_tools.formats import Format, detect, folder_of, is_ours
+from ckpt_tools.formats.zip_check import examine
+from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files
+from ckpt_tools.manifest import Manifest, of_store
 from ckpt_tools.operations.move import Options, Path_, no_bar
-from ckpt_tools.storage import RemoteStore, Store, read
+from ckpt_tools.plan import plan_objects, plan_values
+from ckpt_tools.storage import RemoteStore
 
-_ASKERS = 16
-
-
-class Problem(NamedTuple):
-    """What is wrong with a file."""
-
-    file: str
-    what: str
+_MANIFEST_PART = ".ckpt.manifest."
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,95 +37,259 @@ class VerifyResult:
 
     Attributes:
         path: the checkpoint.
+        is_sealed: whether it has a manifest; else only what its format itself keeps could be compared.
         num_files, nbytes: how many files, and of how many bytes, were compared.
+        num_entries: tensors and objects; 0 where the index cannot be read.
         problems: what is wrong; whole where empty.
-        unknown: files whose checksum nobody could tell without reading them.
+        lost: names of the entries that cannot be read as they were written.
+        unknown: files whose bytes have no checksum, or none that is known without reading them.
+        findings: with `deep`, tensors with values that a person should know of.
         seconds: wall-clock time.
     """
 
     path: str
+    is_sealed: bool
     num_files: int
     nbytes: int
+    num_entries: int
     problems: Sequence[Problem]
+    lost: Sequence[str] = ()
     unknown: Sequence[str] = ()
+    findings: Sequence[Finding] = field(default_factory=list)
     seconds: float = 0.0
 
 
-def verify(src: Path_, *, quick: bool = False, **options: Unpack[Options]) -> VerifyResult:
-    """Compares a checkpoint with its manifest.
+def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Unpack[Options]) -> VerifyResult:
+    """Finds out whether a checkpoint is whole.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
-        quick: read no data: names, sizes, the index, and the checksums that an object store keeps.
+        quick: read no data: names, sizes, structure, and the checksums that an object store keeps.
+        deep: also look at the values: NaN, infinity, nothing but zeros, nothing but one value.
         **options: see `Options`.
 
     Raises:
-        NotACheckpointError: there is no checkpoint, or none with a manifest.
-        CheckpointError: its metadata is malformed, or it cannot be read.
+        NotACheckpointError: there is no checkpoint.
+        FormatError: its index is malformed, and there is no manifest to say more.
+        StorageError: it cannot be read.
     """
+    work = Verification(src, options)
     began = time.monotonic()
-    source = open_source(src, options.get("storage_options"))
-    manifest = of_source(source)
-    if manifest is None:
-        raise NotACheckpointError(
-            f"no manifest to compare with: {printable(source.path)}",
-            hint="its structure is sound, as far as that can be told; only what this tool wrote has checksums",
-        )
-    files = source.store.list_files()
-    problems, same = _compare_names(manifest, files, source.store)
-    crcs = _ask(source.remote, same) if quick else _read(source.store, {name: files[name] for name in same}, options)
-    wrong = [name for name in same if crcs.get(name) is not None and hex64(crcs[name] or 0) != manifest.files[name].crc64nvme]
-    if wrong and not quick and source.remote is not None:  # it may have happened on the way
-        source.store.close()
-        crcs |= _read(source.store, {name: files[name] for name in wrong}, options)
-    for name in same:
-        crc = crcs.get(name)
-        if crc is not None and hex64(crc) != manifest.files[name].crc64nvme:
-            problems.append(Problem(name, f"damaged: expected CRC-64 {manifest.files[name].crc64nvme}, got {hex64(crc)}"))
-    source.store.close()
-    unknown = [name for name in same if crcs.get(name) is None]
+    problems, unknown = work.compare(quick) if work.manifest else work.examine_all(quick)
+    lost = sorted({p.fqn for p in problems if p.fqn})
+    findings = work.scan(set(lost)) if deep and work.catalog else []
+    work.store.close()
+    sizes = work.sizes
     return VerifyResult(
-        source.path, len(manifest.files), sum(s.nbytes for s in manifest.files.values()), problems, unknown, time.monotonic() - began
-    )
+        work.store.url, work.manifest is not None, len(sizes), sum(sizes.values()), work.num_entries, problems, lost, unknown, findings,
+        time.monotonic() - began,
+    )  # fmt: skip
 
 
-def _compare_names(manifest: Manifest, files: Mapping[str, int], store: Store) -> tuple[list[Problem], list[str]]:
-    """Returns what is wrong by names, sizes and index, and the files that are worth a look inside."""
-    problems, same = [], []
-    for name, sealed in manifest.files.items():
-        if name not in files:
-            problems.append(Problem(name, "missing"))
-        elif files[name] != sealed.nbytes:
-            problems.append(Problem(name, f"expected {sealed.nbytes} bytes, got {files[name]}"))
-        else:
-            same.append(name)
-    if manifest.index is not None:
-        name, sealed = manifest.index
-        crc = hex64(crc64nvme(read(store, name))) if name in files else ""
-        if crc != sealed.crc64nvme:
-            problems.append(Problem(name, f"damaged: expected CRC-64 {sealed.crc64nvme}, got {crc}" if crc else "missing"))
+class Verification:
+    """One look at a checkpoint that may be damaged: its files, its manifest, and its catalog as far as it can be read.
+
+    Attributes:
+        store, format: where it was found.
+        remote: the object store that it lies in, None on a disk.
+        manifest: None where there is none.
+        catalog: None where the index cannot be read; not proved whole.
+    """
+
+    def __init__(self, src: Path_, options: Options) -> None:
+        self.options = options
+        self.store, self.format = detect(src, options.get("storage_options"))
+        self._unreadable: list[Problem] = []
+        folder, _ = folder_of(self.store)
+        self.remote = folder if isinstance(folder, RemoteStore) else None
+        self.manifest: Manifest | None = None
+        self.catalog: Catalog | None = None
+        try:
+            self.manifest = of_store(self.store)
+        except FormatError as error:
+            self._unreadable.append(
+                Problem(next(n for n in self.store.list_files() if _MANIFEST_PART in f".{n}"), f"cannot be read: {error}")
+            )
+        try:
+            self.catalog = self._read_catalog(self.format)
+        except (FormatError, CatalogError) as error:
+            if self.manifest is None and not self._unreadable:
+                raise
+            index = self.manifest.index[0] if self.manifest and self.manifest.index else next(iter(self.store.list_files()))
+            self._unreadable.append(Problem(index, f"cannot be read: {error}"))
+        self._jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
+        self._memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
+        self._bar = options.get("progress") or no_bar
+
+    def _read_catalog(self, form: Format) -> Catalog:
+        try:
+            return form.read_catalog(self.store)
+        except (FormatError, CatalogError):
+            if self.remote is None:
+                raise
+            return form.read_catalog(self.store)  # a bit may have flipped on the way
+
+    @property
+    def num_entries(self) -> int:
+        """Tensors and objects."""
+        return len(self.catalog.tensors) + len(self.catalog.objects) if self.catalog else 0
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of every data file that belongs to it."""
+        if self.manifest:
+            return {name: sealed.nbytes for name, sealed in self.manifest.files.items()}
+        return self.catalog.file_sizes if self.catalog else {}
+
+    def require_catalog(self) -> Catalog:
+        """Returns the catalog.
+
+        Raises:
+            FormatError: it cannot be read.
+        """
+        if self.catalog is None:
+            raise FormatError(f"nobody knows what lies where: {self._unreadable[-1]}", hint="the index is lost; restore it from a copy")
+        return self.catalog
+
+    def _problem(self, file: str, what: str, fqn: str, extent: Extent | None = None) -> Problem:
+        rank = self.catalog.ranks.get(file) if self.catalog else None
+        return Problem(file, what, fqn, extent.start if extent else None, extent.nbytes if extent else None, rank)
+
+    def flaws(self) -> list[Problem]:
+        """Returns what is wrong with the structure: chunks that are missing, out of bounds, or overlap."""
+        return [self._problem(f.file, f.error.args[0], f.fqn) for f in flaws(self.catalog)] if self.catalog else []
+
+    # ---- against the manifest --------------------------------------------------------------------------------------------
+
+    def compare(self, quick: bool) -> tuple[list[Problem], list[str]]:
+        """Compares files with the manifest; returns what is wrong, down to the entries, and the files that could not be compared."""
+        assert self.manifest is not None
+        manifest, files = self.manifest, self.store.list_files()
+        problems = [*compare_names(manifest, self.store), *self._unreadable, *_extra(manifest, files)]
+        same = {name: s.nbytes for name, s in manifest.files.items() if files.get(name) == s.nbytes}
+        crcs = self._ask(same) if quick else self.hash(same)
+        damaged = list(compare_bytes(manifest, crcs))
+        if damaged and not quick and self.remote is not None:  # it may have happened on the way
+            self.store.close()
+            crcs |= self.hash({p.file: same[p.file] for p in damaged})
+            damaged = list(compare_bytes(manifest, crcs))
+        found = self.flaws() + ([] if quick else self._locate({p.file for p in damaged}))
+        return problems + damaged + found, [name for name in same if crcs.get(name) is None]
+
+    def _ask(self, files: Iterable[str]) -> dict[str, int | None]:
+        """Returns the checksums that a store keeps; a disk keeps none."""
+        return {name: about.crc64 for name, about in self.remote.about_all(files).items()} if self.remote else {}
+
+    def hash(self, files: Mapping[str, int]) -> dict[str, int | None]:
+        """Reads files and returns their CRC-64/NVME."""
+        with self._bar("verify", sum(files.values())) as advance:
+            return {**hash_files(self.store, files, self._jobs, self._memory, advance)}
+
+    def _locate(self, files: set[str]) -> list[Problem]:
+        """Returns which entries the damage in some files hits."""
+        if not files or not self.catalog:
+            return []
+        problems, _ = self._examine(files)
+        bad = {p.fqn for p in problems}
+        assert self.manifest is not None
+        sealed = self.manifest.tensors
+        plain = [t for t in self._whole_tensors(files) if t.fqn in sealed and t.fqn not in bad and _is_raw(t)]
+        prints = self.fingerprints(plain)
+        for tensor in plain:
+            if hex64(prints.get(tensor.fqn, 0)) != sealed[tensor.fqn].fingerprint:
+                extent = next(c.extent for c in tensor.chunks if c.extent.file in files)
+                problems.append(self._problem(extent.file, "is damaged: its fingerprint is not what the manifest says", tensor.fqn, extent))
+        return problems
+
+    def _whole_tensors(self, files: set[str] | None = None) -> list[TensorEntry]:
+        """Returns the tensors without structural flaws, in certain files."""
+        assert self.catalog is not None
+        broken = {f.fqn for f in flaws(self.catalog)}
+        return [
+            t for t in self.catalog.tensors.values()
+            if t.fqn not in broken and (files is None or any(c.extent.file in files for c in t.chunks))
+        ]  # fmt: skip
+
+    def fingerprints(self, tensors: Sequence[TensorEntry]) -> Mapping[str, int]:
+        """Reads tensors and returns their fingerprints."""
+        sink, located = HashSink(), self.format.locate(self.store, tensors)
+        run(schedule(plan_values(tensors), located, *tile_bytes(self._memory, self._jobs)), self.store, sink, self._jobs)
+        return sink.fingerprints.join()
+
+    # ---- without ---------------------------------------------------------------------------------------------------------
+
+    def examine_all(self, quick: bool) -> tuple[list[Problem], list[str]]:
+        """Compares structure and the checksums of zip records; returns what is wrong, and the files with bytes that have no checksum."""
+        if self.catalog is None:
+            return self._unreadable, []
+        problems = self._unreadable + self.flaws()
+        if quick:
+            return problems, sorted(self.catalog.file_sizes)
+        found, unknown = self._examine(set(self.catalog.file_sizes))
+        return problems + found, unknown
+
+    def _examine(self, files: set[str]) -> tuple[list[Problem], list[str]]:
+        """Compares the CRC-32 of every record of the archives in some files."""
+        owners = {extent: fqn for fqn, extent in self._items() if extent.file in files}
+        unknown: set[str] = set()
+        problems: list[Problem] = []
+        left: dict[str, tuple[Extent, Extent]] = {}
+        archives = [e for e, fqn in owners.items() if e.packing != RAW or self._is_object(fqn)]
+        unknown.update(e.file for e, fqn in owners.items() if e.packing == RAW and not self._is_object(fqn))
+        for found in examine(self.store, archives):
+            if found.problem:
+                problems.append(self._problem(found.extent.file, found.problem, owners[found.extent], found.extent))
+            if not found.is_sealed:
+                unknown.add(found.extent.file)
+            left |= {f"{e.file}:{e.start}": (e, found.extent) for e in found.left}
+        crcs = self._crc32({key: record for key, (record, _) in left.items()})
+        for key, (record, archive) in left.items():
+            if crcs[key] != record.crc32:
+                what = f"is damaged: expected CRC-32 {record.crc32:08x}, got {crcs[key]:08x}"
+                problems.append(self._problem(record.file, what, owners[archive], record))
+        return problems, sorted(unknown)
+
+    def _items(self) -> Iterable[tuple[str, Extent]]:
+        """Yields every extent that lies in its file, with the entry that it belongs to."""
+        assert self.catalog is not None
+        sizes = self.catalog.file_sizes
+        for tensor in self.catalog.tensors.values():
+            yield from ((tensor.fqn, c.extent) for c in tensor.chunks if _is_within(c.extent, sizes))
+        for item in self.catalog.objects.values():
+            yield from ((item.fqn, e) for e in (item.extent, *item.replicas) if _is_within(e, sizes))
+
+    def _is_object(self, fqn: str) -> bool:
+        return self.catalog is not None and fqn in self.catalog.objects
+
+    def _crc32(self, extents: Mapping[str, Extent]) -> Mapping[str, int]:
+        sink = HashSink(with_crc32=True)
+        with self._bar("verify", sum(e.nbytes for e in extents.values())) as advance:
+            run(schedule(plan_objects(extents), {}, *tile_bytes(self._memory, self._jobs)), self.store, sink, self._jobs, advance)
+        return sink.fingerprints.join()
+
+    # ---- the values ------------------------------------------------------------------------------------------------------
+
+    def scan(self, lost: set[str]) -> list[Finding]:
+        """Looks at the values of all tensors that can be read."""
+        tensors = [t for t in self._whole_tensors() if t.fqn not in lost]
+        located = self.format.locate(self.store, tensors)
+        plan, sink = plan_values(tensors), ScanSink()
+        with self._bar("scan", sum(t.nbytes for t in tensors)) as advance:
+            run(schedule(plan, located, *tile_bytes(self._memory, self._jobs)), self.store, sink, self._jobs, advance)
+        return sink.findings(tensors)
+
+
+def _extra(manifest: Manifest, files: Iterable[str]) -> list[Problem]:
+    """Returns the files that look like a part of the checkpoint and are none; a single file stands among others."""
     if manifest.index is None:
-        return problems, same  # one file, among others
+        return []
     known = {*manifest.files, manifest.index[0]}
-    problems += [
-        Problem(n, "no part of this checkpoint") for n in files if is_ours(n) and ".ckpt.manifest." not in f".{n}" and n not in known
-    ]
-    return problems, same
+    return [Problem(n, "is no part of this checkpoint") for n in files if is_ours(n) and _MANIFEST_PART not in f".{n}" and n not in known]
 
 
-def _ask(store: RemoteStore | None, names: Sequence[str]) -> dict[str, int | None]:
-    """Returns the checksums that a store keeps; a disk keeps none."""
-    if store is None:
-        return {}
-    with ThreadPoolExecutor(_ASKERS, "ckpt-ask") as pool:
-        return dict(zip(names, pool.map(store.crc64, names), strict=True))
+def _is_raw(tensor: TensorEntry) -> bool:
+    return all(c.extent.packing == RAW for c in tensor.chunks)
 
 
-def _read(store: Store, files: Mapping[str, int], options: Options) -> dict[str, int | None]:
-    """Reads files and returns their checksums."""
-    jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
-    sink, bar = HashSink(), options.get("progress") or no_bar
-    with bar("verify", sum(files.values())) as advance:
-        tiles = tile_bytes(options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
-        run(schedule(plan_files(files), {}, *tiles), store, sink, jobs, advance)
-    return {**dict.fromkeys(files, 0), **sink.fingerprints.join()}  # that of no bytes is 0
+def _is_within(extent: Extent, sizes: Mapping[str, int]) -> bool:
+    return extent.nbytes > 0 <= extent.start and extent.start + extent.nbytes <= sizes.get(extent.file, -1)

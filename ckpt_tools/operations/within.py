@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools.box import flat_range_boxes, flat_start, is_flat, whole
-from ckpt_tools.catalog import RAW, Catalog, Extent
-from ckpt_tools.destination import RemotePlace
+from ckpt_tools.bucket import RemotePlace
+from ckpt_tools.catalog import RAW, Extent
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.formats import Source
-from ckpt_tools.manifest import of_source
+from ckpt_tools.operations.proof import Print
 from ckpt_tools.plan import Plan, Slot, TensorPlan, plan_copies
 from ckpt_tools.storage import Capabilities, RemoteStore, Writer
 from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES, PART_BYTES, Upload
@@ -51,7 +50,7 @@ class Within:
         parts: of every file of which the store copies something.
         rest: the plan of what is left.
         vouched: `(file, start, nbytes, crc64)` of slots whose checksum is known from the source's manifest.
-        fingerprints: of the tensors that the source's manifest knows.
+        fingerprints: of the tensors that are vouched for.
         nbytes: bytes that the store copies.
     """
 
@@ -79,7 +78,7 @@ class Within:
             if part.run is not None:
                 run = part.run
                 at = run.source_start + part.start - run.start
-                upload.copy(part.start, part.nbytes, f"{self.origin.root}/{run.file}", at, self.origin.version(run.file), None)
+                upload.copy(part.start, part.nbytes, f"{self.origin.root}/{run.file}", at, self.origin.version(run.file))
         return upload
 
     def vouch(self, sink: WriteSink) -> None:
@@ -89,19 +88,17 @@ class Within:
 
 
 def plan_within(
-    source: Source, catalog: Catalog, plan: Plan, located: Mapping[Extent, Extent], place: RemotePlace, origin: RemoteStore
+    prints: Mapping[str, Print], plan: Plan, located: Mapping[Extent, Extent], place: RemotePlace, origin: RemoteStore
 ) -> Within | None:
     """Returns what the store can copy by itself, None for nothing.
 
     Args:
-        source: the checkpoint.
-        catalog: the view of it that the plan was made for.
+        prints: the fingerprints that the source's manifest has, by the plan's names.
         plan: the whole.
         located: where payloads of packed extents are.
         place: where it goes.
         origin: the source's store, the same S3 as the place's.
     """
-    prints = _fingerprints(source, catalog, plan)
     target = plan.target
     framed = {trailer.file for trailer in target.trailers}  # a frame has a CRC-32 of its payload
     runs: dict[str, list[Run]] = {}
@@ -115,34 +112,20 @@ def plan_within(
     if not parts:
         return None
     sent = {file: _sent_ranges(found) for file, found in parts.items()}
-    tensors, vouched = [], []
+    tensors, vouched, trusted = [], [], {}
     for tensor in plan.tensors:
         left = [piece for slot in tensor.slots for piece in _sent(tensor, slot, sent.get(slot.file))]
         if left == list(tensor.slots):
             tensors.append(tensor)
             continue
         slot = tensor.slots[0]
-        vouched.append((slot.file, slot.start, _nbytes(tensor), prints[tensor.fqn]))
+        trusted[tensor.fqn] = prints[tensor.fqn].crc64
+        vouched.append((slot.file, slot.start, _nbytes(tensor), prints[tensor.fqn].crc64))
         if left:
             copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in left])
             tensors.append(replace(tensor, slots=tuple(left), copies=tuple(copies)))
     nbytes = sum(p.nbytes for found in parts.values() for p in found if p.run)
-    return Within(place, origin, parts, replace(plan, tensors=tuple(tensors)), vouched, prints, nbytes)
-
-
-def _fingerprints(source: Source, catalog: Catalog, plan: Plan) -> dict[str, int]:
-    """Returns the fingerprints that the source's manifest has of tensors that stay as they are, by the plan's names."""
-    manifest = of_source(source)
-    if manifest is None:
-        return {}
-    stored = {t.chunks[0].extent: fqn for fqn, t in source.catalog.tensors.items() if t.chunks}
-    found = {}
-    for tensor in plan.tensors:
-        if not tensor.is_object and tensor.src_dtype is tensor.dst_dtype and tensor.chunks:
-            fqn = stored.get(catalog.tensors[tensor.fqn].chunks[0].extent, "")
-            if fqn in manifest.tensors:
-                found[tensor.fqn] = int(manifest.tensors[fqn].fingerprint, 16)
-    return found
+    return Within(place, origin, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes)
 
 
 def _nbytes(tensor: TensorPlan) -> int:

@@ -1,9 +1,9 @@
 """Bytes, and nothing but bytes: where they are kept and how they are read and written."""
 
-from ckpt_tools.storage.base import Capabilities, Shelf, Store, Writer, check_path, read, write_file
+from ckpt_tools.storage.base import Capabilities, Shelf, Store, Writer, check_path, is_url, read, write_file
 from ckpt_tools.storage.local import LocalStore
 from ckpt_tools.storage.memory import MemoryStore
-from ckpt_tools.storage.remote import RemoteStore, is_url
+from ckpt_tools.storage.remote import RemoteStore
 
 __all__ = [
     "Capabilities",

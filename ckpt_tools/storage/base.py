@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from ckpt_tools.errors import StorageError, printable
 
@@ -176,3 +176,8 @@ def check_path(path: str, where: str) -> str:
     if not plain or "://" in path or "::" in path or re.match(r"[A-Za-z]:", path):
         raise StorageError(f"a file name points outside the checkpoint: {printable(path)!r} ({where})")
     return path
+
+
+def is_url(path: object) -> TypeGuard[str]:
+    """Tells whether a path is one of a store that fsspec opens, and not of the local file system."""
+    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None and not path.startswith("file://")

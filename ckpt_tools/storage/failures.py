@@ -64,7 +64,12 @@ def retry(operation: str, url: str, call: Callable[[], Any], missing: Any = None
 
 def pause(attempt: int) -> None:
     """Waits a random while, the longer the more attempts have failed."""
-    time.sleep(random.random() * 0.2 * 2**attempt)  # noqa: S311
+    time.sleep(delay(attempt))
+
+
+def delay(attempt: int) -> float:
+    """Returns how many seconds to wait after so many failed attempts: a random while, so that not all come back at once."""
+    return float(random.random() * 0.2 * 2**attempt)  # noqa: S311
 
 
 def translated(error: Exception) -> BaseException:
@@ -110,3 +115,10 @@ def plain(error: BaseException) -> str:
     if text in ("", "None") or text.endswith("] None"):
         text = _text(error).replace("None", "").strip()
     return printable(_SECRET.sub(r"\1\2***", " ".join(text.split())))[:300]
+
+
+def appeared(url: str) -> StorageError:
+    """Returns the error for a destination that another writer has taken."""
+    return StorageError(
+        f"the destination appeared while this was at work: {printable(url)}", hint="another writer was first; look at what it wrote"
+    )

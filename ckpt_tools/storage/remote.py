@@ -6,20 +6,21 @@ Credentials, endpoints and the like are fsspec's own business. May import errors
 
 from __future__ import annotations
 
+import datetime as dt
 import posixpath
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Capabilities, Traffic, check_path
-from ckpt_tools.storage.failures import ATTEMPTS, hint, pause, plain, retry
+from ckpt_tools.storage.failures import ATTEMPTS, appeared, hint, pause, plain, retry
 from ckpt_tools.storage.ranges import Range, Window, coalesce
-from ckpt_tools.storage.s3 import S3, stored_crc64
-from ckpt_tools.storage.upload import CLAIM, MARK, How, Stream, Upload, appeared, refuses
+from ckpt_tools.storage.s3 import S3, server_time, stored_crc64
+from ckpt_tools.storage.stream import Stream
+from ckpt_tools.storage.upload import CLAIM, MARK, OWNER, How, Upload, refuses
 from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
 
 if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
@@ -32,9 +33,18 @@ _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are loo
 _THREADS = 16
 
 
-def is_url(path: object) -> TypeGuard[str]:
-    """Tells whether a path is one of a store that fsspec opens, and not of the local file system."""
-    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None and not path.startswith("file://")
+class About(NamedTuple):
+    """What is known of an object.
+
+    Attributes:
+        crc64: CRC-64/NVME as the store knows it, or as it was noted when it was written; None where nobody knows.
+        is_marked: this tool wrote it, as far as a store keeps marks.
+        owner: id of the attempt that wrote it.
+    """
+
+    crc64: int | None
+    is_marked: bool
+    owner: str
 
 
 class RemoteStore:
@@ -304,18 +314,28 @@ class RemoteStore:
         """Returns when an object that was listed was written, by the store's clock; None where it does not tell."""
         return self._modified.get(path)
 
-    def crc64(self, path: str) -> int | None:
-        """Returns the CRC-64/NVME of an object as the store knows it, or as it was noted when it was written; None where nobody knows."""
+    def about(self, path: str) -> About:
+        """Asks what is known of an object."""
+        if self.s3 is None:
+            return About(None, False, "")
+        head = self.s3.head(f"{self.url}/{path}", self._full(path))
+        notes, stored = head.get("Metadata", {}), stored_crc64(head)
+        claim = notes.get(CLAIM, "")
+        return About(int(claim, 16) if stored is None and claim else stored, MARK in notes, str(notes.get(OWNER, "")))
+
+    def about_all(self, paths: Iterable[str]) -> dict[str, About]:
+        """Asks what is known of several objects, side by side."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        paths = list(paths)
+        with ThreadPoolExecutor(_THREADS, "ckpt-ask") as pool:
+            return dict(zip(paths, pool.map(self.about, paths), strict=True))
+
+    def now(self) -> dt.datetime | None:
+        """Returns the time by the store's own clock, None where it does not tell."""
         if self.s3 is None:
             return None
-        head = self.s3.head(f"{self.url}/{path}", self._full(path))
-        claim = head.get("Metadata", {}).get(CLAIM, "")
-        stored = stored_crc64(head)
-        return int(claim, 16) if stored is None and claim else stored
-
-    def is_marked(self, path: str) -> bool:
-        """Tells whether an object was written by this tool, which marks what it writes; False where a store keeps no marks."""
-        return self.s3 is not None and MARK in self.s3.head(f"{self.url}/{path}", self._full(path)).get("Metadata", {})
+        return server_time(self.s3.call("list", self.url, "list_objects_v2", **self.s3.at_prefix(self.root), MaxKeys=1))
 
     def is_same_s3(self, other: RemoteStore) -> bool:
         """Tells whether both lie in one S3, which can copy from one to the other."""

@@ -77,7 +77,7 @@ class S3:
         """
         return retry(operation, url, lambda: self.run(self.ask(method, **kwargs)).result(), missing)
 
-    def seal(self, data: bytes, crc64: int) -> dict[str, str]:
+    def seal(self, data: bytes | bytearray, crc64: int) -> dict[str, str]:
         """Returns the checksums that go with a body."""
         sums = {"ChecksumCRC64NVME": encoded(crc64.to_bytes(8, "big"))}
         if not self.server.checks_crc:

@@ -1,6 +1,6 @@
-"""Writing to an object store: parts go up in parallel while the next ones fill, and nothing is visible before the last step.
+"""Writing to S3: parts go up in parallel while the next ones fill, and nothing is visible before the last step.
 
-On S3 a file is a multipart upload (one PUT if it is small), with checksums that the server compares; elsewhere it is a stream in order.
+A file is a multipart upload (one PUT if it is small), with checksums that the server compares.
 May import errors, checksum, storage.failures and storage.s3.
 """
 
@@ -10,19 +10,18 @@ import asyncio
 import threading
 import uuid
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt_tools.checksum import crc64nvme, hex64, join_crc64
 from ckpt_tools.errors import IntegrityError, StorageError, printable
-from ckpt_tools.storage.failures import ATTEMPTS, hint, may_pass, plain, status
+from ckpt_tools.storage.failures import ATTEMPTS, appeared, delay, hint, may_pass, pause, plain, status
 from ckpt_tools.storage.s3 import S3, encoded, stored_crc64
 
 PART_BYTES, MIN_PART_BYTES, MAX_PARTS = 8 << 20, 5 << 20, 10_000
-MARK, CLAIM = "ckpt-upload", "ckpt-crc64nvme"
+MARK, CLAIM, OWNER = "ckpt-upload", "ckpt-crc64nvme", "ckpt-attempt"
 _CONFLICT, _EXISTS = 409, 412
 _COPY_WEIGHT = 4 << 20  # of the bytes in flight: so that 16 copies are asked for at a time
 
@@ -58,6 +57,7 @@ class How:
         is_exclusive: it appears only where there is none of that name, as far as the store knows such conditions.
         replaces: it appears only in the place of the object with that ETag.
         crc64: CRC-64/NVME of the whole, if it is known beforehand: then it is noted with the object.
+        owner: id of the attempt, noted with the object.
     """
 
     starts: Sequence[int] | None = None
@@ -65,6 +65,13 @@ class How:
     is_exclusive: bool = False
     replaces: str = ""
     crc64: int | None = None
+    owner: str = ""
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What is noted with the object."""
+        claim = {} if self.crc64 is None else {CLAIM: hex64(self.crc64)}
+        return {MARK: uuid.uuid4().hex, **claim, **({OWNER: self.owner} if self.owner else {})}
 
     @property
     def condition(self) -> dict[str, str]:
@@ -88,8 +95,7 @@ class Upload:
         how = how or How()
         self._s3, self._path, self._url, self.nbytes, self._how = s3, path, url, nbytes, how
         starts = how.starts
-        claim = {} if how.crc64 is None else {CLAIM: hex64(how.crc64)}
-        self._metadata = {MARK: uuid.uuid4().hex, **claim}
+        self._metadata = how.notes
         self._at = s3.at(path)
         self._starts = part_starts(nbytes) if starts is None else starts
         self._parts: dict[int, _Part] = {}
@@ -123,7 +129,7 @@ class Upload:
             if is_full and not self.is_small:
                 self._send(number, bytes(part.data))
             elif is_full and not self._how.is_held and self._how.crc64 is None:
-                self._put = self._s3.run(self._ask_complete(self._how.condition))
+                self._put = self._start_end(self._how.condition)
             start, view = start + len(piece), view[len(piece) :]
 
     def view(self, start: int, nbytes: int) -> None:
@@ -167,7 +173,7 @@ class Upload:
         self._s3.server.flight.enter(len(data))
         self._start(number, len(data), crc, "upload_part", Body=data, **sums)
 
-    def copy(self, start: int, nbytes: int, source: str, source_start: int, etag: str, crc64: int | None) -> None:
+    def copy(self, start: int, nbytes: int, source: str, source_start: int, etag: str) -> None:
         """Has the store copy a part from another of its objects, if it is the one with that ETag.
 
         Args:
@@ -176,11 +182,10 @@ class Upload:
             source: bucket and key.
             source_start: from which byte.
             etag: of the source; an error if it has changed.
-            crc64: of these bytes, if it is known beforehand.
         """
         self._s3.server.flight.enter(_COPY_WEIGHT)
         self._start(
-            bisect_right(self._starts, start) - 1, nbytes, crc64, "upload_part_copy", CopySource=self._s3.at(source),
+            bisect_right(self._starts, start) - 1, nbytes, None, "upload_part_copy", CopySource=self._s3.at(source),
             CopySourceRange=f"bytes={source_start}-{source_start + nbytes - 1}", CopySourceIfMatch=etag,
         )  # fmt: skip
 
@@ -196,7 +201,7 @@ class Upload:
                 except Exception as error:
                     if attempt + 1 == ATTEMPTS or not may_pass(error):
                         raise
-                    await asyncio.sleep(0.2 * 2**attempt)
+                    await asyncio.sleep(delay(attempt))
             result = answer.get("CopyPartResult", answer)
             if "Body" in kwargs:
                 self._s3.note(result)
@@ -226,27 +231,39 @@ class Upload:
         """
         if self._is_over:
             raise StorageError(f"cannot write: it was given up before ({printable(self._url)})")
-        condition, replaces = self._how.condition, self._how.replaces
+        condition = self._how.condition
         if self._put is None:
             self._check_expected()
+        if self._how.is_exclusive and not self.is_small and not self._s3.server.excludes.get("many") and self._head():
+            raise appeared(self._url)  # as late as possible, where the server itself would not look
         for attempt in range(ATTEMPTS):
-            work, self._put = self._put or self._s3.run(self._ask_complete(condition)), None
+            work, self._put = self._put or self._start_end(condition), None
             try:
                 work.result()
+                break
             except Exception as error:  # noqa: BLE001  # what became of it is looked up
-                head = self._s3.head(self._url, self._path)
-                if head.get("Metadata", {}).get(MARK) != self._metadata[MARK]:
-                    if replaces and head.get("ETag") == replaces == condition["IfMatch"]:
-                        condition = {"IfMatch": replaces.strip('"')}  # RadosGW compares them without the quotes
-                        continue
-                    if status(error) == _EXISTS:
-                        raise appeared(self._url) from None
-                    if attempt + 1 < ATTEMPTS and (status(error) == _CONFLICT or may_pass(error)):
-                        continue
-                    raise self._failed(error) from None
-            self._is_over = self.is_complete = True
-            self._prove()
-            return
+                head = self._head()
+                if head.get("Metadata", {}).get(MARK) == self._metadata[MARK]:
+                    break
+                condition = self._again(error, head, condition, is_last=attempt + 1 == ATTEMPTS)
+                pause(attempt)
+        self._parts.clear()
+        self._is_over = self.is_complete = True
+        self._prove()
+
+    def _again(self, error: Exception, head: Mapping[str, Any], condition: dict[str, str], is_last: bool) -> dict[str, str]:
+        """Returns the condition for another try, where one may help."""
+        replaces = self._how.replaces
+        if not is_last and replaces and head.get("ETag") == replaces == condition.get("IfMatch"):
+            return {"IfMatch": replaces.strip('"')}  # RadosGW compares them without the quotes
+        if not is_last and (status(error) == _CONFLICT or may_pass(error)):
+            return condition
+        if status(error) == _EXISTS:
+            raise appeared(self._url) from None
+        raise self._failed(error) from None
+
+    def _head(self) -> dict[str, Any]:
+        return self._s3.head(self._url, self._path)
 
     def _check_expected(self) -> None:
         """Compares what was sent with what was to be sent, before it appears."""
@@ -258,19 +275,26 @@ class Upload:
                 hint="try again; if it stays so, the source is damaged",
             )
 
+    def _start_end(self, condition: dict[str, str]) -> Future[None]:
+        """Asks for the last step: one PUT with everything, or the end of a multipart upload."""
+        if not self.is_small:
+            return self._s3.run(self._ask_complete(condition))
+        data = self._parts[0].data if self._parts else bytearray()
+        crc, flight = crc64nvme(data), self._s3.server.flight
+        self._sent[0] = Sent("", len(data), crc)
+        sums = self._s3.seal(data, crc)
+        flight.enter(len(data))
+        future: Future[None] = self._s3.run(self._ask_put(data, {**sums, **condition}))
+        future.add_done_callback(lambda _: flight.leave(len(data)))
+        return future
+
+    async def _ask_put(self, data: bytearray, more: dict[str, str]) -> None:
+        self._s3.note(await self._s3.ask("put_object", **self._at, Body=data, Metadata=self._metadata, **more))
+
     async def _ask_complete(self, condition: dict[str, str]) -> None:
-        if self.is_small:
-            data = bytes(self._parts[0].data) if self._parts else b""
-            crc = crc64nvme(data)
-            self._sent[0] = Sent("", len(data), crc)
-            sums = self._s3.seal(data, crc)
-            self._s3.note(await self._s3.ask("put_object", **self._at, Body=data, Metadata=self._metadata, **sums, **condition))
-            self._parts.clear()
-            return
-        sent = sorted(self._sent.items())
         crc = self._crc64()
         sums = {} if crc is None else {"ChecksumCRC64NVME": encoded(crc.to_bytes(8, "big")), "ChecksumType": "FULL_OBJECT"}
-        parts = [{"PartNumber": n + 1, "ETag": s.etag} for n, s in sent]
+        parts = [{"PartNumber": n + 1, "ETag": s.etag} for n, s in sorted(self._sent.items())]
         await self._s3.ask(
             "complete_multipart_upload", **self._at, UploadId=self._upload_id, MultipartUpload={"Parts": parts}, **sums, **condition
         )
@@ -284,7 +308,7 @@ class Upload:
 
     def _prove(self) -> None:
         """Compares size and, where the store knows it, checksum of what lies there now with what was sent."""
-        head = self._s3.head(self._url, self._path)
+        head = self._head()
         if head.get("Metadata", {}).get(MARK) != self._metadata[MARK]:
             what = "replaced" if head else "removed"
             raise StorageError(
@@ -301,78 +325,16 @@ class Upload:
         if self._is_over:
             return
         self._is_over = True
-        for future in self._running:
+        running = [*self._running, *([self._put] if self._put else [])]
+        for future in running:
             future.cancel()
-        wait(self._running, 30)
+        wait(running, 30)
         self._parts.clear()
         if self._upload_id:
             try:
                 self._s3.call("give up", self._url, "abort_multipart_upload", missing={}, **self._at, UploadId=self._upload_id)
             except StorageError:
                 return  # `ckpt prune` finds it
-
-
-class Stream:
-    """One object of any other store, written in order; what comes early waits. It appears when it is closed."""
-
-    def __init__(self, fs: Any, path: str, url: str, nbytes: int, how: How | None = None) -> None:
-        """As for `Upload`; `fs` is any of fsspec's."""
-        self._fs, self._path, self._url, self.nbytes, self._how = fs, path, url, nbytes, how or How()
-        self._written = f"{path}.{uuid.uuid4().hex[:8]}.part" if self._how.is_held else path  # some stores show what is being written
-        self._early: dict[int, bytes] = {}
-        self._at, self._file, self._is_over, self.is_complete = 0, None, False, False
-        self._lock = threading.Lock()
-
-    _file: Any
-
-    def write_at(self, start: int, data: memoryview | bytes) -> None:
-        with self._lock:
-            self._early[start] = bytes(data)
-            while self._at in self._early:
-                piece = self._early.pop(self._at)
-                self._do("write", lambda piece=piece: self._open().write(piece))
-                self._at += len(piece)
-
-    def _open(self) -> Any:
-        if self._file is None:
-            self._file = self._fs.open(self._written, "wb")
-        return self._file
-
-    def view(self, start: int, nbytes: int) -> None:
-        del start, nbytes
-
-    def _do(self, operation: str, call: Any) -> None:
-        try:
-            call()
-        except NotImplementedError:
-            raise StorageError(f"cannot {operation}: this kind of store is only read ({printable(self._url)})") from None
-        except Exception as error:  # noqa: BLE001  # every package has exceptions of its own
-            raise StorageError(f"cannot {operation}: {plain(error)} ({printable(self._url)})", hint=hint(error)) from None
-
-    def finish(self) -> None:
-        if not self._how.is_held:
-            self.complete()
-
-    def complete(self) -> None:
-        """As `Upload.complete`; another writer is noticed only if it was there before."""
-        if self._how.is_exclusive and self._fs.exists(self._path):
-            raise appeared(self._url)
-        self._do("write", lambda: self._open().close())
-        if self._written != self._path:
-            self._do("rename", lambda: self._fs.mv(self._written, self._path))
-        self._is_over = self.is_complete = True
-
-    def abort(self) -> None:
-        if self._is_over or self._file is None:
-            return
-        self._is_over = True
-        file, self._file = self._file, None
-        with suppress(Exception):  # not every kind can
-            file.discard()
-        with suppress(AttributeError):
-            file.closed = True  # else its end would publish what it has
-        with suppress(Exception):
-            self._fs.rm_file(self._written)
 
 
 def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:
@@ -383,7 +345,7 @@ def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:
         probe.write_at(0, data)
         try:
             probe.finish()
-            s3.run(probe._ask_complete({"IfNoneMatch": "*"})).result()
+            probe._start_end({"IfNoneMatch": "*"}).result()
             s3.server.excludes[kind] = False
         except Exception as error:  # noqa: BLE001  # a refusal, or nothing is known
             if status(error) == _EXISTS:
@@ -391,10 +353,3 @@ def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:
         finally:
             probe.abort()
     return s3.server.excludes.get(kind, False)
-
-
-def appeared(url: str) -> StorageError:
-    """Returns the error for a destination that another writer has taken."""
-    return StorageError(
-        f"the destination appeared while this was at work: {printable(url)}", hint="another writer was first; look at what it wrote"
-    )

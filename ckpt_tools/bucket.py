@@ -1,0 +1,216 @@
+"""A result in an object store: a prefix, published by its index, or one object.
+
+There is no rename. Data files bear the attempt's id in their names, so that attempts never touch each other's bytes; the
+manifest follows; then the index, written only where there is none, is the one instant at which the checkpoint appears. A
+single file appears with the last request of its upload. A copy keeps its files' names, and so notes with each whose it is.
+May import levels 0 to 3 and leftovers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.formats import INDEXES, is_ours
+from ckpt_tools.formats.base import attempt_name, attempt_of
+from ckpt_tools.leftovers import GRACE_S
+from ckpt_tools.manifest import NAME, find
+from ckpt_tools.plan import Literal
+from ckpt_tools.storage import RemoteStore, Shelf, Store, Writer, read
+from ckpt_tools.storage.failures import appeared
+from ckpt_tools.storage.upload import MAX_PARTS, How, Upload
+
+_BESIDE = re.compile(r"\.ckpt\.manifest\.[0-9a-f]{8}\.json")
+_COPY_BYTES = 64 << 20  # one request within a store
+
+
+class RemoteDestination:
+    """See `destination.Destination`."""
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
+        self.url, self._options = url.rstrip("/"), options
+        self._parent, _, self._name = self.url.rpartition("/")
+
+    def _look(self) -> tuple[bool, list[str]]:
+        """Tells whether something is there, and names what of it belongs to no checkpoint."""
+        store = RemoteStore(self.url, self._options)
+        if store.is_file():
+            return True, [] if is_ours(self._name) else [self._name]
+        files = store.list_files()
+        foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
+        return bool(foreign) or not all(attempt_of(n) or NAME.fullmatch(n) for n in files), foreign
+
+    def exists(self) -> bool:
+        return self._look()[0]
+
+    def check(self, overwrite: bool) -> None:
+        exists, foreign = self._look()
+        if exists and not overwrite:
+            raise StorageError(f"the destination exists: {printable(self.url)}", hint="choose another, or replace it with --overwrite")
+        if foreign:
+            raise StorageError(
+                f"the destination holds what no checkpoint consists of: {printable(', '.join(foreign[:5]))} ({printable(self.url)})",
+                hint="move it away or choose another destination; --overwrite replaces checkpoints only",
+            )
+
+    def name(self, file: str, attempt: str) -> str:
+        return attempt_name(file, attempt)
+
+    def check_room(self, nbytes: int) -> None:
+        del nbytes
+
+    @contextmanager
+    def stage(self, attempt: str, overwrite: bool = False, single: str = "", is_kept: bool = False) -> Iterator[RemotePlace]:
+        place = RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, overwrite, single)
+        try:
+            yield place
+        finally:
+            if not place.is_published:
+                place.give_up(is_kept)
+
+    def join(self, attempt: str) -> RemotePlace:
+        return RemotePlace(RemoteStore(self.url, self._options), attempt, False, "")
+
+
+class RemotePlace:
+    """See `destination.Place`; `store` is where its files lie."""
+
+    def __init__(self, store: RemoteStore, attempt: str, overwrite: bool, single: str) -> None:
+        self.store, self.attempt = store, attempt
+        self._overwrite, self._single = overwrite, single
+        self._manifest, self.is_published = "", False
+        self._expected: set[str] = set()  # what belongs to the result, whatever its name looks like
+        self._crcs: Mapping[str, int] = {}
+        self._replaces = ""  # the version of what is replaced, so that only one of two does it
+        if overwrite:
+            there = store.list_files()
+            self._replaces = store.version(next((n for n in (single, *INDEXES) if n in there), ""))
+        self._is_exclusive = not overwrite or (store.s3 is not None and not self._replaces)  # nothing to replace
+        self.capabilities = store.capabilities
+
+    @property
+    def shelf(self) -> Shelf:
+        return self
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        """Starts an object; the one that is a whole result waits for `publish`."""
+        return self.store.create(path, nbytes, self.how(path))
+
+    def how(self, path: str) -> How:
+        """Returns how an object is to be written: where there is none, or in the place of what an earlier try has left."""
+        crc = self._crcs.get(path)
+        if path == self._single:
+            return How(None, True, self._is_exclusive, self._replaces, crc, self.attempt)
+        there = self.store.version(path) if path in self._expected else ""
+        return How(None, False, path in self._expected and not there, there, crc, self.attempt)
+
+    def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
+        self._expected, self._crcs = set(files), crcs
+        sizes = self.store.list_files(below=True)
+        there = self.store.about_all(name for name in files if name in sizes and name != self._single)
+        right = {n for n, about in there.items() if sizes[n] == files[n] and n in crcs and about.crc64 == crcs[n]}
+        self._check_silent([n for n, about in there.items() if n not in right and about.is_marked and about.owner != self.attempt])
+        return right
+
+    def _check_silent(self, others: Sequence[str]) -> None:
+        """Refuses to replace what another attempt has written not long ago: it may be at work."""
+        now = self.store.now() if others else None
+        if now is None:
+            return
+        newest = max((self.store.modified(name) for name in others if self.store.modified(name) is not None), default=None)
+        if newest is not None and (now - newest).total_seconds() < GRACE_S:
+            raise StorageError(
+                f"another attempt writes here, or has died not long ago: {printable(others[0])} ({printable(self.store.url)})",
+                hint="wait for it, choose another destination, or remove what it left: ckpt prune on the folder above, --grace-hours 0",
+            )
+
+    def copy_file(self, name: str, origin: RemoteStore, file: str, nbytes: int) -> None:
+        """Has the store copy a whole file by itself, from one of the same S3."""
+        starts = range(0, nbytes, max(_COPY_BYTES, -(-nbytes // MAX_PARTS)))
+        upload = self.store.create(name, nbytes, replace(self.how(name), starts=starts))
+        assert isinstance(upload, Upload)
+        for start in starts:
+            upload.copy(start, min(starts.step, nbytes - start), f"{origin.root}/{file}", start, origin.version(file))
+        upload.finish()
+
+    def files(self) -> Store:
+        return self.store
+
+    def sizes(self) -> Mapping[str, int]:
+        return self.store.fresh().list_files()
+
+    def sync(self) -> None:
+        """An object is durable once it is there."""
+
+    def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
+        target = self._single if index is None else index.file
+        self._check_absent(target)
+        writer = self.store.written.get(target)
+        is_sure = self._overwrite
+        if manifest is not None:
+            self._manifest = manifest.file
+            self.store.put(manifest.file, manifest.data)
+            is_sure = is_sure or self.store.excludes(manifest.file, manifest.data, writer)
+        if not is_sure:
+            self._check_absent(target)  # as late as possible
+        if index is None:
+            assert writer is not None
+            writer.complete()
+        else:
+            self.store.put(index.file, index.data, self._is_exclusive, self._replaces)
+        self.is_published = True
+        self._tidy(index)
+        unsure = f"{printable(self.store.url)} does not refuse a second writer: one at the same instant would not be noticed"
+        return [] if is_sure else [unsure]
+
+    def _check_absent(self, target: str) -> None:
+        if not self._overwrite and target in self.sizes():
+            raise appeared(f"{self.store.url}/{target}")
+
+    def _tidy(self, index: Literal | None) -> None:
+        """Removes what other attempts at the same target left: none of them can be committed any more."""
+        try:
+            stale = [name for name in self.sizes() if name not in self._expected and self._is_stale(name, index)]
+            about = {} if self._overwrite else self.store.about_all(stale)
+            self.store.remove([name for name in stale if self._overwrite or about[name].is_marked])
+        except CheckpointError:
+            return  # it stays invisible; `ckpt prune` finds it
+
+    def _is_stale(self, name: str, index: Literal | None) -> bool:
+        if index is None:
+            return name != self._manifest and name.startswith(self._single) and bool(_BESIDE.fullmatch(name[len(self._single) :]))
+        if name in INDEXES or name == self._manifest or attempt_of(name) == self.attempt[:8]:
+            return False
+        return bool(attempt_of(name) or NAME.fullmatch(name)) or (bool(self._overwrite or self._expected) and is_ours(name))
+
+    def give_up(self, is_kept: bool) -> None:
+        """Removes what this attempt has put there, unless it was committed after all: a reply can be lost, a signal can come late."""
+        for writer in self.store.written.values():
+            writer.abort()
+        try:
+            if is_kept or self._is_committed():
+                return
+            self.store.remove([n for n in self.sizes() if n == self._manifest or (not self._single and attempt_of(n) == self.attempt[:8])])
+        except CheckpointError:
+            return  # nobody sees it; `ckpt prune` finds it
+
+    def _is_committed(self) -> bool:
+        store = self.store.fresh()
+        if self._single:
+            writer = self.store.written.get(self._single)
+            return writer is not None and writer.is_complete
+        found = find(store) if any(name in INDEXES for name in store.list_files()) else None
+        if found is None or found.index is None or found.attempt != self.attempt:
+            return False
+        return hex64(crc64nvme(read(store, found.index[0]))) == found.index[1].crc64nvme
+
+
+def copies_within(place: object, origin: RemoteStore | None) -> RemotePlace | None:
+    """Returns the place, if the store can copy to it from another by itself."""
+    is_one = isinstance(place, RemotePlace) and origin is not None and place.store.is_same_s3(origin)
+    return place if isinstance(place, RemotePlace) and is_one else None

@@ -1,0 +1,185 @@
+"""Two checkpoints side by side: every tile of the one is met by the same elements of the other, however they are stored there.
+
+May import levels 0 to 3 and the parts of the engine before it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy import typing as npt
+
+from ckpt_tools.box import Box
+from ckpt_tools.catalog import Extent
+from ckpt_tools.dtypes import DType
+from ckpt_tools.engine.kernels import Bytes, decode
+from ckpt_tools.engine.run import Reader, check_filled, cut
+from ckpt_tools.engine.schedule import Sources, Step, Tile
+from ckpt_tools.plan import Plan, TensorPlan
+from ckpt_tools.storage import Store
+
+_BLOCK_NUMEL = 1 << 16
+
+
+@dataclass
+class Tally:
+    """How the values of one tensor differ, a and b.
+
+    Attributes:
+        num_different: elements that are not the same bits, or lie outside the tolerance.
+        first: where the first of them is, as an index in row-major order.
+        max_abs: the largest |a - b|; NaN where one is NaN or infinite and the other is not the same.
+        max_rel: the largest |a - b| / max(|a|, |b|).
+        dot, aa, bb: sums of a*b, a*a and b*b over the elements that were looked at as numbers.
+        is_partial: some elements were not, since their bits are the same.
+    """
+
+    num_different: int = 0
+    first: int = -1
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    dot: float = 0.0
+    aa: float = 0.0
+    bb: float = 0.0
+    is_partial: bool = False
+
+    def add(self, other: Tally) -> None:
+        """Takes in what was found in another part of the tensor."""
+        self.num_different += other.num_different
+        if other.first >= 0:
+            self.first = other.first if self.first < 0 else min(self.first, other.first)
+        self.max_abs, self.max_rel = _larger(self.max_abs, other.max_abs), _larger(self.max_rel, other.max_rel)
+        self.dot, self.aa, self.bb = self.dot + other.dot, self.aa + other.aa, self.bb + other.bb
+        self.is_partial |= other.is_partial
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine of the angle between both, None where one has no direction."""
+        norm = math.sqrt(self.aa) * math.sqrt(self.bb)
+        return max(-1.0, min(1.0, self.dot / norm)) if norm and math.isfinite(norm) and math.isfinite(self.dot) else None
+
+
+def _larger(a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+class CompareSink:
+    """Reads the same elements of another checkpoint, and tallies how they differ."""
+
+    def __init__(
+        self, store: Store, plan: Plan, located: Mapping[Extent, Extent], atol: float = 0.0, rtol: float = 0.0, is_full: bool = False
+    ) -> None:
+        """Takes the other checkpoint.
+
+        Args:
+            store: its bytes.
+            plan: of its tensors, by the same names and shapes.
+            located: where their payloads are.
+            atol, rtol: values count as the same where |a - b| <= atol + rtol * |b|; only the same bits do where both are 0.
+            is_full: look at all elements as numbers, and not only where bits differ.
+        """
+        self._store, self._atol, self._rtol, self._is_full = store, atol, rtol, is_full
+        self._others: dict[str, TensorPlan] = {t.fqn: t for t in plan.tensors}
+        self._located = located
+        self._sources: tuple[str, Sources] | None = None
+        self._waiting: dict[int, list[Tile]] = {}  # by the identity of the step, which lives until it is taken
+        self._readers = threading.local()
+        self._lock = threading.Lock()
+        self.tallies: dict[str, Tally] = {}
+
+    def pair(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Passes steps on, and finds out what they need of the other checkpoint."""
+        for step in steps:
+            tiles = [self._other(tile) for tile in step.tiles]
+            self._store.will_read((r.file, r.start, r.nbytes) for t in tiles for r in t.reads)
+            with self._lock:
+                self._waiting[id(step)] = tiles
+            yield step
+
+    def _other(self, tile: Tile) -> Tile:
+        tensor = self._others[tile.tensor.fqn]
+        if self._sources is None or self._sources[0] != tensor.fqn:
+            self._sources = (tensor.fqn, Sources(tensor, self._located))
+        return Tile(tensor, tile.box, self._sources[1].reads(tile.box), ())
+
+    def room(self, tile: Tile) -> Bytes | None:
+        del tile
+        return None
+
+    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+        del scratch
+        with self._lock:
+            others = self._waiting.pop(id(step))
+        reader = getattr(self._readers, "reader", None)
+        if reader is None:
+            reader = self._readers.reader = Reader(self._store)
+        for tile in others:
+            check_filled(tile)
+        sizes = [t.src_nbytes for t in others]
+        buffers = cut(reader.room("tiles", sum(sizes)), sizes)
+        reader.fill(list(zip(others, buffers, strict=True)))
+        for tile, mine, other, data in zip(step.tiles, tiles, others, buffers, strict=True):
+            found = self._compare(tile, mine, other.tensor.src_dtype, data)
+            with self._lock:
+                self.tallies.setdefault(tile.tensor.fqn, Tally()).add(found)
+
+    def _compare(self, tile: Tile, mine: Bytes, dtype: DType, data: Bytes) -> Tally:
+        own = tile.tensor.dst_dtype
+        if own is dtype and not self._is_full and np.array_equal(mine, data):
+            return Tally(is_partial=True)
+        tally = Tally()
+        for at in range(0, tile.box.numel, _BLOCK_NUMEL):
+            block, other = (d[at * t.itemsize : (at + _BLOCK_NUMEL) * t.itemsize] for d, t in ((mine, own), (data, dtype)))
+            found = self._compare_block(block, own, other, dtype)
+            if found.first >= 0:
+                found.first = _flat_at(tile.box, tile.tensor.shape, at + found.first)
+            tally.add(found)
+        return tally
+
+    def _compare_block(self, a: Bytes, a_dtype: DType, b: Bytes, b_dtype: DType) -> Tally:
+        x, y = decode(a, a_dtype), decode(b, b_dtype)
+        with np.errstate(all="ignore"):
+            gap = np.abs(x - y)
+            size = np.maximum(np.abs(x), np.abs(y))
+            is_same = (x == y) | (np.isnan(x) & np.isnan(y))
+            gap = np.where(is_same, 0.0, gap)
+            if self._atol or self._rtol:
+                different = ~is_same & ~(gap <= self._atol + self._rtol * np.abs(y))
+            elif a_dtype is b_dtype:
+                different = _bits_differ(a, b, a_dtype.itemsize)
+            else:
+                different = ~is_same
+            ratio = np.where(gap == 0, 0.0, gap / size)
+            where = np.flatnonzero(different)
+            return Tally(
+                len(where), int(where[0]) if len(where) else -1, float(np.max(gap)), float(np.max(ratio)),
+                float(np.real(np.vdot(y, x))), float(np.real(np.vdot(x, x))), float(np.real(np.vdot(y, y))),
+            )  # fmt: skip
+
+
+def _bits_differ(a: Bytes, b: Bytes, itemsize: int) -> npt.NDArray[np.bool_]:
+    different: npt.NDArray[Any] = (a != b).reshape(-1, itemsize)
+    found: npt.NDArray[np.bool_] = np.any(different, axis=1)
+    return found
+
+
+def _flat(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Returns the row-major position of an index."""
+    at = 0
+    for i, n in zip(index, shape, strict=True):
+        at = at * n + i
+    return at
+
+
+def _flat_at(box: Box, shape: tuple[int, ...], number: int) -> int:
+    """Returns the row-major position in the tensor of an element that a box counts by itself."""
+    index = []
+    for offset, size in zip(reversed(box.offsets), reversed(box.sizes), strict=True):
+        index.append(offset + number % size)
+        number //= size
+    return _flat(tuple(reversed(index)), shape)

@@ -1,0 +1,115 @@
+"""A look at the values themselves: NaN, infinity, nothing but zeros, nothing but one value.
+
+By bit patterns, so that every float type is known without torch. May import levels 0 to 3 and the parts of the engine before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt_tools.catalog import TensorEntry
+from ckpt_tools.dtypes import DType
+from ckpt_tools.engine.kernels import Bytes
+from ckpt_tools.engine.schedule import Step, Tile
+
+
+class Pattern(NamedTuple):
+    """What a float type's special values look like: all bits of `exponent` set; and no bit of `mantissa` for infinity."""
+
+    word: str
+    exponent: int
+    mantissa: int
+
+
+_IEEE = {
+    "float64": Pattern("u8", 0x7FF << 52, (1 << 52) - 1),
+    "float32": Pattern("u4", 0xFF << 23, (1 << 23) - 1),
+    "float16": Pattern("u2", 0x1F << 10, (1 << 10) - 1),
+    "bfloat16": Pattern("u2", 0xFF << 7, (1 << 7) - 1),
+    "float8_e5m2": Pattern("u1", 0x1F << 2, 3),
+    "complex128": Pattern("u8", 0x7FF << 52, (1 << 52) - 1),
+    "complex64": Pattern("u4", 0xFF << 23, (1 << 23) - 1),
+    "complex32": Pattern("u2", 0x1F << 10, (1 << 10) - 1),
+}
+_NAN_ONLY = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e4m3fnuz": (0x80,), "float8_e5m2fnuz": (0x80,), "float8_e8m0fnu": (0xFF,)}
+
+
+class Finding(NamedTuple):
+    """What is remarkable about a tensor's values: how many are NaN, how many infinite; whether all are the same, or all zero."""
+
+    fqn: str
+    nans: int
+    infs: int
+    is_constant: bool
+    is_zero: bool
+
+
+@dataclass
+class _Seen:
+    nans: int = 0
+    infs: int = 0
+    first: bytes | None = None
+    is_constant: bool = True
+
+
+class ScanSink:
+    """Looks at values and keeps nothing of them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+        self._lock = threading.Lock()
+
+    def room(self, tile: Tile) -> Bytes | None:
+        del tile
+        return None
+
+    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+        del scratch
+        for tile, data in zip(step.tiles, tiles, strict=True):
+            nans, infs = count_special(data, tile.tensor.dst_dtype)
+            first = data[: tile.tensor.dst_dtype.itemsize].tobytes()
+            is_constant = _is_constant(data, len(first))
+            with self._lock:
+                seen = self._seen.setdefault(tile.tensor.fqn, _Seen(first=first))
+                seen.nans, seen.infs = seen.nans + nans, seen.infs + infs
+                seen.is_constant = seen.is_constant and is_constant and first == seen.first
+
+    def findings(self, tensors: Iterable[TensorEntry]) -> list[Finding]:
+        """Returns what is remarkable, of these tensors, in their order; one of a single element is constant and says nothing by it."""
+        found = []
+        for tensor in tensors:
+            seen = self._seen.get(tensor.fqn)
+            if seen is None:
+                continue
+            is_constant = seen.is_constant and tensor.nbytes > tensor.dtype.itemsize
+            if seen.nans or seen.infs or is_constant:
+                found.append(Finding(tensor.fqn, seen.nans, seen.infs, is_constant, is_constant and not any(seen.first or b"")))
+        return found
+
+
+def count_special(data: Bytes, dtype: DType) -> tuple[int, int]:
+    """Returns how many values are NaN, and how many infinite; a complex number counts once a part.
+
+    Args:
+        data: values in a row.
+        dtype: of what type they are.
+    """
+    if dtype.name in _NAN_ONLY:
+        return sum(int(np.count_nonzero(data == code)) for code in _NAN_ONLY[dtype.name]), 0
+    pattern = _IEEE.get(dtype.name)
+    if pattern is None:
+        return 0, 0
+    words = data.view(pattern.word)
+    special = words[(words & words.dtype.type(pattern.exponent)) == pattern.exponent]
+    nans = int(np.count_nonzero(special & special.dtype.type(pattern.mantissa)))
+    return nans, len(special) - nans
+
+
+def _is_constant(data: Bytes, itemsize: int) -> bool:
+    """Tells whether every element is the one before it."""
+    return len(data) == itemsize or not np.any(data[itemsize:] != data[:-itemsize])

@@ -1,0 +1,185 @@
+"""Is a `torch.save` archive what was written: the CRC-32 that each of its records carries, which torch never compares.
+
+What stands around the records is compared as well, with itself: a zip says everything twice. A record that lies within an
+archive's first or last 1.5 KiB is compared at once; of the others, payloads mostly, it is said where they lie and what their
+checksum must be. May import levels 0 to 2 and torch_zip.
+
+Source: PKWARE APPNOTE 6.3.9; torch 2.13 `caffe2/serialize/inline_container.cc`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.catalog import RAW, TORCH_ZIP, Extent
+from ckpt_tools.checksum import crc32
+from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats.torch_zip import CENTRAL, END, END64, HUGE, LOCAL, cut, heads_and_tails, read_directory, widen
+from ckpt_tools.storage import Store
+
+_LOCATOR = struct.Struct("<4sIQI")
+_STREAMED = 8  # the flag of a record whose CRC-32 and sizes stand behind it
+_PADDING = b"FB"
+
+
+class Examined(NamedTuple):
+    """An archive, examined but for its large records.
+
+    Attributes:
+        extent: the archive.
+        left: records still to be read, each with its CRC-32.
+        problem: what is wrong so far, "" for nothing.
+        is_sealed: whether all of its records have a checksum; what is no archive has none.
+    """
+
+    extent: Extent
+    left: tuple[Extent, ...]
+    problem: str
+    is_sealed: bool
+
+
+def examine(store: Store, extents: Sequence[Extent]) -> Iterator[Examined]:
+    """Yields what is found of each extent, in the order of the files; one that is neither packed nor a zip has no checksum."""
+    for number, head, tail in heads_and_tails(store, extents):
+        extent = extents[number]
+        if extent.packing != TORCH_ZIP and not head.startswith(b"PK") and not tail[-END.size :].startswith(b"PK"):
+            yield Examined(extent, (), "", is_sealed=False)
+            continue
+        try:
+            yield _examine(_Archive(store, extent, head, tail))
+        except FormatError as error:
+            yield Examined(extent, (), f"is damaged: {error}", is_sealed=True)
+
+
+class _Archive(NamedTuple):
+    store: Store
+    extent: Extent
+    head: bytes
+    tail: bytes
+
+    def has(self, start: int, stop: int) -> bool:
+        """Tells whether bytes are at hand."""
+        return stop <= len(self.head) or start >= self.extent.nbytes - len(self.tail)
+
+    def cut(self, start: int, stop: int) -> bytes:
+        """Returns bytes, 1 MiB at most."""
+        at = start - (self.extent.nbytes - len(self.tail))
+        if at >= 0 and stop <= self.extent.nbytes:
+            return self.tail[at : at + stop - start]
+        return cut(self.store, self.extent, self.head, start, stop)
+
+
+class _Entry(NamedTuple):
+    """A record as the directory has it."""
+
+    name: bytes
+    flags: int
+    common: tuple[int, ...]  # version needed, flags, method, time, date: they stand in the local header as well
+    alike: tuple[int, ...]  # who made it, and attributes: one writer gives all records the same
+    crc: int
+    nbytes: int
+    header: int
+
+
+def _examine(archive: _Archive) -> Examined:
+    records, directory = read_directory(archive.store, archive.extent, archive.tail)
+    entries = list(_entries(directory, len(records)))
+    left, is_sealed, end = [], True, 0
+    for entry in entries:
+        if entry.header != end:
+            raise FormatError(f"a zip record does not follow the one before it: expected byte {end}, got {entry.header}")
+        start = _check_header(archive, entry)
+        end = start + entry.nbytes + _check_descriptor(archive, entry, start + entry.nbytes)
+        if entry.nbytes and not entry.crc:
+            is_sealed = False  # whoever wrote it computed none
+        elif not archive.has(start, start + entry.nbytes):
+            left.append(Extent(archive.extent.file, archive.extent.start + start, entry.nbytes, RAW, None, entry.crc))
+        elif crc32(archive.cut(start, start + entry.nbytes)) != entry.crc:
+            raise FormatError(f"the CRC-32 of its record {_shown(entry.name)} is wrong")
+    _check_end(archive, len(entries), end, len(directory))
+    if len({(e.name.partition(b"/")[0], e.alike) for e in entries}) != 1:
+        raise FormatError("its records lie in several folders, or are of several writers")
+    return Examined(archive.extent, tuple(left), "", is_sealed)
+
+
+def _shown(name: bytes) -> str:
+    return printable(name.decode("utf-8", "replace"))
+
+
+def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
+    at = 0
+    for _ in range(count):
+        fields = CENTRAL.unpack_from(directory, at)
+        needed, flags, method, time, date, crc, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, disk = fields[2:14]
+        name_at = at + CENTRAL.size
+        extra = directory[name_at + name_nbytes : name_at + name_nbytes + extra_nbytes]
+        nbytes, packed, header = widen(extra, nbytes, packed, fields[16])
+        alike = (fields[1], *fields[14:16])
+        if disk or comment_nbytes:
+            raise FormatError("a zip directory is not as torch writes it: another disk, or a comment")
+        yield _Entry(directory[name_at : name_at + name_nbytes], flags, (needed, flags, method, time, date), alike, crc, nbytes, header)
+        at = name_at + name_nbytes + extra_nbytes
+    if at != len(directory):
+        raise FormatError(f"a zip directory is longer than its entries: {at} of {len(directory)} bytes")
+
+
+def _check_header(archive: _Archive, entry: _Entry) -> int:
+    """Compares a record's local header with the directory; returns where its data starts."""
+    front = archive.cut(entry.header, entry.header + LOCAL.size)
+    magic, *fields = LOCAL.unpack(front)
+    crc, packed, nbytes, name_nbytes, extra_nbytes = fields[5:]
+    start = entry.header + LOCAL.size + name_nbytes + extra_nbytes
+    if magic != b"PK\x03\x04" or tuple(fields[:5]) != entry.common:
+        raise FormatError(f"the header of its record {_shown(entry.name)} is not what the directory says")
+    if start + entry.nbytes > archive.extent.nbytes:
+        raise FormatError(f"a record runs past its archive: {start + entry.nbytes} of {archive.extent.nbytes} bytes")
+    behind = archive.cut(entry.header + LOCAL.size, start)
+    known = {(0, 0, 0), (0, HUGE, HUGE)} if entry.flags & _STREAMED else {(entry.crc, entry.nbytes, entry.nbytes), (entry.crc, HUGE, HUGE)}
+    if behind[:name_nbytes] != entry.name or (crc, packed, nbytes) not in known:
+        raise FormatError(f"a zip record has two names or sizes: {_shown(entry.name)} and {_shown(behind[:name_nbytes])}")
+    _check_padding(behind[name_nbytes:], entry)
+    return int(start)
+
+
+def _check_padding(extra: bytes, entry: _Entry) -> None:
+    """Makes sure that extra fields fill their room; of torch's own, which aligns the data, every byte is known."""
+    at = 0
+    while at < len(extra):
+        tag, nbytes = struct.unpack_from("<2sH", extra.ljust(at + 4, b"\0"), at)
+        body = extra[at + 4 : at + 4 + nbytes]
+        if len(body) != nbytes or (tag == _PADDING and body.strip(b"Z")):
+            raise FormatError(f"what stands before the data of its record {_shown(entry.name)} is not padding")
+        at += 4 + nbytes
+
+
+def _check_descriptor(archive: _Archive, entry: _Entry, at: int) -> int:
+    """Compares what stands behind a record that was streamed; returns its length."""
+    if not entry.flags & _STREAMED:
+        return 0
+    form = "<4sIQQ" if entry.nbytes >= HUGE else "<4sIII"
+    size = struct.calcsize(form)
+    if archive.cut(at, at + size) != struct.pack(form, b"PK\x07\x08", entry.crc, entry.nbytes, entry.nbytes):
+        raise FormatError(f"what stands behind its record {_shown(entry.name)} is not what the directory says")
+    return size
+
+
+def _check_end(archive: _Archive, count: int, start: int, nbytes: int) -> None:
+    """Compares the end of an archive with its directory, which begins where the last record ends."""
+    total = archive.extent.nbytes
+    end = END.unpack(archive.cut(total - END.size, total))
+    at = start + nbytes
+    few = (min(count, 0xFFFF), min(count, 0xFFFF), min(nbytes, HUGE))
+    is_sound = end[1:3] == (0, 0) and end[3:6] == few and end[6] in (start, HUGE) and not end[7]
+    if at + END.size != total:
+        if at + END64.size + _LOCATOR.size + END.size != total:
+            raise FormatError(f"a zip directory does not fill its place: it ends at byte {at} of {total}")
+        end64 = END64.unpack(archive.cut(at, at + END64.size))
+        locator = _LOCATOR.unpack(archive.cut(at + END64.size, at + END64.size + _LOCATOR.size))
+        is_sound &= end64[:2] == (b"PK\x06\x06", END64.size - 12) and end64[4:] == (0, 0, count, count, nbytes, start)
+        is_sound &= locator == (b"PK\x06\x07", 0, at, 1)
+    elif end[6] == HUGE:
+        is_sound = False
+    if not is_sound:
+        raise FormatError("the end of a zip is not what its directory says")

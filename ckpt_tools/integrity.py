@@ -1,0 +1,105 @@
+"""Is a checkpoint what was sealed: its files' names, sizes and checksums against its manifest.
+
+May import levels 0 to 3, the engine and the manifest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.engine.run import run
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
+from ckpt_tools.engine.sinks import HashSink
+from ckpt_tools.errors import CheckpointError, printable
+from ckpt_tools.manifest import Manifest
+from ckpt_tools.plan import plan_files
+from ckpt_tools.storage import Store, read
+
+MISSING = "is missing"
+
+
+class Problem(NamedTuple):
+    """What is wrong with a file, or with the part of it that holds an entry.
+
+    Attributes:
+        file: its name.
+        what: a predicate: "is missing".
+        fqn: of the tensor or object that it concerns, "" for the file as such.
+        start, nbytes: which bytes, where that is known.
+        rank: that wrote the file, where that is known.
+    """
+
+    file: str
+    what: str
+    fqn: str = ""
+    start: int | None = None
+    nbytes: int | None = None
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        return f"{printable(self.file)} {self.what}"
+
+
+def compare_names(manifest: Manifest, store: Store) -> Iterator[Problem]:
+    """Yields what is wrong by names and sizes, and with the index, which is small and read."""
+    files = store.list_files()
+    for name, sealed in manifest.files.items():
+        if name not in files:
+            yield Problem(name, MISSING)
+        elif files[name] != sealed.nbytes:
+            yield Problem(name, f"has {files[name]} bytes, the manifest says {sealed.nbytes}")
+    if manifest.index is not None:
+        name, sealed = manifest.index
+        if name not in files:
+            yield Problem(name, MISSING)
+        elif hex64(crc64nvme(read(store, name))) != sealed.crc64nvme:
+            yield damaged(name)
+
+
+def damaged(file: str) -> Problem:
+    """Returns the problem of a file whose checksum is wrong."""
+    return Problem(file, "is damaged: its checksum is not what the manifest says")
+
+
+def compare_bytes(manifest: Manifest, crcs: Mapping[str, int | None]) -> Iterator[Problem]:
+    """Yields what is wrong by checksums, as far as they are known."""
+    for name, crc in crcs.items():
+        if crc is not None and hex64(crc) != manifest.files[name].crc64nvme:
+            yield damaged(name)
+
+
+def hash_files(
+    store: Store, files: Mapping[str, int], jobs: int | None = None, memory: int | None = None, advance: Callable[[int], None] | None = None
+) -> dict[str, int]:
+    """Reads files and returns their CRC-64/NVME.
+
+    Args:
+        store: where they are.
+        files: how many bytes each has.
+        jobs, memory: threads, and bytes of all buffers; the defaults where None.
+        advance: called with bytes done.
+    """
+    jobs, sink = jobs or min(8, os.cpu_count() or 1), HashSink()
+    run(schedule(plan_files(files), {}, *tile_bytes(memory or DEFAULT_MEMORY_BYTES, jobs)), store, sink, jobs, advance)
+    return {**dict.fromkeys(files, 0), **sink.fingerprints.join()}  # that of no bytes is 0
+
+
+def first_problem(manifest: Manifest, store: Store, reads_all: bool = False) -> str:
+    """Returns what is wrong first, "" for nothing.
+
+    Args:
+        manifest: of the checkpoint.
+        store: its files.
+        reads_all: also read every byte.
+    """
+    try:
+        found = next(compare_names(manifest, store), None)
+        if found is None and reads_all:
+            crcs = hash_files(store, {name: sealed.nbytes for name, sealed in manifest.files.items()})
+            found = next(compare_bytes(manifest, crcs), None)
+        return str(found) if found else ""
+    except CheckpointError as error:
+        return str(error)

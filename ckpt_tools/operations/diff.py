@@ -1,0 +1,196 @@
+"""Diff: what two checkpoints hold that is not the same, whatever their formats, layouts, stores and world sizes.
+
+Fingerprints first: where both manifests have the same one, nothing is read. The rest is one plan for the engine, with a sink
+that reads the other side. May import levels 0 to 4 and the parts of this folder.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Unpack
+
+from ckpt_tools.box import whole
+from ckpt_tools.catalog import Catalog, Chunk, TensorEntry, keep, matcher
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.engine.compare import CompareSink, Tally
+from ckpt_tools.engine.run import run
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats import Source, open_source
+from ckpt_tools.operations.move import Options, Path_, no_bar
+from ckpt_tools.operations.proof import sealed_prints
+from ckpt_tools.operations.transfer import model_view
+from ckpt_tools.plan import plan_values
+
+
+class Change(NamedTuple):
+    """A tensor whose shape or element type is another one in b."""
+
+    fqn: str
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int, ...]
+    a_dtype: str
+    b_dtype: str
+
+
+class Difference(NamedTuple):
+    """A tensor (or object, as bytes) whose values are not the same.
+
+    Attributes:
+        fqn: its name.
+        numel: its elements.
+        num_different: those that are not the same bits, or not within the tolerance.
+        first: index of the first of them.
+        max_abs: the largest |a - b|; NaN where only one of both is NaN.
+        max_rel: the largest |a - b| / max(|a|, |b|).
+        cosine: of the angle between both, None where one is all zeros or not finite.
+        is_object: whether it is no tensor.
+    """
+
+    fqn: str
+    numel: int
+    num_different: int
+    first: tuple[int, ...]
+    max_abs: float
+    max_rel: float
+    cosine: float | None
+    is_object: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DiffResult:
+    """How two checkpoints differ.
+
+    Attributes:
+        a, b: their paths.
+        only_a, only_b: names that only one of them has.
+        changes: tensors of another shape or dtype; those of another dtype alone are compared by value as well.
+        differences: what has other values.
+        num_equal: tensors and objects whose values are the same.
+        num_by_fingerprint: those of them that two manifests vouch for, so that nothing was read.
+        compared_nbytes: bytes of a that were compared.
+        notes: remarks.
+        seconds: wall-clock time.
+    """
+
+    a: str
+    b: str
+    only_a: Sequence[str]
+    only_b: Sequence[str]
+    changes: Sequence[Change]
+    differences: Sequence[Difference]
+    num_equal: int
+    num_by_fingerprint: int
+    compared_nbytes: int
+    notes: Sequence[str] = ()
+    seconds: float = 0.0
+
+    @property
+    def is_same(self) -> bool:
+        """Tells whether there is no difference at all."""
+        return not (self.only_a or self.only_b or self.changes or self.differences)
+
+
+def diff(
+    a: Path_, b: Path_, *, select: Sequence[str] = (), atol: float = 0.0, rtol: float = 0.0, read_all: bool = False,
+    **options: Unpack[Options],
+) -> DiffResult:  # fmt: skip
+    """Compares two checkpoints by names, shapes, types and values.
+
+    Where they have no name in common, they are compared by the names that `merge` would give: the model without its key and wrappers.
+
+    Args:
+        a, b: checkpoints, or directories with one below; paths or URLs.
+        select: globs; only what matches one is compared.
+        atol, rtol: values count as the same where |a - b| <= atol + rtol * |b|; only the same bits do where both are 0.
+        read_all: compare bytes even where both manifests have the same fingerprint.
+        **options: see `Options`.
+
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    began = time.monotonic()
+    one, two = (open_source(path, options.get("storage_options")) for path in (a, b))
+    left, right, notes = _views(one.catalog, two.catalog, select)
+    pairs = [(t, right.tensors[fqn]) for fqn, t in left.tensors.items() if fqn in right.tensors]
+    changes = [Change(x.fqn, x.shape, y.shape, x.dtype.name, y.dtype.name) for x, y in pairs if (x.shape, x.dtype) != (y.shape, y.dtype)]
+    objects = [fqn for fqn in left.objects if fqn in right.objects]
+    pairs = [(x, y) for x, y in pairs if x.shape == y.shape]
+    known = set() if read_all else _known_equal(one, left, two, right, pairs)
+    unequal = [fqn for fqn in objects if left.objects[fqn].extent.nbytes != right.objects[fqn].extent.nbytes]
+    pairs += [(_as_bytes(left, fqn), _as_bytes(right, fqn)) for fqn in objects if fqn not in unequal]
+    work = [(x, y) for x, y in pairs if x.fqn not in known]
+    tallies = _compare(one, two, work, atol, rtol, options)
+    for source in (one, two):
+        source.store.close()
+    differences = [
+        _difference(x, tallies[x.fqn], x.fqn in left.objects) for x, _ in work if x.fqn in tallies and tallies[x.fqn].num_different
+    ]
+    differences += [Difference(fqn, left.objects[fqn].extent.nbytes, 0, (), 0.0, 0.0, None, is_object=True) for fqn in unequal]
+    names = {*left.tensors, *left.objects}, {*right.tensors, *right.objects}
+    return DiffResult(
+        one.path, two.path, sorted(names[0] - names[1]), sorted(names[1] - names[0]), changes, differences,
+        len(pairs) + len(unequal) - len(differences), len(known), sum(x.nbytes for x, _ in work), notes, time.monotonic() - began,
+    )  # fmt: skip
+
+
+def _views(a: Catalog, b: Catalog, select: Sequence[str]) -> tuple[Catalog, Catalog, list[str]]:
+    """Returns both under names that can be compared, and remarks."""
+    notes = []
+    if not {*a.tensors, *a.objects} & {*b.tensors, *b.objects} and a.tensors and b.tensors:
+        by_model = model_view(a, False)[0], model_view(b, False)[0]
+        if by_model[0].tensors.keys() & by_model[1].tensors.keys():
+            a, b = by_model
+            notes.append("no name is in both; compared by the names that merge gives, the model only")
+    if select:
+        a, b = (keep(catalog, matcher(select)) for catalog in (a, b))
+        if not (a.tensors or a.objects or b.tensors or b.objects):
+            raise PlanError(f"--select matches nothing: {printable(' '.join(select))}", hint="`ckpt inspect --tree` shows the names")
+    return a, b, notes
+
+
+def _known_equal(a: Source, left: Catalog, b: Source, right: Catalog, pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> set[str]:
+    """Returns the tensors that have one fingerprint in both manifests, and one type."""
+    alike = [(x, y) for x, y in pairs if x.dtype is y.dtype]
+    mine = sealed_prints(a, left, plan_values(x for x, _ in alike))
+    theirs = sealed_prints(b, right, plan_values(y for _, y in alike))
+    return {x.fqn for x, _ in alike if x.fqn in mine and x.fqn in theirs and mine[x.fqn].crc64 == theirs[x.fqn].crc64}
+
+
+def _as_bytes(catalog: Catalog, fqn: str) -> TensorEntry:
+    """Returns an object as a row of bytes."""
+    extent = catalog.objects[fqn].extent
+    box = whole((extent.nbytes,))
+    return TensorEntry(fqn, BY_NAME["uint8"], box.sizes, (Chunk(box, extent),))
+
+
+def _compare(
+    a: Source, b: Source, pairs: Sequence[tuple[TensorEntry, TensorEntry]], atol: float, rtol: float, options: Options
+) -> Mapping[str, Tally]:
+    """Reads both sides of each pair, and tallies how they differ."""
+    jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
+    tiles = tile_bytes((options.get("memory_bytes") or DEFAULT_MEMORY_BYTES) // 2, jobs)
+    bar = options.get("progress") or no_bar
+
+    def go(pairs: Sequence[tuple[TensorEntry, TensorEntry]], is_full: bool) -> dict[str, Tally]:
+        mine, theirs = [x for x, _ in pairs], [y for _, y in pairs]
+        sink = CompareSink(b.store, plan_values(theirs), b.format.locate(b.store, theirs), atol, rtol, is_full)
+        with bar("diff", sum(x.nbytes for x in mine)) as advance:
+            run(sink.pair(schedule(plan_values(mine), a.format.locate(a.store, mine), *tiles)), a.store, sink, jobs, advance)
+        return sink.tallies
+
+    tallies = go(pairs, is_full=False)
+    partial = [(x, y) for x, y in pairs if x.fqn in tallies and tallies[x.fqn].num_different and tallies[x.fqn].is_partial]
+    return {**tallies, **(go(partial, is_full=True) if partial else {})}  # where some of it is the same, that counts for the angle too
+
+
+def _difference(tensor: TensorEntry, tally: Tally, is_object: bool) -> Difference:
+    index, left = [], tally.first
+    for size in reversed(tensor.shape):
+        index.append(left % size)
+        left //= size
+    numel = whole(tensor.shape).numel
+    return Difference(tensor.fqn, numel, tally.num_different, tuple(reversed(index)), tally.max_abs, tally.max_rel, tally.cosine, is_object)

@@ -1,0 +1,76 @@
+"""Salvage: what is whole of a damaged checkpoint, as a new one.
+
+May import levels 0 to 4 and the parts of this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Unpack
+
+from ckpt_tools.catalog import Catalog, keep
+from ckpt_tools.destination import open_destination
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats import Request, Source, TargetTensor, accelerate, dcp, safetensors, whole_tensor
+from ckpt_tools.integrity import Problem
+from ckpt_tools.layout import reshard_boxes
+from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
+from ckpt_tools.operations.verify import Verification
+
+
+@dataclass(frozen=True, slots=True)
+class SalvageResult:
+    """What was saved, and what was lost.
+
+    Attributes:
+        written: what the transfer did.
+        lost: names of the tensors and objects that are not in the result.
+        problems: why.
+    """
+
+    written: TransferResult
+    lost: Sequence[str]
+    problems: Sequence[Problem]
+
+
+def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult:
+    """Writes the tensors and objects of a damaged checkpoint that are whole, in its own format and for as many ranks.
+
+    Args:
+        src: a checkpoint, or a directory with one below; a path or a URL.
+        dst: the directory to write; a .safetensors file for one such file.
+        **options: see `Options`.
+
+    Raises:
+        PlanError: nothing is left.
+        FormatError: its index cannot be read, so that nobody knows what lies where.
+        CheckpointError: it cannot be read, or the destination not be written.
+    """
+    work = Verification(src, options)
+    problems, _ = work.compare(quick=False) if work.manifest else work.examine_all(quick=False)
+    catalog = work.require_catalog()
+    lost = sorted({p.fqn for p in problems if p.fqn})
+    gone = set(lost)
+    kept = keep(catalog, lambda fqn: fqn not in gone)
+    if not kept.tensors and not kept.objects:
+        raise PlanError(f"nothing is left of {len(catalog.tensors) + len(catalog.objects)} entries ({printable(work.store.url)})")
+    source = Source(work.store.url, work.store, work.format, kept)
+    form = dcp if work.format in (dcp, accelerate) else safetensors
+    target = open_destination(dst, options.get("storage_options"))
+    written = transfer("salvage", source, kept, target, form, _request(kept, form is dcp, target.url), options)
+    return SalvageResult(written, lost, problems)
+
+
+def _request(catalog: Catalog, is_dcp: bool, url: str) -> Request:
+    if not is_dcp:
+        tensors = [whole_tensor(t) for t in catalog.tensors.values()]
+        name = url.rpartition("/")[2]
+        is_file = name.endswith(".safetensors")
+        return Request(tensors, file_name=name if is_file else "model.safetensors", with_index=not is_file)
+    ranks = catalog.world_size or 1
+    targets = [
+        TargetTensor(t.fqn, t.dtype, t.shape, tuple(reshard_boxes([c.box for c in t.chunks], t.shape, ranks)))
+        for t in catalog.tensors.values()
+    ]
+    return Request(targets, ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)

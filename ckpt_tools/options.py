@@ -1,0 +1,119 @@
+"""What the commands have in common: the types of their options, and what is made of them.
+
+May import errors, and operations for types.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tools.errors import printable
+
+if TYPE_CHECKING:
+    from ckpt_tools.operations.move import Options
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def size(text: str) -> int:
+    """Parses 5GB (decimal) or 512MiB (binary) into bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise typer.BadParameter(f"expected a size such as 5GB or 512MiB, got {text!r}")
+    nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** "KMGT".find(match[2].upper() or "0").__add__(1))
+    if nbytes < 1:
+        raise typer.BadParameter(f"expected a size above zero, got {text!r}")
+    return nbytes
+
+
+Source = Annotated[
+    str,
+    typer.Argument(metavar="SRC", help="A checkpoint, or a directory with one below; a path, or a URL such as s3://….", show_default=False),
+]
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        help="Of the object store, as fsspec takes them, such as `endpoint_url=…`; repeatable. Secrets belong into its own files or the environment, not here.",
+        show_default=False,
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", min=1, max=256, help="Number of threads.  [default: processors, at most 8]", show_default=False),
+]
+Memory = Annotated[
+    int | None,
+    typer.Option("--memory", parser=size, metavar="SIZE", help="Budget of all buffers together, such as 64MiB.", show_default="64MiB"),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a checkpoint at DST; the old one stays until the new one is complete.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no report.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Root = Annotated[
+    str, typer.Argument(metavar="ROOT", help="A run, with its step-… directories: a path, or a URL such as s3://….", show_default=False)
+]
+
+
+def check_dtype(dtype: str | None) -> None:
+    if dtype not in (None, "bf16", "fp16", "fp32", "bfloat16", "float16", "float32"):
+        raise typer.BadParameter(f"expected bf16, fp16 or fp32, got {printable(dtype or '')!r}", param_hint="--dtype")
+
+
+def make_options(
+    jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool, storage_option: list[str] | None
+) -> Options:
+    return {
+        "jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run,
+        "storage_options": parse_storage_options(storage_option), "progress": None if quiet else bar,
+    }  # fmt: skip
+
+
+def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
+    """Parses `key=value` and `table.key=value`; a value is JSON where it can be, else a text."""
+    options: dict[str, Any] = {}
+    for text in given or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter("expected key=value", param_hint="--storage-option")
+        *tables, last = key.split(".")
+        table = options
+        for name in tables:
+            table = table.setdefault(name, {})
+        try:
+            table[last] = json.loads(value)
+        except json.JSONDecodeError:
+            table[last] = value
+    return options
+
+
+@contextmanager
+def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1000, file=sys.stderr, leave=False, disable=None) as bar:
+
+        def advance(nbytes: int) -> None:
+            bar.update(nbytes)
+
+        yield advance
+
+
+def finite(value: Any) -> Any:
+    """Returns plain values with None in the place of NaN and infinity, for which JSON has no words."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

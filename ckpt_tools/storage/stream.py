@@ -1,0 +1,78 @@
+"""Writing to any other store that fsspec opens: a file is a stream in order, and appears when it is closed.
+
+May import errors, storage.failures and storage.upload.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from contextlib import suppress
+from typing import Any
+
+from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.storage.failures import appeared, hint, plain
+from ckpt_tools.storage.upload import How
+
+
+class Stream:
+    """One object of any other store, written in order; what comes early waits. It appears when it is closed."""
+
+    def __init__(self, fs: Any, path: str, url: str, nbytes: int, how: How | None = None) -> None:
+        """As for `Upload`; `fs` is any of fsspec's."""
+        self._fs, self._path, self._url, self.nbytes, self._how = fs, path, url, nbytes, how or How()
+        self._written = f"{path}.{uuid.uuid4().hex[:8]}.part" if self._how.is_held else path  # some stores show what is being written
+        self._early: dict[int, bytes] = {}
+        self._at, self._file, self._is_over, self.is_complete = 0, None, False, False
+        self._lock = threading.Lock()
+
+    _file: Any
+
+    def write_at(self, start: int, data: memoryview | bytes) -> None:
+        with self._lock:
+            self._early[start] = bytes(data)
+            while self._at in self._early:
+                piece = self._early.pop(self._at)
+                self._do("write", lambda piece=piece: self._open().write(piece))
+                self._at += len(piece)
+
+    def _open(self) -> Any:
+        if self._file is None:
+            self._file = self._fs.open(self._written, "wb")
+        return self._file
+
+    def view(self, start: int, nbytes: int) -> None:
+        del start, nbytes
+
+    def _do(self, operation: str, call: Any) -> None:
+        try:
+            call()
+        except NotImplementedError:
+            raise StorageError(f"cannot {operation}: this kind of store is only read ({printable(self._url)})") from None
+        except Exception as error:  # noqa: BLE001  # every package has exceptions of its own
+            raise StorageError(f"cannot {operation}: {plain(error)} ({printable(self._url)})", hint=hint(error)) from None
+
+    def finish(self) -> None:
+        if not self._how.is_held:
+            self.complete()
+
+    def complete(self) -> None:
+        """As `Upload.complete`; another writer is noticed only if it was there before."""
+        if self._how.is_exclusive and self._fs.exists(self._path):
+            raise appeared(self._url)
+        self._do("write", lambda: self._open().close())
+        if self._written != self._path:
+            self._do("rename", lambda: self._fs.mv(self._written, self._path))
+        self._is_over = self.is_complete = True
+
+    def abort(self) -> None:
+        if self._is_over or self._file is None:
+            return
+        self._is_over = True
+        file, self._file = self._file, None
+        with suppress(Exception):  # not every kind can
+            file.discard()
+        with suppress(AttributeError):
+            file.closed = True  # else its end would publish what it has
+        with suppress(Exception):
+            self._fs.rm_file(self._written)
