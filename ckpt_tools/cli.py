@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -28,9 +27,9 @@ from ckpt_tools.options import (
     Source,
     StorageOption,
     check_dtype,
-    finite,
     make_options,
     parse_storage_options,
+    plain,
     size,
 )  # fmt: skip
 from ckpt_tools.storage.base import is_url
@@ -156,7 +155,7 @@ def verify(
 
     result = run(src, quick=quick, deep=deep, **make_options(jobs, memory, False, False, quiet or as_json, storage_option))
     if as_json:
-        print(json.dumps(asdict(result)))
+        print(json.dumps(plain(result)))
     elif not quiet:
         verdicts.show_verdict(result)
     if result.problems:
@@ -184,7 +183,7 @@ def diff(
     options = make_options(jobs, memory, False, False, quiet or as_json, storage_option)
     result = run(a, b, select=select or (), atol=atol, rtol=rtol, read_all=read_all, **options)
     if as_json:
-        print(json.dumps(finite(asdict(result) | {"is_same": result.is_same})))
+        print(json.dumps(plain(result) | {"is_same": result.is_same}))
     elif not quiet:
         verdicts.show_diff(result)
     if not result.is_same:
@@ -201,7 +200,7 @@ def seal(
 
     result = run(src, **make_options(jobs, memory, False, False, quiet or as_json, storage_option))
     if as_json:
-        print(json.dumps(asdict(result)))
+        print(json.dumps(plain(result)))
     elif not quiet:
         verdicts.show_seal(result)
 
@@ -218,7 +217,7 @@ def salvage(
 
     result = run(src, dst, **make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option))
     if as_json:
-        print(json.dumps(asdict(result)))
+        print(json.dumps(plain(result)))
     elif not quiet:
         verdicts.show_salvage(result)
 
@@ -245,7 +244,7 @@ def copy_(
     except KeyboardInterrupt:
         _fail("interrupted; what was transferred is kept, and a second run goes on from there", None, 130)
     if as_json:
-        print(json.dumps(asdict(result)))
+        print(json.dumps(plain(result)))
     elif not quiet:
         render.show_copy(result)
 
@@ -319,7 +318,7 @@ def _report(result: TransferResult, quiet: bool, as_json: bool) -> None:
     from ckpt_tools import render
 
     if as_json:
-        print(json.dumps(asdict(result) | {"read_amplification": round(result.read_amplification, 4)}))
+        print(json.dumps(plain(result) | {"read_amplification": round(result.read_amplification, 4)}))
     elif not quiet:
         render.show_transfer(result)
 

@@ -118,6 +118,12 @@ def parse(data: bytes, where: str) -> Manifest:
         raise FormatError(f"a manifest is malformed: {printable(repr(error))} ({printable(where)})") from error
 
 
+def names_in(store: Store, beside: str = "") -> list[str]:
+    """Returns the names of the manifests in a directory, or of those of one file in it."""
+    prefix = f"{beside}." if beside else ""
+    return [name for name in store.list_files() if name.startswith(prefix) and NAME.fullmatch(name[len(prefix) :])]
+
+
 def find(store: Store, beside: str = "") -> Manifest | None:
     """Returns the manifest in a directory, or that of one file in it; None where there is none.
 
@@ -131,9 +137,7 @@ def find(store: Store, beside: str = "") -> Manifest | None:
     Raises:
         FormatError: it is malformed, or of several none fits or more than one.
     """
-    files = store.list_files()
-    prefix = f"{beside}." if beside else ""
-    names = [name for name in files if name.startswith(prefix) and NAME.fullmatch(name[len(prefix) :])]
+    files, names = store.list_files(), names_in(store, beside)
     found = [parse(read(store, name), name) for name in names]
     if len(found) > 1 and beside:
         return None

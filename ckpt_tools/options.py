@@ -9,8 +9,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -110,10 +111,14 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield advance
 
 
-def finite(value: Any) -> Any:
-    """Returns plain values with None in the place of NaN and infinity, for which JSON has no words."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+def plain(value: Any) -> Any:
+    """Returns a result as JSON has it: tables with names, and None in the place of NaN and infinity."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt_tools.box import whole
 from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import by_tag
-from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.errors import CatalogError, FormatError, PlanError, StorageError, printable
 from ckpt_tools.formats.base import Request, attempt_of
 from ckpt_tools.plan import Literal, Slot, Target
 from ckpt_tools.storage import Store, check_path, read
@@ -51,7 +51,7 @@ def read_catalog(store: Store) -> Catalog:
     sizes: dict[str, int] = {}
     extras: dict[str, str] = {}
     for name in names:
-        sizes[name] = store.size(name)
+        sizes[name] = _size(store, name)
         header = _read_header(store, name, sizes[name])
         extras.update(_read_extras(header.pop("__metadata__", {}), name))
         for fqn, entry in _entries(header, name, sizes[name]).items():
@@ -62,6 +62,15 @@ def read_catalog(store: Store) -> Catalog:
             tensors[fqn] = entry
     _compare_index(weight_map, tensors)
     return Catalog(NAME, tensors, file_sizes=sizes, extras=extras)
+
+
+def _size(store: Store, name: str) -> int:
+    try:
+        return store.size(name)
+    except StorageError as error:
+        if not error.is_missing:
+            raise
+        raise CatalogError(f"a data file is missing: {printable(name)} (named by {INDEX})") from error
 
 
 def _compare_index(weight_map: Mapping[str, str] | None, tensors: Mapping[str, TensorEntry]) -> None:

@@ -22,6 +22,7 @@ from ckpt_tools.storage import Store
 _LOCATOR = struct.Struct("<4sIQI")
 _STREAMED = 8  # the flag of a record whose CRC-32 and sizes stand behind it
 _PADDING = b"FB"
+_CRC_AT = 16
 
 
 class Examined(NamedTuple):
@@ -48,7 +49,8 @@ def examine(store: Store, extents: Sequence[Extent]) -> Iterator[Examined]:
             yield Examined(extent, (), "", is_sealed=False)
             continue
         try:
-            yield _examine(_Archive(store, extent, head, tail))
+            archive = _Archive(store, extent, head, tail)
+            yield _examine_like_another(archive) or _examine(archive)
         except FormatError as error:
             yield Examined(extent, (), f"is damaged: {error}", is_sealed=True)
 
@@ -58,6 +60,17 @@ class _Archive(NamedTuple):
     extent: Extent
     head: bytes
     tail: bytes
+
+    @property
+    def gap(self) -> range:
+        """The bytes that are not at hand."""
+        return range(len(self.head), max(len(self.head), self.extent.nbytes - len(self.tail)))
+
+    @property
+    def at_hand(self) -> bytes:
+        """All bytes but for the gap."""
+        overlap = len(self.head) + len(self.tail) - self.extent.nbytes
+        return self.head + self.tail[max(0, overlap) :]
 
     def has(self, start: int, stop: int) -> bool:
         """Tells whether bytes are at hand."""
@@ -72,8 +85,9 @@ class _Archive(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A record as the directory has it."""
+    """A record as the directory has it, `at` which byte of that."""
 
+    at: int
     name: bytes
     flags: int
     common: tuple[int, ...]  # version needed, flags, method, time, date: they stand in the local header as well
@@ -83,25 +97,96 @@ class _Entry(NamedTuple):
     header: int
 
 
+class _Known(NamedTuple):
+    """What an archive looks like that was found to be sound: others of its kind differ from it in data and checksums alone.
+
+    Attributes:
+        cuts: which of the bytes at hand are the same in all of them.
+        fixed: those bytes.
+        records: name, start and length of each record's data, and where in the bytes at hand its checksum stands.
+    """
+
+    cuts: tuple[slice, ...]
+    fixed: bytes
+    records: tuple[tuple[bytes, int, int, tuple[int, ...]], ...]
+
+
+_known: dict[int, _Known] = {}  # by the archive's length; bounded, so that a million different ones cost time and not memory
+_MAX_KNOWN = 4096
+
+
+def _examine_like_another(archive: _Archive) -> Examined | None:
+    """Examines an archive that looks like one that is known, None for any other: a checkpoint has few kinds of them."""
+    known = _known.get(archive.extent.nbytes)
+    data = archive.at_hand if known else b""
+    if known is None or b"".join([data[c] for c in known.cuts]) != known.fixed:
+        return None
+    left: list[Extent] = []
+    is_sealed = True
+    for name, start, nbytes, places in known.records:
+        first, second = (data[p : p + 4] for p in places) if len(places) == 2 else (data[places[0] : places[0] + 4],) * 2
+        if first != second:
+            return None  # the long way tells what is wrong
+        crc = int.from_bytes(first, "little")
+        is_sealed &= _check_record(archive, name, start, nbytes, crc, left)
+    return Examined(archive.extent, tuple(left), "", is_sealed)
+
+
+def _check_record(archive: _Archive, name: bytes, start: int, nbytes: int, crc: int, left: list[Extent]) -> bool:
+    """Compares a record's data with its checksum, or notes it as left; False where there is no checksum."""
+    if nbytes and not crc:
+        return False  # whoever wrote it computed none
+    if not archive.has(start, start + nbytes):
+        left.append(Extent(archive.extent.file, archive.extent.start + start, nbytes, RAW, None, crc))
+    elif crc32(archive.cut(start, start + nbytes)) != crc:
+        raise FormatError(f"the CRC-32 of its record {_shown(name)} is wrong")
+    return True
+
+
 def _examine(archive: _Archive) -> Examined:
     records, directory = read_directory(archive.store, archive.extent, archive.tail)
     entries = list(_entries(directory, len(records)))
-    left, is_sealed, end = [], True, 0
+    left: list[Extent] = []
+    spans: list[tuple[int, int]] = []
+    is_sealed, end = True, 0
     for entry in entries:
         if entry.header != end:
             raise FormatError(f"a zip record does not follow the one before it: expected byte {end}, got {entry.header}")
         start = _check_header(archive, entry)
         end = start + entry.nbytes + _check_descriptor(archive, entry, start + entry.nbytes)
-        if entry.nbytes and not entry.crc:
-            is_sealed = False  # whoever wrote it computed none
-        elif not archive.has(start, start + entry.nbytes):
-            left.append(Extent(archive.extent.file, archive.extent.start + start, entry.nbytes, RAW, None, entry.crc))
-        elif crc32(archive.cut(start, start + entry.nbytes)) != entry.crc:
-            raise FormatError(f"the CRC-32 of its record {_shown(entry.name)} is wrong")
+        is_sealed &= _check_record(archive, entry.name, start, entry.nbytes, entry.crc, left)
+        spans.append((start, end))
     _check_end(archive, len(entries), end, len(directory))
     if len({(e.name.partition(b"/")[0], e.alike) for e in entries}) != 1:
         raise FormatError("its records lie in several folders, or are of several writers")
+    _remember(archive, entries, spans, end)
     return Examined(archive.extent, tuple(left), "", is_sealed)
+
+
+def _remember(archive: _Archive, entries: Sequence[_Entry], spans: Sequence[tuple[int, int]], directory: int) -> None:
+    """Keeps what a sound archive looks like, if all that stands around its data is at hand."""
+    gap = archive.gap
+    places = [
+        (directory + e.at + _CRC_AT, *([start + e.nbytes + 4] if end > start + e.nbytes else []))
+        for e, (start, end) in zip(entries, spans, strict=True)
+    ]
+    holes = sorted([(p, p + 4) for found in places for p in found] + [(s, s + e.nbytes) for e, (s, _) in zip(entries, spans, strict=True)])
+    edges = [0, *(edge for hole in holes for edge in hole), archive.extent.nbytes]
+    fixed = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+    if gap and any(a < gap.stop and b > gap.start for a, b in [*fixed, *((p, p + 4) for found in places for p in found)]):
+        return
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+
+    def here(at: int) -> int:
+        return at if at <= gap.start else at - len(gap)
+
+    cuts = tuple(slice(here(a), here(b)) for a, b in fixed)
+    kept = b"".join([archive.at_hand[c] for c in cuts])
+    records = tuple(
+        (e.name, s, e.nbytes, tuple(map(here, found))) for e, (s, _), found in zip(entries, spans, places, strict=True)
+    )  # fmt: skip
+    _known[archive.extent.nbytes] = _Known(cuts, kept, records)
 
 
 def _shown(name: bytes) -> str:
@@ -119,7 +204,7 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
         alike = (fields[1], *fields[14:16])
         if disk or comment_nbytes:
             raise FormatError("a zip directory is not as torch writes it: another disk, or a comment")
-        yield _Entry(directory[name_at : name_at + name_nbytes], flags, (needed, flags, method, time, date), alike, crc, nbytes, header)
+        yield _Entry(at, directory[name_at : name_at + name_nbytes], flags, (needed, flags, method, time, date), alike, crc, nbytes, header)
         at = name_at + name_nbytes + extra_nbytes
     if at != len(directory):
         raise FormatError(f"a zip directory is longer than its entries: {at} of {len(directory)} bytes")

@@ -23,7 +23,7 @@ from ckpt_tools.errors import CatalogError, FormatError
 from ckpt_tools.formats import Format, detect, folder_of, is_ours
 from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files
-from ckpt_tools.manifest import Manifest, of_store
+from ckpt_tools.manifest import Manifest, names_in, of_store
 from ckpt_tools.operations.move import Options, Path_, no_bar
 from ckpt_tools.plan import plan_objects, plan_values
 from ckpt_tools.storage import RemoteStore
@@ -100,16 +100,14 @@ class Verification:
         self.options = options
         self.store, self.format = detect(src, options.get("storage_options"))
         self._unreadable: list[Problem] = []
-        folder, _ = folder_of(self.store)
+        folder, name = folder_of(self.store)
         self.remote = folder if isinstance(folder, RemoteStore) else None
         self.manifest: Manifest | None = None
         self.catalog: Catalog | None = None
         try:
             self.manifest = of_store(self.store)
         except FormatError as error:
-            self._unreadable.append(
-                Problem(next(n for n in self.store.list_files() if _MANIFEST_PART in f".{n}"), f"cannot be read: {error}")
-            )
+            self._unreadable += [Problem(name, f"cannot be read: {error}") for name in names_in(folder, name)]
         try:
             self.catalog = self._read_catalog(self.format)
         except (FormatError, CatalogError) as error:
