@@ -121,6 +121,7 @@ class CheckpointManager:
                     log.info("removed what a dead job left: %s", left.url)
                 if self._mirror_url is not None:
                     self._mirror = Mirror(self._mirror_url, mirror_every, self.keep_last, self.keep_every, self._options)
+                    self._mirror.catch_up(Path(self.root))
         if is_url(self.root):
             return
         written = self._group.broadcast(os.pread(self._lock, 4096, 0) if self._group.rank == 0 else b"", "share the run's directory")

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.leftovers import remove_leftovers
 from ckpt_tools.operations.copy import copy
-from ckpt_tools.steps import prune
+from ckpt_tools.steps import latest, list_steps, prune
 
 log = logging.getLogger("ckpt_tools")
 
@@ -43,6 +43,13 @@ class Mirror:
         self._lock = threading.Lock()
         for left in remove_leftovers(self.url, options=options):
             log.info("removed what a dead job left: %s", left.url)
+
+    def catch_up(self, root: Path) -> None:
+        """Takes the newest complete step of a run, if the mirror lacks it: the job that wrote it may have died before it was copied."""
+        wanted = [s for s in list_steps(root) if not s.problem and not (self.every and s.number % self.every)]
+        there = latest(self.url, options=self.options).step
+        if wanted and (there is None or there.number < wanted[-1].number):
+            self.offer(wanted[-1].number, Path(wanted[-1].path))
 
     def offer(self, number: int, path: Path) -> None:
         """Takes a step that has just been committed; one that is still waiting gives way to it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs import torchrun_command
 from tests.servers import servers
 from tests.servers.servers import Server
 
@@ -20,16 +21,7 @@ CASES = {8: ALL_CASES, 4: "adamw columns tp hsdp", 3: "adamw columns", 1: "adamw
 
 def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> None:
     """Runs a script of tests/dist on real gloo processes, and shows what it printed if it fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_ranks),
-        str(HERE / "dist" / script),
-        *args,
-    ]
+    command = torchrun_command(num_ranks, HERE / "dist" / script, *args)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)} | environment  # so that scripts find `tests`
     result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr

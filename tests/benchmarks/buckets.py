@@ -12,7 +12,6 @@ import argparse
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager
+from tests.jobs import torchrun_command
 from tests.servers import servers
 
 COLUMNS = 4096
@@ -158,16 +158,7 @@ def main() -> None:
         jobs = [(4, "save", 0, ""), (3, "load", 0, ""), (4, "load", 1, "")]
         jobs += [(n, mode, dim, who) for who in ("ours", "dcp") for n, mode, dim, _ in jobs]
         for num_ranks, mode, dim, who in jobs:
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(num_ranks),
-                __file__,
-                str(args.dir),
-            ]
+            command = torchrun_command(num_ranks, __file__, args.dir)
             command += ["--mode", mode, "--gb", str(args.gb), "--runs", str(1 if who else args.runs), "--dim", str(dim), "--only", who]
             subprocess.run(command, check=True, env=os.environ | server.environment | {"OMP_NUM_THREADS": "1"})
 

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.jobs import torchrun_command
 from tests.servers import servers
 
 UPLOAD = """
@@ -45,8 +46,7 @@ def main() -> None:
     args.dir.mkdir(parents=True, exist_ok=True)
     source = args.dir / "input"
     if not source.exists():
-        make = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
-        make += [str(Path(__file__).with_name("make_input.py")), str(source), "--gb", str(args.gb)]
+        make = torchrun_command(8, Path(__file__).with_name("make_input.py"), source, "--gb", args.gb)
         subprocess.run(make, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     with servers.running("radosgw", args.dir) as server:
         upload = [sys.executable, "-c", UPLOAD, server.endpoint, str(source)]  # a process of its own: peaks are inherited
