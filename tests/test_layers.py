@@ -26,6 +26,7 @@ LEVELS = [
     ["storage.local", "storage.memory", "storage.remote", "storage", "plan"],
     [
         "formats.base",
+        "formats.pickle_scan",
         "formats.unpickle",
         "formats.torch_zip",
         "formats.zip_check",

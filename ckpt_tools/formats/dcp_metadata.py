@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.box import Box
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.unpickle import load
+from ckpt_tools.formats.unpickle import brief, load
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -72,7 +72,7 @@ def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
     allowed["torch.serialization", "_get_layout"] = lambda name: name
     for module in ("pathlib", "pathlib._local"):
         for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
-            allowed[module, name] = lambda *parts: "/".join(map(str, parts))
+            allowed[module, name] = lambda *parts: "/".join(parts)
     allowed.update({("torch", name): name for name in _DTYPES})
     return allowed, stubs
 
@@ -149,9 +149,7 @@ class _Reader:
         if type(state) is not tuple or len(state) < 2:
             raise self.fail("tensor properties", state)
         if state[1] != "torch.strided":
-            raise FormatError(
-                f"unsupported layout: expected torch.strided, got {printable(str(state[1]))} ({self.where}, {printable(fqn)!r})"
-            )
+            raise FormatError(f"unsupported layout: expected torch.strided, got {brief(state[1])} ({self.where}, {printable(fqn)!r})")
         chunks = fields.get("chunks")
         if not isinstance(chunks, list):
             raise self.fail("a list of chunks", chunks)
@@ -174,11 +172,9 @@ class _Reader:
             if not isinstance(index, index_type) or not isinstance(info, info_type):
                 raise self.fail("a MetadataIndex and a _StorageInfo", index)
             key, at = index.__dict__, info.__dict__
-            if at.get("transform_descriptors"):
-                raise FormatError(
-                    f"an item is compressed or transformed, which is not supported yet: {printable(str(at['transform_descriptors']))}"
-                    f" ({self.where})"
-                )
+            if how := at.get("transform_descriptors"):
+                names = ", ".join(map(brief, how[:8])) if isinstance(how, list) else brief(how)
+                raise FormatError(f"an item is compressed or transformed, which is not supported yet: {names} ({self.where})")
             fqn, offset = self.text(key.get("fqn")), key.get("offset")
             start, nbytes = self.ints((at.get("offset"), at.get("length")))
             place = Place(self.text(at.get("relative_path")), start, nbytes)

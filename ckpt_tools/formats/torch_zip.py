@@ -21,7 +21,7 @@ from ckpt_tools.catalog import RAW, Extent
 from ckpt_tools.checksum import crc32
 from ckpt_tools.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.unpickle import load
+from ckpt_tools.formats.unpickle import brief, load
 from ckpt_tools.storage import Store
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 
@@ -262,7 +262,7 @@ def _parse_tensor(data: bytes, dtype: DType, sizes: tuple[int, ...]) -> _Tensor:
     if found != dtype or tuple(shape) != sizes or key != "0" or len(strides) != len(sizes):
         raise FormatError(f"an item is not what the index says: expected {dtype.name} {list(sizes)}, got {found.name} {list(shape)}")
     if storage_type is not None and len(value) > 6 and isinstance(value[6], dict) and value[6]:
-        raise FormatError(f"a tensor with pending operations is not supported: {printable(str(value[6]))}")
+        raise FormatError(f"a tensor with pending operations is not supported: {', '.join(map(brief, value[6]))}")
     return _as_tensor(found, offset, sizes, tuple(strides), numel if storage_type is None else numel * found.itemsize)
 
 
