@@ -107,6 +107,8 @@ def _find_payload(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
         return _find(store, item, head, tail)
     except FormatError as error:
         raise type(error)(f"{error} ({printable(item.extent.file)} at byte {item.extent.start})", hint=error.hint) from error
+    except struct.error as error:
+        raise FormatError(f"a zip is truncated ({printable(item.extent.file)} at byte {item.extent.start})") from error
 
 
 def _find(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
@@ -229,7 +231,8 @@ def widen(extra: bytes, *values: int) -> list[int]:
     while at + 4 <= len(extra):
         tag, nbytes = struct.unpack_from("<2H", extra, at)
         if tag == 1:
-            wide = [v for (v,) in struct.iter_unpack("<Q", extra[at + 4 : at + 4 + nbytes // 8 * 8])]
+            body = extra[at + 4 : at + 4 + nbytes]
+            wide = [v for (v,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
         at += 4 + nbytes
     return [wide.pop(0) if v == HUGE and wide else v for v in values]
 

@@ -53,6 +53,8 @@ def examine(store: Store, extents: Sequence[Extent]) -> Iterator[Examined]:
             yield _examine_like_another(archive) or _examine(archive)
         except FormatError as error:
             yield Examined(extent, (), f"is damaged: {error}", is_sealed=True)
+        except struct.error:
+            yield Examined(extent, (), "is damaged: a zip is truncated", is_sealed=True)
 
 
 class _Archive(NamedTuple):

@@ -1,0 +1,266 @@
+"""Hostile input by the million: `python -m tests.fuzz.fuzz TARGET --runs 1000000 [--seed 1] [--keep DIR]`.
+
+Genuine files are mutated, and pickles are also put together from opcodes. Whatever comes, a reader may do one of two things:
+read it, or raise a CheckpointError (for a configuration: its own error). Anything else ends the run and leaves the input in DIR:
+another exception, a crash, more than 5 s, more than 300 MiB, a file or a process made. The last line tells what was seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import io
+import json
+import mmap
+import os
+import pickle
+import random
+import resource
+import struct
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save
+
+from ckpt_tools.catalog import TORCH_ZIP, Extent, check
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.formats import dcp as distributed
+from ckpt_tools.formats import safetensors, torch_zip, zip_check
+from ckpt_tools.manifest import parse as parse_manifest
+from ckpt_tools.storage import MemoryStore, is_url
+from ckpt_tools.storage.base import check_path
+from training.accelerate_config import read as read_configuration
+from training.config import ConfigError
+
+CONFIG = Path(tempfile.gettempdir()) / f"fuzz-{os.getpid()}.yaml"
+DATA = bytes(1 << 16)
+SECONDS, MEBIBYTES, MAX_BYTES = 5.0, 300, 1 << 16
+INTERESTING = [
+    b"\x00",
+    b"\xff",
+    b"\x7f\xff\xff\xff",
+    b"\xff" * 4,
+    b"\xff" * 8,
+    b"\x80" + b"\x00" * 7,
+    b"PK\x03\x04",
+    b"\x85",
+    b"\x86",
+    b"../",
+    b"{",
+    b"[",
+    b'"',
+    b"9" * 20,
+    b"-1",
+]
+OPCODES = [
+    b"(", b")", b"}", b"]", b"N", b"\x88", b"\x89", b"t", b"\x85", b"\x86", b"\x87", b"a", b"e", b"s", b"u", b"b", b"R", b"\x81", b"\x93", b"\x94",
+    b"K\x01", b"K\x94", b"M\x85\x86", b"J\xff\xff\xff\xff", b"h\x00", b"h\x01", b"h\x02", b"h\x94", b"j\x00\x01\x00\x00", b"q\x00", b"q\x01",
+    b"r\x05\x00\x00\x00", b"\x8c\x01a", b"\x8c\x02ub", b"\x8c\x04size", b"X\x01\x00\x00\x00b", b"\x8a\x01\x05", b"\x8a\x08" + b"\x7f" * 8, b"Q",
+    b"ctorch\nSize\n", b"ctorch\nfloat32\n", b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
+    b"ctorch.serialization\n_get_layout\n", b"cpathlib\nPosixPath\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n", b"cos\nsystem\n",
+]  # fmt: skip
+
+
+_watch = [False]
+
+
+def _hook(event: str, args: tuple[Any, ...]) -> None:
+    """Ends the run when a reader opens a file to write, starts a process or connects."""
+    if _watch[0] and (
+        event in ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect")
+        or (event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"))
+    ):
+        raise SystemExit(f"forbidden: {event} {args}")
+
+
+@contextmanager
+def _allowed() -> Iterator[None]:
+    was, _watch[0] = _watch[0], False
+    yield
+    _watch[0] = was
+
+
+def _checkpoint() -> dict[str, bytes]:
+    path = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    state = {"m": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2).bfloat16(), "s": torch.tensor(1)}, "step": 3}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    files = {p.name: p.read_bytes() for p in path.iterdir()}
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+    return files
+
+
+def metadata(data: bytes) -> object:
+    catalog = distributed.read_catalog(MemoryStore({".metadata": data, "__0_0.distcp": DATA}))
+    check(catalog)
+    return catalog
+
+
+def item(data: bytes) -> object:
+    store, extent = MemoryStore({"f": data}), Extent("f", 0, len(data), TORCH_ZIP)
+    list(zip_check.examine(store, [extent]))
+    return list(torch_zip.locate(store, [torch_zip.Item(extent, BY_NAME["float32"], (3, 4))]))
+
+
+def header(data: bytes) -> object:
+    catalog = safetensors.read_catalog(MemoryStore({"model.safetensors": data}))
+    check(catalog)
+    return catalog
+
+
+def index(data: bytes) -> object:
+    files = {safetensors.INDEX: data, "a.safetensors": save({"a": torch.ones(2)}), "b.safetensors": save({"b": torch.ones(3)})}
+    return safetensors.read_catalog(MemoryStore(files))
+
+
+def manifest(data: bytes) -> object:
+    return parse_manifest(data, "fuzz")
+
+
+def url(data: bytes) -> object:
+    text = data.decode("utf-8", "replace")
+    return is_url(text), check_path(text, "fuzz")
+
+
+def accelerate(data: bytes) -> object:
+    with _allowed():
+        CONFIG.write_bytes(data)
+    return read_configuration(str(CONFIG))
+
+
+def seeds(name: str) -> list[bytes]:
+    """Returns genuine input of a kind."""
+    files = _checkpoint()
+    if name == "metadata":
+        return [files[".metadata"], *(pickle.dumps(pickle.loads(files[".metadata"]), protocol) for protocol in (2, 3, 5))]
+    if name == "item":
+        buffers = []
+        for value in (torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(4, 3).t(), {"a": 1}):
+            buffers.append(io.BytesIO())
+            torch.save(value, buffers[-1])
+        return [b.getvalue() for b in buffers]
+    if name == "header":
+        return [save({"a": torch.ones(2, 3), "b": torch.zeros(0), "c": torch.tensor(1)}, {"format": "pt"})]
+    if name == "index":
+        return [json.dumps({"metadata": {"total_size": 20}, "weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}).encode()]
+    if name == "manifest":
+        from ckpt_tools.manifest import Manifest, Sealed, SealedTensor
+
+        tensors = {"a": SealedTensor("float32", (3, 4), "0" * 16)}
+        sealed = Manifest.now(
+            "f" * 32, "save", "dcp", {}, world_size=2, files={"f": Sealed(3, "0" * 16)}, index=("i", Sealed(3, "1" * 16)), tensors=tensors
+        )
+        text = sealed.render()
+        return [text, text.replace(b'"ckpt_manifest": 2', b'"ckpt_manifest": 1')]
+    if name == "accelerate":
+        return [
+            b"distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_reshard_after_forward: true\n"
+        ]
+    return [b"s3://bucket/run/step-1", b"file:///tmp/x", b"a/b/c.distcp", b"../x", b"filecache::s3://x"]
+
+
+TARGETS: dict[str, Callable[[bytes], object]] = {
+    "metadata": metadata, "item": item, "header": header, "index": index, "manifest": manifest, "url": url, "accelerate": accelerate,
+}  # fmt: skip
+
+
+def mutate(data: bytearray, rng: random.Random, pool: list[bytes]) -> bytearray:
+    """Changes a few places: bits, bytes, numbers, pieces removed, doubled, or taken from another."""
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
+        at, kind = rng.randrange(len(data) + 1), rng.randrange(8)
+        if kind == 0 and at < len(data):
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 1 and at < len(data):
+            data[at] = rng.randrange(256)
+        elif kind == 2:
+            piece = rng.choice(INTERESTING)
+            data[at : at + rng.choice((0, len(piece)))] = piece
+        elif kind == 3:
+            del data[at : at + rng.randrange(1, 40)]
+        elif kind == 4:
+            data[at:at] = data[at : at + rng.randrange(1, 60)] * rng.choice((1, 1, 2, 50))
+        elif kind == 5:
+            other = rng.choice(pool)
+            start = rng.randrange(len(other))
+            data[at : at + rng.choice((0, 20))] = other[start : start + rng.randrange(1, 80)]
+        elif kind == 6:
+            data[at : at + 8] = struct.pack("<Q", rng.choice((0, 1, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1, len(data))))[
+                : rng.choice((2, 4, 8))
+            ]
+        else:
+            del data[at:]
+    return data[:MAX_BYTES]
+
+
+def program(rng: random.Random) -> bytes:
+    """Returns a pickle of opcodes in any order."""
+    return b"\x80" + bytes([rng.choice((2, 4))]) + b"".join(rng.choices(OPCODES, k=rng.randrange(2, 60))) + b"."
+
+
+def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
+    """Feeds a reader; returns how often it read and how often it refused.
+
+    The input is in the file `last` of `keep` while it is being read, so that it survives a crash.
+    """
+    rng, target, pool, seen = random.Random(seed), TARGETS[name], seeds(name), Counter[str]()
+    keep.mkdir(parents=True, exist_ok=True)
+    last = keep / f"last-{name}"
+    last.write_bytes(bytes(MAX_BYTES + 8))
+    before = set(os.listdir())
+    with last.open("r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
+        base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for number in range(runs):
+            if name == "metadata" and rng.random() < 0.3:
+                data = program(rng)[:MAX_BYTES]
+            else:
+                data = bytes(mutate(bytearray(rng.choice(pool)), rng, pool))
+            shared[: len(data) + 8] = struct.pack("<Q", len(data)) + data
+            if number % 64 == 0:
+                faulthandler.dump_traceback_later(SECONDS, exit=True)  # 64 of them within the time of one
+            try:
+                _watch[0] = True
+                target(data)
+                seen["read"] += 1
+                if len(pool) < 500 and rng.random() < 0.02:
+                    pool.append(data)
+            except (CheckpointError, ConfigError) as error:
+                seen[type(error).__name__] += 1
+            finally:
+                _watch[0] = False
+    faulthandler.cancel_dump_traceback_later()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) >> 10
+    assert grown < MEBIBYTES, f"{grown} MiB"
+    assert set(os.listdir()) == before, "files were made"
+    last.unlink()
+    CONFIG.unlink(missing_ok=True)
+    seen["MiB"] = grown
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--runs", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, default=Path("fuzz-found"))
+    args = parser.parse_args()
+    began = time.monotonic()
+    sys.addaudithook(_hook)
+    seen = fuzz(args.target, args.runs, args.seed, args.keep)
+    print(f"{args.target}: {args.runs:,} runs, {time.monotonic() - began:.0f} s, {dict(seen)}")
+
+
+if __name__ == "__main__":
+    main()

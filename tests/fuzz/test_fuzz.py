@@ -1,0 +1,67 @@
+"""A short run of every fuzzer, and the inputs that once did harm, by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools.catalog import TORCH_ZIP, Extent
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.errors import FormatError, UnsafePickleError
+from ckpt_tools.formats import dcp_metadata, torch_zip
+from ckpt_tools.storage import MemoryStore
+from tests.fuzz.fuzz import TARGETS, seeds
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_reader_reads_or_refuses_and_does_nothing_else(target: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fuzz.fuzz", target, "--runs", "8000", "--keep", str(tmp_path / "found")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0 and "8,000 runs" in done.stdout, done.stdout + done.stderr
+    assert "'read'" in done.stdout and "Error" in done.stdout, done.stdout  # both happen
+
+
+def nested(how_deep: int) -> bytes:
+    """A dict whose key is a tuple in a tuple in a tuple."""
+    return b"\x80\x04})" + b"\x85" * how_deep + b"Ns."
+
+
+def doubled(how_often: int) -> bytes:
+    """A dict whose key is a tuple that holds one twice, which holds one twice."""
+    return b"\x80\x04})\x94" + b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(how_often)) + b"Ns."
+
+
+def doubled_by_put(how_often: int) -> bytes:
+    return b"\x80\x02})" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(how_often)) + b"Ns."
+
+
+def by_way_of_a_list(how_often: int) -> bytes:
+    """Lists become tuples by a call, and their weight goes along."""
+    size = b"ctorch\nSize\n"
+    return (
+        b"\x80\x02})"
+        + b"".join(b"q" + bytes([i]) + b"0"[:0] + size + b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x85R" for i in range(how_often))
+        + b"Ns."
+    )
+
+
+@pytest.mark.parametrize("data", [nested(1_000_000), nested(5000), doubled(60), doubled_by_put(60), by_way_of_a_list(60)])
+def test_a_tuple_that_would_end_the_process_or_never_end_is_refused(data: bytes) -> None:
+    with pytest.raises((UnsafePickleError, FormatError)):
+        dcp_metadata.parse(data, "test")
+
+
+def test_a_zip64_field_that_is_cut_short_is_refused() -> None:
+    data = bytearray(seeds("item")[0])
+    entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"version"))
+    data[entry + 20 : entry + 28] = b"\xff" * 8
+    data[entry + 30 : entry + 32] = b"\x0b\x00"  # eleven bytes of extra field, a number and three bytes of another
+    with pytest.raises(FormatError):
+        list(
+            torch_zip.locate(
+                MemoryStore({"f": bytes(data)}), [torch_zip.Item(Extent("f", 0, len(data), TORCH_ZIP), BY_NAME["float32"], (3, 4))]
+            )
+        )
