@@ -127,15 +127,15 @@ def flaws(catalog: Catalog) -> Iterator[Flaw]:
         if error := _check_cover(catalog, entry):
             yield Flaw(entry.fqn, "", error)
         for chunk in entry.chunks:
-            if error := _check_extent(catalog, entry.fqn, chunk.extent):
+            if error := _check_extent(catalog, entry.fqn, chunk.extent, chunk.box.numel * entry.dtype.itemsize):
                 yield Flaw(entry.fqn, chunk.extent.file, error)
     for item in catalog.objects.values():
-        if error := _check_extent(catalog, item.fqn, item.extent):
+        if error := _check_extent(catalog, item.fqn, item.extent, 0):
             yield Flaw(item.fqn, item.extent.file, error)
     yield from _overlaps(catalog)
 
 
-def _check_extent(catalog: Catalog, fqn: str, extent: Extent) -> CatalogError | None:
+def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> CatalogError | None:
     size = catalog.file_sizes.get(extent.file)
     if size is None:
         return CatalogError(f"a data file is missing: {catalog.where(extent.file)} (needed by {printable(fqn)!r})")
@@ -144,6 +144,10 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent) -> CatalogError | 
             f"an extent lies outside its file: expected bytes within 0:{size}, got {extent.start}:{extent.start + extent.nbytes}"
             f" ({catalog.where(extent.file)}, {printable(fqn)!r})",
             hint="the file is truncated or belongs to another save; restore it from the job that wrote it",
+        )
+    if extent.nbytes < least and extent.strides is None:
+        return CatalogError(
+            f"a chunk claims {least} bytes, but its item has {extent.nbytes} ({catalog.where(extent.file)}, {printable(fqn)!r})"
         )
     return None
 

@@ -174,7 +174,8 @@ class _Walk:
         if opcode == b"X":
             return at + 5 + int.from_bytes(number, "little")
         if opcode == b"c":
-            end = data.find(b"\n", data.find(b"\n", at, at + 512) + 1, at + 1024)
+            middle = data.find(b"\n", at, at + 512)
+            end = data.find(b"\n", middle + 1, middle + 512) if middle > 0 else -1
             return end + 1 if end > 0 else len(data) + 1
         raise self._refused(opcode, at)
 

@@ -54,6 +54,11 @@ def test_a_tuple_that_would_end_the_process_or_never_end_is_refused(data: bytes)
         dcp_metadata.parse(data, "test")
 
 
+def test_a_global_without_its_second_line_is_no_endless_walk() -> None:
+    with pytest.raises(FormatError):
+        dcp_metadata.parse(b"\x80\x02ctorch\nSize\n" + b"c" + b"a" * 600 + b"\n)\x81.", "test")
+
+
 def test_a_zip64_field_that_is_cut_short_is_refused() -> None:
     data = bytearray(seeds("item")[0])
     entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"version"))

@@ -1,0 +1,164 @@
+"""What a machine does to a run: reads that fail, files that shrink or go, too few descriptors, two runs at one place."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckpt_tools
+from ckpt_tools import CheckpointError
+from tests.faults.test_faults import leftovers
+
+VERBS = {
+    "merge": ["merge", "src", "out.safetensors"],
+    "reshard": ["reshard", "src", "out", "--to", "3"],
+    "copy": ["copy", "src", "out"],
+    "salvage": ["salvage", "src", "out"],
+    "verify": ["verify", "src"],
+    "diff": ["diff", "src", "twin", "--read-all"],
+    "seal": ["seal", "src"],
+    "inspect": ["inspect", "src"],
+}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    values = {"model": {f"w{i}": torch.randn(700, 700) for i in range(4)}, "step": 1}
+    for name in ("src", "twin"):
+        dcp.save(values, checkpoint_id=tmp_path / name, no_dist=True)
+    return tmp_path
+
+
+def ckpt(work: Path, *words: str, before: list[str] | None = None, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    command = [*(before or []), sys.executable, "-m", "ckpt_tools", *words]
+    return subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=120, **kwargs)  # type: ignore[call-overload]
+
+
+def is_untouched(work: Path) -> bool:
+    return (
+        not list(work.glob("out*"))
+        and not leftovers(work)
+        and sorted(p.name for p in (work / "src").iterdir()) == [".metadata", "__0_0.distcp"]
+    )
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_read_that_fails_is_a_clear_error_and_the_next_run_succeeds(verb: str, work: Path) -> None:
+    faults = 0
+    for when in (1, 2, 3):
+        trace = work / "trace"
+        strace = ["strace", "-f", "-qq", "-o", str(trace), "-P", str(work / "src" / "__0_0.distcp"), "-e", "trace=preadv2"]
+        done = ckpt(work, *VERBS[verb], before=[*strace, "-e", f"inject=preadv2:error=EIO:when={when}"])
+        if "INJECTED" not in trace.read_text():
+            break
+        faults += 1
+        assert "Traceback" not in done.stderr, done.stderr
+        if verb == "salvage" and done.returncode == 0:
+            shutil.rmtree(work / "out")
+            continue
+        assert done.returncode == 15 and "Input/output error" in done.stderr and "__0_0.distcp" in done.stderr, (
+            done.returncode,
+            done.stderr,
+        )
+        assert not (work / "out").exists() if verb == "copy" else is_untouched(work)  # a copy keeps what it has for the next
+    assert faults or verb == "inspect"
+    assert ckpt(work, *VERBS[verb]).returncode == 0
+
+
+@contextmanager
+def in_the_middle(action: Callable[[], object]) -> Iterator[Callable[[int], None]]:
+    """A progress bar that does something when the first bytes are done."""
+    done = []
+
+    def advance(nbytes: int) -> None:
+        if nbytes and not done:
+            done.append(action())
+
+    yield advance
+
+
+@pytest.mark.parametrize("what", ["shrinks", "is removed", "its folder is removed"])
+def test_what_goes_while_it_is_read_is_a_clear_error_or_a_whole_result(what: str, work: Path) -> None:
+    shard = work / "src" / "__0_0.distcp"
+
+    def harm() -> None:
+        if what == "shrinks":
+            os.truncate(shard, 3_000_000)
+        elif what == "is removed":
+            shard.unlink()
+        else:
+            shutil.rmtree(work / "src")
+
+    whole = work / "whole.safetensors"
+    ckpt_tools.merge(work / "src", whole)
+
+    def run() -> None:
+        ckpt_tools.merge(work / "src", work / "out.safetensors", jobs=1, memory_bytes=1 << 18, progress=lambda *_: in_the_middle(harm))
+
+    if what == "shrinks":
+        with pytest.raises(CheckpointError, match="ended early"):
+            run()
+        assert not list(work.glob("out*"))
+    else:
+        run()
+        assert (work / "out.safetensors").read_bytes() == whole.read_bytes()  # it was open
+    assert not leftovers(work)
+
+
+def test_a_destination_that_is_removed_underneath_is_a_clear_error(work: Path) -> None:
+    (work / "deep").mkdir()
+    with pytest.raises(CheckpointError, match="No such file"):
+        ckpt_tools.reshard(
+            work / "src",
+            work / "deep" / "out",
+            to_ranks=2,
+            progress=lambda *_: in_the_middle(lambda: shutil.rmtree(work / "deep", ignore_errors=True)),
+        )
+    assert not (work / "deep" / "out").exists()
+    ckpt_tools.reshard(work / "src", work / "deep" / "out", to_ranks=2)
+    assert ckpt_tools.diff(work / "src", work / "deep" / "out").is_same
+
+
+def test_too_few_descriptors_are_a_clear_error(work: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+
+    done = ckpt(work, "reshard", "src", "out", "--to", "64", preexec_fn=limit)
+    assert done.returncode == 15 and "Too many open files" in done.stderr and "ulimit -n" in done.stderr, done.stderr
+    assert is_untouched(work)
+
+
+@pytest.mark.parametrize("verb", ["merge", "reshard", "copy", "salvage"])
+def test_of_two_runs_at_one_place_one_wins_and_the_other_says_so(verb: str, work: Path) -> None:
+    for _ in range(3):
+        command = [sys.executable, "-m", "ckpt_tools", *VERBS[verb]]
+        both = [subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+        said = [process.communicate(timeout=60)[1] for process in both]
+        codes = sorted(process.returncode for process in both)
+        assert codes == [0, 15] or (verb == "copy" and codes == [0, 0]), said  # a copy that is there already is fine
+        out = work / VERBS[verb][2]
+        assert not leftovers(work) and ckpt_tools.diff(work / "src", out).is_same
+        assert ckpt_tools.verify(out).problems == []
+        for path in work.glob("out*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_modes_follow_the_umask_and_what_is_private_stays_private(work: Path) -> None:
+    for mask, directory, file in ((0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0o002, 0o775, 0o664)):
+        for words in (VERBS["reshard"], VERBS["copy"], VERBS["merge"]):
+            assert ckpt(work, *words, preexec_fn=lambda mask=mask: os.umask(mask)).returncode == 0
+            for path in [p for top in work.glob("out*") for p in (top, *top.glob("*"))]:
+                assert path.stat().st_mode & 0o777 == (directory if path.is_dir() else file), (path, mask)
+            for path in work.glob("out*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
