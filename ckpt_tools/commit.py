@@ -110,9 +110,10 @@ def staging(target: Path, attempt: str, is_kept: bool = False) -> Iterator[Stagi
     """
     made = [p for p in target.absolute().parents if not os.path.lexists(p)]
     path = staging_path(target, attempt)
+    is_mine = not is_kept  # one that is kept may be another process's, until it is locked
 
     def clean() -> None:
-        if not is_kept or not any(path.glob("*")):
+        if is_mine and (not is_kept or not any(path.glob("*"))):
             shutil.rmtree(path, ignore_errors=True)
         for folder in made if not os.path.lexists(target) else ():
             with suppress(OSError):  # it is not ours alone any more
@@ -127,8 +128,8 @@ def staging(target: Path, attempt: str, is_kept: bool = False) -> Iterator[Stagi
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise failed("create a staging directory", path, error) from error
-        if not _try_lock(lock):
-            is_kept = True  # it is another's
+        is_mine = _try_lock(lock)
+        if not is_mine:
             raise StorageError(f"another process is at work on this: {printable(str(path))}", hint="wait for it to end")
         yield Staging(attempt, path, target)
     finally:
