@@ -41,6 +41,7 @@ LEVELS = [
         "engine.schedule",
         "engine.sinks",
         "engine.scan",
+        "engine.seals",
         "engine.run",
         "engine.compare",
         "engine",

@@ -16,6 +16,7 @@ import numpy as np
 
 from ckpt_tools.engine.kernels import Bytes, cast, scatter
 from ckpt_tools.engine.schedule import Read, Step, Tile
+from ckpt_tools.engine.seals import Seals
 from ckpt_tools.engine.sinks import Sink, empty_bytes
 from ckpt_tools.errors import CatalogError, printable
 from ckpt_tools.storage import Store
@@ -46,7 +47,10 @@ class Totals:
                 self.overflowed[fqn] = self.overflowed.get(fqn, 0) + count
 
 
-def run(steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Progress | None = None, looks_ahead: bool = True) -> Totals:
+def run(
+    steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Progress | None = None, looks_ahead: bool = True,
+    seals: Seals | None = None,
+) -> Totals:  # fmt: skip
     """Moves every step's tiles from a store into a sink.
 
     Args:
@@ -56,6 +60,7 @@ def run(steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Pr
         jobs: number of threads.
         progress: called with the target bytes of each finished step, from any thread.
         looks_ahead: tell the store what will be read, step by step; not where it knows already.
+        seals: take note of what is read.
 
     Raises:
         CheckpointError: the first error of any thread; the others stop at their next step.
@@ -64,7 +69,7 @@ def run(steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Pr
     feed = _Feed(steps, store, looks_ahead)
 
     def work() -> None:
-        worker = _Worker(store, sink)
+        worker = _Worker(sink, Reader(store, seals))
         while not stop.is_set() and (step := feed.take()) is not None:
             read_nbytes, overflowed = worker.do(step)
             totals.add(step, read_nbytes, overflowed)
@@ -109,9 +114,14 @@ class _Feed:
 class Reader:
     """Fills the tiles of a step from a store, with room for odd pieces; one a thread."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, seals: Seals | None = None) -> None:
+        self.store, self._seals = store, seals
         self._buffers: dict[str, Bytes] = {}
+
+    def _read(self, file: str, start: int, into: Bytes) -> None:
+        self.store.read_into(file, start, into.data)
+        if self._seals is not None:
+            self._seals.note(file, start, into)
 
     def room(self, name: str, nbytes: int) -> Bytes:
         """Returns a buffer that is kept for the next time."""
@@ -134,10 +144,10 @@ class Reader:
                 read_nbytes += read.nbytes
                 into = _in_place(tile, read, data)
                 if into is not None:
-                    self.store.read_into(read.file, read.start, into.data)
+                    self._read(read.file, read.start, into)
                 else:
                     part = self.room("scratch", read.nbytes)[: read.nbytes]
-                    self.store.read_into(read.file, read.start, part.data)
+                    self._read(read.file, read.start, part)
                     _place(tile, read, part, data)
         for window in coalesce(small, _GAP_NBYTES, max(_DIRECT_NBYTES, 1 << 20)):
             read_nbytes += window.nbytes
@@ -145,21 +155,24 @@ class Reader:
                 tile, read, data = pieces[window.ranges[0].tag]
                 into = _in_place(tile, read, data)
                 if into is not None:
-                    self.store.read_into(read.file, read.start, into.data)
+                    self._read(read.file, read.start, into)
                     continue
             part = self.room("scratch", window.nbytes)[: window.nbytes]
             self.store.read_into(window.file, window.start, part.data)
             for item in window.ranges:
                 tile, read, data = pieces[item.tag]
-                _place(tile, read, part[item.start - window.start :][: item.nbytes], data)
+                piece = part[item.start - window.start :][: item.nbytes]
+                if self._seals is not None:
+                    self._seals.note(read.file, read.start, piece)
+                _place(tile, read, piece, data)
         return read_nbytes
 
 
 class _Worker:
     """One thread's work: the tiles of a step side by side, and the same before a cast."""
 
-    def __init__(self, store: Store, sink: Sink) -> None:
-        self.store, self.sink, self.reader = store, sink, Reader(store)
+    def __init__(self, sink: Sink, reader: Reader) -> None:
+        self.store, self.sink, self.reader = reader.store, sink, reader
 
     def do(self, step: Step) -> tuple[int, dict[str, int]]:
         """Moves one step; returns the bytes read and the casts that overflowed, by tensor."""

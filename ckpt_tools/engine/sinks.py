@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -15,11 +15,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ckpt_tools.box import flat_start, is_flat, whole
-from ckpt_tools.catalog import Extent
 from ckpt_tools.checksum import crc32, crc64nvme, join_crc32, join_crc64
 from ckpt_tools.engine.kernels import Bytes, gather
-from ckpt_tools.engine.schedule import Read, Step, Tile, Write
-from ckpt_tools.errors import IntegrityError, StorageError, printable
+from ckpt_tools.engine.schedule import Step, Tile, Write
+from ckpt_tools.errors import StorageError
 from ckpt_tools.plan import Literal, Target, Trailer
 from ckpt_tools.storage import MemoryStore, Shelf, Writer
 
@@ -96,21 +95,11 @@ class HashSink:
 
 
 class FillSink:
-    """Puts values into memory that is there already, and proves what it can: every source range that is read in full."""
+    """Puts values into memory that is there already."""
 
-    def __init__(self, memory: MemoryStore, sealed: Iterable[Extent]) -> None:
-        """Takes the memory that holds the target's files, and the source ranges that are read in full."""
+    def __init__(self, memory: MemoryStore) -> None:
+        """Takes the memory that holds the target's files."""
         self._memory = memory
-        self._sealed: dict[str, list[Extent]] = {}
-        for extent in sealed:
-            self._sealed.setdefault(extent.file, []).append(extent)
-        for extents in self._sealed.values():
-            extents.sort()
-        self._starts = {file: [e.start for e in extents] for file, extents in self._sealed.items()}
-        self._pieces: dict[Extent, list[Piece]] = {}
-        self._owner: dict[Extent, str] = {}
-        self._lock = threading.Lock()
-        self.num_proved = 0
 
     def room(self, tile: Tile) -> Bytes | None:
         if len(tile.writes) != 1 or tile.tensor.src_dtype is not tile.tensor.dst_dtype:
@@ -119,62 +108,12 @@ class FillSink:
         return np.frombuffer(self._memory.view(write.file, write.start, write.nbytes), np.uint8)
 
     def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
-        noted: list[tuple[Extent, Piece, str]] = []
         for tile, data in zip(step.tiles, tiles, strict=True):
-            for read in tile.reads if tile.tensor.src_dtype is tile.tensor.dst_dtype else ():
-                extent = self._extent(read)
-                piece = _piece(tile, data, read) if extent else None
-                if extent and piece:
-                    noted.append((extent, piece, tile.tensor.fqn))
             for write in tile.writes:
                 values = data if write.nbytes == tile.dst_nbytes else _cut_out(tile, data, write, scratch)
                 into = np.frombuffer(self._memory.view(write.file, write.start, write.nbytes), np.uint8)
                 if into.ctypes.data != values.ctypes.data:
                     into[:] = values
-        with self._lock:
-            for extent, piece, fqn in noted:
-                self._pieces.setdefault(extent, []).append(piece)
-                self._owner[extent] = fqn
-
-    def _extent(self, read: Read) -> Extent | None:
-        """Returns the range that a read lies in, if it is one that is read in full."""
-        starts = self._starts.get(read.file, [])
-        number = bisect_right(starts, read.start) - 1
-        extent = self._sealed[read.file][number] if number >= 0 else None
-        return extent if extent and read.start + read.nbytes <= extent.start + extent.nbytes else None
-
-    def finish(self, crcs: Mapping[Extent, int]) -> None:
-        """Compares the checksums of the ranges that were read in full with those that were written.
-
-        Args:
-            crcs: CRC-32 of such ranges, as far as known.
-
-        Raises:
-            IntegrityError: bytes on disk are not what was written.
-        """
-        for extent, pieces in self._pieces.items():
-            if extent not in crcs:
-                continue
-            ordered = sorted(set(pieces))
-            end = extent.start
-            for piece in ordered:
-                end = end + piece.nbytes if piece.start == end else -1
-            if end != extent.start + extent.nbytes:
-                continue  # some of it was taken apart on the way
-            crc = join_crc32((p.crc32, p.nbytes) for p in ordered)
-            if crc != crcs[extent]:
-                raise IntegrityError(
-                    f"bytes were damaged since they were written: expected CRC-32 {crcs[extent]:08x}, got {crc:08x}"
-                    f" ({printable(self._owner[extent])!r} in {printable(extent.file)}, bytes {extent.start}:{end})",
-                    hint="resume from an older step, or restore the file",
-                )
-            self.num_proved += 1
-
-
-def _piece(tile: Tile, data: Bytes, read: Read) -> Piece | None:
-    """Returns the checksum of a read that stands in one run of a tile, None where it was taken apart."""
-    at = tile.flat_range(read.box) if read.strides is None else None
-    return None if at is None else Piece(read.start, read.nbytes, 0, crc32(data[at[0] : at[1]].data))
 
 
 class _Frame:

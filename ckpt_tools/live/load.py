@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt_tools.catalog import Extent, TensorEntry, matcher
+from ckpt_tools.catalog import TensorEntry, matcher
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
+from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
 from ckpt_tools.engine.sinks import FillSink
 from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
@@ -217,19 +218,15 @@ def _read(source: Source, plan: Plan, memory: MemoryStore, jobs: int, memory_byt
     if not is_remote:  # a disk reads best what it knows to be read from front to back
         files = {c.extent.file for t in used.values() for c in t.chunks}
         source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
-    watched = _read_whole(plan, assumed)
-    sink = FillSink(memory, watched)
-    report.read_nbytes += run(
-        schedule(plan, assumed, *tile_bytes(memory_bytes, jobs)), source.store, sink, jobs, looks_ahead=is_remote
-    ).read_nbytes
+    steps = schedule(plan, assumed, *tile_bytes(memory_bytes, jobs))
+    seals = Seals(read_whole(plan, assumed))
+    report.read_nbytes += run(steps, source.store, FillSink(memory), jobs, looks_ahead=is_remote, seals=seals).read_nbytes
     found = source.format.locate(source.store, used.values())
     wrong = {t.fqn for t in used.values() for c in t.chunks if c.extent in found and found[c.extent][:5] != assumed[c.extent][:5]}
-    crcs = {assumed[at]: extent.crc32 for at, extent in found.items() if extent[:5] == assumed[at][:5]}
-    sink.finish({extent: crc for extent, crc in crcs.items() if crc is not None})
-    report.num_proved += sink.num_proved
+    report.num_proved += seals.prove(known_crcs(assumed, found))
     if wrong:
         again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
-        run(schedule(again, found, *tile_bytes(memory_bytes, jobs)), source.store, FillSink(memory, ()), jobs)
+        run(schedule(again, found, *tile_bytes(memory_bytes, jobs)), source.store, FillSink(memory), jobs)
 
 
 def _distinct(shards: Sequence[Shard]) -> list[Shard]:
@@ -240,20 +237,6 @@ def _distinct(shards: Sequence[Shard]) -> list[Shard]:
 
 def _used(entry: TensorEntry, numbers: set[int]) -> TensorEntry:
     return replace(entry, chunks=tuple(entry.chunks[i] for i in sorted(numbers)))
-
-
-def _read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> list[Extent]:
-    """Returns the payloads that this rank reads in full."""
-    whole: list[Extent] = []
-    for tensor in plan.tensors:
-        taken: dict[int, int] = {}
-        for copy in tensor.copies:
-            taken[copy.src] = taken.get(copy.src, 0) + copy.box.numel
-        for number, numel in taken.items():
-            extent = located.get(tensor.chunks[number].extent, tensor.chunks[number].extent)
-            if extent.strides is None and numel == tensor.chunks[number].box.numel:
-                whole.append(extent)
-    return whole
 
 
 def _read_object(source: Source, name: str, trust_pickle: bool) -> Any:

@@ -22,12 +22,13 @@ from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination, Place
 from ckpt_tools.engine.run import Totals, run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, by_files, schedule, tile_bytes
+from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable
 from ckpt_tools.formats import Request, Source
 from ckpt_tools.formats.base import Format
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
-from ckpt_tools.operations.proof import prove_fingerprints, prove_replicas, sealed_prints
+from ckpt_tools.operations.proof import prove_fingerprints, prove_objects, prove_replicas, sealed_prints
 from ckpt_tools.operations.within import Within, plan_within
 from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
 from ckpt_tools.storage import Shelf, is_url
@@ -163,15 +164,19 @@ def transfer(
         return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, *tiles))), files)
     dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
     prove_replicas(source, catalog, plan, located, jobs, tiles)
+    prove_objects(source, catalog, plan)
     prints = sealed_prints(source, catalog, plan)
     bar = options.get("progress") or (no_bar)
     single = next(iter(layout.file_sizes)) if layout.index is None else ""
     with dst.stage(attempt, overwrite, single) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
         here = copies_within(place, source.remote)
         within = plan_within(prints, plan, located, here, source.remote) if here and source.remote else None
-        totals, checksums, fingerprints = _fill(source, plan, located, place, within, jobs, tiles, advance)
-        wrong = assumes and not _is_as_assumed(located, source.format.locate(source.store, tensors))
+        seals = Seals({extent: fqn for extent, fqn in read_whole(plan, located).items() if fqn not in prints})
+        totals, checksums, fingerprints = _fill(source, plan, located, place, within, jobs, tiles, advance, seals)
+        found = source.format.locate(source.store, tensors) if assumes else located
+        wrong = assumes and not _is_as_assumed(located, found)
         if not wrong:
+            seals.prove(known_crcs(located, found))
             prove_fingerprints(source, prints, fingerprints)
             manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
             notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
@@ -184,13 +189,15 @@ def transfer(
 
 def _fill(
     source: Source, plan: Plan, located: Mapping[Extent, Extent], place: Place, within: Within | None, jobs: int, tiles: tuple[int, int],
-    advance: Callable[[int], None],
+    advance: Callable[[int], None], seals: Seals,
 ) -> tuple[Totals, Mapping[str, int], Mapping[str, int]]:  # fmt: skip
     """Writes all data files; returns totals, the checksum of each file, and the fingerprint of each tensor."""
     sink = WriteSink(plan.target, within or place.shelf)
     try:
         sink.open()
-        totals = run(steps_for(within.rest if within else plan, located, tiles, place.shelf), source.store, sink, jobs, advance)
+        totals = run(
+            steps_for(within.rest if within else plan, located, tiles, place.shelf), source.store, sink, jobs, advance, seals=seals
+        )
         if within:
             within.vouch(sink)
             totals.store_nbytes = within.nbytes

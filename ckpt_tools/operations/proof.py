@@ -10,14 +10,16 @@ from typing import NamedTuple
 
 from ckpt_tools.box import whole
 from ckpt_tools.catalog import Catalog, Chunk, Extent, replicas
-from ckpt_tools.checksum import hex64
+from ckpt_tools.checksum import crc32, hex64
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.formats import Source
+from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.manifest import of_source
 from ckpt_tools.plan import Plan, Slot, Target, TensorPlan, plan_copies
+from ckpt_tools.storage import read
 
 
 class Print(NamedTuple):
@@ -65,6 +67,23 @@ def prove_fingerprints(source: Source, prints: Mapping[str, Print], fingerprints
                 f"bytes were damaged since they were written: expected CRC-64 {hex64(sealed.crc64)}, got"
                 f" {hex64(fingerprints[name])} ({printable(sealed.fqn)!r} in {printable(source.path)})",
                 hint="nothing was written; try again in case the network did it, else restore the files or take another step",
+            )
+
+
+def prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
+    """Compares the CRC-32 in objects that are zips, as torch saves them: they are carried bit by bit, and damage would come along.
+
+    Raises:
+        IntegrityError: one is damaged.
+    """
+    extents = {catalog.objects[t.fqn].extent: t.fqn for t in plan.tensors if t.is_object and t.chunks[0].extent.nbytes}
+    for found in examine(source.store, list(extents)):
+        wrong = next((e for e in found.left if crc32(read(source.store, e.file, e.start, e.nbytes)) != e.crc32), None)
+        if found.problem or wrong:
+            what = found.problem or "is damaged: its CRC-32 is wrong"
+            raise IntegrityError(
+                f"{printable(extents[found.extent])!r} {what} ({catalog.where(found.extent.file)})",
+                hint="ckpt verify names everything; ckpt salvage writes what is whole",
             )
 
 

@@ -1,0 +1,87 @@
+"""The CRC-32 that a writer noted for a range of its file, against the bytes that are read of it.
+
+May import levels 0 to 2.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Mapping
+
+from ckpt_tools.catalog import Extent
+from ckpt_tools.checksum import crc32, join_crc32
+from ckpt_tools.engine.kernels import Bytes
+from ckpt_tools.errors import IntegrityError, printable
+from ckpt_tools.plan import Plan
+
+
+class Seals:
+    """Takes what is read, in any order and from several threads, and proves every range that was read in full."""
+
+    def __init__(self, owners: Mapping[Extent, str]) -> None:
+        """Takes the ranges to watch, with the names of the tensors that they belong to, for messages."""
+        self._owners = dict(owners)
+        self._sealed: dict[str, list[Extent]] = {}
+        for extent in self._owners:
+            self._sealed.setdefault(extent.file, []).append(extent)
+        for extents in self._sealed.values():
+            extents.sort()
+        self._starts = {file: [e.start for e in extents] for file, extents in self._sealed.items()}
+        self._pieces: dict[Extent, set[tuple[int, int, int]]] = {}
+        self._lock = threading.Lock()
+
+    def note(self, file: str, start: int, data: Bytes) -> None:
+        """Takes bytes of a file, if they lie in a range that is watched."""
+        number = bisect_right(self._starts.get(file, []), start) - 1
+        extent = self._sealed[file][number] if number >= 0 else None
+        if extent is not None and start + len(data) <= extent.start + extent.nbytes:
+            piece = (start, len(data), crc32(data.data))
+            with self._lock:
+                self._pieces.setdefault(extent, set()).add(piece)
+
+    def prove(self, crcs: Mapping[Extent, int]) -> int:
+        """Compares; returns how many ranges are proved. One that was read in part, or with gaps, is passed over.
+
+        Args:
+            crcs: CRC-32 of the ranges, as far as known.
+
+        Raises:
+            IntegrityError: bytes on disk are not what was written.
+        """
+        num_proved = 0
+        for extent, pieces in self._pieces.items():
+            ordered, end = sorted(pieces), extent.start
+            for start, nbytes, _ in ordered:
+                end = end + nbytes if start == end else -1
+            if extent not in crcs or end != extent.start + extent.nbytes:
+                continue
+            crc = join_crc32((crc, nbytes) for _, nbytes, crc in ordered)
+            if crc != crcs[extent]:
+                raise IntegrityError(
+                    f"bytes were damaged since they were written: expected CRC-32 {crcs[extent]:08x}, got {crc:08x}"
+                    f" ({printable(self._owners[extent])!r} in {printable(extent.file)}, bytes {extent.start}:{end})",
+                    hint="take an older step, restore the file, or save the rest: ckpt salvage",
+                )
+            num_proved += 1
+        return num_proved
+
+
+def read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> dict[Extent, str]:
+    """Returns the payloads that a plan reads in full, with the names of their tensors."""
+    whole: dict[Extent, str] = {}
+    for tensor in plan.tensors:
+        taken: dict[int, int] = {}
+        for copy in tensor.copies:
+            taken[copy.src] = taken.get(copy.src, 0) + copy.box.numel
+        for number, numel in taken.items():
+            extent = located.get(tensor.chunks[number].extent, tensor.chunks[number].extent)
+            if extent.strides is None and numel == tensor.chunks[number].box.numel:
+                whole[extent] = tensor.fqn
+    return whole
+
+
+def known_crcs(assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]) -> dict[Extent, int]:
+    """Returns the CRC-32 of payloads, as far as their writer noted it, by where they were assumed to be, and are."""
+    same = {assumed[at]: extent.crc32 for at, extent in found.items() if at in assumed and extent[:5] == assumed[at][:5]}
+    return {extent: crc for extent, crc in same.items() if crc is not None}
