@@ -227,8 +227,8 @@ def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
             else:
                 data = bytes(mutate(bytearray(rng.choice(pool)), rng, pool))
             shared[: len(data) + 8] = struct.pack("<Q", len(data)) + data
-            if number % 64 == 0:
-                faulthandler.dump_traceback_later(SECONDS, exit=True)  # 64 of them within the time of one
+            if number % (1 if name == "accelerate" else 64) == 0:
+                faulthandler.dump_traceback_later(SECONDS, exit=True)  # as a rule 64 of them within the time of one
             try:
                 _watch[0] = True
                 target(data)

@@ -60,8 +60,10 @@ def losses(directory: Path) -> list[float]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_option_has_the_losses_of_a_plain_loop(num_ranks: int, tmp_path: Path) -> None:
-    said = run(*command(num_ranks, tmp_path, script="strategies.py"))
     expected = [n for n, v in VARIANTS.items() if num_ranks >= v.min_ranks and not ("shard_size=2" in v.options and num_ranks % 2)]
+    if num_ranks == 4 and not os.environ.get("CKPT_LONG"):  # those that need four, and a third of the others
+        expected = [n for i, n in enumerate(expected) if n == "full" or VARIANTS[n].min_ranks == 4 or i % 3 == 0]
+    said = run(*command(num_ranks, tmp_path, *expected, script="strategies.py"))
     assert [line for line in said.splitlines() if line.startswith(("ok ", "FAILED "))] == [f"ok {name}" for name in expected]
     assert "memory, effects and collectives are as they should be" in said
 

@@ -1,0 +1,59 @@
+"""Proving and comparing: `python tests/benchmarks/trust.py DIR [--gb 4] [--runs 5]`; tables in Markdown.
+
+A checkpoint of 8 ranks, once as stock torch wrote it and once sealed: `ckpt verify` beside reading alone and beside a checksum
+of coreutils, from a warm and from a cold page cache; `ckpt diff` of it and its reshard to 4 ranks, beside stock torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+
+from compare import HERE, PYTHON, Contender, ckpt, race, torchrun
+
+STOCK = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+def read(path):
+    state = {}
+    _load_state_dict(state, storage_reader=dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return state
+def same(a, b):
+    return a.keys() == b.keys() and all(same(a[k], b[k]) if isinstance(a[k], dict) else torch.equal(a[k], b[k]) for k in a)
+assert same(read(sys.argv[1]), read(sys.argv[2]))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir", type=Path)
+    parser.add_argument("--gb", type=float, default=4.0)
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    args.dir.mkdir(parents=True, exist_ok=True)
+    stock, sealed, other = (args.dir / name for name in ("stock", "sealed", "other"))
+    if not stock.exists():
+        subprocess.run(torchrun(8, str(HERE / "make_input.py"), str(stock), "--gb", str(args.gb)), check=True, capture_output=True)
+        subprocess.run(["cp", "-r", str(stock), str(sealed)], check=True)
+        subprocess.run(ckpt("seal", sealed), check=True, capture_output=True)
+        subprocess.run(ckpt("reshard", sealed, other, "--to", 4), check=True, capture_output=True)
+    for cold in (None, args.dir):
+        contenders = [
+            Contender("`ckpt verify`, sealed", ckpt("verify", sealed)),
+            Contender("`ckpt verify`, as stock torch wrote it", ckpt("verify", stock)),
+            Contender("`cat`, to nowhere", ["sh", "-c", f"cat {sealed}/*.distcp | cat > /dev/null"]),
+            Contender("`sha256sum`", ["sh", "-c", f"sha256sum {sealed}/*.distcp"]),
+        ]
+        race(f"Proving {args.gb:g} GB, {'cold' if cold else 'warm'} page cache", contenders, args.runs, args.dir / "out", cold)
+    contenders = [
+        Contender("`ckpt diff`, by fingerprint", ckpt("diff", sealed, other)),
+        Contender("`ckpt diff --read-all`", ckpt("diff", sealed, other, "--read-all")),
+        Contender("stock torch: load both, `torch.equal`", [PYTHON, "-c", STOCK, str(sealed), str(other)]),
+    ]
+    race(f"Comparing {args.gb:g} GB of 8 ranks with its reshard to 4", contenders, args.runs, args.dir / "out")
+
+
+if __name__ == "__main__":
+    main()
