@@ -17,7 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
-from ckpt_tools import CheckpointError
+from ckpt_tools import CheckpointError, UnsafePickleError
+from ckpt_tools.formats import dcp_metadata
 from tests.test_remote import run_ckpt
 
 Change = Callable[[Any], object]
@@ -199,3 +200,39 @@ def test_a_zip_that_says_two_things_is_refused(kind: str, honest: Path, tmp_path
         with pytest.raises(CheckpointError):
             ckpt_tools.merge(path, tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists() or kind == "other local name"
+
+
+# what others' scanners were led past with, and what a checkpoint has no use for
+GLOBALS = """os.system posix.system nt.system subprocess.Popen subprocess.check_output builtins.eval builtins.exec builtins.compile builtins.open
+builtins.getattr builtins.__import__ builtins.globals builtins.bytearray importlib.import_module runpy._run_code runpy.run_path pydoc.locate pydoc.pipepager
+pkgutil.resolve_name operator.attrgetter operator.methodcaller functools.partial functools.reduce timeit.timeit timeit.main cProfile.run cProfile.runctx
+profile.Profile pdb.run bdb.Bdb trace.Trace doctest.debug_script code.InteractiveInterpreter codeop.compile_command idlelib.pyshell.ModifiedInterpreter
+idlelib.autocomplete.AutoComplete lib2to3.pgen2.grammar.Grammar ctypes.CDLL ctypes.util._findLib_gcc shutil.rmtree shutil.copy pathlib.Path.write_text
+socket.create_connection asyncio.unix_events._UnixSubprocessTransport multiprocessing.util.spawnv_passfds pty.spawn webbrowser.open smtplib.SMTP urllib.request.urlopen
+http.client.HTTPSConnection zipimport.zipimporter pickle.loads _pickle.loads dill.loads joblib.load torch.load torch.hub.load torch.jit.load torch.storage._load_from_bytes
+torch.utils.collect_env.run torch._dynamo.guards.GuardBuilder torch.fx.experimental.symbolic_shapes.ShapeEnv numpy.load numpy.testing._private.utils.runstring
+numpy.f2py.crackfortran.getlincoef types.CodeType types.FunctionType distutils.file_util.write_file venv.create ensurepip._run_pip logging.config._resolve
+tensorflow.io.read_file keras.utils.get_file sys.modules collections.OrderedDict.fromkeys torch.Size.__reduce__ torch.distributed.checkpoint.metadata.dataclass""".split()
+
+
+def asks(name: str, how: str) -> bytes:
+    """A pickle that asks for a global in one of the ways that there are."""
+    module, _, attribute = name.rpartition(".")
+    if how == "global":
+        return f"c{module}\n{attribute}\n".encode()
+    texts = [b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, attribute)]
+    if how == "by memo":
+        return b"".join(t + b"\x94" for t in texts) + b"]\x94h\x00h\x01\x93"
+    if how == "dotted":
+        top, _, rest = name.partition(".")
+        texts = [b"\x8c" + bytes([len(t)]) + t.encode() for t in (top, rest)]
+    return b"".join(texts) + b"\x93"
+
+
+@pytest.mark.parametrize("how", ["global", "by name", "by memo", "dotted"])
+@pytest.mark.parametrize("name", GLOBALS)
+def test_no_global_gets_past_the_list(name: str, how: str) -> None:
+    protocol = 2 if how == "global" else 4
+    for rest in (b")R.", b"\x8c\x04exit\x85R." if protocol == 4 else b"X\x04\x00\x00\x00exit\x85R.", b")\x81}b.", b"."):
+        with pytest.raises(UnsafePickleError, match="refused a pickle: it asks for"):
+            dcp_metadata.parse(b"\x80" + bytes([protocol]) + asks(name, how) + rest, "test")

@@ -241,6 +241,10 @@ class Verification:
                 unknown.add(found.extent.file)
             left |= {f"{e.file}:{e.start}": (e, found.extent) for e in found.left}
         crcs = self._crc32({key: record for key, (record, _) in left.items()})
+        wrong = {key: record for key, (record, _) in left.items() if crcs[key] != record.crc32}
+        if wrong and self.remote is not None:  # it may have happened on the way
+            self.store.close()
+            crcs = {**crcs, **self._crc32(wrong)}
         for key, (record, archive) in left.items():
             if crcs[key] != record.crc32:
                 what = f"is damaged: expected CRC-32 {record.crc32:08x}, got {crcs[key]:08x}"

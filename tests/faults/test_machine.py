@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools import CheckpointError
+from ckpt_tools.steps import damage, list_steps
 from tests.faults.test_faults import leftovers
 
 VERBS = {
@@ -165,3 +166,56 @@ def test_modes_follow_the_umask_and_what_is_private_stays_private(work: Path) ->
                 assert path.stat().st_mode & 0o777 == (directory if path.is_dir() else file), (path, mask)
             for path in work.glob("out*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+MORE = [("copy", "signal=SIGKILL"), ("seal", "signal=SIGKILL"), ("prune", "error=EIO")] if os.environ.get("CKPT_LONG") else []
+
+
+def prepare(verb: str, work: Path) -> list[str]:
+    """Makes the place for one run anew; returns its words."""
+    for path in work.glob("out*"):
+        shutil.rmtree(path)
+    for path in work.glob(".t*"):
+        shutil.rmtree(path)
+    for path in (work / "src").glob("ckpt.manifest.*"):
+        path.unlink()
+    if verb != "prune":
+        return VERBS[verb]
+    for step in (1, 2, 3):
+        ckpt_tools.reshard(work / "src", work / "out" / f"step-{step:08d}", to_ranks=1)
+    return ["prune", "out", "--keep-last", "1"]
+
+
+def is_sound(verb: str, work: Path) -> bool:
+    """Whether what is there is what was there before, or what was to be."""
+    if verb == "prune":
+        steps = list_steps(work / "out")
+        return steps[-1].number == 3 and all(damage(step) == "" for step in steps)
+    if verb == "copy":
+        return not (work / "out").exists() or ckpt_tools.diff(work / "src", work / "out").is_same
+    return ckpt_tools.verify(work / "src").problems == []
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize(("verb", "fault"), [("copy", "error=EIO"), ("seal", "error=EIO"), ("prune", "signal=SIGKILL"), *MORE])
+def test_a_fault_at_every_call_that_changes_the_disk(verb: str, fault: str, tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(300)}, "step": 1}, checkpoint_id=tmp_path / "src", no_dist=True)
+    hits = 0
+    for call in ("fsync", "renameat2", "rename", "pwrite64", "unlinkat,unlink", "mkdir", "rmdir"):
+        for number in range(1, 12):
+            words, trace = prepare(verb, tmp_path), tmp_path / "trace"
+            strace = ["strace", "-f", "-qq", "-o", str(trace), "-e", f"trace={call}", "-e", f"inject={call}:{fault}:when={number}"]
+            done = ckpt(tmp_path, *words, "-q", before=strace)
+            if "INJECTED" not in trace.read_text() and "SIGKILL" not in trace.read_text():
+                assert done.returncode == 0, (call, number, done.stderr)
+                break
+            hits += 1
+            assert is_sound(verb, tmp_path) and "Traceback" not in done.stderr, (call, number, done.stderr)
+            again = ckpt(tmp_path, *words, "-q")
+            assert again.returncode == {"seal": 13, "copy": 15}.get(verb, 0) or again.returncode == 0, (
+                call,
+                number,
+                again.stderr,
+            )  # it was done
+            assert is_sound(verb, tmp_path) and (again.returncode == 15 or not leftovers(tmp_path))
+    assert hits >= 4, hits
