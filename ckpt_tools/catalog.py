@@ -79,6 +79,7 @@ class Catalog:
         world_size: number of ranks that wrote it, None where the format does not tell.
         ranks: for each data file, the rank that wrote it, where the format tells.
         extras: what else the format keeps, as strings for people.
+        archives: zips that hold several entries each, as views of their records, so that some may share bytes.
     """
 
     format: str
@@ -89,6 +90,7 @@ class Catalog:
     world_size: int | None = None
     ranks: Mapping[str, int] = field(default_factory=dict)
     extras: Mapping[str, str] = field(default_factory=dict)
+    archives: tuple[Extent, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +134,8 @@ def flaws(catalog: Catalog) -> Iterator[Flaw]:
     for item in catalog.objects.values():
         if error := _check_extent(catalog, item.fqn, item.extent, 0):
             yield Flaw(item.fqn, item.extent.file, error)
-    yield from _overlaps(catalog)
+    if not catalog.archives:
+        yield from _overlaps(catalog)
 
 
 def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> CatalogError | None:

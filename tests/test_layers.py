@@ -34,6 +34,7 @@ LEVELS = [
         "formats.dcp",
         "formats.accelerate",
         "formats.safetensors",
+        "formats.torch_save",
         "formats",
     ],
     [

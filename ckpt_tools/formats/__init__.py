@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check
 from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
-from ckpt_tools.formats import accelerate, dcp, safetensors
+from ckpt_tools.formats import accelerate, dcp, safetensors, torch_save
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url
 
@@ -33,7 +33,7 @@ __all__ = [
     "whole_tensor",
 ]
 
-FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors)
+FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors, torch_save)
 _SEARCH_DEPTH = 3
 _MAX_SEEN = 10_000
 _MAX_LISTED = 300  # folders a level, where each costs a request
@@ -168,12 +168,15 @@ def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, st
 def _file_format(path: str, name: str) -> Format:
     if path.endswith(".safetensors") or name.endswith(".safetensors"):
         return safetensors
+    if name.endswith(torch_save.SUFFIXES):
+        return torch_save
     if name == ".metadata" or name.endswith(".distcp"):
         raise NotACheckpointError(
             f"a part of a checkpoint: {printable(path)}", hint=f"give the directory: {path.rpartition('/')[0] or '.'}"
         )
     raise NotACheckpointError(
-        f"not a checkpoint: {printable(path)}; looked for *.safetensors, or a directory with " + " or ".join(f.LOOKS_FOR for f in FORMATS)
+        f"not a checkpoint: {printable(path)}; looked for *.safetensors, *.pt, *.pth, *.bin, or a directory with "
+        + " or ".join(f.LOOKS_FOR for f in FORMATS[:3])
     )
 
 
@@ -222,8 +225,8 @@ def _nothing_found(root: Store) -> NotACheckpointError:
     hint = None
     if any(n.endswith(".distcp") for n in names):
         hint = ".distcp files without .metadata: the save was never finished, or .metadata was not copied along"
-    elif any(n.endswith((".pt", ".pth", ".bin")) for n in names):
-        hint = "torch.save files are not supported yet"
+    elif any(n.endswith(torch_save.SUFFIXES) for n in names):
+        hint = "give the path of a torch.save file itself"
     return NotACheckpointError(
         f"not a checkpoint: {printable(root.url)} holds {inside}; looked for "
         + " or ".join(f.LOOKS_FOR for f in FORMATS)

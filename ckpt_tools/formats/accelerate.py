@@ -35,7 +35,7 @@ def read_catalog(store: Store) -> Catalog:
     """Reads the metadata of every part; see `Format.read_catalog`."""
     files = store.list_files(below=True)
     folders = sorted({name.partition("/")[0] for name in files if name.endswith("/.metadata")})
-    joined: dict[str, dict[str, Any]] = {"tensors": {}, "objects": {}, "paths": {}, "file_sizes": {}, "ranks": {}}
+    joined: dict[str, Any] = {"tensors": {}, "objects": {}, "paths": {}, "file_sizes": {}, "ranks": {}}
     world_size = 0
     for folder in folders:
         match = _PART.fullmatch(folder)
@@ -55,7 +55,8 @@ def read_catalog(store: Store) -> Catalog:
             table |= getattr(moved, name)
         world_size = max(world_size, part.world_size or 0)
     others = sorted(name for name in files if "/" not in name)
-    return Catalog(NAME, **joined, world_size=world_size, extras={"beside": ", ".join(map(printable, others))} if others else {})
+    extras = {"beside": ", ".join(map(printable, others))} if others else {}
+    return Catalog(NAME, **joined, world_size=world_size, extras=extras)
 
 
 def lay_out(request: Request) -> Target:

@@ -30,6 +30,7 @@ END64 = struct.Struct("<4sQ2H2I4Q")
 _HEAD_BYTES = _TAIL_BYTES = 1536
 _GAP_BYTES, _WINDOW_BYTES = 4096, 4 << 20
 _AHEAD_WINDOWS = 1024
+_MAX_CUT = 64 << 20  # a directory of a million records
 _ALIGNMENT = 64
 HUGE = 0xFFFFFFFF
 _CRC_AT = 16
@@ -144,7 +145,7 @@ def cut(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> byt
     """Returns bytes of an archive, from its head where they are there."""
     if stop <= len(head):
         return head[start:stop]
-    if not 0 <= start <= stop <= extent.nbytes or stop - start > 1 << 20:
+    if not 0 <= start <= stop <= extent.nbytes or stop - start > _MAX_CUT:
         raise FormatError(f"a record lies outside its archive: {start}:{stop} of {extent.nbytes} bytes")
     buffer = bytearray(stop - start)
     store.read_into(extent.file, extent.start + start, memoryview(buffer))
@@ -180,7 +181,7 @@ def read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str,
         if end64[0] != b"PK\x06\x06":
             raise FormatError("a zip64 directory is missing")
         count, nbytes, start = end64[7], end64[8], end64[9]
-    if start + nbytes > extent.nbytes or nbytes > 1 << 20:
+    if start + nbytes > extent.nbytes or nbytes > _MAX_CUT:
         raise FormatError(f"a zip directory lies outside its archive: {start}:{start + nbytes} of {extent.nbytes} bytes")
     at = start - (extent.nbytes - len(tail))
     data = tail[at : at + nbytes] if at >= 0 else cut(store, extent, b"", start, start + nbytes)

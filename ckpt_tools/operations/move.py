@@ -28,7 +28,7 @@ from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printab
 from ckpt_tools.formats import Request, Source
 from ckpt_tools.formats.base import Format
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
-from ckpt_tools.operations.proof import prove_fingerprints, prove_objects, prove_replicas, sealed_prints
+from ckpt_tools.operations.proof import prove_copies, prove_fingerprints, sealed_prints
 from ckpt_tools.operations.within import Within, plan_within
 from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
 from ckpt_tools.storage import Shelf, is_url
@@ -163,8 +163,7 @@ def transfer(
     if is_dry_run:
         return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, *tiles))), files)
     dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
-    prove_replicas(source, catalog, plan, located, jobs, tiles)
-    prove_objects(source, catalog, plan)
+    prove_copies(source, catalog, plan, located, jobs, tiles)
     prints = sealed_prints(source, catalog, plan)
     bar = options.get("progress") or (no_bar)
     single = next(iter(layout.file_sizes)) if layout.index is None else ""

@@ -70,12 +70,18 @@ def prove_fingerprints(source: Source, prints: Mapping[str, Print], fingerprints
             )
 
 
-def prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
-    """Compares the CRC-32 in objects that are zips, as torch saves them: they are carried bit by bit, and damage would come along.
+def prove_copies(source: Source, catalog: Catalog, plan: Plan, located: Mapping[Extent, Extent], jobs: int, tiles: tuple[int, int]) -> None:
+    """Proves, before anything is written, what would be carried without another look: replicas and objects.
 
     Raises:
-        IntegrityError: one is damaged.
+        IntegrityError: two replicas hold different bytes, or an object is damaged; its name and files are told.
     """
+    _prove_replicas(source, catalog, plan, located, jobs, tiles)
+    _prove_objects(source, catalog, plan)
+
+
+def _prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
+    """Compares the CRC-32 in objects that are zips, as torch saves them: they are carried bit by bit, and damage would come along."""
     extents = {catalog.objects[t.fqn].extent: t.fqn for t in plan.tensors if t.is_object and t.chunks[0].extent.nbytes}
     for found in examine(source.store, list(extents)):
         wrong = next((e for e in found.left if crc32(read(source.store, e.file, e.start, e.nbytes)) != e.crc32), None)
@@ -87,14 +93,10 @@ def prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
             )
 
 
-def prove_replicas(
+def _prove_replicas(
     source: Source, catalog: Catalog, plan: Plan, located: Mapping[Extent, Extent], jobs: int, tiles: tuple[int, int]
 ) -> None:
-    """Reads every copy of what several ranks saved, and refuses copies that differ.
-
-    Raises:
-        IntegrityError: two replicas hold different bytes; tensor and files are named.
-    """
+    """Reads every copy of what several ranks saved, and refuses copies that differ."""
     probes: list[TensorPlan] = []
     groups: list[tuple[str, list[Chunk]]] = []
     for tensor in plan.tensors:

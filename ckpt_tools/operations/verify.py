@@ -228,15 +228,16 @@ class Verification:
 
     def _examine(self, files: set[str]) -> tuple[list[Problem], list[str]]:
         """Compares the CRC-32 of every record of the archives in some files."""
+        assert self.catalog is not None
         owners = {extent: fqn for fqn, extent in self._items() if extent.file in files}
-        unknown: set[str] = set()
+        shared = [e for e in self.catalog.archives if e.file in files]
+        alone = [e for e, fqn in owners.items() if e.packing != RAW or self._is_object(fqn)]
+        unknown = {e.file for e, fqn in owners.items() if e.packing == RAW and not self._is_object(fqn)} - {e.file for e in shared}
         problems: list[Problem] = []
         left: dict[str, tuple[Extent, Extent]] = {}
-        archives = [e for e, fqn in owners.items() if e.packing != RAW or self._is_object(fqn)]
-        unknown.update(e.file for e, fqn in owners.items() if e.packing == RAW and not self._is_object(fqn))
-        for found in examine(self.store, archives):
+        for found in examine(self.store, alone + shared):
             if found.problem:
-                problems.append(self._problem(found.extent.file, found.problem, owners[found.extent], found.extent))
+                problems += self._of_entries(found.problem, found.extent, found.extent)
             if not found.is_sealed:
                 unknown.add(found.extent.file)
             left |= {f"{e.file}:{e.start}": (e, found.extent) for e in found.left}
@@ -245,11 +246,16 @@ class Verification:
         if wrong and self.remote is not None:  # it may have happened on the way
             self.store.close()
             crcs = {**crcs, **self._crc32(wrong)}
-        for key, (record, archive) in left.items():
+        for key, record in wrong.items():
             if crcs[key] != record.crc32:
                 what = f"is damaged: expected CRC-32 {record.crc32:08x}, got {crcs[key]:08x}"
-                problems.append(self._problem(record.file, what, owners[archive], record))
+                problems += self._of_entries(what, record, left[key][1])
         return problems, sorted(unknown)
+
+    def _of_entries(self, what: str, where: Extent, archive: Extent) -> list[Problem]:
+        """Returns a problem for each entry that lies in a damaged range, or in the archive if it is its own; else for the file."""
+        names = [fqn for fqn, e in self._items() if e == archive or (e.packing == RAW and where != archive and _is_part(e, where))]
+        return [self._problem(where.file, what, fqn, where) for fqn in names or [""]]
 
     def _items(self) -> Iterable[tuple[str, Extent]]:
         """Yields every extent that lies in its file, with the entry that it belongs to."""
@@ -295,3 +301,7 @@ def _is_raw(tensor: TensorEntry) -> bool:
 
 def _is_within(extent: Extent, sizes: Mapping[str, int]) -> bool:
     return extent.nbytes > 0 <= extent.start and extent.start + extent.nbytes <= sizes.get(extent.file, -1)
+
+
+def _is_part(extent: Extent, record: Extent) -> bool:
+    return extent.file == record.file and record.start <= extent.start < record.start + record.nbytes

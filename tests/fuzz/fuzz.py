@@ -35,7 +35,7 @@ from ckpt_tools.catalog import TORCH_ZIP, Extent, check
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import dcp as distributed
-from ckpt_tools.formats import safetensors, torch_zip, zip_check
+from ckpt_tools.formats import safetensors, torch_save, torch_zip, zip_check
 from ckpt_tools.manifest import parse as parse_manifest
 from ckpt_tools.storage import MemoryStore, is_url
 from ckpt_tools.storage.base import check_path
@@ -114,6 +114,14 @@ def item(data: bytes) -> object:
     return list(torch_zip.locate(store, [torch_zip.Item(extent, BY_NAME["float32"], (3, 4))]))
 
 
+def file(data: bytes) -> object:
+    store = MemoryStore({"f.pt": data})
+    catalog = torch_save.read_catalog(store)
+    check(catalog)
+    list(zip_check.examine(store, catalog.archives))
+    return catalog
+
+
 def header(data: bytes) -> object:
     catalog = safetensors.read_catalog(MemoryStore({"model.safetensors": data}))
     check(catalog)
@@ -145,9 +153,13 @@ def seeds(name: str) -> list[bytes]:
     files = _checkpoint()
     if name == "metadata":
         return [files[".metadata"], *(pickle.dumps(pickle.loads(files[".metadata"]), protocol) for protocol in (2, 3, 5))]
-    if name == "item":
+    if name in ("item", "file"):
         buffers = []
-        for value in (torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(4, 3).t(), {"a": 1}):
+        for value in (
+            torch.arange(12.0).reshape(3, 4),
+            torch.arange(12.0).reshape(4, 3).t(),
+            {"a": 1, "b": [torch.ones(3).t(), {"c": torch.zeros(0)}]},
+        ):
             buffers.append(io.BytesIO())
             torch.save(value, buffers[-1])
         return [b.getvalue() for b in buffers]
@@ -172,7 +184,7 @@ def seeds(name: str) -> list[bytes]:
 
 
 TARGETS: dict[str, Callable[[bytes], object]] = {
-    "metadata": metadata, "item": item, "header": header, "index": index, "manifest": manifest, "url": url, "accelerate": accelerate,
+    "metadata": metadata, "item": item, "file": file, "header": header, "index": index, "manifest": manifest, "url": url, "accelerate": accelerate,
 }  # fmt: skip
 
 

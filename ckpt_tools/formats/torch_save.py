@@ -1,0 +1,242 @@
+"""`torch.save` files: one zip of a (nested) state dict, `.pt`, `.pth` or `.bin`; or Hugging Face's `.bin` shards with an index.
+
+`data.pkl` tells how tensors lie in storages, each of which is a record of the zip; so a tensor is a range of bytes here too, a
+view of a shared storage included. What in a state dict is no tensor stays where it is and is only counted. Types that this
+reader does not know become inert stand-ins: nothing of them runs. May import levels 0 to 2 and the parts of formats before it.
+
+Source: torch 2.13 `torch/serialization.py`, `torch/_utils.py`; confirmed on files that it wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ckpt_tools.box import row_major_strides, whole
+from ckpt_tools.catalog import RAW, TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
+from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.formats.base import Request
+from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, read_directory
+from ckpt_tools.formats.unpickle import load
+from ckpt_tools.plan import Target
+from ckpt_tools.storage import Store, check_path, read
+
+NAME = "torch_save"
+INDEX = "pytorch_model.bin.index.json"
+LOOKS_FOR = "*.pt, *.pth, *.bin"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_MAX_PICKLE_BYTES, _MAX_NODES, _MAX_DEPTH = 256 << 20, 10_000_000, 64
+_TAIL_BYTES = 1536
+
+
+class _Storage(NamedTuple):
+    key: str
+    dtype: DType | None
+    numel: int
+
+
+class _View(NamedTuple):
+    """A tensor as the pickle has it: elements of a storage."""
+
+    storage: _Storage
+    dtype: DType
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Table(dict[Any, Any]):
+    """An OrderedDict that takes attributes, as state dicts have them."""
+
+
+def recognise(files: Mapping[str, int]) -> bool:
+    """Tells whether the index of `.bin` shards, or `pytorch_model.bin` alone, is among the files."""
+    return INDEX in files or "pytorch_model.bin" in files
+
+
+def read_catalog(store: Store) -> Catalog:
+    """Reads `data.pkl` and the zip's directory of every file; see `Format.read_catalog`."""
+    files = store.list_files()
+    names = _shards(store) if INDEX in files else [n for n in files if n.endswith(SUFFIXES)][:1]
+    tensors: dict[str, TensorEntry] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    sizes: dict[str, int] = {}
+    others: Counter[str] = Counter()
+    for name in names:
+        sizes[name] = store.size(name)
+        for path, entry in _read_file(store, name, sizes[name], others):
+            if entry.fqn in tensors:
+                raise FormatError(f"two tensors have one name: {printable(entry.fqn)!r} ({printable(name)})")
+            tensors[entry.fqn], paths[entry.fqn] = entry, path
+    beside = ", ".join(f"{printable(kind)} ({count:,})" for kind, count in others.most_common(8))
+    is_nested = any(len(path) > 1 for path in paths.values())
+    archives = tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items())
+    extras = {"other values": beside} if beside else {}
+    return Catalog(NAME, tensors, {}, paths if is_nested else {}, sizes, extras=extras, archives=archives)
+
+
+def _shards(store: Store) -> list[str]:
+    try:
+        weight_map = json.loads(read(store, INDEX))["weight_map"]
+        return sorted({check_path(name, INDEX) for name in weight_map.values()})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError(f"a malformed index: {printable(str(error))} ({INDEX})") from error
+
+
+def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    """Nothing is packed; see `Format.locate`."""
+    del store, tensors
+    return {}
+
+
+def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    """Nothing is packed; see `Format.guess`."""
+    del tensors
+    return {}
+
+
+def lay_out(request: Request) -> Target:
+    """See `Format.lay_out`; not yet."""
+    del request
+    raise PlanError("torch.save files are not written yet")
+
+
+# ---- one file ------------------------------------------------------------------------------------------------------------
+
+
+def _read_file(store: Store, name: str, size: int, others: Counter[str]) -> Iterator[tuple[tuple[str | int, ...], TensorEntry]]:
+    where, extent = printable(name), Extent(name, 0, size)
+    head = read(store, name, 0, min(2, size))
+    if head != b"PK":
+        hint = "files of torch before 1.6 are no zips: load and save it again with torch, if you trust it" if head[:1] == b"\x80" else None
+        raise FormatError(f"not a torch.save archive: {where} begins with {head!r}", hint=hint)
+    tail = min(size, _TAIL_BYTES)
+    try:
+        records, directory = read_directory(store, extent, read(store, name, size - tail, tail))
+    except struct.error as error:
+        raise FormatError(f"a zip is truncated ({where})") from error
+    if "data.pkl" not in records:
+        raise FormatError(f"not a torch.save archive: {where} has no data.pkl", hint="TorchScript and torch.export files are programs")
+    if records["data.pkl"].nbytes > _MAX_PICKLE_BYTES:
+        raise FormatError(f"a pickle is too long: {records['data.pkl'].nbytes} bytes ({where})")
+    at = _start(store, name, records["data.pkl"], size)
+    root = _unpickle(read(store, name, at, records["data.pkl"].nbytes), where, others)
+    views = list(_tensors(root, where, others))
+    used = {f"data/{view.storage.key}" for _, view in views}
+    missing = sorted(used - records.keys())
+    if missing:
+        raise FormatError(f"a storage is missing: {printable(missing[0])} ({where})")
+    store.will_read((name, records[key].header, LOCAL.size) for key in used)
+    places = {key: (_start(store, name, records[key], size), records[key]) for key in sorted(used, key=lambda k: records[k].header)}
+    for path, view in views:
+        start, record = places[f"data/{view.storage.key}"]
+        (crc,) = struct.unpack_from("<I", directory, record.crc_at)
+        yield path, _entry(name, path, view, start, record.nbytes, crc)
+
+
+def _start(store: Store, name: str, record: Record, size: int) -> int:
+    """Returns where a record's data begins, from its local header."""
+    if not 0 <= record.header <= size - LOCAL.size:
+        raise FormatError(f"a record stands where none belongs: at byte {record.header} ({printable(name)})")
+    start = record.header + data_start(read(store, name, record.header, LOCAL.size), Record(0, record.nbytes, 0))
+    if start + record.nbytes > size:
+        raise FormatError(f"a record runs past its file: {start + record.nbytes} of {size} bytes ({printable(name)})")
+    return start
+
+
+def _entry(file: str, path: tuple[str | int, ...], view: _View, start: int, nbytes: int, crc: int) -> TensorEntry:
+    fqn, itemsize, numel = ".".join(map(str, path)) or "tensor", view.dtype.itemsize, math.prod(view.sizes)
+    last = view.offset + sum((n - 1) * s for n, s in zip(view.sizes, view.strides, strict=True)) if numel else view.offset - 1
+    if (last + 1) * itemsize > nbytes:
+        raise FormatError(f"a tensor exceeds its storage: {printable(fqn)!r}, element {last} of {nbytes // itemsize} ({printable(file)})")
+    is_flat = all(n == 1 or s == r for n, s, r in zip(view.sizes, view.strides, row_major_strides(view.sizes), strict=True))
+    count = (last + 1 - view.offset) * itemsize
+    known = crc if crc and is_flat and count == nbytes else None
+    extent = Extent(file, start + view.offset * itemsize, count, RAW, None if is_flat or not numel else view.strides, known)
+    return TensorEntry(fqn, view.dtype, view.sizes, (Chunk(whole(view.sizes), extent),))
+
+
+# ---- data.pkl ------------------------------------------------------------------------------------------------------------
+
+
+class _Globals(dict[tuple[str, str], Any]):
+    """The allow-list; what is not in it becomes a stand-in that takes anything and does nothing."""
+
+    def __init__(self, others: Counter[str]) -> None:
+        super().__init__({("torch", name): d for name, d in BY_STORAGE_CLASS.items()} | {("torch", name): d for name, d in BY_NAME.items()})
+        self._others = others
+        for module in ("torch", "torch.storage"):
+            self[module, "UntypedStorage"] = self[module, "TypedStorage"] = None
+        self["collections", "OrderedDict"] = _table_type()
+        self["torch", "Size"] = tuple
+        self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
+        self["torch._utils", "_rebuild_tensor_v3"] = lambda *args: _rebuild(*args[:6], dtype=args[6])
+        self["torch._utils", "_rebuild_parameter"] = lambda tensor, *_: tensor
+        self["torch._utils", "_rebuild_parameter_with_state"] = lambda tensor, *_: tensor
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        self._others[".".join(key)] += 0
+        return type("Foreign", (_Foreign,), {})
+
+
+class _Foreign:
+    """Stands in for a type that this reader does not know."""
+
+    def __new__(cls, *args: object) -> _Foreign:
+        del args
+        return object.__new__(cls)
+
+    def __init__(self, *args: object) -> None:
+        del args
+
+    def __setstate__(self, state: object) -> None:
+        del state
+
+
+def _table_type() -> type:
+    return type("OrderedDict", (_Table,), {})  # anew: a hostile pickle can set attributes on it
+
+
+def _rebuild(storage: object, offset: object, sizes: object, strides: object, *_: object, dtype: object = None) -> _View:
+    found = dtype if dtype is not None else storage.dtype if isinstance(storage, _Storage) else None
+    if not isinstance(storage, _Storage) or not isinstance(found, DType):
+        raise TypeError("not a tensor's storage")
+    if type(offset) is not int or not isinstance(sizes, tuple) or not isinstance(strides, tuple) or not len(sizes) == len(strides) <= 64:
+        raise ValueError("not a tensor's shape")
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, *sizes, *strides)):
+        raise ValueError("not a tensor's numbers")
+    return _View(storage, found, offset, tuple(sizes), tuple(strides))
+
+
+def _persistent(pid: object) -> _Storage:
+    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or type(pid[2]) is not str or type(pid[4]) is not int:
+        raise ValueError("not a storage")
+    return _Storage(pid[2], pid[1] if isinstance(pid[1], DType) else None, pid[4])
+
+
+def _unpickle(data: bytes, where: str, others: Counter[str]) -> object:
+    return load(data, _Globals(others), f"data.pkl in {where}", persistent_load=_persistent)
+
+
+def _tensors(root: object, where: str, others: Counter[str]) -> Iterator[tuple[tuple[str | int, ...], _View]]:
+    """Yields the tensors of nested dicts and lists with the keys on the way; counts all else by its type."""
+    waiting: list[tuple[tuple[str | int, ...], object]] = [((), root)]
+    seen = 0
+    while waiting:
+        path, value = waiting.pop()
+        seen += 1
+        if seen > _MAX_NODES or len(path) > _MAX_DEPTH:
+            raise FormatError(f"a state dict is too large or too deep: {seen:,} entries, {len(path)} levels ({where})")
+        if isinstance(value, _View):
+            yield path, value
+        elif isinstance(value, dict):
+            waiting += [((*path, key), item) for key, item in reversed(value.items()) if isinstance(key, (str, int))]
+        elif isinstance(value, (list, tuple)) and not isinstance(value, _Storage):
+            waiting += [((*path, number), item) for number, item in reversed(list(enumerate(value)))]
+        else:
+            others[type(value).__name__] += 1
