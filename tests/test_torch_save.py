@@ -107,6 +107,11 @@ def test_shards_with_an_index_are_one_checkpoint(tmp_path: Path) -> None:
         ckpt_tools.inspect(tmp_path)
 
 
+def test_what_holds_no_tensor_of_a_known_type_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"no tensors of a type that is known here, but argparse\.Namespace"):
+        ckpt_tools.inspect(save(tmp_path / "x.pt", {"args": argparse.Namespace(w=torch.ones(3))}))
+
+
 def test_what_is_no_zip_is_refused_with_advice(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     done = run_ckpt("inspect", tmp_path / "old.pt")

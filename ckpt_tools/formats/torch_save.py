@@ -73,7 +73,13 @@ def read_catalog(store: Store) -> Catalog:
             if entry.fqn in tensors:
                 raise FormatError(f"two tensors have one name: {printable(entry.fqn)!r} ({printable(name)})")
             tensors[entry.fqn], paths[entry.fqn] = entry, path
-    beside = ", ".join(f"{printable(kind)} ({count:,})" for kind, count in others.most_common(8))
+    unknown = [printable(kind) for kind in others if "." in kind]
+    if unknown and not tensors:
+        raise FormatError(
+            f"no tensors of a type that is known here, but {', '.join(unknown[:5])} ({', '.join(map(printable, names))})",
+            hint="files of one rank, with DTensors or FlatParameters inside, are not read yet",
+        )
+    beside = ", ".join(f"{printable(kind)} ({count:,})" if count else printable(kind) for kind, count in others.most_common(8))
     is_nested = any(len(path) > 1 for path in paths.values())
     archives = tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items())
     extras = {"other values": beside} if beside else {}
