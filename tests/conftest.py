@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from tests.jobs import torchrun_command
 from tests.servers import servers
 from tests.servers.servers import Server
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would the processes of these tests
 HERE = Path(__file__).parent
 ALL_CASES = "adamw sgd hsdp tp columns dtypes strided names fsdp1 compiled titan flat headless local differ"
 CASES = {8: ALL_CASES, 4: "adamw columns tp hsdp", 3: "adamw columns", 1: "adamw columns", 16: "adamw columns"}

@@ -35,6 +35,7 @@ LEVELS = [
         "formats.accelerate",
         "formats.safetensors",
         "formats.torch_save",
+        "formats.per_rank",
         "formats",
     ],
     [

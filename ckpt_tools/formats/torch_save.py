@@ -32,6 +32,7 @@ LOOKS_FOR = "*.pt, *.pth, *.bin"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _MAX_PICKLE_BYTES, _MAX_NODES, _MAX_DEPTH = 256 << 20, 10_000_000, 64
 _TAIL_BYTES = 1536
+_ALL_RANKS = "give the directory with the files of all ranks, named …rank_0.pt, …rank_1.pt and so on"
 
 
 class _Storage(NamedTuple):
@@ -48,6 +49,32 @@ class _View(NamedTuple):
     offset: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+class Kept:
+    """An object of torch's own as the pickle has it: what it was made from, and its state."""
+
+    state: Mapping[str, Any]
+    args: tuple[object, ...]
+
+    def __new__(cls, *args: object) -> Kept:
+        made = object.__new__(cls)
+        made.args, made.state = args, {}
+        return made
+
+    def __init__(self, *args: object) -> None:
+        del args
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state if isinstance(state, dict) else {}
+
+
+class Sharded(NamedTuple):
+    """A rank's part of a DTensor: its elements, the shape of the whole, and its spec."""
+
+    local: _View
+    shape: tuple[int, ...]
+    spec: Kept
 
 
 class _Table(dict[Any, Any]):
@@ -69,15 +96,18 @@ def read_catalog(store: Store) -> Catalog:
     others: Counter[str] = Counter()
     for name in names:
         sizes[name] = store.size(name)
-        for path, entry in _read_file(store, name, sizes[name], others):
-            if entry.fqn in tensors:
-                raise FormatError(f"two tensors have one name: {printable(entry.fqn)!r} ({printable(name)})")
-            tensors[entry.fqn], paths[entry.fqn] = entry, path
+        for path, value, extent in read_tensors(store, name, sizes[name], others):
+            fqn = join(path)
+            if fqn in tensors:
+                raise FormatError(f"two tensors have one name: {printable(fqn)!r} ({printable(name)})")
+            if isinstance(value, Sharded):
+                raise FormatError(f"a part of a tensor, as one rank has it: {printable(fqn)!r} ({printable(name)})", hint=_ALL_RANKS)
+            tensors[fqn], paths[fqn] = TensorEntry(fqn, value.dtype, value.sizes, (Chunk(whole(value.sizes), extent),)), path
     unknown = [printable(kind) for kind in others if "." in kind]
     if unknown and not tensors:
         raise FormatError(
             f"no tensors of a type that is known here, but {', '.join(unknown[:5])} ({', '.join(map(printable, names))})",
-            hint="files of one rank, with DTensors or FlatParameters inside, are not read yet",
+            hint="files of one rank with FlatParameters or ShardedTensors inside are not read yet",
         )
     beside = ", ".join(f"{printable(kind)} ({count:,})" if count else printable(kind) for kind, count in others.most_common(8))
     is_nested = any(len(path) > 1 for path in paths.values())
@@ -115,7 +145,26 @@ def lay_out(request: Request) -> Target:
 # ---- one file ------------------------------------------------------------------------------------------------------------
 
 
-def _read_file(store: Store, name: str, size: int, others: Counter[str]) -> Iterator[tuple[tuple[str | int, ...], TensorEntry]]:
+Path = tuple[str | int, ...]
+
+
+def join(path: Path) -> str:
+    """Returns the name of what stands at the end of a path of keys."""
+    return ".".join(map(str, path)) or "tensor"
+
+
+def read_tensors(store: Store, name: str, size: int, others: Counter[str]) -> Iterator[tuple[Path, _View | Sharded, Extent]]:
+    """Yields the tensors of a file: the keys on the way, what the pickle says, and where its bytes lie.
+
+    Args:
+        store: where the file is.
+        name: its name.
+        size: its bytes.
+        others: counts what is no tensor, by type.
+
+    Raises:
+        FormatError: it is no `torch.save` file, or malformed.
+    """
     where, extent = printable(name), Extent(name, 0, size)
     head = read(store, name, 0, min(2, size))
     if head != b"PK":
@@ -133,16 +182,20 @@ def _read_file(store: Store, name: str, size: int, others: Counter[str]) -> Iter
     at = _start(store, name, records["data.pkl"], size)
     root = _unpickle(read(store, name, at, records["data.pkl"].nbytes), where, others)
     views = list(_tensors(root, where, others))
-    used = {f"data/{view.storage.key}" for _, view in views}
+    used = {f"data/{_local(value).storage.key}" for _, value in views}
     missing = sorted(used - records.keys())
     if missing:
         raise FormatError(f"a storage is missing: {printable(missing[0])} ({where})")
     store.will_read((name, records[key].header, LOCAL.size) for key in used)
     places = {key: (_start(store, name, records[key], size), records[key]) for key in sorted(used, key=lambda k: records[k].header)}
-    for path, view in views:
-        start, record = places[f"data/{view.storage.key}"]
+    for path, value in views:
+        start, record = places[f"data/{_local(value).storage.key}"]
         (crc,) = struct.unpack_from("<I", directory, record.crc_at)
-        yield path, _entry(name, path, view, start, record.nbytes, crc)
+        yield path, value, _extent(name, join(path), _local(value), start, record.nbytes, crc)
+
+
+def _local(value: _View | Sharded) -> _View:
+    return value.local if isinstance(value, Sharded) else value
 
 
 def _start(store: Store, name: str, record: Record, size: int) -> int:
@@ -155,16 +208,15 @@ def _start(store: Store, name: str, record: Record, size: int) -> int:
     return start
 
 
-def _entry(file: str, path: tuple[str | int, ...], view: _View, start: int, nbytes: int, crc: int) -> TensorEntry:
-    fqn, itemsize, numel = ".".join(map(str, path)) or "tensor", view.dtype.itemsize, math.prod(view.sizes)
+def _extent(file: str, fqn: str, view: _View, start: int, nbytes: int, crc: int) -> Extent:
+    itemsize, numel = view.dtype.itemsize, math.prod(view.sizes)
     last = view.offset + sum((n - 1) * s for n, s in zip(view.sizes, view.strides, strict=True)) if numel else view.offset - 1
     if (last + 1) * itemsize > nbytes:
         raise FormatError(f"a tensor exceeds its storage: {printable(fqn)!r}, element {last} of {nbytes // itemsize} ({printable(file)})")
     is_flat = all(n == 1 or s == r for n, s, r in zip(view.sizes, view.strides, row_major_strides(view.sizes), strict=True))
     count = (last + 1 - view.offset) * itemsize
     known = crc if crc and is_flat and count == nbytes else None
-    extent = Extent(file, start + view.offset * itemsize, count, RAW, None if is_flat or not numel else view.strides, known)
-    return TensorEntry(fqn, view.dtype, view.sizes, (Chunk(whole(view.sizes), extent),))
+    return Extent(file, start + view.offset * itemsize, count, RAW, None if is_flat or not numel else view.strides, known)
 
 
 # ---- data.pkl ------------------------------------------------------------------------------------------------------------
@@ -182,6 +234,10 @@ class _Globals(dict[tuple[str, str], Any]):
         self["torch", "Size"] = tuple
         self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
         self["torch._utils", "_rebuild_tensor_v3"] = lambda *args: _rebuild(*args[:6], dtype=args[6])
+        self["torch.serialization", "_get_layout"] = self["torch", "device"] = lambda name: name
+        self["torch._utils", "_rebuild_wrapper_subclass"] = self["torch.distributed.tensor", "DTensor"] = None
+        self["torch._tensor", "_rebuild_from_type_v2"] = _rebuild_sharded
+        self |= {(module, name): type(name, (Kept,), {}) for module, names in _KEPT.items() for name in names.split()}
         self["torch._utils", "_rebuild_parameter"] = lambda tensor, *_: tensor
         self["torch._utils", "_rebuild_parameter_with_state"] = lambda tensor, *_: tensor
 
@@ -208,6 +264,26 @@ def _table_type() -> type:
     return type("OrderedDict", (_Table,), {})  # anew: a hostile pickle can set attributes on it
 
 
+_KEPT = {
+    "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
+    "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec ShardOrderEntry TensorMeta",
+    "torch.distributed.tensor.placement_types": "Shard _StridedShard Replicate Partial",
+}
+
+
+def _rebuild_sharded(function: object, kind: object, args: object, state: object) -> Sharded:
+    del function, kind
+    tables = [table for table in (state if isinstance(state, tuple) else (state,)) if isinstance(table, dict)]  # attributes, slots
+    spec, local = (next((t[name] for t in tables if name in t), None) for name in ("_spec", "_local_tensor"))
+    shape = args[2] if isinstance(args, tuple) and len(args) > 2 else None
+    if not isinstance(spec, Kept) or not isinstance(local, _View) or not isinstance(shape, tuple):
+        raise TypeError("not a DTensor")
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or len(shape) > 64:
+        raise ValueError("not a DTensor's shape")
+    return Sharded(local, tuple(shape), spec)
+
+
 def _rebuild(storage: object, offset: object, sizes: object, strides: object, *_: object, dtype: object = None) -> _View:
     found = dtype if dtype is not None else storage.dtype if isinstance(storage, _Storage) else None
     if not isinstance(storage, _Storage) or not isinstance(found, DType):
@@ -229,7 +305,7 @@ def _unpickle(data: bytes, where: str, others: Counter[str]) -> object:
     return load(data, _Globals(others), f"data.pkl in {where}", persistent_load=_persistent)
 
 
-def _tensors(root: object, where: str, others: Counter[str]) -> Iterator[tuple[tuple[str | int, ...], _View]]:
+def _tensors(root: object, where: str, others: Counter[str]) -> Iterator[tuple[Path, _View | Sharded]]:
     """Yields the tensors of nested dicts and lists with the keys on the way; counts all else by its type."""
     waiting: list[tuple[tuple[str | int, ...], object]] = [((), root)]
     seen = 0
@@ -238,7 +314,7 @@ def _tensors(root: object, where: str, others: Counter[str]) -> Iterator[tuple[t
         seen += 1
         if seen > _MAX_NODES or len(path) > _MAX_DEPTH:
             raise FormatError(f"a state dict is too large or too deep: {seen:,} entries, {len(path)} levels ({where})")
-        if isinstance(value, _View):
+        if isinstance(value, (_View, Sharded)):
             yield path, value
         elif isinstance(value, dict):
             waiting += [((*path, key), item) for key, item in reversed(value.items()) if isinstance(key, (str, int))]

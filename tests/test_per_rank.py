@@ -1,0 +1,64 @@
+"""One file a rank, written by real jobs, read as one checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools import CatalogError, CheckpointError, FormatError, IntegrityError
+from tests.conftest import torchrun
+from tests.test_verify import flip
+
+CASES = ("fsdp", "tp", "hsdp")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("per_rank")
+    torchrun(4, "per_rank.py", str(out))
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_of_all_ranks_are_the_whole(case: str, ranks: Path, tmp_path: Path) -> None:
+    want = torch.load(ranks / f"{case}.pt")
+    report = ckpt_tools.inspect(ranks / case)
+    assert (report.format, report.world_size) == ("per_rank", 4) and ckpt_tools.verify(ranks / case).problems == []
+    ckpt_tools.merge(ranks / case, tmp_path / "m.safetensors")
+    got = load_file(tmp_path / "m.safetensors")
+    assert got.keys() == want["model"].keys() and all(torch.equal(got[n], v) for n, v in want["model"].items())
+    net = nn.Sequential(nn.Linear(10, 14), nn.Linear(14, 7), nn.BatchNorm1d(7))
+    ckpt_tools.load(ranks / case, {"model": net})
+    assert all(torch.equal(v, want["model"][n]) for n, v in net.state_dict().items())
+    state = {f"optim.state.{n}": torch.zeros_like(v) for n, v in want["moments"].items()}
+    ckpt_tools.load(ranks / case, state)
+    assert all(torch.equal(state[f"optim.state.{n}"], v) for n, v in want["moments"].items())
+
+
+def test_a_rank_that_is_missing_or_from_another_save_is_told(ranks: Path, tmp_path: Path) -> None:
+    shutil.copytree(ranks / "fsdp", tmp_path / "c")
+    (tmp_path / "c" / "model_world_size_4_rank_2.pt").unlink()
+    with pytest.raises(CatalogError, match=r"files of ranks are missing: 2 of 4 \(model\)"):
+        ckpt_tools.inspect(tmp_path / "c")
+    shutil.copy(ranks / "fsdp" / "model_world_size_4_rank_1.pt", tmp_path / "c" / "model_world_size_4_rank_2.pt")
+    with pytest.raises(CheckpointError, match="leave a hole|another shape"):
+        ckpt_tools.inspect(tmp_path / "c")
+    with pytest.raises(FormatError, match="a part of a tensor, as one rank has it"):
+        ckpt_tools.inspect(ranks / "fsdp" / "model_world_size_4_rank_1.pt")
+
+
+def test_replicas_that_differ_and_bits_that_flip_are_told(ranks: Path, tmp_path: Path) -> None:
+    shutil.copytree(ranks / "hsdp", tmp_path / "c")
+    path = tmp_path / "c" / "model_world_size_4_rank_3.pt"
+    mine = torch.load(path, weights_only=False)["2.running_mean"].numpy().tobytes()
+    flip(path, path.read_bytes().index(mine) + 2, 1)
+    assert list(ckpt_tools.verify(tmp_path / "c").lost) in (["model.2.running_mean"], [])
+    assert ckpt_tools.verify(tmp_path / "c").problems
+    with pytest.raises(IntegrityError, match=r"replicas differ: '2\.running_mean'|damaged"):
+        ckpt_tools.merge(tmp_path / "c", tmp_path / "m.safetensors")
