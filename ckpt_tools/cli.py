@@ -45,7 +45,7 @@ EXIT_STATUS = """EXIT STATUS
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
-    help="Look into, merge and reshard PyTorch FSDP checkpoints, at the speed of a file copy, without running what they contain.",
+    help="Look into, prove, compare, merge and reshard PyTorch FSDP checkpoints, at the speed of a file copy, without running what they contain.",
     epilog=EXIT_STATUS.replace("\n\n", ": ").replace("\n", " "),
 )  # fmt: skip
 
@@ -123,11 +123,11 @@ def reshard(
     from_ranks: Annotated[int | None, typer.Option("--from", min=1, metavar="N", help="Number of ranks that wrote SRC, to be checked.", show_default=False)] = None,
     storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Rewrite a DCP checkpoint with the very chunks that a job of another number of ranks would have saved.
+    """Rewrite a checkpoint as DCP, with the very chunks that a job of another number of ranks would have saved.
 
     DCP reshards by itself when it loads, so a job can go on without this. Do it when many jobs will load the result, when
     each rank's load should be one contiguous read, to clean up what a job left, or where a save without collectives
-    (`__{rank}.metadata`) cannot be loaded on another number of ranks at all.
+    (`__{rank}.metadata`) cannot be loaded on another number of ranks at all. Files of `torch.save`, one or one a rank, become DCP by it.
 
     A tensor split along one dimension is split again along it, as DTensor's `Shard` does; one split along several (a 2-D
     mesh) is split along dim 0; a whole one stays whole. What one rank saved is split along dim 0. Objects come along bit for bit.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 
@@ -39,6 +40,20 @@ def test_the_files_of_all_ranks_are_the_whole(case: str, ranks: Path, tmp_path: 
     state = {f"optim.state.{n}": torch.zeros_like(v) for n, v in want["moments"].items()}
     ckpt_tools.load(ranks / case, state)
     assert all(torch.equal(state[f"optim.state.{n}"], v) for n, v in want["moments"].items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_become_dcp_for_any_number_of_ranks(case: str, ranks: Path, tmp_path: Path) -> None:
+    want = torch.load(ranks / f"{case}.pt")["model"]
+    result = ckpt_tools.reshard(ranks / case, tmp_path / "dcp", to_ranks=3)
+    assert "values that are no tensors stay behind: " in result.notes[-1]
+    got = {"model": {n: torch.zeros_like(v) for n, v in want.items()}}
+    dcp.load(got, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(got["model"][n], v) for n, v in want.items())
+    assert ckpt_tools.diff(ranks / case, tmp_path / "dcp").is_same and ckpt_tools.verify(tmp_path / "dcp").problems == []
+    ckpt_tools.reshard(ranks / f"{case}.pt", tmp_path / "two", to_ranks=2)
+    assert len(list((tmp_path / "two").glob("*.distcp"))) == 2
+    assert ckpt_tools.diff(ranks / f"{case}.pt", tmp_path / "two").is_same
 
 
 def test_a_rank_that_is_missing_or_from_another_save_is_told(ranks: Path, tmp_path: Path) -> None:
