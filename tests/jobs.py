@@ -1,8 +1,11 @@
-"""How real jobs are started."""
+"""How real jobs are started, and whether the long forms of tests are wanted: `CKPT_LONG=1 make test`."""
 
 from __future__ import annotations
 
+import os
 import sys
+
+LONG = bool(os.environ.get("CKPT_LONG"))
 
 
 def torchrun_command(num_ranks: int, *words: object) -> list[str]:

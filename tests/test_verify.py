@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 import ckpt_tools
 from ckpt_tools import CheckpointError, FormatError, IntegrityError, PlanError
 from ckpt_tools.formats import open_source
+from tests.jobs import LONG
 from tests.test_remote import run_ckpt
 
 Saved = Callable[[int], Path]
-LONG = bool(os.environ.get("CKPT_LONG"))
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz, torch.complex64,

@@ -19,6 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from tests.jobs import LONG
+
 VERBS = {"merge": ["merge", "src", "out.safetensors"], "reshard": ["reshard", "src", "out", "--to", "3"]}
 
 
@@ -224,7 +226,7 @@ def test_a_destination_that_cannot_be_written_to_is_refused(work: Path, source: 
     [
         ("merge", "error=EIO"),
         ("reshard", "signal=SIGKILL"),
-        *((("merge", "signal=SIGKILL"), ("reshard", "error=EIO")) if os.environ.get("CKPT_LONG") else ()),
+        *((("merge", "signal=SIGKILL"), ("reshard", "error=EIO")) if LONG else ()),
     ],
 )
 def test_a_fault_at_every_call_that_changes_the_disk(verb: str, fault: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointError
 from ckpt_tools.steps import damage, list_steps
 from tests.faults.test_faults import leftovers
+from tests.jobs import LONG
 
 VERBS = {
     "merge": ["merge", "src", "out.safetensors"],
@@ -168,7 +169,7 @@ def test_modes_follow_the_umask_and_what_is_private_stays_private(work: Path) ->
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-MORE = [("copy", "signal=SIGKILL"), ("seal", "signal=SIGKILL"), ("prune", "error=EIO")] if os.environ.get("CKPT_LONG") else []
+MORE = [("copy", "signal=SIGKILL"), ("seal", "signal=SIGKILL"), ("prune", "error=EIO")] if LONG else []
 
 
 def prepare(verb: str, work: Path) -> list[str]:

@@ -19,6 +19,7 @@ import ckpt_tools
 from tests.conftest import HERE
 from tests.dist.strategies import VARIANTS
 from tests.dist.test_real_jobs import assert_same, stock_load
+from tests.jobs import LONG
 from training.data import prepare
 
 TINY = (
@@ -61,8 +62,9 @@ def losses(directory: Path) -> list[float]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_option_has_the_losses_of_a_plain_loop(num_ranks: int, tmp_path: Path) -> None:
     expected = [n for n, v in VARIANTS.items() if num_ranks >= v.min_ranks and not ("shard_size=2" in v.options and num_ranks % 2)]
-    if num_ranks == 4 and not os.environ.get("CKPT_LONG"):  # those that need four, and a third of the others
-        expected = [n for i, n in enumerate(expected) if n == "full" or VARIANTS[n].min_ranks == 4 or i % 3 == 0]
+    if num_ranks > 1 and not LONG:  # those that need as many, and a third of the others
+        chosen = {n for i, n in enumerate(expected) if n == "full" or VARIANTS[n].min_ranks == num_ranks or i % 3 == num_ranks // 4}
+        expected = [n for n in expected if n in chosen or n in {VARIANTS[c].same_as for c in chosen}]
     said = run(*command(num_ranks, tmp_path, *expected, script="strategies.py"))
     assert [line for line in said.splitlines() if line.startswith(("ok ", "FAILED "))] == [f"ok {name}" for name in expected]
     assert "memory, effects and collectives are as they should be" in said
@@ -121,7 +123,7 @@ def test_the_run_keeps_what_it_was_told(whole: Path, tmp_path: Path) -> None:
 # ---- what others made ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(scope="module", params=[False, True] if LONG else [True], ids=["untied", "tied"] if LONG else ["tied"])
 def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
