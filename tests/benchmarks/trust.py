@@ -7,10 +7,13 @@ of coreutils, from a warm and from a cold page cache; `ckpt diff` of it and its 
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
 import subprocess
+import time
 from pathlib import Path
 
-from compare import HERE, PYTHON, Contender, ckpt, race, torchrun
+from compare import HERE, PYTHON, Contender, ckpt, drop_caches, torchrun
 
 STOCK = """
 import sys, torch, torch.distributed.checkpoint as dcp
@@ -39,20 +42,42 @@ def main() -> None:
         subprocess.run(["cp", "-r", str(stock), str(sealed)], check=True)
         subprocess.run(ckpt("seal", sealed), check=True, capture_output=True)
         subprocess.run(ckpt("reshard", sealed, other, "--to", 4), check=True, capture_output=True)
-    for cold in (None, args.dir):
-        contenders = [
-            Contender("`ckpt verify`, sealed", ckpt("verify", sealed)),
-            Contender("`ckpt verify`, as stock torch wrote it", ckpt("verify", stock)),
-            Contender("`cat`, to nowhere", ["sh", "-c", f"cat {sealed}/*.distcp | cat > /dev/null"]),
-            Contender("`sha256sum`", ["sh", "-c", f"sha256sum {sealed}/*.distcp"]),
-        ]
-        race(f"Proving {args.gb:g} GB, {'cold' if cold else 'warm'} page cache", contenders, args.runs, args.dir / "out", cold)
-    contenders = [
+    proving = [
+        Contender("`ckpt verify`, sealed", ckpt("verify", sealed)),
+        Contender("`ckpt verify`, as stock torch wrote it", ckpt("verify", stock)),
+        Contender("`cat` to `/dev/null`", ["sh", "-c", f"cat {sealed}/*.distcp > /dev/null"]),
+        Contender("`sha256sum`", ["sh", "-c", f"sha256sum {sealed}/*.distcp"]),
+    ]
+    measure(f"Proving {args.gb:g} GB, warm page cache", proving, args.runs, None)
+    measure(f"Proving {args.gb:g} GB, cold page cache", proving[:3], args.runs, args.dir)
+    comparing = [
         Contender("`ckpt diff`, by fingerprint", ckpt("diff", sealed, other)),
         Contender("`ckpt diff --read-all`", ckpt("diff", sealed, other, "--read-all")),
         Contender("stock torch: load both, `torch.equal`", [PYTHON, "-c", STOCK, str(sealed), str(other)]),
     ]
-    race(f"Comparing {args.gb:g} GB of 8 ranks with its reshard to 4", contenders, args.runs, args.dir / "out")
+    measure(f"Comparing {args.gb:g} GB of 8 ranks with its reshard to 4, warm page cache", comparing, args.runs, None)
+
+
+def measure(title: str, contenders: list[Contender], runs: int, cold: Path | None) -> None:
+    """Times whole processes, those of one contender in a row, after one that warms up: nothing is written, and memory holds one input."""
+    print(f"\n**{title}**\n\n| | median s | min – max s | peak MiB |\n|---|---:|---:|---:|")
+    for contender in contenders:
+        contender.seconds.clear()
+        for number in range(runs + 1):
+            if cold:
+                drop_caches(cold)
+            process = subprocess.Popen(contender.command, stdout=subprocess.DEVNULL)
+            began = time.perf_counter()
+            _, status, usage = os.wait4(process.pid, 0)
+            if status:
+                raise SystemExit(f"{contender.name} failed")
+            contender.seconds += [time.perf_counter() - began] if number else []
+            contender.peak_mib = max(contender.peak_mib, usage.ru_maxrss >> 10)
+        found = contender.seconds
+        print(
+            f"| {contender.name} | {statistics.median(found):.2f} | {min(found):.2f} – {max(found):.2f} | {contender.peak_mib} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
