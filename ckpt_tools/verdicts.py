@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ckpt_tools.errors import printable
@@ -58,17 +59,17 @@ def show_diff(result: DiffResult) -> None:
     for names, path in ((result.only_a, result.a), (result.only_b, result.b)):
         if names:
             print(f"  only in {printable(path)}: {count(len(names), 'entry')}")
-            _some(printable(name) for name in names)
+            grouped = Counter(map(_module, names))
+            _some(printable(name) + (f"  ({number:,})" if number > 1 else "") for name, number in grouped.items())
     if result.changes:
-        rows = [
-            (printable(c.fqn), _kind(c.a_shape, c.a_dtype), _kind(c.b_shape, c.b_dtype)) for c in result.changes[:_SHOWN]
-        ]  # fmt: skip
-        table(("tensor", "a", "b"), rows)
-        _more(len(result.changes))
+        kinds = Counter((_module(c.fqn), _kind(c.a_shape, c.a_dtype), _kind(c.b_shape, c.b_dtype)) for c in result.changes)
+        changed = [(printable(name), f"{number:,}", a, b) for (name, a, b), number in list(kinds.items())[:_SHOWN]]
+        table(("shape or type", "entries", "a", "b"), changed, right=(1,))
+        _more(len(kinds))
     groups = _by_module(result.differences)
     if groups:
         of_groups = [_group_row(name, found) for name, found in list(groups.items())[:_SHOWN]]
-        table(("differs", "tensors", "elements", "first", "max |a-b|", "max rel", "min cosine"), of_groups, right=(1, 2, 4, 5, 6))
+        table(("differs", "entries", "elements", "first", "max |a-b|", "max rel", "min cosine"), of_groups, right=(1, 2, 4, 5, 6))
         _more(len(groups))
     for note in result.notes:
         print(f"  note: {note}")
@@ -128,7 +129,7 @@ def _summary(result: DiffResult) -> str:
         return f"{style('the same', GREEN)}: {count(result.num_equal, 'entry')}{how} ({read})"
     parts = [
         f"{len(result.differences):,} differ" if result.differences else "",
-        f"{count(len(result.changes), 'tensor')} of another shape or type" if result.changes else "",
+        f"{len(result.changes):,} of another shape or type" if result.changes else "",
         f"{len(result.only_a):,} only in a" if result.only_a else "", f"{len(result.only_b):,} only in b" if result.only_b else "",
     ]  # fmt: skip
     return f"{style('different', RED)}: {', '.join(filter(None, parts))}; {result.num_equal:,} equal{how} ({read})"

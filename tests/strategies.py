@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -35,3 +36,12 @@ def cut(box: Box, dim: int, cuts: list[int]) -> list[Box]:
     return [
         Box((*box.offsets[:dim], a, *box.offsets[dim + 1 :]), (*box.sizes[:dim], b - a, *box.sizes[dim + 1 :])) for a, b in pairwise(edges)
     ]
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    """Turns one bit of a file round; twice is never."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))

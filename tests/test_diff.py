@@ -107,6 +107,7 @@ def test_names_shapes_types_and_objects_are_compared(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [(d.fqn, d.is_object) for d in result.differences] == [("layers.3.w", False), ("layers.7.w", False), ("step", True)]
     assert result.differences[1].num_different == 600 and 0 < result.differences[0].max_rel < 0.01
+    assert [d.fqn for d in ckpt_tools.diff(tmp_path / "a", tmp_path / "b", atol=1000.0).differences] == ["step"]  # no tolerance for bytes
     done = run_ckpt("diff", tmp_path / "a", tmp_path / "b")
     assert done.returncode == 1 and "layers.*.w" in done.stdout and "only in" in done.stdout and len(done.stdout.splitlines()) < 20, (
         done.stdout
@@ -135,3 +136,24 @@ def test_a_transposed_and_a_column_sharded_tensor_are_compared(saved: Saved, tmp
     save_file({"t": base.t().contiguous(), "c": torch.arange(240.0).reshape(2, 3, 5, 8)}, tmp_path / "b.safetensors")
     assert ckpt_tools.diff(tmp_path / "a", tmp_path / "b.safetensors").is_same
     assert ckpt_tools.diff(tmp_path / "b.safetensors", tmp_path / "a").is_same
+
+
+def test_an_object_of_another_length_and_one_that_became_a_tensor_are_told(tmp_path: Path) -> None:
+    for name, rng, kind in (("a", b"x" * 90, torch.ones(3)), ("b", b"x" * 9000, 5)):
+        dcp.save({"rng": rng, "kind": kind, "w": torch.ones(4)}, checkpoint_id=tmp_path / name, no_dist=True)
+    result = ckpt_tools.diff(tmp_path / "a", tmp_path / "b")
+    told = {c.fqn: (c.a_dtype, c.b_dtype) for c in result.changes}
+    assert told == {"rng": ("bytes", "bytes"), "kind": ("float32", "bytes")} and not result.differences and result.num_equal == 1
+
+
+def test_thousands_of_layers_are_told_in_a_page(tmp_path: Path) -> None:
+    layers = {f"layers.{i}.{n}": torch.ones(2, 2) for i in range(700) for n in ("w", "b")}
+    save_file(layers, tmp_path / "a.safetensors")
+    save_file(
+        {n: t.bfloat16() if n.endswith("w") else t * 2 for n, t in layers.items()} | {f"new.{i}.x": torch.ones(1) for i in range(90)},
+        tmp_path / "b.safetensors",
+    )
+    done = run_ckpt("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["layers.*.w", "700"] in [r[:2] for r in rows] and ["layers.*.b", "700"] in [r[:2] for r in rows] and ["new.*.x", "(90)"] in rows
+    assert len(rows) < 10, done.stdout

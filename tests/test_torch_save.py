@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import struct
+import warnings
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -19,8 +20,8 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, FormatError
+from tests.strategies import flip
 from tests.test_remote import run_ckpt
-from tests.test_verify import flip
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -47,7 +48,13 @@ def test_a_training_state_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     optimizer.step()
     path = save(
         tmp_path / "state.pt",
-        {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "args": argparse.Namespace(lr=1)},
+        {
+            "model": net.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "epoch": 3,
+            "on": torch.device("cuda", 1),
+            "args": argparse.Namespace(lr=1),
+        },
     )
     report = ckpt_tools.inspect(path)
     assert report.total.num_tensors == len(net.state_dict()) + 3 * len(optimizer.state_dict()["state"])
@@ -116,7 +123,9 @@ def test_what_is_no_zip_is_refused_with_advice(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     done = run_ckpt("inspect", tmp_path / "old.pt")
     assert done.returncode == 11 and "torch before 1.6" in done.stderr, done.stderr
-    torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "script.pt") if hasattr(torch.jit, "trace") else None
+    with warnings.catch_warnings(action="ignore"):
+        torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "script.pt")
+    assert run_ckpt("inspect", tmp_path / "script.pt").returncode == 11
     (tmp_path / "text.pt").write_text("hello")
     done = run_ckpt("merge", tmp_path / "text.pt", tmp_path / "m.safetensors")
     assert done.returncode == 11 and "not a torch.save archive" in done.stderr, done.stderr
@@ -203,3 +212,15 @@ def test_a_flip_is_found_by_the_zips_own_checksum(tmp_path: Path) -> None:
     assert pickle.dumps(result.problems)
     ckpt_tools.seal(save(tmp_path / "sealed.pt", {"a": torch.randn(900)}))
     assert ckpt_tools.verify(tmp_path / "sealed.pt").is_sealed
+
+
+def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
+    save(tmp_path / "a.bin", {"w": torch.ones(3)})
+    for weight_map, message in (
+        ({"w": "b.bin"}, "a data file is missing"),
+        ({"v": "a.bin"}, "does not hold it"),
+        ({"w": 5}, "expected file names"),
+    ):
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CheckpointError, match=message):
+            ckpt_tools.inspect(tmp_path)

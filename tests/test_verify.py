@@ -17,6 +17,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointError, FormatError, IntegrityError, PlanError
 from ckpt_tools.formats import open_source
 from tests.jobs import LONG
+from tests.strategies import flip
 from tests.test_remote import run_ckpt
 
 Saved = Callable[[int], Path]
@@ -24,15 +25,6 @@ DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz, torch.complex64,
 ]  # fmt: skip
-
-
-def flip(path: Path, at: int, bit: int) -> None:
-    """Turns one bit round; twice is never."""
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 1 << bit]))
 
 
 def state() -> dict[str, object]:
@@ -202,6 +194,19 @@ def test_a_stock_checkpoint_is_sealed_and_compared_from_then_on(tmp_path: Path) 
     assert ckpt_tools.seal(tmp_path / "w.safetensors").unknown == ("w.safetensors",)
     flip(tmp_path / "w.safetensors", (tmp_path / "w.safetensors").stat().st_size - 3, 2)
     assert list(ckpt_tools.verify(tmp_path / "w.safetensors").lost) == ["w"]
+
+
+def test_damage_in_zips_without_checksums_is_located_by_fingerprints(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = stock(tmp_path / "plain")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    ckpt_tools.seal(path)
+    data = path / "__0_0.distcp"
+    flip(data, data.read_bytes().index(state()["model"]["a"].numpy().tobytes()) + 9, 4)
+    assert list(ckpt_tools.verify(path).lost) == ["model.a"]
+    assert list(ckpt_tools.salvage(path, tmp_path / "rest").lost) == ["model.a"]
 
 
 def test_what_is_damaged_is_not_sealed(tmp_path: Path) -> None:

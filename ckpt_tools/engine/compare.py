@@ -33,7 +33,7 @@ class Tally:
     Attributes:
         num_different: elements that are not the same bits, or lie outside the tolerance.
         first: where the first of them is, as an index in row-major order.
-        max_abs: the largest |a - b|; NaN where one is NaN or infinite and the other is not the same.
+        max_abs: the largest |a - b|; NaN where only one of both is NaN.
         max_rel: the largest |a - b| / max(|a|, |b|).
         dot, aa, bb: sums of a*b, a*a and b*b over the elements that were looked at as numbers.
         is_partial: some elements were not, since their bits are the same.

@@ -19,7 +19,7 @@ from ckpt_tools.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats import torch_save
-from ckpt_tools.formats.torch_save import Kept, Path, Sharded, join, read_tensors
+from ckpt_tools.formats.torch_save import Kept, Path, Sharded, join, read_tensors, told
 from ckpt_tools.layout import Placement, Replicate, Shard, StridedShard, rank_boxes
 from ckpt_tools.storage import Store
 
@@ -55,9 +55,8 @@ def read_catalog(store: Store) -> Catalog:
                 paths[fqn] = whole_path
     entries = {fqn: TensorEntry(fqn, *kinds[fqn], tuple(found)) for fqn, found in chunks.items()}
     sizes = {name: files[name] for name in ranks}
-    beside = ", ".join(f"{printable(kind)} ({count:,})" if count else printable(kind) for kind, count in others.most_common(8))
     return Catalog(
-        NAME, entries, {}, paths, sizes, max(ranks.values()) + 1, ranks, {"other values": beside} if beside else {},
+        NAME, entries, {}, paths, sizes, max(ranks.values()) + 1, ranks, told(others),
         tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()),
     )  # fmt: skip
 

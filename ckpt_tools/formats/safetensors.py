@@ -45,13 +45,13 @@ def _data_files(files: Mapping[str, int]) -> list[str]:
 def read_catalog(store: Store) -> Catalog:
     """Reads the headers; see `Format.read_catalog`."""
     files = store.list_files()
-    weight_map = _read_index(store) if INDEX in files else None
+    weight_map = read_index(store, INDEX) if INDEX in files else None
     names = sorted(set(weight_map.values())) if weight_map is not None else _data_files(files)
     tensors: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}
     extras: dict[str, str] = {}
     for name in names:
-        sizes[name] = _size(store, name)
+        sizes[name] = size_of(store, name)
         header = _read_header(store, name, sizes[name])
         extras.update(_read_extras(header.pop("__metadata__", {}), name))
         for fqn, entry in _entries(header, name, sizes[name]).items():
@@ -60,23 +60,33 @@ def read_catalog(store: Store) -> Catalog:
                     f"a tensor stands in two shards: {printable(fqn)!r} ({tensors[fqn].chunks[0].extent.file}, {printable(name)})"
                 )
             tensors[fqn] = entry
-    _compare_index(weight_map, tensors)
+    compare_index(weight_map or {}, tensors, INDEX)
     return Catalog(NAME, tensors, file_sizes=sizes, extras=extras)
 
 
-def _size(store: Store, name: str) -> int:
+def size_of(store: Store, name: str) -> int:
+    """Returns the bytes of a shard.
+
+    Raises:
+        CatalogError: there is none of that name.
+    """
     try:
         return store.size(name)
     except StorageError as error:
         if not error.is_missing:
             raise
-        raise CatalogError(f"a data file is missing: {printable(name)} (named by {INDEX})") from error
+        raise CatalogError(f"a data file is missing: {printable(name)} (named by the index)") from error
 
 
-def _compare_index(weight_map: Mapping[str, str] | None, tensors: Mapping[str, TensorEntry]) -> None:
-    for fqn, name in (weight_map or {}).items():
+def compare_index(weight_map: Mapping[str, str], tensors: Mapping[str, TensorEntry], index: str) -> None:
+    """Makes sure that every tensor is where an index says.
+
+    Raises:
+        FormatError: one is not.
+    """
+    for fqn, name in weight_map.items():
         if fqn not in tensors or tensors[fqn].chunks[0].extent.file != name:
-            raise FormatError(f"{INDEX} places {printable(fqn)!r} in {printable(name)}, which does not hold it")
+            raise FormatError(f"{index} places {printable(fqn)!r} in {printable(name)}, which does not hold it")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -98,15 +108,21 @@ def _parse_json(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _read_index(store: Store) -> dict[str, str]:
-    size = store.size(INDEX)
+def read_index(store: Store, index: str) -> dict[str, str]:
+    """Returns the file of each tensor, as Hugging Face's index has it.
+
+    Raises:
+        FormatError: it is malformed.
+        StorageError: it names a file outside of the checkpoint.
+    """
+    size = store.size(index)
     if size > _MAX_INDEX_BYTES:
-        raise FormatError(f"an index is too long: expected at most {_MAX_INDEX_BYTES} bytes, got {size} ({INDEX})")
-    weight_map = _parse_json(read(store, INDEX), INDEX).get("weight_map")
+        raise FormatError(f"an index is too long: expected at most {_MAX_INDEX_BYTES} bytes, got {size} ({index})")
+    weight_map = _parse_json(read(store, index), index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise FormatError(f"weight_map: expected file names by tensor ({INDEX})")
+        raise FormatError(f"weight_map: expected file names by tensor ({index})")
     for name in weight_map.values():
-        check_path(name, INDEX)
+        check_path(name, index)
     return weight_map
 
 

@@ -9,7 +9,6 @@ Source: torch 2.13 `torch/serialization.py`, `torch/_utils.py`; confirmed on fil
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections import Counter
@@ -21,10 +20,11 @@ from ckpt_tools.catalog import RAW, TORCH_ZIP, Catalog, Chunk, Extent, TensorEnt
 from ckpt_tools.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats.base import Request
+from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
 from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, read_directory
 from ckpt_tools.formats.unpickle import load
 from ckpt_tools.plan import Target
-from ckpt_tools.storage import Store, check_path, read
+from ckpt_tools.storage import Store, read
 
 NAME = "torch_save"
 INDEX = "pytorch_model.bin.index.json"
@@ -52,14 +52,14 @@ class _View(NamedTuple):
 
 
 class Kept:
-    """An object of torch's own as the pickle has it: what it was made from, and its state."""
+    """Stands in for an object: takes anything, keeps its state, and does nothing."""
 
     state: Mapping[str, Any]
-    args: tuple[object, ...]
 
     def __new__(cls, *args: object) -> Kept:
+        del args
         made = object.__new__(cls)
-        made.args, made.state = args, {}
+        made.state = {}
         return made
 
     def __init__(self, *args: object) -> None:
@@ -77,10 +77,6 @@ class Sharded(NamedTuple):
     spec: Kept
 
 
-class _Table(dict[Any, Any]):
-    """An OrderedDict that takes attributes, as state dicts have them."""
-
-
 def recognise(files: Mapping[str, int]) -> bool:
     """Tells whether the index of `.bin` shards, or `pytorch_model.bin` alone, is among the files."""
     return INDEX in files or "pytorch_model.bin" in files
@@ -89,13 +85,14 @@ def recognise(files: Mapping[str, int]) -> bool:
 def read_catalog(store: Store) -> Catalog:
     """Reads `data.pkl` and the zip's directory of every file; see `Format.read_catalog`."""
     files = store.list_files()
-    names = _shards(store) if INDEX in files else [n for n in files if n.endswith(SUFFIXES)][:1]
+    weight_map = read_index(store, INDEX) if INDEX in files else {}
+    names = sorted(set(weight_map.values())) or [n for n in files if n.endswith(SUFFIXES)][:1]
     tensors: dict[str, TensorEntry] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     sizes: dict[str, int] = {}
     others: Counter[str] = Counter()
     for name in names:
-        sizes[name] = store.size(name)
+        sizes[name] = size_of(store, name)
         for path, value, extent in read_tensors(store, name, sizes[name], others):
             fqn = join(path)
             if fqn in tensors:
@@ -109,19 +106,16 @@ def read_catalog(store: Store) -> Catalog:
             f"no tensors of a type that is known here, but {', '.join(unknown[:5])} ({', '.join(map(printable, names))})",
             hint="files of one rank with FlatParameters or ShardedTensors inside are not read yet",
         )
-    beside = ", ".join(f"{printable(kind)} ({count:,})" if count else printable(kind) for kind, count in others.most_common(8))
+    compare_index(weight_map, tensors, INDEX)
     is_nested = any(len(path) > 1 for path in paths.values())
     archives = tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items())
-    extras = {"other values": beside} if beside else {}
-    return Catalog(NAME, tensors, {}, paths if is_nested else {}, sizes, extras=extras, archives=archives)
+    return Catalog(NAME, tensors, {}, paths if is_nested else {}, sizes, extras=told(others), archives=archives)
 
 
-def _shards(store: Store) -> list[str]:
-    try:
-        weight_map = json.loads(read(store, INDEX))["weight_map"]
-        return sorted({check_path(name, INDEX) for name in weight_map.values()})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FormatError(f"a malformed index: {printable(str(error))} ({INDEX})") from error
+def told(others: Counter[str]) -> dict[str, str]:
+    """Returns what a catalog says of values that are no tensors."""
+    kinds = ", ".join(f"{printable(kind)} ({count:,})" if count else printable(kind) for kind, count in others.most_common(8))
+    return {"other values": kinds} if kinds else {}
 
 
 def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
@@ -230,11 +224,11 @@ class _Globals(dict[tuple[str, str], Any]):
         self._others = others
         for module in ("torch", "torch.storage"):
             self[module, "UntypedStorage"] = self[module, "TypedStorage"] = None
-        self["collections", "OrderedDict"] = _table_type()
+        self["collections", "OrderedDict"] = type("OrderedDict", (dict,), {})  # anew: a hostile pickle can set attributes on it
         self["torch", "Size"] = tuple
         self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
         self["torch._utils", "_rebuild_tensor_v3"] = lambda *args: _rebuild(*args[:6], dtype=args[6])
-        self["torch.serialization", "_get_layout"] = self["torch", "device"] = lambda name: name
+        self["torch.serialization", "_get_layout"] = self["torch", "device"] = lambda *args: args
         self["torch._utils", "_rebuild_wrapper_subclass"] = self["torch.distributed.tensor", "DTensor"] = None
         self["torch._tensor", "_rebuild_from_type_v2"] = _rebuild_sharded
         self |= {(module, name): type(name, (Kept,), {}) for module, names in _KEPT.items() for name in names.split()}
@@ -243,25 +237,7 @@ class _Globals(dict[tuple[str, str], Any]):
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         self._others[".".join(key)] += 0
-        return type("Foreign", (_Foreign,), {})
-
-
-class _Foreign:
-    """Stands in for a type that this reader does not know."""
-
-    def __new__(cls, *args: object) -> _Foreign:
-        del args
-        return object.__new__(cls)
-
-    def __init__(self, *args: object) -> None:
-        del args
-
-    def __setstate__(self, state: object) -> None:
-        del state
-
-
-def _table_type() -> type:
-    return type("OrderedDict", (_Table,), {})  # anew: a hostile pickle can set attributes on it
+        return type("Foreign", (Kept,), {})
 
 
 _KEPT = {

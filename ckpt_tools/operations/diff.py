@@ -27,7 +27,7 @@ from ckpt_tools.plan import plan_values
 
 
 class Change(NamedTuple):
-    """A tensor whose shape or element type is another one in b."""
+    """A tensor whose shape or element type is another one in b, or an object of another length in bytes."""
 
     fqn: str
     a_shape: tuple[int, ...]
@@ -115,26 +115,39 @@ def diff(
     began = time.monotonic()
     one, two = (open_source(path, options.get("storage_options")) for path in (a, b))
     left, right, notes = _views(one.catalog, two.catalog, select)
-    pairs = [(t, right.tensors[fqn]) for fqn, t in left.tensors.items() if fqn in right.tensors]
-    changes = [Change(x.fqn, x.shape, y.shape, x.dtype.name, y.dtype.name) for x, y in pairs if (x.shape, x.dtype) != (y.shape, y.dtype)]
-    objects = [fqn for fqn in left.objects if fqn in right.objects]
-    pairs = [(x, y) for x, y in pairs if x.shape == y.shape]
-    known = set() if read_all else _known_equal(one, left, two, right, pairs)
-    unequal = [fqn for fqn in objects if left.objects[fqn].extent.nbytes != right.objects[fqn].extent.nbytes]
-    pairs += [(_as_bytes(left, fqn), _as_bytes(right, fqn)) for fqn in objects if fqn not in unequal]
-    work = [(x, y) for x, y in pairs if x.fqn not in known]
-    tallies = _compare(one, two, work, atol, rtol, options)
+    mine, theirs = _entries(left), _entries(right)
+    both = [(x, theirs[fqn]) for fqn, x in mine.items() if fqn in theirs]
+    changes = [
+        Change(x.fqn, x.shape, y.shape, _kind(left, x), _kind(right, y))
+        for x, y in both if (x.shape, _kind(left, x)) != (y.shape, _kind(right, y))
+    ]  # fmt: skip
+    both = [(x, y) for x, y in both if x.shape == y.shape and (x.fqn in left.objects) == (y.fqn in right.objects)]
+    tensors = [(x, y) for x, y in both if x.fqn not in left.objects]
+    known = set() if read_all else _known_equal(one, left, two, right, tensors)
+    work = [(x, y) for x, y in tensors if x.fqn not in known]
+    objects = [(x, y) for x, y in both if x.fqn in left.objects]
+    tallies = {**_compare(one, two, work, atol, rtol, options), **_compare(one, two, objects, 0.0, 0.0, options)}
     for source in (one, two):
         source.store.close()
-    differences = [
-        _difference(x, tallies[x.fqn], x.fqn in left.objects) for x, _ in work if x.fqn in tallies and tallies[x.fqn].num_different
-    ]
-    differences += [Difference(fqn, left.objects[fqn].extent.nbytes, 0, (), 0.0, 0.0, None, is_object=True) for fqn in unequal]
-    names = {*left.tensors, *left.objects}, {*right.tensors, *right.objects}
+    other = [x for x, _ in both if x.fqn in tallies and tallies[x.fqn].num_different]
+    differences = [_difference(x, tallies[x.fqn], x.fqn in left.objects) for x in other]
     return DiffResult(
-        one.path, two.path, sorted(names[0] - names[1]), sorted(names[1] - names[0]), changes, differences,
-        len(pairs) + len(unequal) - len(differences), len(known), sum(x.nbytes for x, _ in work), notes, time.monotonic() - began,
+        one.path, two.path, sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys()), changes, differences,
+        len(both) - len(differences), len(known), sum(x.nbytes for x, _ in work + objects), notes, time.monotonic() - began,
     )  # fmt: skip
+
+
+def _entries(catalog: Catalog) -> dict[str, TensorEntry]:
+    """Returns all entries as tensors, objects as rows of bytes."""
+    objects = {}
+    for fqn, item in catalog.objects.items():
+        box = whole((item.extent.nbytes,))
+        objects[fqn] = TensorEntry(fqn, BY_NAME["uint8"], box.sizes, (Chunk(box, item.extent),))
+    return {**catalog.tensors, **objects}
+
+
+def _kind(catalog: Catalog, entry: TensorEntry) -> str:
+    return "bytes" if entry.fqn in catalog.objects else entry.dtype.name
 
 
 def _views(a: Catalog, b: Catalog, select: Sequence[str]) -> tuple[Catalog, Catalog, list[str]]:
@@ -158,13 +171,6 @@ def _known_equal(a: Source, left: Catalog, b: Source, right: Catalog, pairs: Seq
     mine = sealed_prints(a, left, plan_values(x for x, _ in alike))
     theirs = sealed_prints(b, right, plan_values(y for _, y in alike))
     return {x.fqn for x, _ in alike if x.fqn in mine and x.fqn in theirs and mine[x.fqn].crc64 == theirs[x.fqn].crc64}
-
-
-def _as_bytes(catalog: Catalog, fqn: str) -> TensorEntry:
-    """Returns an object as a row of bytes."""
-    extent = catalog.objects[fqn].extent
-    box = whole((extent.nbytes,))
-    return TensorEntry(fqn, BY_NAME["uint8"], box.sizes, (Chunk(box, extent),))
 
 
 def _compare(

@@ -115,6 +115,7 @@ class Verification:
                 raise
             index = self.manifest.index[0] if self.manifest and self.manifest.index else next(iter(self.store.list_files()))
             self._unreadable.append(Problem(index, f"cannot be read: {error}"))
+        self._flaws = list(flaws(self.catalog)) if self.catalog else []
         self._jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
         self._memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
         self._bar = options.get("progress") or no_bar
@@ -155,7 +156,7 @@ class Verification:
 
     def flaws(self) -> list[Problem]:
         """Returns what is wrong with the structure: chunks that are missing, out of bounds, or overlap."""
-        return [self._problem(f.file, f.error.args[0], f.fqn) for f in flaws(self.catalog)] if self.catalog else []
+        return [self._problem(f.file, f.error.args[0], f.fqn) for f in self._flaws]
 
     # ---- against the manifest --------------------------------------------------------------------------------------------
 
@@ -191,9 +192,9 @@ class Verification:
         bad = {p.fqn for p in problems}
         assert self.manifest is not None
         sealed = self.manifest.tensors
-        plain = [t for t in self._whole_tensors(files) if t.fqn in sealed and t.fqn not in bad and _is_raw(t)]
-        prints = self.fingerprints(plain)
-        for tensor in plain:
+        others = [t for t in self._whole_tensors(files) if t.fqn in sealed and t.fqn not in bad]  # no zip, or one without checksums
+        prints = self.fingerprints(others)
+        for tensor in others:
             if hex64(prints.get(tensor.fqn, 0)) != sealed[tensor.fqn].fingerprint:
                 extent = next(c.extent for c in tensor.chunks if c.extent.file in files)
                 problems.append(self._problem(extent.file, "is damaged: its fingerprint is not what the manifest says", tensor.fqn, extent))
@@ -202,7 +203,7 @@ class Verification:
     def _whole_tensors(self, files: set[str] | None = None) -> list[TensorEntry]:
         """Returns the tensors without structural flaws, in certain files."""
         assert self.catalog is not None
-        broken = {f.fqn for f in flaws(self.catalog)}
+        broken = {f.fqn for f in self._flaws}
         return [
             t for t in self.catalog.tensors.values()
             if t.fqn not in broken and (files is None or any(c.extent.file in files for c in t.chunks))
@@ -293,10 +294,6 @@ def _extra(manifest: Manifest, files: Iterable[str]) -> list[Problem]:
         return []
     known = {*manifest.files, manifest.index[0]}
     return [Problem(n, "is no part of this checkpoint") for n in files if is_ours(n) and _MANIFEST_PART not in f".{n}" and n not in known]
-
-
-def _is_raw(tensor: TensorEntry) -> bool:
-    return all(c.extent.packing == RAW for c in tensor.chunks)
 
 
 def _is_within(extent: Extent, sizes: Mapping[str, int]) -> bool:

@@ -1,4 +1,4 @@
-"""How many flipped bits are noticed: `python tests/benchmarks/flips.py DIR --flips 100000 [--seed 1]`; a table.
+"""How many flipped bits are noticed: `PYTHONPATH=. python tests/benchmarks/flips.py DIR --flips 100000 [--seed 1]`; a table.
 
 One random bit of a checkpoint is turned round, in every format that this tool writes and in one of stock torch; then `verify`,
 a merge and a resume of ours, and `dcp.load` and `safetensors.load_file` as they come, read it, and what they hand out is compared
@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager
+from tests.strategies import flip
 
 State = dict[str, torch.Tensor]
 NUMEL = 2000
@@ -101,14 +102,6 @@ def make(root: Path) -> dict[str, tuple[Path, list[Path], list[Callable[[Path, P
         "merge, shards": (root / "shards", [*(root / "shards").iterdir()], tensors),
         "stock `dcp.save`, no manifest": (root / "stock", [*(root / "stock").iterdir()], dcps),
     }
-
-
-def flip(path: Path, at: int, bit: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 1 << bit]))
 
 
 def main() -> None:

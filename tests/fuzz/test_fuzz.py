@@ -43,14 +43,14 @@ def by_way_of_a_list(how_often: int) -> bytes:
     size = b"ctorch\nSize\n"
     return (
         b"\x80\x02})"
-        + b"".join(b"q" + bytes([i]) + b"0"[:0] + size + b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x85R" for i in range(how_often))
+        + b"".join(b"q" + bytes([i]) + size + b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x85R" for i in range(how_often))
         + b"Ns."
     )
 
 
 @pytest.mark.parametrize("data", [nested(1_000_000), nested(5000), doubled(60), doubled_by_put(60), by_way_of_a_list(60)])
 def test_a_tuple_that_would_end_the_process_or_never_end_is_refused(data: bytes) -> None:
-    with pytest.raises((UnsafePickleError, FormatError)):
+    with pytest.raises(UnsafePickleError, match="a tuple holds more than 4096 elements"):
         dcp_metadata.parse(data, "test")
 
 
