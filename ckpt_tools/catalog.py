@@ -80,6 +80,7 @@ class Catalog:
         ranks: for each data file, the rank that wrote it, where the format tells.
         extras: what else the format keeps, as strings for people.
         archives: zips that hold several entries each, as views of their records, so that some may share bytes.
+        made: files that exist in memory only: objects and small tensors that a reader made of values which stand in metadata.
     """
 
     format: str
@@ -91,6 +92,7 @@ class Catalog:
     ranks: Mapping[str, int] = field(default_factory=dict)
     extras: Mapping[str, str] = field(default_factory=dict)
     archives: tuple[Extent, ...] = ()
+    made: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +141,7 @@ def flaws(catalog: Catalog) -> Iterator[Flaw]:
 
 
 def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> CatalogError | None:
-    size = catalog.file_sizes.get(extent.file)
+    size = catalog.file_sizes.get(extent.file, len(catalog.made[extent.file]) if extent.file in catalog.made else None)
     if size is None:
         return CatalogError(f"a data file is missing: {catalog.where(extent.file)} (needed by {printable(fqn)!r})")
     if extent.start < 0 or extent.nbytes < 0 or extent.start + extent.nbytes > size:

@@ -38,18 +38,21 @@ def test_the_files_of_all_ranks_are_the_whole(case: str, ranks: Path, tmp_path: 
     ckpt_tools.load(ranks / case, {"model": net})
     assert all(torch.equal(v, want["model"][n]) for n, v in net.state_dict().items())
     state = {f"optim.state.{n}": torch.zeros_like(v) for n, v in want["moments"].items()}
-    ckpt_tools.load(ranks / case, state)
+    ckpt_tools.load(ranks / case, state, strict=False)
     assert all(torch.equal(state[f"optim.state.{n}"], v) for n, v in want["moments"].items())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_they_become_dcp_for_any_number_of_ranks(case: str, ranks: Path, tmp_path: Path) -> None:
     want = torch.load(ranks / f"{case}.pt")["model"]
-    result = ckpt_tools.reshard(ranks / case, tmp_path / "dcp", to_ranks=3)
-    assert "values that are no tensors stay behind: " in result.notes[-1]
-    got = {"model": {n: torch.zeros_like(v) for n, v in want.items()}}
+    ckpt_tools.reshard(ranks / case, tmp_path / "dcp", to_ranks=3)
+    own = {f"rank_{r}": {"rng": torch.zeros(5056, dtype=torch.uint8), "step": 0, "mine": 0} for r in range(4)}
+    got = {"model": {n: torch.zeros_like(v) for n, v in want.items()}, "optim": {"param_groups": [{"lr": 0.0}]}, "extra_state": own}
     dcp.load(got, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert all(torch.equal(got["model"][n], v) for n, v in want.items())
+    assert all(torch.equal(got["model"][n], v) for n, v in want.items()) and got["optim"]["param_groups"][0]["lr"] == 1e-3
+    assert [(own[f"rank_{r}"]["step"], own[f"rank_{r}"]["mine"], int(own[f"rank_{r}"]["rng"][0])) for r in range(4)] == [
+        (5, r, r) for r in range(4)
+    ]
     assert ckpt_tools.diff(ranks / case, tmp_path / "dcp").is_same and ckpt_tools.verify(tmp_path / "dcp").problems == []
     ckpt_tools.reshard(ranks / f"{case}.pt", tmp_path / "two", to_ranks=2)
     assert len(list((tmp_path / "two").glob("*.distcp"))) == 2

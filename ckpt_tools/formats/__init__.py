@@ -15,7 +15,7 @@ from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check
 from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import accelerate, dcp, per_rank, safetensors, torch_save
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
-from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url
+from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url
 
 __all__ = [
     "FORMATS",
@@ -61,7 +61,7 @@ class Source:
     @property
     def is_file(self) -> bool:
         """Tells whether it was given as one file."""
-        return isinstance(self.store, _OneFile)
+        return bool(folder_of(self.store)[1])
 
     @property
     def folder(self) -> Store:
@@ -100,6 +100,8 @@ class _OneFile:
 
 def folder_of(store: Store) -> tuple[Store, str]:
     """Returns where a checkpoint's files lie, with whatever else there is, and its name if it is one file, else ""."""
+    if isinstance(store, Overlay):
+        return folder_of(store.inner)
     return (store.inner, store.name) if isinstance(store, _OneFile) else (store, "")
 
 
@@ -256,7 +258,7 @@ def _open(path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> So
     store, form = detect(path, options)
     catalog = form.read_catalog(store)
     check(catalog)
-    return Source(store.url, store, form, catalog)
+    return Source(store.url, Overlay(store, catalog.made) if catalog.made else store, form, catalog)
 
 
 INDEXES = (dcp.LOOKS_FOR, safetensors.INDEX)

@@ -19,6 +19,7 @@ from ckpt_tools.formats import dcp_metadata, torch_zip
 from ckpt_tools.formats.base import Request
 from ckpt_tools.formats.dcp_metadata import Metadata, Place, TensorMeta
 from ckpt_tools.formats.unpickle import no_gc
+from ckpt_tools.formats.zip_write import Wrapping, wrap
 from ckpt_tools.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.storage import Store, check_path, read
 
@@ -138,7 +139,7 @@ def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
     found = {}
     for tensor in tensors:
         for box, extent in tensor.chunks:
-            wrapping = torch_zip.wrap(tensor.dtype, box.sizes)
+            wrapping = wrap(tensor.dtype, box.sizes)
             more = extent.nbytes - len(wrapping.prefix) - wrapping.nbytes - wrapping.suffix_nbytes
             if extent.packing == TORCH_ZIP and 0 <= more < _MAX_MORE_BYTES:
                 found[extent] = Extent(extent.file, extent.start + len(wrapping.prefix), wrapping.nbytes)
@@ -162,7 +163,7 @@ class DataFile:
         self.nbytes += nbytes
         return Slot(Box((0,), (nbytes,)), self.name, place.start), place
 
-    def add_chunk(self, box: Box, wrapping: torch_zip.Wrapping) -> tuple[Slot, Place]:
+    def add_chunk(self, box: Box, wrapping: Wrapping) -> tuple[Slot, Place]:
         """Appends the archive of a chunk."""
         start = self.nbytes
         data = start + len(wrapping.prefix)
@@ -191,7 +192,7 @@ def lay_out(request: Request) -> Target:
         placed = []
         for rank, box in enumerate(tensor.boxes):
             if box is not None:
-                slot, metadata.places[tensor.fqn, box.offsets] = files[rank].add_chunk(box, torch_zip.wrap(tensor.dtype, box.sizes))
+                slot, metadata.places[tensor.fqn, box.offsets] = files[rank].add_chunk(box, wrap(tensor.dtype, box.sizes))
                 placed.append(slot)
         slots[tensor.fqn] = tuple(placed)
         metadata.tensors[tensor.fqn] = TensorMeta(tensor.dtype.name, tensor.shape, [b for b in tensor.boxes if b is not None])

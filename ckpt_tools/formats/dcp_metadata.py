@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.box import Box
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats.pickle_write import integer
 from ckpt_tools.formats.unpickle import brief, load
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -199,17 +200,6 @@ def _text(value: str) -> bytes:
     return b"\x8c" + bytes([len(raw)]) + raw if len(raw) < 256 else b"X" + struct.pack("<I", len(raw)) + raw
 
 
-def _int(value: int) -> bytes:
-    if 0 <= value < 256:
-        return b"K" + bytes([value])
-    if 0 <= value < 1 << 16:
-        return b"M" + struct.pack("<H", value)
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    raw = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
-    return b"\x8a" + bytes([len(raw)]) + raw
-
-
 class _Emitter:
     """Opcodes with a memo for what recurs: globals, attribute names, file names, FQNs."""
 
@@ -261,7 +251,7 @@ class _Emitter:
         return self.glob(module, name) + b")\x81"
 
     def size(self, dims: Sequence[int]) -> bytes:
-        body = b"".join(map(_int, dims))
+        body = b"".join(map(integer, dims))
         close = (b")", b"\x85", b"\x86", b"\x87")[len(dims)] if len(dims) < 4 else b"t"
         return self.glob("torch", "Size") + (b"(" if len(dims) > 3 else b"") + body + close + b"\x85R"
 
@@ -284,7 +274,7 @@ class Template:
             out.put(out.name(fqn) + out.new(_METADATA, "BytesStorageMetadata"))
         out.put(b"u" + out.name("planner_data") + b"}(")
         for fqn, path in metadata.paths.items():
-            keys = b"".join(out.name(k) if isinstance(k, str) else _int(k) for k in path)
+            keys = b"".join(out.name(k) if isinstance(k, str) else integer(k) for k in path)
             out.put(out.name(fqn) + b"(" + keys + b"t")
         out.put(b"u" + out.name("storage_data") + b"}(")
         numbers = {fqn: {box.offsets: i for i, box in enumerate(t.boxes)} for fqn, t in metadata.tensors.items()}
@@ -328,7 +318,7 @@ def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
 def _emit_place(out: _Emitter, fqn: str, offset: tuple[int, ...] | None, number: int | None, place: Place) -> None:
     out.put(out.new(_METADATA, "MetadataIndex") + b"}(" + out.name("fqn") + out.name(fqn))
     if offset is not None and number is not None:
-        out.put(out.name("index") + _int(number) + out.name("offset") + out.size(offset))
+        out.put(out.name("index") + integer(number) + out.name("offset") + out.size(offset))
     out.put(b"ub" + out.new(_FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path"))
     out.file(place.file)
-    out.put(out.name("offset") + _int(place.start) + out.name("length") + _int(place.nbytes) + b"ub")
+    out.put(out.name("offset") + integer(place.start) + out.name("length") + integer(place.nbytes) + b"ub")

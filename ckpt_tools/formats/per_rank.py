@@ -12,14 +12,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats import torch_save
-from ckpt_tools.formats.torch_save import Kept, Path, Sharded, join, read_tensors, told
+from ckpt_tools.formats.made import Made
+from ckpt_tools.formats.state_pickle import Kept, Path, Pieces, Sharded, View
+from ckpt_tools.formats.torch_save import join, read_leaves, told
 from ckpt_tools.layout import Placement, Replicate, Shard, StridedShard, rank_boxes
 from ckpt_tools.storage import Store
 
@@ -27,6 +29,7 @@ NAME = "per_rank"
 LOOKS_FOR = "*rank_0.pt"
 _FILE = re.compile(r"(?P<part>.*?)[._-]?(?:world_size_(?P<size>\d{1,7})_)?rank[._-]?(?P<rank>\d{1,7})\.(?:pt|pth|bin)")
 _FLAT = "_flat_param"
+_OWN = re.compile(r"extra_state|rngs?(_states?)?|random_states?")  # parts of which every rank has its own
 locate, guess, lay_out = torch_save.locate, torch_save.guess, torch_save.lay_out
 
 
@@ -35,29 +38,77 @@ def recognise(files: Mapping[str, int]) -> bool:
     return any(m["rank"].strip("0") == "" for m in map(_FILE.fullmatch, files) if m)
 
 
+class _Ranks:
+    """What the files of all ranks hold, as it is gathered."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[str, list[Chunk]] = {}
+        self.kinds: dict[str, tuple[DType, tuple[int, ...]]] = {}
+        self.values: dict[str, dict[int, object]] = {}
+        self.paths: dict[str, Path] = {}
+
+    def add(self, path: Path, name: str, rank: int, value: object, extents: tuple[Extent, ...]) -> None:
+        """Takes one entry of one rank's file."""
+        fqn = join(path)
+        if isinstance(value, View):
+            kind, found = (value.dtype, value.sizes), [Chunk(whole(value.sizes), *extents)]
+        elif isinstance(value, Pieces):
+            kind = value.dtype, value.shape
+            found = [Chunk(box, extent) for (_, box), extent in zip(value.parts, extents, strict=True)]
+        elif isinstance(value, Sharded):
+            kind, found = (
+                (value.local.dtype, value.shape),
+                [Chunk(_checked_box(value, rank, f"{printable(fqn)!r}, {printable(name)}"), *extents)],
+            )
+        else:
+            self.values.setdefault(fqn, {})[rank] = value
+            self.paths[fqn] = path
+            return
+        if self.kinds.setdefault(fqn, kind) != kind:
+            raise FormatError(f"ranks disagree about a tensor: {printable(fqn)!r}, {self.kinds[fqn]} and {kind} ({printable(name)})")
+        self.chunks.setdefault(fqn, []).extend(found)
+        self.paths[fqn] = path
+
+    def objects(self, made: Made) -> dict[str, BytesEntry]:
+        """Returns the values: one entry where all ranks have the same, else one a rank."""
+        result: dict[str, BytesEntry] = {}
+        for fqn, by_rank in self.values.items():
+            if fqn in self.kinds:
+                raise FormatError(f"a tensor on some ranks and a value on others: {printable(fqn)!r}")
+            first = next(iter(by_rank.values()))
+            if all(type(v) is type(first) and v == first for v in by_rank.values()):
+                result[fqn] = made.value(fqn, first)
+                continue
+            path = self.paths.pop(fqn)
+            for rank, value in by_rank.items():
+                name = f"{fqn}.rank_{rank}"
+                result[name], self.paths[name] = made.value(name, value), (*path, f"rank_{rank}")
+        return result
+
+
 def read_catalog(store: Store) -> Catalog:
     """Reads `data.pkl` of every rank's files; see `Format.read_catalog`."""
     files = store.list_files()
-    chunks: dict[str, list[Chunk]] = {}
-    kinds: dict[str, tuple[DType, tuple[int, ...]]] = {}
-    paths: dict[str, Path] = {}
+    found = _Ranks()
     ranks: dict[str, int] = {}
     others: Counter[str] = Counter()
     for part, names in _parts(files).items():
         for rank, name in enumerate(names):
             ranks[name] = rank
-            for path, kind, chunk in _read_rank(store, name, files[name], rank, others):
-                whole_path = (part, *path) if part else path
-                fqn = join(whole_path)
-                if kinds.setdefault(fqn, kind) != kind:
-                    raise FormatError(f"ranks disagree about a tensor: {printable(fqn)!r}, {kinds[fqn]} and {kind} ({printable(name)})")
-                chunks.setdefault(fqn, []).append(chunk)
-                paths[fqn] = whole_path
-    entries = {fqn: TensorEntry(fqn, *kinds[fqn], tuple(found)) for fqn, found in chunks.items()}
+            above = (part,) if part else ()
+            if _OWN.fullmatch(part):
+                above = (*above, f"rank_{rank}")
+            for path, value, extents in read_leaves(store, name, files[name], others):
+                if path and str(path[-1]).endswith(_FLAT):
+                    raise FormatError(f"a flat parameter of FSDP1: {printable(join(path))!r} ({printable(name)})", hint="not read yet")
+                found.add((*above, *path), name, rank, value, extents)
+    made = Made()
+    objects = found.objects(made)
+    entries = {fqn: TensorEntry(fqn, *found.kinds[fqn], tuple(chunks)) for fqn, chunks in found.chunks.items()}
     sizes = {name: files[name] for name in ranks}
     return Catalog(
-        NAME, entries, {}, paths, sizes, max(ranks.values()) + 1, ranks, told(others),
-        tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()),
+        NAME, entries, objects, found.paths, sizes, max(ranks.values()) + 1, ranks, told(others),
+        tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), made.files,
     )  # fmt: skip
 
 
@@ -80,27 +131,17 @@ def _parts(files: Mapping[str, int]) -> dict[str, list[str]]:
     return {part: [names[rank] for rank in sorted(names)] for part, names in sorted(found.items())}
 
 
-def _read_rank(
-    store: Store, name: str, size: int, rank: int, others: Counter[str]
-) -> Iterator[tuple[Path, tuple[DType, tuple[int, ...]], Chunk]]:
-    """Yields the tensors of one file: path, type and shape of the whole, and the part that is here."""
-    for path, value, extent in read_tensors(store, name, size, others):
-        if path and str(path[-1]).endswith(_FLAT):
-            raise FormatError(f"a flat parameter of FSDP1: {printable(join(path))!r} ({printable(name)})", hint="not read yet")
-        if not isinstance(value, Sharded):
-            yield path, (value.dtype, value.sizes), Chunk(whole(value.sizes), extent)
-            continue
-        try:
-            box = _box(value, rank)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            where = f"{printable(join(path))!r}, {printable(name)}"
-            raise FormatError(f"a DTensor of another kind than torch 2.13 writes: {printable(str(error))} ({where})") from error
-        if box.sizes != value.local.sizes:
-            raise FormatError(
-                f"a rank's part has another shape than its placements say: expected {list(box.sizes)}, got {list(value.local.sizes)}"
-                f" ({printable(join(path))!r}, {printable(name)})"
-            )
-        yield path, (value.local.dtype, value.shape), Chunk(box, extent)
+def _checked_box(value: Sharded, rank: int, where: str) -> Box:
+    """Returns the elements that a rank's part of a DTensor has."""
+    try:
+        box = _box(value, rank)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise FormatError(f"a DTensor of another kind than torch 2.13 writes: {printable(str(error))} ({where})") from error
+    if box.sizes != value.local.sizes:
+        raise FormatError(
+            f"a rank's part has another shape than its placements say: expected {list(box.sizes)}, got {list(value.local.sizes)} ({where})"
+        )
+    return box
 
 
 def _box(value: Sharded, rank: int) -> Box:

@@ -1,4 +1,4 @@
-"""`torch.save` archives of one tensor: where the payload lies in one, and the bytes around the payload of a new one.
+"""`torch.save` archives of one tensor: where the payload lies in one.
 
 An archive is a zip of stored (not compressed) records. `data.pkl` says dtype, shape and strides; `data/0` is the payload,
 64-byte aligned; the central directory at the end says where each record is. Only head and tail of an archive are read.
@@ -13,12 +13,11 @@ import functools
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.box import row_major_strides
 from ckpt_tools.catalog import RAW, Extent
-from ckpt_tools.checksum import crc32
 from ckpt_tools.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.unpickle import brief, load
@@ -31,7 +30,6 @@ _HEAD_BYTES = _TAIL_BYTES = 1536
 _GAP_BYTES, _WINDOW_BYTES = 4096, 4 << 20
 _AHEAD_WINDOWS = 1024
 _MAX_CUT = 64 << 20  # a directory of a million records
-_ALIGNMENT = 64
 HUGE = 0xFFFFFFFF
 _CRC_AT = 16
 
@@ -50,9 +48,6 @@ class Record(NamedTuple):
     header: int
     nbytes: int
     crc_at: int
-
-
-# ---- reading -------------------------------------------------------------------------------------------------------------
 
 
 def locate(store: Store, items: Sequence[Item]) -> Iterator[tuple[Extent, Extent]]:
@@ -277,93 +272,3 @@ def _as_tensor(dtype: DType, offset: int, sizes: tuple[int, ...], strides: tuple
         raise FormatError(f"a tensor exceeds its storage: element {last} of {storage_nbytes // dtype.itemsize}")
     is_row_major = all(n == 1 or s == r for n, s, r in zip(sizes, strides, row_major_strides(sizes), strict=True))
     return _Tensor(offset, None if is_row_major or not numel else strides, storage_nbytes, numel * dtype.itemsize)
-
-
-# ---- writing -------------------------------------------------------------------------------------------------------------
-
-
-class Wrapping(NamedTuple):
-    """The bytes around a payload: `prefix`, the payload of `nbytes`, then `render_suffix(crc32 of the payload)`."""
-
-    prefix: bytes
-    nbytes: int
-    suffix_nbytes: int
-    render_suffix: Callable[[int], bytes]
-
-
-@functools.lru_cache(maxsize=4096)
-def wrap(dtype: DType, sizes: tuple[int, ...]) -> Wrapping:
-    """Returns the archive that `torch.save` makes of a contiguous CPU tensor, but for its payload.
-
-    The order of records, their alignment and the zip64 end are torch's own. `.data/serialization_id` is left out: it is
-    a hash of the contents that only torch's usage logging reads.
-    """
-    nbytes = math.prod(sizes) * dtype.itemsize
-    prefix, entries = bytearray(), []
-    first = (("data.pkl", _pickle_tensor(dtype, sizes)), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little"))
-    for name, data in first:
-        entries.append(_entry(name, len(prefix), len(data), crc32(data)))
-        prefix += _local_header(name, len(prefix), len(data)) + data + _descriptor(crc32(data), len(data))
-    data_at = len(prefix)
-    prefix += _local_header("data/0", data_at, nbytes)
-    version_at = len(prefix) + nbytes + len(_descriptor(0, nbytes))
-    version = _local_header("version", version_at, 2) + b"3\n" + _descriptor(crc32(b"3\n"), 2)
-    last = _entry("version", version_at, 2, crc32(b"3\n"))
-
-    def render(crc: int) -> bytes:
-        directory = b"".join((*entries, _entry("data/0", data_at, nbytes, crc), last))
-        return _descriptor(crc, nbytes) + version + directory + _end_of_directory(len(first) + 2, len(directory), version_at + len(version))
-
-    return Wrapping(bytes(prefix), nbytes, len(render(0)), render)
-
-
-def _entry(name: str, at: int, nbytes: int, crc: int) -> bytes:
-    """Returns a record's entry in the central directory."""
-    full = f"archive/{name}".encode()
-    big = ([nbytes, nbytes] if nbytes >= HUGE else []) + ([at] if at >= HUGE else [])
-    extra = struct.pack(f"<2H{len(big)}Q", 1, 8 * len(big), *big) if big else b""
-    size, header = min(nbytes, HUGE), min(at, HUGE)
-    return CENTRAL.pack(b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, size, size, len(full), len(extra), 0, 0, 0, 0, header) + full + extra
-
-
-def _local_header(name: str, at: int, nbytes: int) -> bytes:
-    full = f"archive/{name}".encode()
-    zip64 = struct.pack("<2H2Q", 1, 16, 0, 0) if nbytes >= HUGE else b""
-    unpadded = at + LOCAL.size + len(full) + len(zip64) + 4
-    fill = -unpadded % _ALIGNMENT
-    extra = zip64 + b"FB" + struct.pack("<H", fill) + b"Z" * fill
-    return LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(full), len(extra)) + full + extra
-
-
-def _descriptor(crc: int, nbytes: int) -> bytes:
-    return struct.pack("<4sIQQ" if nbytes >= HUGE else "<4sIII", b"PK\x07\x08", crc, nbytes, nbytes)
-
-
-def _end_of_directory(count: int, nbytes: int, start: int) -> bytes:
-    end64 = END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
-    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + nbytes, 1)
-    return end64 + locator + END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, min(start, HUGE), 0)
-
-
-def _pickle_tensor(dtype: DType, sizes: tuple[int, ...]) -> bytes:
-    """Returns `data.pkl`: the call that rebuilds a contiguous tensor over storage "0"."""
-    is_untyped = dtype.storage_class == "UntypedStorage"
-    numel = math.prod(sizes)
-
-    def ints(values: Sequence[int]) -> bytes:
-        return b"(" + b"".join(map(_long, values)) + b"t"
-
-    storage = b"ctorch.storage\nUntypedStorage\n" if is_untyped else b"ctorch\n" + dtype.storage_class.encode() + b"\n"
-    body = b"(X\x07\x00\x00\x00storage" + storage + b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpu"
-    body += _long(numel * dtype.itemsize if is_untyped else numel) + b"tQK\x00" + ints(sizes) + ints(row_major_strides(sizes))
-    body += b"\x89ccollections\nOrderedDict\n)R" + (b"ctorch\n" + dtype.name.encode() + b"\n" if is_untyped else b"")
-    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v" + (b"3" if is_untyped else b"2") + b"\n(" + body + b"tR."
-
-
-def _long(value: int) -> bytes:
-    if value < 256:
-        return b"K" + bytes([value])
-    if value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    raw = value.to_bytes(9, "little")
-    return b"\x8a\x09" + raw

@@ -216,7 +216,7 @@ def _read(source: Source, plan: Plan, memory: MemoryStore, jobs: int, memory_byt
     assumed = source.assume(used.values())
     is_remote = source.store.capabilities.fetches_ahead
     if not is_remote:  # a disk reads best what it knows to be read from front to back
-        files = {c.extent.file for t in used.values() for c in t.chunks}
+        files = {c.extent.file for t in used.values() for c in t.chunks if c.extent.file in source.catalog.file_sizes}
         source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
     steps = schedule(plan, assumed, *tile_bytes(memory_bytes, jobs))
     seals = Seals(read_whole(plan, assumed))

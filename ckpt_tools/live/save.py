@@ -21,8 +21,9 @@ from ckpt_tools.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry, c
 from ckpt_tools.destination import Destination
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.formats import dcp, torch_zip
+from ckpt_tools.formats import dcp
 from ckpt_tools.formats.dcp_metadata import Metadata, Place, Template, TensorMeta
+from ckpt_tools.formats.zip_write import wrap
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.shards import Shard, alias_key
 from ckpt_tools.live.write import FilePlan, Offer, commit, plan_file, share_of_print, write_part
@@ -187,7 +188,7 @@ def _head(
         file = dcp.DataFile(dcp.data_file_name(rank))
         for number in task.offers:
             box = mine[number].box
-            _, place = file.add_chunk(box, torch_zip.wrap(BY_NAME[mine[number].dtype], box.sizes))
+            _, place = file.add_chunk(box, wrap(BY_NAME[mine[number].dtype], box.sizes))
             placed[mine[number].fqn].append((box, place))
         sizes[file.name] = file.nbytes
     for fqn, other in aliases.items():

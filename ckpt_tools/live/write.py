@@ -19,8 +19,9 @@ from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, schedule, tile_bytes
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import StorageError
-from ckpt_tools.formats import dcp, torch_zip
+from ckpt_tools.formats import dcp
 from ckpt_tools.formats.dcp_metadata import Place
+from ckpt_tools.formats.zip_write import wrap
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name
 from ckpt_tools.plan import Literal, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore
@@ -67,7 +68,7 @@ def plan_file(rank: int, pieces: Sequence[Offer]) -> FilePlan:
     starts, places = [], []
     for number, piece in enumerate(pieces):
         dtype = BY_NAME[piece.dtype]
-        slot, place = file.add_chunk(piece.box, torch_zip.wrap(dtype, piece.box.sizes))
+        slot, place = file.add_chunk(piece.box, wrap(dtype, piece.box.sizes))
         starts.append(slot.start)
         places.append(place)
         slots.setdefault(piece.fqn, []).append(slot)

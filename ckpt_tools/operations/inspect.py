@@ -108,9 +108,10 @@ def _files(catalog: Catalog) -> list[FileReport]:
     parts: dict[str, list[Part]] = {name: [] for name in catalog.file_sizes}
     objects = dict.fromkeys(catalog.file_sizes, 0)
     for fqn, entry in catalog.tensors.items():
-        for box, extent in entry.chunks:
+        for box, extent in (c for c in entry.chunks if c.extent.file in parts):
             parts[extent.file].append(Part(fqn, box.offsets, box.sizes, box.numel * entry.dtype.itemsize))
     for item in catalog.objects.values():
-        objects[item.extent.file] += 1
+        if item.extent.file in objects:
+            objects[item.extent.file] += 1
     order = sorted(catalog.file_sizes, key=lambda name: (catalog.ranks.get(name, 0), name))
     return [FileReport(n, catalog.ranks.get(n), catalog.file_sizes[n], parts[n], objects[n]) for n in order]

@@ -100,7 +100,7 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
     result = transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
     others = catalog.extras.get("other values")
-    return replace(result, notes=(*result.notes, f"values that are no tensors stay behind: {others}")) if others else result
+    return replace(result, notes=(*result.notes, f"values of types that are not known stay behind: {others}")) if others else result
 
 
 def _destination(dst: Path_, options: Options) -> Destination:

@@ -3,12 +3,14 @@
 from ckpt_tools.storage.base import Capabilities, Shelf, Store, Writer, check_path, is_url, read, write_file
 from ckpt_tools.storage.local import LocalStore
 from ckpt_tools.storage.memory import MemoryStore
+from ckpt_tools.storage.overlay import Overlay
 from ckpt_tools.storage.remote import RemoteStore
 
 __all__ = [
     "Capabilities",
     "LocalStore",
     "MemoryStore",
+    "Overlay",
     "RemoteStore",
     "Shelf",
     "Store",

@@ -40,7 +40,7 @@ def main():
         (out / case).mkdir(exist_ok=True)
         torch.save(net.state_dict(), out / case / f"model_world_size_{size}_rank_{rank}.pt")
         torch.save(optimizer.state_dict(), out / case / f"optim_world_size_{size}_rank_{rank}.pt")
-        torch.save({"rng": torch.get_rng_state(), "step": 5}, out / case / f"extra_state_world_size_{size}_rank_{rank}.pt")
+        torch.save({"rng": torch.full((5056,), rank, dtype=torch.uint8), "step": 5, "mine": rank}, out / case / f"extra_state_world_size_{size}_rank_{rank}.pt")
         whole = {n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in net.state_dict().items()}
         moments = {f"{i}.{n}": getattr(t, "full_tensor", lambda t=t: t)() for i, s in optimizer.state_dict()["state"].items() for n, t in s.items()}
         if rank == 0:

@@ -1,0 +1,108 @@
+"""Pickles of plain values and of tensors' descriptions, as opcodes: what torch's own pickler would write. May import errors, box, dtypes.
+
+Source: CPython's `pickletools`; torch 2.13 `torch/_utils.py`, `torch/serialization.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ckpt_tools.box import row_major_strides
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import PlanError, printable
+
+_MAX_DEPTH = 64
+
+
+class Stored(NamedTuple):
+    """A contiguous tensor whose bytes are the record `data/{key}` of its archive."""
+
+    dtype: DType
+    sizes: tuple[int, ...]
+    key: str
+
+
+class Call(NamedTuple):
+    """An object that a pickle makes by calling a global: `module.name(*arguments)`, then giving it a state."""
+
+    module: str
+    name: str
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+
+class Name(NamedTuple):
+    """A global itself: a class, a function, a dtype."""
+
+    module: str
+    name: str
+
+
+def integer(value: int) -> bytes:
+    """Returns the opcodes that push an int."""
+    if 0 <= value < 256:
+        return b"K" + bytes([value])
+    if 0 <= value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def pickled(value: Any) -> bytes:
+    """Returns a pickle of protocol 2: dicts, lists, tuples, texts, numbers, None, `Stored` tensors, `Call`s and `Name`s.
+
+    Raises:
+        PlanError: something else is in it.
+    """
+    return b"\x80\x02" + _push(value, 0) + b"."
+
+
+def _push(value: Any, depth: int) -> bytes:
+    if depth > _MAX_DEPTH:
+        raise PlanError(f"a state is nested too deep to be written: {depth} levels")
+    if isinstance(value, Stored):
+        return _push_tensor(value)
+    if isinstance(value, Name):
+        return f"c{value.module}\n{value.name}\n".encode()
+    if isinstance(value, Call):
+        made = _push(Name(value.module, value.name), depth) + _push(value.arguments, depth + 1) + b"R"
+        return made if value.state is None else made + _push(value.state, depth + 1) + b"b"
+    if isinstance(value, dict):
+        return b"}(" + b"".join(_push(part, depth + 1) for item in value.items() for part in item) + b"u"
+    if type(value) in (list, tuple):
+        parts = b"".join(_push(item, depth + 1) for item in value)
+        return b"](" + parts + b"e" if type(value) is list else b"(" + parts + b"t"
+    return _push_scalar(value)
+
+
+def _push_scalar(value: Any) -> bytes:
+    if value is None or value is True or value is False:
+        return {None: b"N", True: b"\x88", False: b"\x89"}[value]
+    if type(value) is int:
+        return integer(value)
+    if type(value) is float:
+        return b"G" + struct.pack(">d", value)
+    if type(value) is str:
+        raw = value.encode("utf-8", "surrogatepass")
+        return b"X" + struct.pack("<I", len(raw)) + raw
+    raise PlanError(f"cannot write a value of this type: {printable(type(value).__name__)}")
+
+
+def _push_tensor(tensor: Stored) -> bytes:
+    """The call that rebuilds a contiguous tensor over its storage."""
+    dtype, sizes = tensor.dtype, tensor.sizes
+    is_untyped, numel = dtype.storage_class == "UntypedStorage", math.prod(sizes)
+    storage = Name("torch.storage", "UntypedStorage") if is_untyped else Name("torch", dtype.storage_class)
+    count = numel * dtype.itemsize if is_untyped else numel
+    body = b"(" + _push(("storage", storage, tensor.key, "cpu", count), 0) + b"QK\x00" + _sizes(sizes) + _sizes(row_major_strides(sizes))
+    body += b"\x89ccollections\nOrderedDict\n)R" + (_push(Name("torch", dtype.name), 0) if is_untyped else b"")
+    return b"ctorch._utils\n_rebuild_tensor_v" + (b"3" if is_untyped else b"2") + b"\n" + body + b"tR"
+
+
+def _sizes(values: Sequence[int]) -> bytes:
+    return b"(" + b"".join(map(integer, values)) + b"t"

@@ -1,0 +1,215 @@
+"""What a pickled state dict holds: tensors as views of storages, plain values as they are, anything else as an inert stand-in.
+
+Types that are not known here take whatever the pickle gives them and do nothing: nothing of them runs. May import errors,
+catalog, dtypes and unpickle.
+
+Source: torch 2.13 `torch/_utils.py`, `torch/_tensor.py`, `torch/distributed/checkpoint/_traverse.py`; confirmed on files that it wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ckpt_tools.box import Box
+from ckpt_tools.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
+from ckpt_tools.errors import FormatError
+from ckpt_tools.formats.unpickle import load
+
+_MAX_NODES, _MAX_DEPTH = 10_000_000, 64
+Path = tuple[str | int, ...]
+
+
+class Storage(NamedTuple):
+    """The record `data/{key}` of an archive; `numel` in elements of `dtype`, in bytes where it has none."""
+
+    key: str
+    dtype: DType | None
+    numel: int
+
+
+class View(NamedTuple):
+    """A tensor as the pickle has it: elements of a storage."""
+
+    storage: Storage
+    dtype: DType
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Kept:
+    """Stands in for an object: takes anything, keeps its arguments and its state, and does nothing."""
+
+    arguments: tuple[Any, ...]
+    state: Mapping[str, Any]
+
+    def __new__(cls, *args: object) -> Kept:
+        made = object.__new__(cls)
+        made.arguments, made.state = args, {}
+        return made
+
+    def __init__(self, *args: object) -> None:
+        del args
+
+    def __setstate__(self, state: object) -> None:
+        tables = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]  # attributes, slots
+        self.state = {str(key): value for table in tables for key, value in table.items()}
+
+
+class Sharded(NamedTuple):
+    """A rank's part of a DTensor: its elements, the shape of the whole, and its spec."""
+
+    local: View
+    shape: tuple[int, ...]
+    spec: Kept
+
+
+class Pieces(NamedTuple):
+    """A rank's part of a ShardedTensor: its shards with their boxes (none on a rank that has none), type and shape of the whole."""
+
+    parts: tuple[tuple[View, Box], ...]
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+class _Globals(dict[tuple[str, str], Any]):
+    """The allow-list; what is not in it becomes a stand-in that takes anything and does nothing."""
+
+    def __init__(self, is_foreign: Callable[[str], object]) -> None:
+        super().__init__({("torch", name): d for name, d in BY_STORAGE_CLASS.items()} | {("torch", name): d for name, d in BY_NAME.items()})
+        self._is_foreign = is_foreign
+        for module in ("torch", "torch.storage"):
+            self[module, "UntypedStorage"] = self[module, "TypedStorage"] = None
+        self["collections", "OrderedDict"] = type("OrderedDict", (dict,), {})  # anew: a hostile pickle can set attributes on it
+        self["torch", "Size"] = tuple
+        self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
+        self["torch._utils", "_rebuild_tensor_v3"] = lambda *args: _rebuild(*args[:6], dtype=args[6])
+        self["torch.serialization", "_get_layout"] = lambda *args: args
+        self["torch._utils", "_rebuild_wrapper_subclass"] = self["torch.distributed.tensor", "DTensor"] = None
+        self[_SHARDED_TENSOR, "ShardedTensor"] = _SHARDED_TENSOR
+        self["torch._tensor", "_rebuild_from_type_v2"] = _rebuild_sharded
+        self |= {(module, name): type(name, (Kept,), {}) for module, names in _KEPT.items() for name in names.split()}
+        self["torch._utils", "_rebuild_parameter"] = lambda tensor, *_: tensor
+        self["torch._utils", "_rebuild_parameter_with_state"] = lambda tensor, *_: tensor
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        self._is_foreign(".".join(key))
+        return type("Foreign", (Kept,), {})
+
+
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api"
+_KEPT = {
+    "torch": "device",
+    "torch.distributed.remote_device": "_remote_device",
+    "torch.distributed._shard.metadata": "ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.shard": "Shard",
+    "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties",
+    "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
+    "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec ShardOrderEntry TensorMeta",
+    "torch.distributed.tensor.placement_types": "Shard _StridedShard Replicate Partial",
+}
+
+
+def _rebuild_sharded(function: object, kind: object, args: object, state: object) -> Sharded | Pieces:
+    del function
+    shape, dtype = (args[2], args[1]) if isinstance(args, tuple) and len(args) > 2 else (None, None)
+    if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or len(shape) > 64:
+        raise ValueError("not the shape of a sharded tensor")
+    if kind == _SHARDED_TENSOR:
+        shards = state[0] if isinstance(state, tuple) and state else None
+        if not isinstance(shards, list) or not isinstance(dtype, DType):
+            raise TypeError("not a ShardedTensor")
+        return Pieces(tuple(_piece(shard, dtype, len(shape)) for shard in shards), dtype, tuple(shape))
+    tables = [table for table in (state if isinstance(state, tuple) else (state,)) if isinstance(table, dict)]  # attributes, slots
+    spec, local = (next((t[name] for t in tables if name in t), None) for name in ("_spec", "_local_tensor"))
+    if not isinstance(spec, Kept) or not isinstance(local, View):
+        raise TypeError("not a DTensor")
+    return Sharded(local, tuple(shape), spec)
+
+
+def _piece(shard: object, dtype: DType, ndim: int) -> tuple[View, Box]:
+    metadata = shard.state.get("metadata") if isinstance(shard, Kept) else None
+    if not isinstance(shard, Kept) or not isinstance(metadata, Kept):
+        raise TypeError("not a shard")
+    view, offsets, sizes = shard.state.get("tensor"), metadata.state.get("shard_offsets"), metadata.state.get("shard_sizes")
+    for numbers in (offsets, sizes):
+        if not isinstance(numbers, list) or len(numbers) != ndim or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+            raise ValueError("not a shard's box")
+    if not isinstance(view, View) or view.dtype != dtype or list(view.sizes) != sizes or not isinstance(offsets, list):
+        raise ValueError("a shard has another shape or type than it says")
+    return view, Box(tuple(offsets), view.sizes)
+
+
+def _rebuild(storage: object, offset: object, sizes: object, strides: object, *_: object, dtype: object = None) -> View:
+    found = dtype if dtype is not None else storage.dtype if isinstance(storage, Storage) else None
+    if not isinstance(storage, Storage) or not isinstance(found, DType):
+        raise TypeError("not a tensor's storage")
+    if type(offset) is not int or not isinstance(sizes, tuple) or not isinstance(strides, tuple) or not len(sizes) == len(strides) <= 64:
+        raise ValueError("not a tensor's shape")
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, *sizes, *strides)):
+        raise ValueError("not a tensor's numbers")
+    return View(storage, found, offset, tuple(sizes), tuple(strides))
+
+
+def _persistent(pid: object) -> Storage:
+    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or type(pid[2]) is not str or type(pid[4]) is not int:
+        raise ValueError("not a storage")
+    return Storage(pid[2], pid[1] if isinstance(pid[1], DType) else None, pid[4])
+
+
+def unpickled(data: bytes, where: str, is_foreign: Callable[[str], object]) -> Any:
+    """Returns what `data.pkl` builds; `is_foreign` is told the name of every global that is not known.
+
+    Raises:
+        FormatError: it is malformed, or built to hurt its reader.
+    """
+    return load(data, _Globals(is_foreign), f"data.pkl in {where}", persistent_load=_persistent)
+
+
+def leaves(root: object, where: str) -> Iterator[tuple[Path, object]]:
+    """Yields tensors, values and stand-ins with the keys on the way, flattened as DCP does it.
+
+    Dicts are walked through, and lists and tuples that hold a dict or a tensor somewhere; any other list is one value.
+
+    Raises:
+        FormatError: there are too many, or they are nested too deep.
+    """
+    waiting: list[tuple[Path, object]] = [((), root)]
+    weights: dict[int, int] = {}
+    seen = 0
+    while waiting:
+        path, value = waiting.pop()
+        seen += max(1, weight := _weigh(value, weights, 0, where))
+        if seen > _MAX_NODES or len(path) > _MAX_DEPTH:
+            raise FormatError(f"a state dict is too large or too deep: {seen:,} entries, {len(path)} levels ({where})")
+        if isinstance(value, dict):
+            waiting += [((*path, str(key)), item) for key, item in reversed(value.items()) if isinstance(key, (str, int))]
+        elif isinstance(value, (list, tuple)) and type(value) in (list, tuple) and not weight:
+            waiting += [((*path, number), item) for number, item in reversed(list(enumerate(value)))]
+        else:
+            yield path, value
+
+
+def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:
+    """Returns the number of scalars that a plain value has, one more for every list, and 0 for what is not plain.
+
+    A list may hold another one twice, and that one the next: what is known of one is kept, so that each is looked at once.
+    """
+    if not isinstance(value, (list, tuple)) or type(value) not in (list, tuple):
+        return int(is_scalar(value))
+    if depth > _MAX_DEPTH:
+        raise FormatError(f"a state dict is too large or too deep: {depth} levels ({where})")
+    found = known.get(id(value))
+    if found is None:
+        weights = [_weigh(item, known, depth + 1, where) for item in value]
+        found = known[id(value)] = 1 + sum(weights) if all(weights) else 0
+    return found
+
+
+def is_scalar(value: object) -> bool:
+    """Tells whether a value is a text, a number or None."""
+    return value is None or type(value) in (str, int, float, bool)

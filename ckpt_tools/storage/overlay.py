@@ -1,0 +1,36 @@
+"""A store with some files in memory laid over it: what a reader made of values that stand in metadata.
+
+May import errors, storage.base and storage.memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ckpt_tools.storage.base import Store
+from ckpt_tools.storage.memory import MemoryStore
+
+
+class Overlay:
+    """The inner store, but for files that are there in memory; those are not listed."""
+
+    def __init__(self, inner: Store, made: Mapping[str, bytes]) -> None:
+        self.inner, self._made = inner, MemoryStore(made, inner.url)
+        self.url, self.capabilities, self.traffic = inner.url, inner.capabilities, inner.traffic
+        self.list_files, self.folders, self.enter = inner.list_files, inner.folders, inner.enter
+        self.create, self.close = inner.create, inner.close
+
+    def size(self, path: str) -> int:
+        return self._of(path).size(path)
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self._of(path).read_into(path, start, buffer)
+
+    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
+        return self._of(path).view(path, start, nbytes)
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        self.inner.will_read(r for r in ranges if r[0] not in self._made.files)
+
+    def _of(self, path: str) -> Store:
+        return self._made if path in self._made.files else self.inner
