@@ -117,16 +117,17 @@ class FillSink:
 
 
 class _Frame:
-    """What stands around a slot: literals before it, a trailer behind it; written as soon as the slot is full where a file is a stream."""
+    """What stands around a slot: literals before it, trailers behind it; written as soon as the slot is full where a file is a stream."""
 
-    def __init__(self, trailer: Trailer, before: list[Literal]) -> None:
-        self.trailer, self.before = trailer, before
-        self.left = trailer.start - trailer.slot_start
+    def __init__(self, trailers: list[Trailer], before: list[Literal]) -> None:
+        self.trailers, self.before = trailers, before
+        self.start, self.end = trailers[0].slot_start, trailers[0].start
+        self.left = self.end - self.start
         self.pieces: list[Piece] = []
 
     def render(self) -> list[tuple[int, bytes]]:
         crc = join_crc32((p.crc32, p.nbytes) for p in sorted(self.pieces))
-        return [*((lit.start, lit.data) for lit in self.before), (self.trailer.start, self.trailer.render(crc))]
+        return [*((lit.start, lit.data) for lit in self.before), *((t.start, t.render(crc)) for t in self.trailers)]
 
 
 class WriteSink:
@@ -152,7 +153,7 @@ class WriteSink:
         if not self._is_stream:
             return
         self._frames = _frames(self.target)
-        self._starts = {name: [f.trailer.slot_start for f in frames] for name, frames in self._frames.items()}
+        self._starts = {name: [f.start for f in frames] for name, frames in self._frames.items()}
         for literal in self.target.literals:  # a header; it is there before anything else can be
             if literal.file not in self._frames:
                 self._pieces[literal.file].append(self._put(literal.file, literal.start, literal.data))
@@ -195,7 +196,7 @@ class WriteSink:
             return None
         number = bisect_right(self._starts[name], piece.start) - 1
         frame = self._frames[name][number] if number >= 0 else None
-        if frame is None or piece.start >= frame.trailer.start:
+        if frame is None or piece.start >= frame.end:
             return None  # an object
         frame.left -= piece.nbytes
         frame.pieces.append(piece)
@@ -263,18 +264,27 @@ class WriteSink:
     def _join_slots(self) -> dict[tuple[str, int], Piece]:
         """Returns the checksums of every slot by file and start, joined from the pieces that fell into it."""
         slots: dict[tuple[str, int], Piece] = {}
-        for name in self._with_crc32:
+        for name, found in _by_slot(self.target).items():
             ordered, at = sorted(self._pieces[name]), 0
-            for trailer in sorted((t for t in self.target.trailers if t.file == name), key=lambda t: t.start):
-                while at < len(ordered) and ordered[at].start < trailer.slot_start:
+            for trailers in found:
+                start, end = trailers[0].slot_start, trailers[0].start
+                while at < len(ordered) and ordered[at].start < start:
                     at += 1
                 first = at
-                while at < len(ordered) and ordered[at].start < trailer.start:
+                while at < len(ordered) and ordered[at].start < end:
                     at += 1
                 parts = ordered[first:at]
                 crc64, crc = join_crc64((p.crc64, p.nbytes) for p in parts), join_crc32((p.crc32, p.nbytes) for p in parts)
-                slots[name, trailer.slot_start] = Piece(trailer.slot_start, sum(p.nbytes for p in parts), crc64, crc)
+                slots[name, start] = Piece(start, sum(p.nbytes for p in parts), crc64, crc)
         return slots
+
+
+def _by_slot(target: Target) -> dict[str, list[list[Trailer]]]:
+    """Returns the trailers of each slot, by file, in its order; the first one begins where the slot ends."""
+    found: dict[str, dict[int, list[Trailer]]] = {}
+    for trailer in sorted(target.trailers, key=lambda t: (t.slot_start, t.start)):
+        found.setdefault(trailer.file, {}).setdefault(trailer.slot_start, []).append(trailer)
+    return {file: list(slots.values()) for file, slots in found.items()}
 
 
 def _frames(target: Target) -> dict[str, list[_Frame]]:
@@ -283,11 +293,13 @@ def _frames(target: Target) -> dict[str, list[_Frame]]:
     for literal in sorted(target.literals, key=lambda lit: -lit.start):
         literals.setdefault(literal.file, []).append(literal)
     frames: dict[str, list[_Frame]] = {}
-    for trailer in sorted(target.trailers, key=lambda t: t.start):
-        mine, before = literals.get(trailer.file, []), []
-        while mine and mine[-1].start < trailer.start:
-            before.append(mine.pop())
-        frames.setdefault(trailer.file, []).append(_Frame(trailer, before))
+    for file, slots in _by_slot(target).items():
+        mine = literals.get(file, [])
+        for trailers in slots:
+            before = []
+            while mine and mine[-1].start < trailers[0].start:
+                before.append(mine.pop())
+            frames.setdefault(file, []).append(_Frame(trailers, before))
     return frames
 
 

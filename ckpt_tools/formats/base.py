@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckpt_tools.box import Box, whole
 from ckpt_tools.catalog import Catalog, Extent, TensorEntry
@@ -33,7 +33,8 @@ class Request:
 
     `file_name` names the one file of a format that has one; `with_index` asks for numbered shards and an index instead. `name` gives the
     name under which a data file will lie: an object store wants the attempt's id in it. Tensors of fewer than `small_first` bytes stand
-    together at the beginning of a file, so that what lies behind can be copied by the store in long runs.
+    together at the beginning of a file, so that what lies behind can be copied by the store in long runs. `values` are plain ones, for
+    a format that stores them as such and not as objects.
     """
 
     tensors: Sequence[TargetTensor]
@@ -45,6 +46,7 @@ class Request:
     with_index: bool = False
     name: Callable[[str], str] = str
     small_first: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Format(Protocol):

@@ -13,16 +13,19 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from ckpt_tools.box import row_major_strides, whole
 from ckpt_tools.catalog import RAW, TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats.base import Request
 from ckpt_tools.formats.made import Made
+from ckpt_tools.formats.pickle_write import Stored
 from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
 from ckpt_tools.formats.state_pickle import Path, Pieces, Sharded, View, is_scalar, leaves, unpickled
 from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, read_directory
-from ckpt_tools.plan import Target
+from ckpt_tools.formats.zip_write import Archive
+from ckpt_tools.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.storage import Store, read
 
 NAME = "torch_save"
@@ -93,12 +96,6 @@ def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
     """Nothing is packed; see `Format.guess`."""
     del tensors
     return {}
-
-
-def lay_out(request: Request) -> Target:
-    """See `Format.lay_out`; not yet."""
-    del request
-    raise PlanError("torch.save files are not written yet")
 
 
 # ---- one file ------------------------------------------------------------------------------------------------------------
@@ -210,3 +207,65 @@ def _extent(file: str, fqn: str, view: View, start: int, nbytes: int, crc: int) 
     count = (last + 1 - view.offset) * itemsize
     known = crc if crc and is_flat and count == nbytes else None
     return Extent(file, start + view.offset * itemsize, count, RAW, None if is_flat or not numel else view.strides, known)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------------
+
+
+def lay_out(request: Request) -> Target:
+    """Lays one file out, with tensors and plain values nested as their paths say; see `Format.lay_out`.
+
+    Raises:
+        PlanError: a path leads through something that is no dict.
+    """
+    keys = {tensor.fqn: str(number) for number, tensor in enumerate(request.tensors)}
+    held = {t.fqn: Stored(t.dtype, t.shape, keys[t.fqn]) for t in request.tensors}
+    archive = Archive(nested({**held, **request.values}, request.paths))
+    name, slots = request.file_name, {}
+    for tensor in request.tensors:
+        box = whole(tensor.shape)
+        slots[tensor.fqn] = (Slot(box, name, archive.room(keys[tensor.fqn], box.numel * tensor.dtype.itemsize)),)
+    archive.finish()
+    literals = tuple(Literal(name, start, data) for start, data in archive.parts)
+    trailers = tuple(Trailer(name, tail.start, tail.nbytes, tail.payload, tail.render) for tail in archive.tails)
+    return Target(NAME, {name: archive.nbytes}, slots, literals, trailers, world_size=1)
+
+
+def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
+    """Returns values by flat name as nested dicts and lists; one without a path stands at the top under its name.
+
+    What an optimizer numbers by itself, `state.0`, gets numbers for keys again.
+
+    Raises:
+        PlanError: one name leads through another's value.
+    """
+    root: dict[str | int, Any] = {}
+    for fqn, value in flat.items():
+        path = paths.get(fqn) or (fqn,)
+        owner = root
+        for depth, key in enumerate(path[:-1]):
+            owner = owner.setdefault(_key(path, depth, key), {})
+            if not isinstance(owner, dict):
+                raise PlanError(f"two entries cannot stand in one state dict: {printable(fqn)!r} leads through a value")
+        if owner.setdefault(_key(path, len(path) - 1, path[-1]), value) is not value:
+            raise PlanError(f"two entries have one name: {printable(fqn)!r}")
+    return _with_lists(root)
+
+
+def _key(path: Path, depth: int, key: str | int) -> _Index | str | int:
+    if isinstance(key, int):
+        return _Index(key)
+    return int(key) if key.isdecimal() and depth and path[depth - 1] == "state" and depth + 1 < len(path) else key
+
+
+class _Index(int):
+    """A position in a list, told from a number that is a dict's key by its type; both are the same number to a dict."""
+
+
+def _with_lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    if items and all(isinstance(key, _Index) for key in items):
+        return [items[key] for key in sorted(items)]
+    return {int(key) if isinstance(key, _Index) else key: item for key, item in items.items()}
