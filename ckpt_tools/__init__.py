@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ckpt_tools.live.load import load
     from ckpt_tools.live.state import PerRank, RngState
     from ckpt_tools.manager import CheckpointManager
+    from ckpt_tools.operations.convert import convert
     from ckpt_tools.operations.copy import CopyResult, copy
     from ckpt_tools.operations.diff import DiffResult, diff
     from ckpt_tools.operations.inspect import Report, inspect
@@ -56,6 +57,7 @@ __all__ = [
     "UnsafePickleError",
     "VerifyResult",
     "__version__",
+    "convert",
     "copy",
     "diff",
     "inspect",
@@ -70,6 +72,7 @@ __all__ = [
 _LAZY = {
     "Report": "operations.inspect", "inspect": "operations.inspect",
     "TransferResult": "operations.move", "merge": "operations.transfer", "reshard": "operations.transfer",
+    "convert": "operations.convert",
     "CopyResult": "operations.copy", "copy": "operations.copy",
     "VerifyResult": "operations.verify", "verify": "operations.verify",
     "DiffResult": "operations.diff", "diff": "operations.diff", "SealResult": "operations.seal", "seal": "operations.seal",

@@ -115,17 +115,21 @@ class Flaw(NamedTuple):
     error: CatalogError
 
 
-def check(catalog: Catalog) -> None:
+def check(catalog: Catalog, shares: bool = False) -> None:
     """Proves that every tensor is covered exactly once (equal boxes count as replicas) and every extent lies in its file.
+
+    Args:
+        catalog: what is to be proved.
+        shares: entries may share bytes of a file, as views of storages do.
 
     Raises:
         CatalogError: a chunk exceeds its tensor, two overlap, elements are missing, or an extent is out of bounds.
     """
-    for flaw in flaws(catalog):
+    for flaw in flaws(catalog, shares):
         raise flaw.error
 
 
-def flaws(catalog: Catalog) -> Iterator[Flaw]:
+def flaws(catalog: Catalog, shares: bool = False) -> Iterator[Flaw]:
     """Yields everything that `check` would refuse."""
     for entry in catalog.tensors.values():
         if error := _check_cover(catalog, entry):
@@ -136,7 +140,7 @@ def flaws(catalog: Catalog) -> Iterator[Flaw]:
     for item in catalog.objects.values():
         if error := _check_extent(catalog, item.fqn, item.extent, 0):
             yield Flaw(item.fqn, item.extent.file, error)
-    if not catalog.archives:
+    if not catalog.archives and not shares:
         yield from _overlaps(catalog)
 
 

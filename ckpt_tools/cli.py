@@ -28,6 +28,7 @@ from ckpt_tools.options import (
     StorageOption,
     check_dtype,
     make_options,
+    parse_counts,
     parse_storage_options,
     plain,
     size,
@@ -136,6 +137,43 @@ def reshard(
 
     options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
     _report(run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options), quiet, as_json)
+
+
+@app.command(epilog=app.info.epilog)
+def convert(
+    src: Source,
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; for safetensors and torch the file.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", metavar="dcp|safetensors|hf|torch|accelerate", help="What DST is to be.", show_default=False)],
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, max=1_000_000, metavar="N", help="For dcp and accelerate: ranks to split for; as many as SRC, or 1.", show_default=False)] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help="Cast the model's floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
+    keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
+    select: Annotated[list[str] | None, typer.Option("--select", metavar="GLOB", help="Only what matches by its name in DST; repeatable.", show_default=False)] = None,
+    rename: Annotated[list[str] | None, typer.Option("--rename", metavar="REGEX=NEW", help="Rename parameters, in the model and in optimizers; repeatable, in order.", show_default=False)] = None,
+    key_map: Annotated[str | None, typer.Option("--map", metavar="FILE|NAME", help="A key map: llama_titan_to_hf, llama_hf_to_titan, qkv_split, qkv_fuse, or a file of your own.", show_default=False)] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=N", help="A number that the key map asks for, such as heads=32; repeatable.", show_default=False)] = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer", metavar="groups|flat|ids", help="Name optimizer state by parameter with groups, by parameter throughout (torchtitan), or by number.", show_default=False)] = None,
+    model_only: Annotated[bool, typer.Option("--model-only", help="Leave out everything but the model.")] = False,
+    keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep wrappers' prefixes in names.")] = False,
+    base: Annotated[str | None, typer.Option("--base", metavar="DIR", help="Directory of config, tokenizer and code, which go along for hf; the key map takes heads from it.", show_default=False)] = None,
+    max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=size, metavar="SIZE", help="For hf: at most this size a shard; 5GB.", show_default=False)] = None,
+    check: Annotated[bool, typer.Option("--check", help="For hf: load the result with transformers in a process of its own, and compare.")] = False,
+    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Write a checkpoint of any readable format as another one, optimizer state included where both have it.
+
+    `dcp` is for dcp.load, torchtitan and CheckpointManager; `hf` is a directory that transformers and vLLM open; `torch` one .pt that
+    torch.load opens with weights_only and mmap; `accelerate` what Accelerator.load_state resumes from.
+    """
+    from ckpt_tools.operations.convert import convert as run
+
+    check_dtype(dtype)
+    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
+    result = run(
+        src, dst, to=to, ranks=ranks, dtype=dtype, keep_dtype=keep_dtype or (), select=select or (), rename=rename or (),
+        key_map=key_map, settings=parse_counts(settings), optimizer=optimizer, model_only=model_only, keep_prefix=keep_prefix,
+        base=base, max_shard_bytes=max_shard_size, check=check, **options,
+    )  # fmt: skip
+    _report(result, quiet, as_json)
 
 
 @app.command(epilog=app.info.epilog)

@@ -45,7 +45,7 @@ class Problem(NamedTuple):
 
 def compare_names(manifest: Manifest, store: Store) -> Iterator[Problem]:
     """Yields what is wrong by names and sizes, and with the index, which is small and read."""
-    files = store.list_files()
+    files = store.list_files(below=any("/" in name for name in manifest.files))
     for name, sealed in manifest.files.items():
         if name not in files:
             yield Problem(name, MISSING)

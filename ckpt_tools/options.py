@@ -99,6 +99,17 @@ def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
     return options
 
 
+def parse_counts(given: list[str] | None) -> dict[str, int]:
+    """Returns numbers by name, from `name=number`."""
+    counts = {}
+    for text in given or ():
+        name, _, number = text.partition("=")
+        if not name or not number.isdecimal():
+            raise typer.BadParameter(f"expected NAME=N, got {text!r}", param_hint="--set")
+        counts[name] = int(number)
+    return counts
+
+
 @contextmanager
 def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
     from tqdm import tqdm

@@ -14,6 +14,7 @@ LEVELS = [
     ["errors", "box", "dtypes", "checksum", "version"],
     [
         "catalog",
+        "views",
         "layout",
         "storage.base",
         "storage.ranges",
@@ -65,6 +66,10 @@ LEVELS = [
         "operations.within",
         "operations.move",
         "operations.transfer",
+        "operations.parts",
+        "operations.keymap",
+        "operations.huggingface",
+        "operations.convert",
         "operations.copy",
         "operations.verify",
         "operations.diff",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,11 @@ class Source:
     def remote(self) -> RemoteStore | None:
         """The object store that it lies in, None for one on a disk."""
         return self.folder if isinstance(self.folder, RemoteStore) else None
+
+    def with_made(self, files: Mapping[str, bytes]) -> Source:
+        """Returns the source with other files in memory laid over its own."""
+        inner = self.store.inner if isinstance(self.store, Overlay) else self.store
+        return replace(self, store=Overlay(inner, files) if files else inner)
 
     def assume(self, tensors: Iterable[TensorEntry]) -> dict[Extent, Extent]:
         """Returns where the payloads of packed extents lie, if they were written as usual; unusual ones are looked for.

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent
-from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats.base import Request
 from ckpt_tools.plan import Target
@@ -60,12 +60,62 @@ def read_catalog(store: Store) -> Catalog:
 
 
 def lay_out(request: Request) -> Target:
-    """Not yet: what is written from one of these is plain DCP.
+    """Lays the model and each optimizer out as DCP in a folder of its own; see `Format.lay_out`.
 
-    Raises:
-        PlanError: always.
+    The model's metadata is the index; the optimizers' stand among the data files.
     """
-    raise PlanError(f"Accelerate's layout is read only so far ({len(request.tensors)} tensors)", hint="write DCP")
+    targets = {folder: _lay_out_part(request, folder) for folder in sorted({_folder(t.fqn) for t in request.tensors})}
+    first = targets.pop(_MODEL, None) or targets.pop(min(targets))
+    merged: dict[str, Any] = {"file_sizes": dict(first.file_sizes), "slots": dict(first.slots)}
+    literals, trailers = list(first.literals), list(first.trailers)
+    for part in targets.values():
+        assert part.index is not None
+        merged["file_sizes"] |= {**part.file_sizes, part.index.file: len(part.index.data)}
+        merged["slots"] |= part.slots
+        literals += [*part.literals, part.index]
+        trailers += part.trailers
+    return Target(NAME, **merged, literals=tuple(literals), trailers=tuple(trailers), index=first.index, world_size=request.world_size)
+
+
+_MODEL = "pytorch_model_fsdp_0"
+
+
+def _folder(fqn: str) -> str:
+    """Returns the folder of an entry: `optimizer.…` of the first optimizer, `optimizer_1.optimizer.…` of the second."""
+    match = re.match(r"optimizer(?:_(\d+))?\.", fqn)
+    return f"optimizer_{match[1] or 0}" if match else _MODEL
+
+
+def _lay_out_part(request: Request, folder: str) -> Target:
+    """Lays the entries of one folder out; the names in its metadata are those within it."""
+
+    def mine(fqn: str) -> bool:
+        return _folder(fqn) == folder
+
+    def inner(fqn: str) -> str:
+        return fqn.partition(".")[2] if re.match(r"optimizer_\d+\.", fqn) else fqn
+
+    own = replace(
+        request,
+        tensors=[replace(t, fqn=inner(t.fqn)) for t in request.tensors if mine(t.fqn)],
+        objects={inner(n): size for n, size in request.objects.items() if mine(n)},
+        paths={inner(n): path[1:] if inner(n) != n else path for n, path in request.paths.items() if mine(n)},
+    )
+    part = dcp.lay_out(own)
+    outer = {inner(n): n for n in (*(t.fqn for t in request.tensors), *request.objects) if mine(n)}
+    assert part.index is not None
+
+    def at(name: str) -> str:
+        return f"{folder}/{name}"
+
+    return replace(
+        part,
+        file_sizes={at(n): size for n, size in part.file_sizes.items()},
+        slots={outer[n]: tuple(slot._replace(file=at(slot.file)) for slot in slots) for n, slots in part.slots.items()},
+        literals=tuple(literal._replace(file=at(literal.file)) for literal in part.literals),
+        trailers=tuple(trailer._replace(file=at(trailer.file)) for trailer in part.trailers),
+        index=part.index._replace(file=at(part.index.file)),
+    )
 
 
 def _move(part: Catalog, folder: str, prefix: str) -> Catalog:

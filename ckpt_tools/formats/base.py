@@ -34,7 +34,7 @@ class Request:
     `file_name` names the one file of a format that has one; `with_index` asks for numbered shards and an index instead. `name` gives the
     name under which a data file will lie: an object store wants the attempt's id in it. Tensors of fewer than `small_first` bytes stand
     together at the beginning of a file, so that what lies behind can be copied by the store in long runs. `values` are plain ones, for
-    a format that stores them as such and not as objects.
+    a format that stores them as such and not as objects. `files` are small ones that are to lie beside.
     """
 
     tensors: Sequence[TargetTensor]
@@ -47,6 +47,7 @@ class Request:
     name: Callable[[str], str] = str
     small_first: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Format(Protocol):

@@ -6,6 +6,7 @@ May import levels 0 to 2 and zip_write.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.box import whole
@@ -19,8 +20,9 @@ FILE = "<values>"  # no writer's name for a data file
 class Made:
     """The file as it grows; what occurs twice is stored once."""
 
-    def __init__(self) -> None:
-        self._data = bytearray()
+    def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
+        """Goes on from what another has made, where given."""
+        self._data = bytearray((files or {}).get(FILE, b""))
         self._known: dict[bytes, Extent] = {}
         self._archives: dict[str, bytes] = {}
 

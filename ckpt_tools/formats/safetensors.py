@@ -223,6 +223,9 @@ def lay_out(request: Request) -> Target:
             weight_map[tensor.fqn] = name
             at += whole(tensor.shape).numel * tensor.dtype.itemsize
         sizes[name] = at
+    for name, data in request.files.items():
+        literals.append(Literal(name, 0, data))
+        sizes[name] = len(data)
     total = sum(whole(t.shape).numel * t.dtype.itemsize for t in request.tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     data = json.dumps(index, indent=2).encode() + b"\n"

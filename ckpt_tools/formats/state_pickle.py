@@ -84,20 +84,21 @@ class _Globals(dict[tuple[str, str], Any]):
         self["collections", "OrderedDict"] = type("OrderedDict", (dict,), {})  # anew: a hostile pickle can set attributes on it
         self["torch", "Size"] = tuple
         self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
-        self["torch._utils", "_rebuild_tensor_v3"] = lambda *args: _rebuild(*args[:6], dtype=args[6])
+        self["torch._utils", "_rebuild_tensor_v3"] = _rebuild_v3
         self["torch.serialization", "_get_layout"] = lambda *args: args
         self["torch._utils", "_rebuild_wrapper_subclass"] = self["torch.distributed.tensor", "DTensor"] = None
         self[_SHARDED_TENSOR, "ShardedTensor"] = _SHARDED_TENSOR
-        self["torch._tensor", "_rebuild_from_type_v2"] = _rebuild_sharded
+        self["torch._tensor", "_rebuild_from_type_v2"] = _rebuild_subclass
+        self["torch", "Tensor"] = self["torch.nn.parameter", "Parameter"] = _TENSOR
         self |= {(module, name): type(name, (Kept,), {}) for module, names in _KEPT.items() for name in names.split()}
-        self["torch._utils", "_rebuild_parameter"] = lambda tensor, *_: tensor
-        self["torch._utils", "_rebuild_parameter_with_state"] = lambda tensor, *_: tensor
+        self["torch._utils", "_rebuild_parameter"] = self["torch._utils", "_rebuild_parameter_with_state"] = _rebuild_parameter
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         self._is_foreign(".".join(key))
         return type("Foreign", (Kept,), {})
 
 
+_TENSOR = "torch.Tensor"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api"
 _KEPT = {
     "torch": "device",
@@ -114,8 +115,13 @@ _KEPT = {
 }
 
 
-def _rebuild_sharded(function: object, kind: object, args: object, state: object) -> Sharded | Pieces:
-    del function
+def _rebuild_subclass(function: object, kind: object, args: object, state: object) -> View | Sharded | Pieces:
+    """A tensor with attributes of its own, a DTensor or a ShardedTensor."""
+    if kind == _TENSOR and isinstance(args, tuple):
+        made = function(*args) if function in (_rebuild, _rebuild_v3, _rebuild_parameter) else None
+        if not isinstance(made, View):
+            raise TypeError("not a tensor")
+        return made
     shape, dtype = (args[2], args[1]) if isinstance(args, tuple) and len(args) > 2 else (None, None)
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or len(shape) > 64:
         raise ValueError("not the shape of a sharded tensor")
@@ -144,7 +150,9 @@ def _piece(shard: object, dtype: DType, ndim: int) -> tuple[View, Box]:
     return view, Box(tuple(offsets), view.sizes)
 
 
-def _rebuild(storage: object, offset: object, sizes: object, strides: object, *_: object, dtype: object = None) -> View:
+def _rebuild(
+    storage: object = None, offset: object = 0, sizes: object = (), strides: object = (), *_: object, dtype: object = None
+) -> View:
     found = dtype if dtype is not None else storage.dtype if isinstance(storage, Storage) else None
     if not isinstance(storage, Storage) or not isinstance(found, DType):
         raise TypeError("not a tensor's storage")
@@ -153,6 +161,14 @@ def _rebuild(storage: object, offset: object, sizes: object, strides: object, *_
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, *sizes, *strides)):
         raise ValueError("not a tensor's numbers")
     return View(storage, found, offset, tuple(sizes), tuple(strides))
+
+
+def _rebuild_v3(*args: object) -> View:
+    return _rebuild(*args[:6], dtype=args[6])
+
+
+def _rebuild_parameter(tensor: object, *_: object) -> object:
+    return tensor
 
 
 def _persistent(pid: object) -> Storage:

@@ -45,7 +45,7 @@ def sealed_prints(source: Source, catalog: Catalog, plan: Plan) -> dict[str, Pri
     for tensor in plan.tensors:
         if not tensor.is_object and tensor.src_dtype is tensor.dst_dtype and tensor.chunks:
             fqn = stored.get(catalog.tensors[tensor.fqn].chunks[0].extent, "")
-            if fqn in manifest.tensors:
+            if fqn in manifest.tensors and source.catalog.tensors[fqn].chunks == tensor.chunks:  # a part of it has another
                 prints[tensor.fqn] = Print(fqn, int(manifest.tensors[fqn].fingerprint, 16))
     return prints
 

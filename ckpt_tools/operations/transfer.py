@@ -60,13 +60,13 @@ def merge(
             f"no tensor of a model is left of {len(source.catalog.tensors)} ({printable(str(source.path))})",
             hint=f"ckpt inspect {source.path}",
         )
-    targets = [whole_tensor(t, _target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
-    request = _shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
+    targets = [whole_tensor(t, target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
+    request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
     if source.remote is not None and is_url(target.url):
         request = replace(request, small_first=MIN_PART_BYTES)
     return transfer(
         "merge", source, catalog, target, safetensors, request,
-        options, left_out=_left_out(source.catalog, catalog), stripped=stripped,
+        options, left_out=left_out(source.catalog, catalog), stripped=stripped,
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
             hint=f"--from {catalog.world_size}, or leave it out",
         )
     world_size = 1 if source.format is torch_save else catalog.world_size
-    targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(_rank_boxes(t, world_size, to_ranks))) for t in catalog.tensors.values()]
+    targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(rank_boxes(t, world_size, to_ranks))) for t in catalog.tensors.values()]
     request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
     result = transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
     others = catalog.extras.get("other values")
@@ -138,7 +138,12 @@ def select_from(catalog: Catalog, globs: Sequence[str], original: Catalog) -> Ca
     return kept
 
 
-def _target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str], bool]) -> DType:
+def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str], bool]) -> DType:
+    """Returns the type that a tensor is to have: `dtype` where it can be cast and is not kept as it is.
+
+    Raises:
+        PlanError: there is no such type to cast to.
+    """
     if dtype is None or not entry.dtype.is_castable or is_kept(entry.fqn):
         return entry.dtype
     name = SHORT_NAMES.get(dtype, dtype)
@@ -147,7 +152,7 @@ def _target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str]
     return BY_NAME[name]
 
 
-def _shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) -> Request:
+def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) -> Request:
     """Puts tensors into shards in their order; a shard is closed by the tensor that no longer fits."""
     if max_shard_bytes is None:
         return Request(targets, file_name=name)
@@ -165,22 +170,23 @@ def _shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str)
     return Request(spread, number + 1, with_index=True)
 
 
-def _rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[Box | None]:
+def rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[Box | None]:
+    """Returns what each of `to_ranks` ranks saves of a tensor that `world_size` ranks have saved; see `reshard_boxes`."""
     boxes = [c.box for c in entry.chunks]
     if world_size == 1 and entry.shape and to_ranks > 1:  # one rank holds everything whole; FSDP would have split it along dim 0
         boxes = [split(whole(entry.shape), 0, 2, part) for part in range(2)]
     return reshard_boxes(boxes, entry.shape, to_ranks)
 
 
-def _left_out(before: Catalog, after: Catalog) -> dict[str, int]:
-    """Returns the top-level keys of which nothing was taken, with their bytes."""
+def left_out(before: Catalog, after: Catalog, with_objects: bool = True) -> dict[str, int]:
+    """Returns the top-level keys of tensors, and of objects, that were not taken, with their bytes."""
     taken = {c.extent for t in after.tensors.values() for c in t.chunks}
     left: dict[str, int] = {}
     for fqn, entry in before.tensors.items():
         if not entry.chunks or entry.chunks[0].extent not in taken:
             key = key_path(before, fqn)[0]
             left[key] = left.get(key, 0) + entry.nbytes
-    for fqn, item in before.objects.items():
+    for fqn, item in before.objects.items() if with_objects else ():
         key = key_path(before, fqn)[0]
         left[key] = left.get(key, 0) + item.extent.nbytes
     return left

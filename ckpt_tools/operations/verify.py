@@ -163,7 +163,8 @@ class Verification:
     def compare(self, quick: bool) -> tuple[list[Problem], list[str]]:
         """Compares files with the manifest; returns what is wrong, down to the entries, and the files that could not be compared."""
         assert self.manifest is not None
-        manifest, files = self.manifest, self.store.list_files()
+        manifest = self.manifest
+        files = self.store.list_files(below=any("/" in name for name in manifest.files))
         problems = [*compare_names(manifest, self.store), *self._unreadable, *_extra(manifest, files)]
         same = {name: s.nbytes for name, s in manifest.files.items() if files.get(name) == s.nbytes}
         crcs = self._ask(same) if quick else self.hash(same)

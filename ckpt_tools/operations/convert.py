@@ -1,0 +1,228 @@
+"""Convert: any checkpoint into the layout that something else wants, names and optimizer state included.
+
+Takes a training state apart, renames it, and puts it together for the target; the bytes go the way of every copy.
+May import levels 0 to 4 and the parts of this folder before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Unpack
+
+from ckpt_tools.catalog import Catalog, TensorEntry, keep, matcher, strip_wrappers
+from ckpt_tools.catalog import check as check_catalog
+from ckpt_tools.destination import open_destination
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats import Format, Request, Source, TargetTensor, accelerate, dcp, open_source, safetensors, torch_save, whole_tensor
+from ckpt_tools.formats.made import Made
+from ckpt_tools.operations.huggingface import base_files, check_loads, head_counts, untie
+from ckpt_tools.operations.keymap import apply_map, read_map
+from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
+from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, unpack_objects
+from ckpt_tools.operations.transfer import left_out, rank_boxes, shards, target_dtype
+from ckpt_tools.storage import is_url
+
+TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate")
+_MAX_SHARD_BYTES = 5_000_000_000  # as transformers cuts
+
+
+def convert(
+    src: Path_,
+    dst: Path_,
+    *,
+    to: str,
+    ranks: int | None = None,
+    dtype: str | None = None,
+    keep_dtype: Sequence[str] = (),
+    select: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    key_map: Path_ | None = None,
+    settings: Mapping[str, int] | None = None,
+    optimizer: str | None = None,
+    keep_prefix: bool = False,
+    model_only: bool = False,
+    base: Path_ | None = None,
+    max_shard_bytes: int | None = None,
+    check: bool = False,
+    **options: Unpack[Options],
+) -> TransferResult:
+    """Writes a checkpoint in another layout.
+
+    Args:
+        src: a checkpoint of any format that can be read, or a directory with one below.
+        dst: the directory to write; for `safetensors` and `torch` the file.
+        to: one of `TARGETS`.
+        ranks: for `dcp` and `accelerate`, number of ranks to split for; the source's, or 1, where None.
+        dtype, keep_dtype: as for `merge`; the model's tensors only.
+        select: globs; only what matches by its name in the target.
+        rename: `REGEX=REPLACEMENT` each, applied in order to the names of parameters, in the model and in optimizers.
+        key_map: a file with renames and transforms, or the name of one that comes along; see `keymap`.
+        settings: the numbers that the map asks for by name; `heads` and `kv_heads` are taken from the config of `base`.
+        optimizer: one of `FORMS`, how the optimizer goes by names; as it is where None.
+        keep_prefix: keep the prefixes of wrappers in names, and for `safetensors` and `hf` the key above the model.
+        model_only: leave out everything but the model.
+        base: the directory of the model's config, tokenizer and code, which go along for `hf`.
+        max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB where None.
+        check: for `hf`, load the result with transformers in a process of its own and compare.
+        **options: see `Options`.
+
+    Raises:
+        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
+    """
+    _check(to, str(dst), check, optimizer, ranks)
+    source = open_source(src, options.get("storage_options"))
+    parts = take_apart(source.catalog, source.store)
+    if not keep_prefix:
+        parts = parts.renamed(strip_wrappers)
+    if key_map is not None:
+        numbers = (head_counts(base) if base is not None else {}) | dict(settings or {})
+        parts = apply_map(parts, read_map(key_map, numbers), source)
+    for rule in rename:
+        parts = parts.renamed(_substitute(rule))
+    made = Made(source.catalog.made)
+    if model_only or to in ("safetensors", "hf"):
+        parts = replace(parts, optimizers=[], tensors={}, objects={}, paths={})
+    if not parts.model and not parts.optimizers and not parts.tensors:
+        raise PlanError(
+            f"no tensors are left of {len(source.catalog.tensors)} ({printable(source.path)})", hint=f"ckpt inspect {source.path}"
+        )
+    job = _Job(source, parts, made, lambda t: target_dtype(t, dtype, matcher(keep_dtype)), matcher(select) if select else None, ranks)
+    catalog, form, request = job.lay_out(to, str(dst), optimizer, keep_prefix, base, max_shard_bytes)
+    catalog = replace(catalog, made=made.files, file_sizes=source.catalog.file_sizes)
+    check_catalog(catalog, shares=True)
+    source = source.with_made(made.files)
+    result = transfer(
+        "convert", source, catalog, open_destination(dst, options.get("storage_options")), form, request, options,
+        left_out=_dropped(source.catalog, catalog, parts),
+    )  # fmt: skip
+    if check and not result.is_dry_run:
+        check_loads(str(dst))
+        parts.notes.append("transformers loads it: no name missing or unexpected, every tensor as it was written")
+    return replace(result, notes=(*result.notes, *parts.notes))
+
+
+def _dropped(before: Catalog, after: Catalog, parts: Parts) -> dict[str, int]:
+    """Returns the top-level keys of which nothing was taken, with their bytes."""
+    kept = {f.partition(".")[0] for f in after.tensors} if parts.optimizers else set()
+    return {key: nbytes for key, nbytes in left_out(before, after, with_objects=False).items() if key not in kept}
+
+
+class _Job:
+    """What is to be converted, and into which catalog and request."""
+
+    def __init__(
+        self,
+        source: Source,
+        parts: Parts,
+        made: Made,
+        dtype: Callable[[TensorEntry], DType],
+        wanted: Callable[[str], bool] | None,
+        ranks: int | None,
+    ) -> None:
+        self.source, self.parts, self.made = source, parts, made
+        self.dtype, self.wanted, self.ranks = dtype, wanted, ranks or source.catalog.world_size or 1
+
+    def lay_out(
+        self, to: str, dst: str, optimizer: str | None, keep_prefix: bool, base: Path_ | None, max_shard_bytes: int | None
+    ) -> tuple[Catalog, Format, Request]:
+        """Returns what to write from, in which format, and where."""
+        if to in ("safetensors", "hf"):
+            return self._model(to, dst, keep_prefix, base, max_shard_bytes)
+        if to == "torch":
+            return self._torch(dst, optimizer)
+        return self._ranks(to, optimizer)
+
+    def _kept(self, catalog: Catalog) -> Catalog:
+        if self.wanted is None:
+            return catalog
+        kept = keep(catalog, self.wanted)
+        if not kept.tensors:
+            some = ", ".join(printable(f) for f in list(catalog.tensors)[:5])
+            raise PlanError(f"--select matches none of {len(catalog.tensors)} tensors", hint=f"names look like: {some}")
+        return kept
+
+    def _targets(self, catalog: Catalog) -> list[TargetTensor]:
+        """Returns tensors in one piece, those of the model in the type that was asked for."""
+        model = {id(t.chunks): t for t in self.parts.model.values()}
+        return [whole_tensor(t, self.dtype(t) if id(t.chunks) in model else None) for t in catalog.tensors.values()]
+
+    def _model(
+        self, to: str, dst: str, keep_prefix: bool, base: Path_ | None, max_shard_bytes: int | None
+    ) -> tuple[Catalog, Format, Request]:
+        catalog = self._kept(put_together(self.parts, "groups", self.made, None if keep_prefix else ()))
+        if to == "safetensors":
+            return catalog, safetensors, shards(self._targets(catalog), max_shard_bytes, dst.rstrip("/").rpartition("/")[2])
+        config, files = base_files(base, [self.dtype(t).name for t in catalog.tensors.values()]) if base is not None else ({}, {})
+        catalog = untie(self.source, catalog, config, self.parts.notes)
+        request = shards(self._targets(catalog), max_shard_bytes or _MAX_SHARD_BYTES, "")
+        return catalog, safetensors, replace(request, files=files)
+
+    def _torch(self, dst: str, optimizer: str | None) -> tuple[Catalog, Format, Request]:
+        catalog = self._kept(put_together(self.parts, optimizer or "groups", self.made))
+        catalog, values, unknown = unpack_objects(catalog, self.source.with_made(self.made.files).store, self.made)
+        if unknown:
+            self.parts.notes.append(f"values of types that are not known stay behind: {printable(', '.join(unknown[:5]))}")
+        name = dst.rpartition("/")[2]
+        return catalog, torch_save, Request(self._targets(catalog), paths=catalog.paths, file_name=name, values=values)
+
+    def _ranks(self, to: str, optimizer: str | None) -> tuple[Catalog, Format, Request]:
+        is_accelerate = to == "accelerate"
+        if is_accelerate:
+            for number, found in enumerate(self.parts.optimizers):
+                found.prefix = "optimizer" if number == 0 else f"optimizer_{number}.optimizer"
+            gone = [*self.parts.tensors, *self.parts.objects]
+            self.parts = replace(self.parts, tensors={}, objects={}, paths={})
+            if gone:
+                self.parts.notes.append(
+                    "Accelerate keeps schedulers, samplers and random states in pickles of its own, which are not written: "
+                    + printable(", ".join(sorted({fqn.split(".")[0] for fqn in gone})))
+                )
+        catalog = self._kept(put_together(self.parts, optimizer or "groups", self.made, ("model",) if is_accelerate else None))
+        is_split = self.source.format.NAME in ("dcp", "accelerate", "per_rank")
+        world_size = self.source.catalog.world_size if is_split else 1
+        whole = {t.fqn: t for t in self._targets(catalog)}
+        targets = [
+            replace(whole[t.fqn], boxes=tuple(rank_boxes(t, world_size, self.ranks))) for t in catalog.tensors.values()
+        ]  # fmt: skip
+        objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
+        return catalog, accelerate if is_accelerate else dcp, Request(targets, self.ranks, objects, catalog.paths)
+
+
+def _check(to: str, dst: str, check: bool, optimizer: str | None, ranks: int | None) -> None:
+    if to not in TARGETS:
+        raise PlanError(f"cannot write {printable(to)!r}: expected one of {', '.join(TARGETS)}")
+    suffixes = {"safetensors": (".safetensors",), "torch": torch_save.SUFFIXES}.get(to)
+    if suffixes and not dst.endswith(suffixes):
+        raise PlanError(f"{to} is one file: expected a name that ends in {' or '.join(suffixes)}, got {printable(dst)!r}")
+    if check and to != "hf":
+        raise PlanError("--check is for --to hf", hint="it loads the directory with transformers")
+    if check and is_url(dst):
+        raise PlanError("--check loads the result from a disk", hint="write it locally, then ckpt copy")
+    if to == "accelerate" and is_url(dst):
+        raise PlanError("Accelerate's directories are written on a disk", hint="write it locally, then copy it with the store's own tool")
+    if optimizer is not None and optimizer not in FORMS:
+        raise PlanError(f"an optimizer goes by names in one of {', '.join(FORMS)}; got {printable(optimizer)!r}")
+    if ranks is not None and (ranks < 1 or to not in ("dcp", "accelerate")):
+        raise PlanError("--ranks is for --to dcp and accelerate, and at least 1")
+
+
+def _substitute(rule: str) -> Callable[[str], str]:
+    pattern, equals, new = rule.partition("=")
+    try:
+        compiled = re.compile(pattern)
+        if not equals or not pattern:
+            raise re.error("expected REGEX=REPLACEMENT")
+        compiled.sub(new, "")
+    except (re.error, IndexError) as error:
+        raise PlanError(f"--rename {printable(rule)!r}: {printable(str(error))}") from error
+
+    def renamed(name: str) -> str:
+        try:
+            return compiled.sub(new, name)
+        except (re.error, IndexError) as error:
+            raise PlanError(f"--rename {printable(rule)!r}: {printable(str(error))}") from error
+
+    return renamed

@@ -1,0 +1,342 @@
+"""A training state taken apart, whatever names it goes by: the model, its optimizers, the rest; and put together again.
+
+Optimizer state comes in three namings: by parameter name with groups (torch's `get_optimizer_state_dict`, FSDP1, Accelerate, our own),
+by parameter name throughout (torchtitan), and by number (`Optimizer.state_dict`). May import levels 0 to 3.
+
+Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `torch/optim/optimizer.py`; torchtitan 0.2 `components/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt_tools.box import whole
+from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, TensorEntry, find_model, is_other_state, key_path
+from ckpt_tools.errors import FormatError, PlanError, UnsafePickleError, printable
+from ckpt_tools.formats.made import FILE, Made
+from ckpt_tools.formats.state_pickle import Path, View, is_scalar
+from ckpt_tools.formats.torch_save import join, read_leaves
+from ckpt_tools.storage import MemoryStore, Store, read
+
+FORMS = ("groups", "flat", "ids")
+_OPTIMIZER = re.compile(r"((?:.*?\.)?optim\w*(?:\.\d+)?)\.(state|param_groups)\.(.+)")
+_BARE = re.compile(r"()(state|param_groups)\.(.+)")
+_MAX_OBJECT_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """One optimizer: `state` by the parameter's name, of tensors and plain values; `groups` with their options and `params`, names.
+
+    `is_numbered` tells that the order of `params` is the optimizer's own, as its numbers gave it.
+    """
+
+    prefix: str
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    is_numbered: bool = False
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a checkpoint holds: `model` by the names within it, `prefix` the keys above; the rest under its own names."""
+
+    prefix: tuple[str, ...]
+    model: dict[str, TensorEntry]
+    optimizers: list[Optimizer]
+    tensors: dict[str, TensorEntry]
+    objects: dict[str, BytesEntry]
+    paths: dict[str, Path]
+    notes: list[str]
+
+    def renamed(self, new_name: Callable[[str], str]) -> Parts:
+        """Returns the same with other names for the parameters, in the model and in the optimizers.
+
+        Raises:
+            PlanError: two would get one name.
+        """
+        model: dict[str, TensorEntry] = {}
+        for old, entry in self.model.items():
+            new = new_name(old)
+            if new in model:
+                raise PlanError(f"two tensors would get one name: {printable(new)!r}, one of them is {printable(old)!r}")
+            model[new] = replace(entry, fqn=new)
+        optimizers = [
+            replace(
+                o,
+                state={new_name(fqn): state for fqn, state in o.state.items()},
+                groups=[{**group, "params": [new_name(fqn) for fqn in group["params"]]} for group in o.groups],
+            )
+            for o in self.optimizers
+        ]
+        return replace(self, model=model, optimizers=optimizers)
+
+
+# ---- taking apart --------------------------------------------------------------------------------------------------------
+
+
+def take_apart(catalog: Catalog, store: Store) -> Parts:
+    """Returns the parts of a checkpoint; reads the options of optimizers, which are small objects.
+
+    Raises:
+        FormatError: an optimizer's options cannot be read.
+    """
+    found = _find(catalog, store)
+    mine = {fqn for names in found.values() for fqn in names}
+    prefix = find_model(catalog)
+    model: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for fqn, entry in catalog.tensors.items():
+        path = key_path(catalog, fqn)
+        if fqn in mine:
+            continue
+        if path[: len(prefix)] == prefix if prefix else not is_other_state(path[0]):
+            name = fqn[len(".".join(prefix)) + 1 :] if prefix else fqn
+            model[name] = replace(entry, fqn=name)
+        else:
+            tensors[fqn] = entry
+    objects = {fqn: item for fqn, item in catalog.objects.items() if fqn not in mine}
+    paths = {fqn: path for fqn, path in catalog.paths.items() if fqn in tensors or fqn in objects}
+    parts = Parts(prefix, model, [], tensors, objects, paths, [])
+    for name, names in found.items():
+        optimizer = _optimizer(name, names, parts)
+        if optimizer is not None:
+            parts.optimizers.append(optimizer)
+            continue
+        parts.tensors |= {fqn: catalog.tensors[fqn] for fqn in names if fqn in catalog.tensors}
+        parts.objects |= {fqn: catalog.objects[fqn] for fqn in names if fqn in catalog.objects}
+        parts.paths |= {fqn: catalog.paths[fqn] for fqn in names if fqn in catalog.paths}
+    return parts
+
+
+Entry = tuple[str, str, Any]  # "state" or "param_groups", what follows, and the tensor or value
+
+
+def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
+    """Returns the entries of each optimizer by name, with the objects read."""
+    is_bare = any(fqn.startswith("param_groups.") for fqn in catalog.objects)
+    found: dict[str, dict[str, Entry]] = {}
+    wanted: list[tuple[str, re.Match[str]]] = []
+    for fqn in catalog.tensors:
+        if match := _OPTIMIZER.fullmatch(fqn) or (_BARE.fullmatch(fqn) if is_bare else None):
+            found.setdefault(match[1], {})[fqn] = (match[2], match[3], catalog.tensors[fqn])
+    for fqn in catalog.objects:
+        if match := _OPTIMIZER.fullmatch(fqn) or (_BARE.fullmatch(fqn) if is_bare else None):
+            wanted.append((fqn, match))
+    values = Values(store)
+    values.will_read(catalog.objects[fqn] for fqn, _ in wanted)
+    for fqn, match in wanted:
+        found.setdefault(match[1], {})[fqn] = (match[2], match[3], values.plain(catalog.objects[fqn]))
+    return found
+
+
+def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts) -> Optimizer | None:
+    """Returns an optimizer from its entries, by parameter name; None, and a note, where its numbers cannot be told from each other."""
+    state: dict[str, dict[str, Any]] = {}
+    numbered: dict[int, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
+    for kind, rest, value in entries.values():
+        name, _, key = rest.rpartition(".")
+        if kind == "state":
+            state.setdefault(name, {})[key] = value
+        elif name.isdecimal():
+            numbered.setdefault(int(name), {})[key] = value
+        elif rest.split(".")[0].isdecimal() and rest.split(".")[1] == "params":  # a list that was flattened
+            numbered.setdefault(int(rest.split(".")[0]), {}).setdefault("params", []).append(value)
+        else:
+            by_name.setdefault(name, {})[key] = value
+    groups = [numbered[n] for n in sorted(numbered)] or _grouped(by_name)
+    if any("params" not in group for group in groups):
+        return None
+    optimizer = Optimizer(prefix, state, groups)
+    if not any(isinstance(p, int) for group in groups for p in group["params"]) and not all(name.isdecimal() for name in state):
+        return optimizer
+    names = _names(optimizer, parts.model)
+    if names is None:
+        parts.notes.append(
+            f"{prefix or 'the optimizer'} numbers its parameters, and which is which cannot be told from shapes alone: it is left as it is"
+        )
+        return None
+    return Optimizer(
+        prefix,
+        {names[int(number)]: values for number, values in state.items()},
+        [{**group, "params": [names[number] for number in group["params"]]} for group in groups],
+        is_numbered=True,
+    )
+
+
+def _grouped(by_name: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns groups of the parameters that have the same options."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, options in by_name.items():
+        group = groups.setdefault(repr(sorted(options.items())), {**options, "params": []})
+        group["params"].append(name)
+    return list(groups.values())
+
+
+def _names(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> dict[int, str] | None:
+    """Returns the parameter of each number: those of a group come in the order of the model, and have the shape of their state.
+
+    A name is taken by the one group whose next parameter it can be; where several could take it, nobody knows.
+    """
+    shapes = {
+        int(number): next((v.shape for k, v in values.items() if isinstance(v, TensorEntry) and k != "step"), None)
+        for number, values in optimizer.state.items()
+    }
+    queues = [list(group["params"]) for group in optimizer.groups]
+    if not all(type(number) is int and number in shapes for queue in queues for number in queue):
+        return None
+    names: dict[int, str] = {}
+    seen: set[Any] = set()
+    for fqn, entry in model.items():
+        if entry.chunks and entry.chunks[0] in seen:  # a tied weight is one parameter
+            continue
+        seen.update(entry.chunks[:1])
+        takers = [queue for queue in queues if queue and shapes[queue[0]] == entry.shape]
+        if len(takers) > 1:
+            return None
+        if takers:
+            names[takers[0].pop(0)] = fqn
+    return None if any(queues) else names
+
+
+class Values:
+    """Reads objects; what occurs many times, as an option does for every parameter, is read once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[bytes, tuple[list[tuple[Path, object, tuple[Extent, ...]]], Counter[str]]] = {}
+
+    def will_read(self, items: Iterable[BytesEntry]) -> None:
+        """Announces them."""
+        self._store.will_read(item.extent[:3] for item in items)
+
+    def leaves(self, item: BytesEntry, others: Counter[str]) -> tuple[bytes, list[tuple[Path, object, tuple[Extent, ...]]]]:
+        """Returns an object's archive, and what is in it, lying there.
+
+        Raises:
+            FormatError: it is too long to be an object, or malformed.
+        """
+        if item.extent.nbytes > _MAX_OBJECT_BYTES:
+            raise FormatError(f"an object is too long: {item.extent.nbytes} bytes ({printable(item.fqn)!r})")
+        data = read(self._store, *item.extent[:3])
+        known = self._known.get(data)
+        if known is None:
+            found: Counter[str] = Counter()
+            known = self._known[data] = list(read_leaves(MemoryStore({FILE: data}), FILE, len(data), found)), found
+        others.update(known[1])
+        return data, known[0]
+
+    def plain(self, item: BytesEntry) -> Any:
+        """Returns an object that is a plain value.
+
+        Raises:
+            FormatError: it is something else.
+        """
+        _, leaves = self.leaves(item, Counter())
+        if len(leaves) != 1 or leaves[0][0] or not (is_scalar(leaves[0][1]) or type(leaves[0][1]) in (list, tuple)):
+            raise FormatError(f"an optimizer's option is no plain value: {printable(item.fqn)!r}")
+        return leaves[0][1]
+
+
+def unpack_objects(catalog: Catalog, store: Store, made: Made) -> tuple[Catalog, dict[str, Any], list[str]]:
+    """Returns a catalog that has the tensors within its objects for tensors, the plain values, and the names of what is neither.
+
+    Args:
+        catalog: its objects are all read.
+        store: where they lie.
+        made: takes the tensors that were found in objects.
+
+    Raises:
+        FormatError: an object is malformed.
+    """
+    tensors, paths, values = dict(catalog.tensors), dict(catalog.paths), dict[str, Any]()
+    unknown: list[str] = []
+    reader = Values(store)
+    reader.will_read(catalog.objects.values())
+    for fqn, item in catalog.objects.items():
+        path = paths.pop(fqn, (fqn,))
+        others: Counter[str] = Counter()
+        try:
+            data, leaves = reader.leaves(item, others)
+        except UnsafePickleError:
+            others["unsafe"] += 1
+            leaves = []
+        unknown += [fqn] if others else []
+        for inner, value, extents in leaves:
+            name = join((*path, *inner))
+            paths[name] = (*path, *inner)
+            if isinstance(value, View):
+                extent = extents[0]._replace(start=extents[0].start + made.add(data).start)
+                tensors[name] = TensorEntry(name, value.dtype, value.sizes, (Chunk(whole(value.sizes), extent),))
+            else:
+                values[name] = value
+    return replace(catalog, tensors=tensors, objects={}, paths=paths), values, unknown
+
+
+# ---- putting together ----------------------------------------------------------------------------------------------------
+
+
+def put_together(parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | None = None) -> Catalog:
+    """Returns a catalog of all parts, the optimizers named in one of `FORMS`.
+
+    Args:
+        parts: what there is.
+        form: how an optimizer goes by names.
+        made: takes the options.
+        prefix: the keys above the model; those that the parts came with where None.
+
+    Raises:
+        PlanError: two entries get one name.
+    """
+    above = parts.prefix if prefix is None else prefix
+    tensors, objects, paths = dict(parts.tensors), dict(parts.objects), dict(parts.paths)
+    for fqn, entry in parts.model.items():
+        path: Path = (*above, fqn)
+        name = join(path)
+        if name in tensors or name in objects:
+            raise PlanError(f"two entries would get one name: {printable(name)!r}")
+        tensors[name], paths[name] = replace(entry, fqn=name), path
+    for optimizer in parts.optimizers:
+        if form == "ids" and not optimizer.is_numbered:
+            optimizer = _in_order(optimizer, parts.model)
+        for path, value in _named(optimizer, form):
+            name = join(path)
+            paths[name] = path
+            if isinstance(value, TensorEntry):
+                tensors[name] = replace(value, fqn=name)
+            elif path[-1] == "step" and is_scalar(value):  # older optimizers keep a number, present ones a tensor
+                tensors[name] = made.scalar(name, float(value))
+            else:
+                objects[name] = made.value(name, value)
+    return Catalog("parts", tensors, objects, paths)
+
+
+def _in_order(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> Optimizer:
+    """Returns an optimizer whose groups list their parameters in the order of the model, as `AdamW(model.parameters())` does."""
+    places = {fqn: number for number, fqn in enumerate(model)}
+    return replace(
+        optimizer, groups=[{**g, "params": sorted(g["params"], key=lambda f: places.get(f, len(places)))} for g in optimizer.groups]
+    )
+
+
+def _named(optimizer: Optimizer, form: str) -> Iterable[tuple[Path, Any]]:
+    root: Path = tuple(int(k) if k.isdecimal() else k for k in optimizer.prefix.split(".")) if optimizer.prefix else ()
+    numbers = {fqn: i for i, fqn in enumerate(fqn for group in optimizer.groups for fqn in group["params"])}
+    for fqn, state in optimizer.state.items():
+        for key, value in state.items():
+            if form == "flat":
+                yield (*root, f"state.{fqn}.{key}"), value
+            else:
+                yield (*root, "state", str(numbers[fqn]) if form == "ids" else fqn, key), value
+    for number, group in enumerate(optimizer.groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        if form == "flat":
+            yield from (((*root, f"param_groups.{fqn}.{key}"), value) for fqn in group["params"] for key, value in options.items())
+            continue
+        yield from (((*root, "param_groups", number, key), value) for key, value in options.items())
+        yield (*root, "param_groups", number, "params"), [numbers[f] if form == "ids" else f for f in group["params"]]
