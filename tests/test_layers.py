@@ -41,6 +41,7 @@ LEVELS = [
         "formats.safetensors",
         "formats.torch_save",
         "formats.per_rank",
+        "formats.deepspeed",
         "formats",
     ],
     [

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check
 from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
-from ckpt_tools.formats import accelerate, dcp, per_rank, safetensors, torch_save
+from ckpt_tools.formats import accelerate, dcp, deepspeed, per_rank, safetensors, torch_save
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url
 
@@ -33,7 +33,7 @@ __all__ = [
     "whole_tensor",
 ]
 
-FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors, per_rank, torch_save)
+FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors, deepspeed, per_rank, torch_save)
 _SEARCH_DEPTH = 3
 _MAX_SEEN = 10_000
 _MAX_LISTED = 300  # folders a level, where each costs a request

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent
+from ckpt_tools.catalog import Catalog
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats import dcp
-from ckpt_tools.formats.base import Request
+from ckpt_tools.formats.base import Request, below
 from ckpt_tools.plan import Target
 from ckpt_tools.storage import Store
 
@@ -47,7 +47,7 @@ def read_catalog(store: Store) -> Catalog:
         finally:
             inner.close()
         beside = "" if int(match[1]) == 0 else f"{folder}."
-        moved = _move(part, folder, beside)
+        moved = below(part, folder, beside)
         for name, table in joined.items():
             both = table.keys() & getattr(moved, name).keys()
             if both:
@@ -115,23 +115,4 @@ def _lay_out_part(request: Request, folder: str) -> Target:
         literals=tuple(literal._replace(file=at(literal.file)) for literal in part.literals),
         trailers=tuple(trailer._replace(file=at(trailer.file)) for trailer in part.trailers),
         index=part.index._replace(file=at(part.index.file)),
-    )
-
-
-def _move(part: Catalog, folder: str, prefix: str) -> Catalog:
-    """Returns a part's catalog as seen from above: files in the folder, names behind the prefix."""
-
-    def at(extent: Extent) -> Extent:
-        return extent._replace(file=f"{folder}/{extent.file}")
-
-    return replace(
-        part,
-        tensors={
-            prefix + n: replace(t, fqn=prefix + n, chunks=tuple(Chunk(c.box, at(c.extent)) for c in t.chunks))
-            for n, t in part.tensors.items()
-        },
-        objects={prefix + n: BytesEntry(prefix + n, at(o.extent), tuple(map(at, o.replicas))) for n, o in part.objects.items()},
-        paths={prefix + n: (prefix.rstrip("."), *path) if prefix else path for n, path in part.paths.items()},
-        file_sizes={f"{folder}/{f}": size for f, size in part.file_sizes.items()},
-        ranks={f"{folder}/{f}": rank for f, rank in part.ranks.items()},
     )

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import Catalog, Extent, TensorEntry
+from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.plan import Target
 from ckpt_tools.storage import Store
@@ -115,3 +115,23 @@ def attempt_of(file: str) -> str:
 def whole_tensor(entry: TensorEntry, dtype: DType | None = None) -> TargetTensor:
     """Returns the target of a tensor that stays in one piece."""
     return TargetTensor(entry.fqn, dtype or entry.dtype, entry.shape, (whole(entry.shape),))
+
+
+def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
+    """Returns a catalog as seen from the folder above: files in `folder`, names behind `prefix`, which ends in a dot."""
+
+    def at(extent: Extent) -> Extent:
+        return extent if extent.file in catalog.made else extent._replace(file=f"{folder}/{extent.file}")
+
+    return replace(
+        catalog,
+        tensors={
+            prefix + n: replace(t, fqn=prefix + n, chunks=tuple(Chunk(c.box, at(c.extent)) for c in t.chunks))
+            for n, t in catalog.tensors.items()
+        },
+        objects={prefix + n: BytesEntry(prefix + n, at(o.extent), tuple(map(at, o.replicas))) for n, o in catalog.objects.items()},
+        paths={prefix + n: (prefix.rstrip("."), *path) if prefix else path for n, path in catalog.paths.items()},
+        file_sizes={f"{folder}/{f}": size for f, size in catalog.file_sizes.items()},
+        ranks={f"{folder}/{f}": rank for f, rank in catalog.ranks.items()},
+        archives=tuple(map(at, catalog.archives)),
+    )

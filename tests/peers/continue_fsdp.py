@@ -1,0 +1,77 @@
+"""Resumes a converted DeepSpeed checkpoint under FSDP2 and takes a step; compares with one process: `continue_fsdp.py FOLDER`."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from ckpt_tools import CheckpointManager
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(13, 7)
+        self.layers = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7, bias=False), nn.LayerNorm(7))
+        self.frozen = nn.Linear(7, 7, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor([1.5, 2.5]))
+
+    def forward(self, ids):
+        return self.head(self.layers(self.frozen(self.embed(ids))) * self.scale[0])
+
+
+def optimizer_of(model):
+    decay = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    plain = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 5e-3}], lr=1e-2)
+
+
+def step(model, optimizer):
+    ids = torch.arange(12).reshape(3, 4)
+    loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def main():
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    torch.manual_seed(9)
+    model = Net()
+    fully_shard(model)
+    optimizer = optimizer_of(model)
+    with CheckpointManager(folder / "run") as manager:
+        assert manager.resume({"model": model, "optimizer": optimizer}, cast=True) == 3
+    loss = step(model, optimizer)
+
+    saved = torch.load(folder / "whole.pt")
+    whole = Net()
+    whole.load_state_dict(saved["model"], strict=False)
+    if "frozen.weight" not in saved["model"]:
+        whole.frozen.weight.data.copy_(model.frozen.weight.full_tensor())
+    plain = optimizer_of(whole)
+    names = {id(p): n for n, p in whole.named_parameters()}
+    for group in plain.param_groups:
+        for parameter in group["params"]:
+            plain.state[parameter] = {
+                "step": torch.tensor(3.0),
+                **{k: v.clone() for k, v in saved["moments"][names[id(parameter)]].items()},
+            }
+    want = step(whole, plain)
+    assert torch.allclose(loss, want, rtol=1e-6), (loss, want)
+    parameters = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        full = getattr(parameter, "full_tensor", lambda p=parameter: p)()
+        assert torch.allclose(full, parameters[name], rtol=1e-6, atol=1e-7), name
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Trains a few steps with DeepSpeed and saves: `deepspeed_job.py OUT STAGE DTYPE`, under torchrun on a CPU."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Net(nn.Module):
+    """Uneven shapes, a tied weight, a buffer, a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(13, 7)
+        self.layers = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7, bias=False), nn.LayerNorm(7))
+        self.frozen = nn.Linear(7, 7, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor([1.5, 2.5]))
+
+    def forward(self, ids):
+        x = self.layers(self.frozen(self.embed(ids)))
+        return self.head(x * self.scale[0])
+
+
+def config(stage, dtype):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def groups(model):
+    decay = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    plain = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    return [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 5e-3}]
+
+
+def main():
+    out, stage, dtype = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(5)
+    model = Net()
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage, dtype))
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    for _ in range(3):
+        ids = torch.randint(0, 13, (2, 4), generator=generator)
+        loss = nn.functional.cross_entropy(engine(ids).float().flatten(0, 1), ids.flatten())
+        engine.backward(loss)
+        engine.step()
+    engine.save_checkpoint(str(out), client_state={"epoch": 7})
+    if dist.get_rank() == 0:
+        (out / "job.json").write_text(json.dumps({"stage": stage, "dtype": dtype, "deepspeed": deepspeed.__version__}))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
