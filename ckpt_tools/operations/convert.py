@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Unpack, cast
 
 from ckpt_tools.catalog import Catalog, TensorEntry, keep, matcher, strip_wrappers
 from ckpt_tools.catalog import check as check_catalog
@@ -26,82 +26,91 @@ from ckpt_tools.operations.transfer import left_out, rank_boxes, shards, target_
 from ckpt_tools.storage import is_url
 
 TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate")
+_COPIES = ("bit16.",)  # what DeepSpeed keeps of the weights a second time
 _MAX_SHARD_BYTES = 5_000_000_000  # as transformers cuts
 
 
-def convert(
-    src: Path_,
-    dst: Path_,
-    *,
-    to: str,
-    ranks: int | None = None,
-    dtype: str | None = None,
-    keep_dtype: Sequence[str] = (),
-    select: Sequence[str] = (),
-    rename: Sequence[str] = (),
-    key_map: Path_ | None = None,
-    settings: Mapping[str, int] | None = None,
-    optimizer: str | None = None,
-    keep_prefix: bool = False,
-    model_only: bool = False,
-    base: Path_ | None = None,
-    max_shard_bytes: int | None = None,
-    check: bool = False,
-    **options: Unpack[Options],
-) -> TransferResult:
+class Conversion(Options, total=False):
+    """What to change on the way; see `Options` for the rest.
+
+    Attributes:
+        ranks: for `dcp` and `accelerate`, number of ranks to split for; the source's, or 1, where absent.
+        dtype, keep_dtype: as for `merge`; the model's tensors only.
+        select: globs; only what matches by its name in the target.
+        rename: `REGEX=REPLACEMENT` each, applied in order to the names of parameters, in the model and in optimizers.
+        key_map: a file with renames and transforms, or the name of one that comes along; see `keymap`.
+        settings: the numbers that the map asks for by name; `heads` and `kv_heads` are taken from the config of `base`.
+        optimizer: one of `FORMS`, how the optimizer goes by names; by parameter with groups where absent.
+        keep_prefix: keep the prefixes of wrappers in names, and for `safetensors` and `hf` the key above the model.
+        model_only: leave out everything but the model.
+        base: the directory of the model's config, tokenizer and code, which go along for `hf`.
+        max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB where absent.
+        check: for `hf`, load the result with transformers in a process of its own and compare.
+    """
+
+    ranks: int | None
+    dtype: str | None
+    keep_dtype: Sequence[str]
+    select: Sequence[str]
+    rename: Sequence[str]
+    key_map: Path_ | None
+    settings: Mapping[str, int] | None
+    optimizer: str | None
+    keep_prefix: bool
+    model_only: bool
+    base: Path_ | None
+    max_shard_bytes: int | None
+    check: bool
+
+
+def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> TransferResult:
     """Writes a checkpoint in another layout.
 
     Args:
         src: a checkpoint of any format that can be read, or a directory with one below.
         dst: the directory to write; for `safetensors` and `torch` the file.
         to: one of `TARGETS`.
-        ranks: for `dcp` and `accelerate`, number of ranks to split for; the source's, or 1, where None.
-        dtype, keep_dtype: as for `merge`; the model's tensors only.
-        select: globs; only what matches by its name in the target.
-        rename: `REGEX=REPLACEMENT` each, applied in order to the names of parameters, in the model and in optimizers.
-        key_map: a file with renames and transforms, or the name of one that comes along; see `keymap`.
-        settings: the numbers that the map asks for by name; `heads` and `kv_heads` are taken from the config of `base`.
-        optimizer: one of `FORMS`, how the optimizer goes by names; as it is where None.
-        keep_prefix: keep the prefixes of wrappers in names, and for `safetensors` and `hf` the key above the model.
-        model_only: leave out everything but the model.
-        base: the directory of the model's config, tokenizer and code, which go along for `hf`.
-        max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB where None.
-        check: for `hf`, load the result with transformers in a process of its own and compare.
-        **options: see `Options`.
+        **how: see `Conversion`.
 
     Raises:
         CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
     """
-    _check(to, str(dst), check, optimizer, ranks)
-    source = open_source(src, options.get("storage_options"))
-    parts = take_apart(source.catalog, source.store)
-    if not keep_prefix:
-        parts = parts.renamed(strip_wrappers)
-    if key_map is not None:
-        numbers = (head_counts(base) if base is not None else {}) | dict(settings or {})
-        parts = apply_map(parts, read_map(key_map, numbers), source)
-    for rule in rename:
-        parts = parts.renamed(_substitute(rule))
-    made = Made(source.catalog.made)
-    if model_only or to in ("safetensors", "hf"):
+    _check(to, str(dst), how)
+    storage_options = how.get("storage_options")
+    source = open_source(src, storage_options)
+    parts = _renamed(take_apart(source.catalog, source.store), source, how)
+    if how.get("model_only") or to in ("safetensors", "hf"):
         parts = replace(parts, optimizers=[], tensors={}, objects={}, paths={})
+    parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
     if not parts.model and not parts.optimizers and not parts.tensors:
-        raise PlanError(
-            f"no tensors are left of {len(source.catalog.tensors)} ({printable(source.path)})", hint=f"ckpt inspect {source.path}"
-        )
-    job = _Job(source, parts, made, lambda t: target_dtype(t, dtype, matcher(keep_dtype)), matcher(select) if select else None, ranks)
-    catalog, form, request = job.lay_out(to, str(dst), optimizer, keep_prefix, base, max_shard_bytes)
-    catalog = replace(catalog, made=made.files, file_sizes=source.catalog.file_sizes)
+        what = f"no tensors are left of {len(source.catalog.tensors)} ({printable(source.path)})"
+        raise PlanError(what, hint=f"ckpt inspect {source.path}")
+    job = _Job(source, parts, how)
+    catalog, form, request = job.lay_out(to, str(dst))
+    catalog = replace(catalog, made=job.made.files, file_sizes=source.catalog.file_sizes)
     check_catalog(catalog, shares=True)
-    source = source.with_made(made.files)
+    options = cast(Options, {key: value for key, value in how.items() if key in Options.__annotations__})
     result = transfer(
-        "convert", source, catalog, open_destination(dst, options.get("storage_options")), form, request, options,
-        left_out=_dropped(source.catalog, catalog, parts),
+        "convert", source.with_made(job.made.files), catalog, open_destination(dst, storage_options), form, request, options,
+        left_out=_dropped(source.catalog, catalog, job.parts),
     )  # fmt: skip
-    if check and not result.is_dry_run:
+    if how.get("check") and not result.is_dry_run:
         check_loads(str(dst))
         parts.notes.append("transformers loads it: no name missing or unexpected, every tensor as it was written")
     return replace(result, notes=(*result.notes, *parts.notes))
+
+
+def _renamed(parts: Parts, source: Source, how: Conversion) -> Parts:
+    """Returns the parts under the names that the target has."""
+    if not how.get("keep_prefix"):
+        parts = parts.renamed(strip_wrappers)
+    if key_map := how.get("key_map"):
+        base = how.get("base")
+        numbers = (head_counts(base) if base is not None else {}) | dict(how.get("settings") or {})
+        parts = apply_map(parts, read_map(key_map, numbers), source)
+    for rule in how.get("rename", ()):
+        parts = parts.renamed(_substitute(rule))
+    return parts
 
 
 def _dropped(before: Catalog, after: Catalog, parts: Parts) -> dict[str, int]:
@@ -113,85 +122,82 @@ def _dropped(before: Catalog, after: Catalog, parts: Parts) -> dict[str, int]:
 class _Job:
     """What is to be converted, and into which catalog and request."""
 
-    def __init__(
-        self,
-        source: Source,
-        parts: Parts,
-        made: Made,
-        dtype: Callable[[TensorEntry], DType],
-        wanted: Callable[[str], bool] | None,
-        ranks: int | None,
-    ) -> None:
-        self.source, self.parts, self.made = source, parts, made
-        self.dtype, self.wanted, self.ranks = dtype, wanted, ranks or source.catalog.world_size or 1
+    def __init__(self, source: Source, parts: Parts, how: Conversion) -> None:
+        self.source, self.parts, self.how = source, parts, how
+        self.made = Made(source.catalog.made)
+        self.ranks = how.get("ranks") or source.catalog.world_size or 1
+        self._is_kept = matcher(how.get("keep_dtype", ()))
 
-    def lay_out(
-        self, to: str, dst: str, optimizer: str | None, keep_prefix: bool, base: Path_ | None, max_shard_bytes: int | None
-    ) -> tuple[Catalog, Format, Request]:
+    def lay_out(self, to: str, dst: str) -> tuple[Catalog, Format, Request]:
         """Returns what to write from, in which format, and where."""
         if to in ("safetensors", "hf"):
-            return self._model(to, dst, keep_prefix, base, max_shard_bytes)
-        if to == "torch":
-            return self._torch(dst, optimizer)
-        return self._ranks(to, optimizer)
+            return self._model(to, dst)
+        return self._torch(dst) if to == "torch" else self._ranks(to)
 
-    def _kept(self, catalog: Catalog) -> Catalog:
-        if self.wanted is None:
+    def _catalog(self, prefix: tuple[str, ...] | None = None) -> Catalog:
+        """Returns what is to be written, under the target's names."""
+        catalog = put_together(self.parts, self.how.get("optimizer") or "groups", self.made, prefix)
+        globs = self.how.get("select")
+        if not globs:
             return catalog
-        kept = keep(catalog, self.wanted)
+        kept = keep(catalog, matcher(globs))
         if not kept.tensors:
             some = ", ".join(printable(f) for f in list(catalog.tensors)[:5])
             raise PlanError(f"--select matches none of {len(catalog.tensors)} tensors", hint=f"names look like: {some}")
         return kept
 
+    def _dtype(self, entry: TensorEntry) -> DType:
+        return target_dtype(entry, self.how.get("dtype"), self._is_kept)
+
     def _targets(self, catalog: Catalog) -> list[TargetTensor]:
         """Returns tensors in one piece, those of the model in the type that was asked for."""
         model = {id(t.chunks): t for t in self.parts.model.values()}
-        return [whole_tensor(t, self.dtype(t) if id(t.chunks) in model else None) for t in catalog.tensors.values()]
+        return [whole_tensor(t, self._dtype(t) if id(t.chunks) in model else None) for t in catalog.tensors.values()]
 
-    def _model(
-        self, to: str, dst: str, keep_prefix: bool, base: Path_ | None, max_shard_bytes: int | None
-    ) -> tuple[Catalog, Format, Request]:
-        catalog = self._kept(put_together(self.parts, "groups", self.made, None if keep_prefix else ()))
+    def _model(self, to: str, dst: str) -> tuple[Catalog, Format, Request]:
+        catalog, most = self._catalog(None if self.how.get("keep_prefix") else ()), self.how.get("max_shard_bytes")
         if to == "safetensors":
-            return catalog, safetensors, shards(self._targets(catalog), max_shard_bytes, dst.rstrip("/").rpartition("/")[2])
-        config, files = base_files(base, [self.dtype(t).name for t in catalog.tensors.values()]) if base is not None else ({}, {})
+            return catalog, safetensors, shards(self._targets(catalog), most, dst.rstrip("/").rpartition("/")[2])
+        base = self.how.get("base")
+        config, files = base_files(base, [self._dtype(t).name for t in catalog.tensors.values()]) if base is not None else ({}, {})
         catalog = untie(self.source, catalog, config, self.parts.notes)
-        request = shards(self._targets(catalog), max_shard_bytes or _MAX_SHARD_BYTES, "")
-        return catalog, safetensors, replace(request, files=files)
+        return catalog, safetensors, replace(shards(self._targets(catalog), most or _MAX_SHARD_BYTES, ""), files=files)
 
-    def _torch(self, dst: str, optimizer: str | None) -> tuple[Catalog, Format, Request]:
-        catalog = self._kept(put_together(self.parts, optimizer or "groups", self.made))
+    def _torch(self, dst: str) -> tuple[Catalog, Format, Request]:
+        catalog = self._catalog()
         catalog, values, unknown = unpack_objects(catalog, self.source.with_made(self.made.files).store, self.made)
         if unknown:
             self.parts.notes.append(f"values of types that are not known stay behind: {printable(', '.join(unknown[:5]))}")
         name = dst.rpartition("/")[2]
         return catalog, torch_save, Request(self._targets(catalog), paths=catalog.paths, file_name=name, values=values)
 
-    def _ranks(self, to: str, optimizer: str | None) -> tuple[Catalog, Format, Request]:
-        is_accelerate = to == "accelerate"
-        if is_accelerate:
-            for number, found in enumerate(self.parts.optimizers):
-                found.prefix = "optimizer" if number == 0 else f"optimizer_{number}.optimizer"
-            gone = [*self.parts.tensors, *self.parts.objects]
-            self.parts = replace(self.parts, tensors={}, objects={}, paths={})
-            if gone:
-                self.parts.notes.append(
-                    "Accelerate keeps schedulers, samplers and random states in pickles of its own, which are not written: "
-                    + printable(", ".join(sorted({fqn.split(".")[0] for fqn in gone})))
-                )
-        catalog = self._kept(put_together(self.parts, optimizer or "groups", self.made, ("model",) if is_accelerate else None))
+    def _ranks(self, to: str) -> tuple[Catalog, Format, Request]:
+        if to == "accelerate":
+            self._for_accelerate()
+        catalog = self._catalog(("model",) if to == "accelerate" else None)
         is_split = self.source.format.NAME in ("dcp", "accelerate", "per_rank")
         world_size = self.source.catalog.world_size if is_split else 1
-        whole = {t.fqn: t for t in self._targets(catalog)}
-        targets = [
-            replace(whole[t.fqn], boxes=tuple(rank_boxes(t, world_size, self.ranks))) for t in catalog.tensors.values()
-        ]  # fmt: skip
+        pairs = zip(self._targets(catalog), catalog.tensors.values(), strict=True)
+        targets = [replace(whole, boxes=tuple(rank_boxes(t, world_size, self.ranks))) for whole, t in pairs]
         objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
-        return catalog, accelerate if is_accelerate else dcp, Request(targets, self.ranks, objects, catalog.paths)
+        return catalog, accelerate if to == "accelerate" else dcp, Request(targets, self.ranks, objects, catalog.paths)
+
+    def _for_accelerate(self) -> None:
+        """Names optimizers as Accelerate does, and leaves out what it keeps in pickles of its own."""
+        for number, found in enumerate(self.parts.optimizers):
+            found.prefix = "optimizer" if number == 0 else f"optimizer_{number}.optimizer"
+        gone = sorted({fqn.split(".")[0] for fqn in (*self.parts.tensors, *self.parts.objects)})
+        self.parts = replace(self.parts, tensors={}, objects={}, paths={})
+        if gone:
+            self.parts.notes.append(
+                "Accelerate keeps schedulers, samplers and random states in pickles of its own, which are not written: "
+                + printable(", ".join(gone))
+            )
 
 
-def _check(to: str, dst: str, check: bool, optimizer: str | None, ranks: int | None) -> None:
+def _check(to: str, dst: str, how: Conversion) -> None:
+    """Refuses what does not go together."""
+    check, optimizer, ranks = how.get("check"), how.get("optimizer"), how.get("ranks")
     if to not in TARGETS:
         raise PlanError(f"cannot write {printable(to)!r}: expected one of {', '.join(TARGETS)}")
     suffixes = {"safetensors": (".safetensors",), "torch": torch_save.SUFFIXES}.get(to)

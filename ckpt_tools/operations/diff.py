@@ -18,9 +18,10 @@ from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.compare import CompareSink, Tally
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
-from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
 from ckpt_tools.operations.move import Options, Path_, no_bar
+from ckpt_tools.operations.parts import Values
 from ckpt_tools.operations.proof import sealed_prints
 from ckpt_tools.operations.transfer import model_view
 from ckpt_tools.plan import plan_values
@@ -115,17 +116,18 @@ def diff(
     began = time.monotonic()
     one, two = (open_source(path, options.get("storage_options")) for path in (a, b))
     left, right, notes = _views(one.catalog, two.catalog, select)
+    alike = _same_objects(one, left, two, right)
     mine, theirs = _entries(left), _entries(right)
     both = [(x, theirs[fqn]) for fqn, x in mine.items() if fqn in theirs]
     changes = [
         Change(x.fqn, x.shape, y.shape, _kind(left, x), _kind(right, y))
-        for x, y in both if (x.shape, _kind(left, x)) != (y.shape, _kind(right, y))
+        for x, y in both if x.fqn not in alike and (x.shape, _kind(left, x)) != (y.shape, _kind(right, y))
     ]  # fmt: skip
-    both = [(x, y) for x, y in both if x.shape == y.shape and (x.fqn in left.objects) == (y.fqn in right.objects)]
+    both = [(x, y) for x, y in both if x.fqn in alike or (x.shape == y.shape and (x.fqn in left.objects) == (y.fqn in right.objects))]
     tensors = [(x, y) for x, y in both if x.fqn not in left.objects]
     known = set() if read_all else _known_equal(one, left, two, right, tensors)
     work = [(x, y) for x, y in tensors if x.fqn not in known]
-    objects = [(x, y) for x, y in both if x.fqn in left.objects]
+    objects = [(x, y) for x, y in both if x.fqn in left.objects and x.fqn not in alike]
     tallies = {**_compare(one, two, work, atol, rtol, options), **_compare(one, two, objects, 0.0, 0.0, options)}
     for source in (one, two):
         source.store.close()
@@ -133,8 +135,24 @@ def diff(
     differences = [_difference(x, tallies[x.fqn], x.fqn in left.objects) for x in other]
     return DiffResult(
         one.path, two.path, sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys()), changes, differences,
-        len(both) - len(differences), len(known), sum(x.nbytes for x, _ in work + objects), notes, time.monotonic() - began,
+        len(both) - len(differences), len(known), sum(x.nbytes for x, _ in both if x.fqn not in known), notes, time.monotonic() - began,
     )  # fmt: skip
+
+
+def _same_objects(a: Source, left: Catalog, b: Source, right: Catalog) -> set[str]:
+    """Returns the objects that are the same value, however it was packed: two writers' archives of one number are not the same bytes."""
+    mine, theirs = Values(a.store), Values(b.store)
+    names = [fqn for fqn in left.objects if fqn in right.objects]
+    mine.will_read(left.objects[fqn] for fqn in names)
+    theirs.will_read(right.objects[fqn] for fqn in names)
+    found = set()
+    for fqn in names:
+        try:
+            if mine.is_same(left.objects[fqn], theirs, right.objects[fqn]):
+                found.add(fqn)
+        except FormatError:  # its bytes are compared
+            continue
+    return found
 
 
 def _entries(catalog: Catalog) -> dict[str, TensorEntry]:

@@ -204,18 +204,21 @@ def _names(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> dict[int, 
     return None if any(queues) else names
 
 
+Leaves = list[tuple[Path, object, tuple[Extent, ...]]]
+
+
 class Values:
     """Reads objects; what occurs many times, as an option does for every parameter, is read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[bytes, tuple[list[tuple[Path, object, tuple[Extent, ...]]], Counter[str]]] = {}
+        self._known: dict[bytes, tuple[Leaves, Counter[str]]] = {}
 
     def will_read(self, items: Iterable[BytesEntry]) -> None:
         """Announces them."""
         self._store.will_read(item.extent[:3] for item in items)
 
-    def leaves(self, item: BytesEntry, others: Counter[str]) -> tuple[bytes, list[tuple[Path, object, tuple[Extent, ...]]]]:
+    def leaves(self, item: BytesEntry, others: Counter[str]) -> tuple[bytes, Leaves]:
         """Returns an object's archive, and what is in it, lying there.
 
         Raises:
@@ -241,6 +244,29 @@ class Values:
         if len(leaves) != 1 or leaves[0][0] or not (is_scalar(leaves[0][1]) or type(leaves[0][1]) in (list, tuple)):
             raise FormatError(f"an optimizer's option is no plain value: {printable(item.fqn)!r}")
         return leaves[0][1]
+
+    def is_same(self, item: BytesEntry, others: Values, other: BytesEntry) -> bool:
+        """Tells whether two objects are the same bytes, or plain values and tensors that are the same.
+
+        Raises:
+            FormatError: one is malformed, or too long to be an object.
+        """
+        unknown: Counter[str] = Counter()
+        (one, ones), (two, twos) = self.leaves(item, unknown), others.leaves(other, unknown)
+        return one == two or (not unknown and _flattened(one, ones) == _flattened(two, twos))
+
+
+def _flattened(data: bytes, leaves: Leaves) -> list[tuple[Path, str]]:
+    """Returns what an archive holds in a form that can be compared: values and tensors, each as a text."""
+    found = []
+    for path, value, extents in leaves:
+        if isinstance(value, View):
+            (extent,) = extents
+            content = data[extent.start : extent.start + extent.nbytes].hex()
+            found.append((path, f"{value.dtype.name} {value.sizes} {extent.strides} {content}"))
+        else:
+            found.append((path, f"{type(value).__name__} {value!r}"))
+    return found
 
 
 def unpack_objects(catalog: Catalog, store: Store, made: Made) -> tuple[Catalog, dict[str, Any], list[str]]:

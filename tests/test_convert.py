@@ -1,0 +1,331 @@
+"""`ckpt convert`: other layouts of the same state, with torch, transformers and Accelerate as readers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools import CheckpointManager, PlanError
+from tests.conftest import torchrun
+from tests.dist.test_real_jobs import assert_same
+
+Run = Callable[..., Any]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def trained(groups: bool = False) -> tuple[nn.Sequential, torch.optim.AdamW]:
+    model = net()
+    parameters: Any = model.parameters()
+    if groups:
+        matrices, vectors = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+        parameters = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "lr": 2e-3}]
+    optimizer = torch.optim.AdamW(parameters)
+    for _ in range(2):
+        model(torch.randn(4, 5)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    model, optimizer = trained()
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "history": [1.5, 2.5], "note": "é"}
+    torch.save(whole, tmp_path / "state.pt")
+    return tmp_path / "state.pt", whole
+
+
+# ---- torch.save and DCP, and the three namings of an optimizer -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["groups", "flat", "ids"])
+def test_there_and_back_through_every_naming(form: str, state: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, whole = state
+    ckpt_tools.convert(path, tmp_path / "dcp", to="dcp", ranks=3, optimizer=form)
+    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "back.pt", to="torch", optimizer="ids")
+    back = torch.load(tmp_path / "back.pt", weights_only=True, mmap=True)
+    assert_same(back, whole)
+    optimizer = torch.optim.AdamW(net().parameters())
+    optimizer.load_state_dict(back["optimizer"])
+    assert ckpt_tools.verify(tmp_path / "dcp").problems == ckpt_tools.verify(tmp_path / "back.pt").problems == []
+
+
+def test_a_training_state_resumes_after_it_became_dcp(state: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, whole = state
+    ckpt_tools.convert(path, tmp_path / "run" / "step-3", to="dcp", ranks=4)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    live = {"model": model, "optimizer": optimizer, "epoch": 0, "history": [], "note": ""}
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.resume(live) == 3
+    assert_same(model.state_dict(), whole["model"])
+    assert_same(optimizer.state_dict(), whole["optimizer"])
+    assert (live["epoch"], live["history"], live["note"]) == (3, [1.5, 2.5], "é")
+
+
+def test_stock_dcp_loads_what_torchtitan_would_name_so(state: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, whole = state
+    ckpt_tools.convert(path, tmp_path / "dcp", to="dcp", optimizer="flat")
+    names = [n for n, _ in net().named_parameters()]
+    got = {"optimizer": {f"state.{n}.exp_avg": torch.zeros_like(whole["model"][n]) for n in names} | {f"param_groups.{names[0]}.lr": 0.0}}
+    dcp.load(got, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert got["optimizer"][f"param_groups.{names[0]}.lr"] == 1e-3
+    for number, name in enumerate(names):
+        assert torch.equal(got["optimizer"][f"state.{name}.exp_avg"], whole["optimizer"]["state"][number]["exp_avg"])
+
+
+def test_groups_by_kind_are_told_by_shape_and_doubt_is_said(tmp_path: Path) -> None:
+    model, optimizer = trained(groups=True)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "s.pt")
+    result = ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "dcp", to="dcp")
+    assert not result.notes
+    names = {id(p): n for n, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            got = {f"optimizer.state.{names[id(parameter)]}.exp_avg": torch.zeros_like(parameter)}
+            ckpt_tools.load(tmp_path / "dcp", got, strict=False)
+            assert torch.equal(*got.values(), optimizer.state[parameter]["exp_avg"])
+    square = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+    doubtful = torch.optim.AdamW([{"params": [square[1].weight]}, {"params": [square[0].weight]}])
+    sum(p.sum() for p in square.parameters()).backward()
+    doubtful.step()
+    torch.save({"model": square.state_dict(), "optimizer": doubtful.state_dict()}, tmp_path / "d.pt")
+    result = ckpt_tools.convert(tmp_path / "d.pt", tmp_path / "doubt", to="dcp")
+    assert "which is which cannot be told from shapes alone" in result.notes[0]
+    assert ckpt_tools.diff(tmp_path / "d.pt", tmp_path / "doubt").is_same
+
+
+def test_what_a_job_saved_becomes_a_file_and_what_accelerate_resumes(tmp_path: Path) -> None:
+    torchrun(2, "accelerator.py", str(tmp_path), "save")
+    ckpt_tools.convert(tmp_path / "saved", tmp_path / "one.pt", to="torch", optimizer="ids")
+    assert_same(torch.load(tmp_path / "one.pt")["optimizer"]["state"], torch.load(tmp_path / "whole.pt")["state"])
+    result = ckpt_tools.convert(tmp_path / "one.pt", tmp_path / "acc", to="accelerate", ranks=3)
+    assert set(result.files) == {
+        f"{f}/{n}" for f in ("pytorch_model_fsdp_0", "optimizer_0") for n in (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp")
+    }
+    assert ckpt_tools.verify(tmp_path / "acc").problems == [] and ckpt_tools.diff(tmp_path / "acc", tmp_path / "saved").is_same
+    torchrun(2, "accelerator.py", str(tmp_path), "load", str(tmp_path / "acc"))
+
+
+def test_objects_with_tensors_and_unknown_types(tmp_path: Path) -> None:
+    dcp.save(
+        {"model": net().state_dict(), "rng": {"cpu": torch.arange(9), "pair": (1, 2.5)}, "odd": Path("x")},
+        checkpoint_id=tmp_path / "dcp",
+        no_dist=True,
+    )
+    result = ckpt_tools.convert(tmp_path / "dcp", tmp_path / "x.pt", to="torch")
+    got = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert_same(got, {"model": dict(net().state_dict()), "rng": {"cpu": torch.arange(9), "pair": (1, 2.5)}})
+    assert "values of types that are not known stay behind: odd" in result.notes[-1]
+
+
+def test_select_rename_dtype_and_model_only(state: tuple[Path, dict[str, Any]], tmp_path: Path, ckpt: Run) -> None:
+    path, whole = state
+    done = ckpt(
+        "convert",
+        path,
+        tmp_path / "m.pt",
+        "--to",
+        "torch",
+        "--model-only",
+        "--rename",
+        r"^(\d)\.=layers.\1.",
+        "--dtype",
+        "bf16",
+        "--keep-dtype",
+        "*running*",
+    )
+    assert done.returncode == 0, done.stderr
+    got = torch.load(tmp_path / "m.pt")["model"]
+    want = {f"layers.{n}": v if "running" in n or not v.is_floating_point() else v.bfloat16() for n, v in whole["model"].items()}
+    assert_same(got, want)
+    ckpt_tools.convert(path, tmp_path / "d", to="dcp", rename=[r"^(\d)\.=layers.\1."], select=["*layers.0*", "epoch"])
+    report = ckpt_tools.inspect(tmp_path / "d")
+    assert {"model.layers.0.weight", "optimizer.state.layers.0.weight.exp_avg"} <= report.catalog.tensors.keys() and set(
+        report.catalog.objects
+    ) == {"epoch"}
+    ckpt_tools.convert(path, tmp_path / "m.safetensors", to="safetensors", dtype="fp16")
+    assert load_file(tmp_path / "m.safetensors")["0.weight"].dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["x", "--to", "npz"], 13, "cannot write 'npz': expected one of dcp"),
+        (["x.bad", "--to", "torch"], 13, "torch is one file: expected a name that ends in .pt"),
+        (["x", "--to", "dcp", "--rename", "(="], 13, "--rename '(='"),
+        (["x", "--to", "dcp", "--rename", r"0.weight=\9"], 13, "--rename"),
+        (["x", "--to", "dcp", "--rename", "weight|bias=one"], 13, "two tensors would get one name"),
+        (["x", "--to", "dcp", "--select", "nothing*"], 13, "--select matches none of"),
+        (["x", "--to", "hf", "--base", "/nowhere"], 13, "no readable config.json in /nowhere"),
+        (["x", "--to", "dcp", "--map", "llama"], 13, "maps that come along: llama_hf_to_titan"),
+        (["x", "--to", "dcp", "--optimizer", "names"], 13, "one of groups, flat, ids"),
+        (["x.pt", "--to", "torch", "--ranks", "2"], 13, "--ranks is for --to dcp and accelerate"),
+        (["x", "--to", "dcp", "--check"], 13, "--check is for --to hf"),
+        (["x", "--to", "dcp", "--set", "heads"], 2, "expected NAME=N"),
+        (["s3://bucket/x", "--to", "accelerate"], 13, "written on a disk"),
+    ],
+)  # fmt: skip
+def test_a_request_that_does_not_fit_is_told_and_leaves_nothing(
+    arguments: list[str], code: int, message: str, state: tuple[Path, dict[str, Any]], tmp_path: Path, ckpt: Run
+) -> None:
+    done = ckpt("convert", state[0], *arguments, cwd=tmp_path)
+    assert done.returncode == code and message in done.stderr, done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
+
+
+# ---- Hugging Face --------------------------------------------------------------------------------------------------------
+
+
+def llama(tied: bool = False) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(12).reshape(2, 6)).logits
+
+
+def base(model: Any, folder: Path) -> Path:
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"not to go along")
+    return folder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_directory_for_transformers_gives_the_same_logits(tied: bool, tmp_path: Path, ckpt: Run) -> None:
+    import transformers
+
+    model = llama(tied)
+    dcp.save({"model": model.state_dict(), "optimizer": {"lr": 1.0}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    done = ckpt(
+        "convert",
+        tmp_path / "dcp",
+        tmp_path / "hf",
+        "--to",
+        "hf",
+        "--base",
+        base(model, tmp_path / "base"),
+        "--max-shard-size",
+        "20KB",
+        "--check",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "transformers loads it" in done.stdout and ("stored once" in done.stdout) == tied
+    names = {p.name for p in (tmp_path / "hf").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"} - names <= {
+        "generation_config.json"
+    } and "model.safetensors" not in names
+    assert ("lm_head.weight" in ckpt_tools.inspect(tmp_path / "hf").catalog.tensors) != tied
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert torch.equal(logits(again), logits(model))
+    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "half", to="hf", base=tmp_path / "base", dtype="bf16")
+    config = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+    assert ckpt_tools.verify(tmp_path / "hf").problems == []
+
+
+def test_weights_that_a_config_ties_and_a_job_untied_are_refused(tmp_path: Path) -> None:
+    model = llama(tied=True)
+    state = {**model.state_dict(), "lm_head.weight": model.state_dict()["lm_head.weight"] + 1}
+    save_file({n: v.contiguous().clone() for n, v in state.items()}, tmp_path / "m.safetensors")
+    with pytest.raises(PlanError, match=r"the config ties 'lm_head.weight' to 'model.embed_tokens.weight', but they hold different values"):
+        ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "hf", to="hf", base=base(model, tmp_path / "base"))
+    assert not (tmp_path / "hf").exists()
+
+
+# ---- key maps ------------------------------------------------------------------------------------------------------------
+
+
+def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rotary heads from pairs to halves, as Hugging Face's conversion script of Llama does it."""
+    rows, width = weight.shape
+    return weight.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
+
+
+def test_llama_changes_its_names_and_the_order_of_its_heads(saved_columns: Path, tmp_path: Path) -> None:
+    model = llama()
+    hf = base(model, tmp_path / "base")
+    weights = model.state_dict()
+    save_file({n: v.contiguous().clone() for n, v in weights.items()}, tmp_path / "hf.safetensors")
+    ckpt_tools.convert(tmp_path / "hf.safetensors", tmp_path / "titan", to="dcp", ranks=3, key_map="llama_hf_to_titan", base=hf)
+    titan = {n: torch.zeros(t.shape) for n, t in ckpt_tools.inspect(tmp_path / "titan").catalog.tensors.items()}
+    dcp.load(titan, checkpoint_id=tmp_path / "titan", no_dist=True)
+    assert {"tok_embeddings.weight", "norm.weight", "output.weight", "layers.1.feed_forward.w2.weight"} <= titan.keys()
+    for layer in range(2):
+        for ours, theirs, heads in (("wq", "q_proj", 4), ("wk", "k_proj", 2)):
+            want = weights[f"model.layers.{layer}.self_attn.{theirs}.weight"]
+            assert torch.equal(permuted(titan[f"layers.{layer}.attention.{ours}.weight"], heads), want)
+            assert not torch.equal(titan[f"layers.{layer}.attention.{ours}.weight"], want)
+    ckpt_tools.convert(tmp_path / "titan", tmp_path / "back", to="hf", key_map="llama_titan_to_hf", base=hf, check=True)
+    assert ckpt_tools.diff(tmp_path / "hf.safetensors", tmp_path / "back").is_same
+    ckpt_tools.convert(
+        saved_columns, tmp_path / "split.safetensors", to="safetensors", key_map="llama_titan_to_hf", settings={"heads": 4, "kv_heads": 2}
+    )
+    assert_same(load_file(tmp_path / "split.safetensors"), {n: v for n, v in weights.items() if "q_proj" in n or "k_proj" in n})
+    with pytest.raises(PlanError, match=r"the key map needs a number: kv_heads|needs a number: heads"):
+        ckpt_tools.convert(tmp_path / "titan", tmp_path / "no", to="hf", key_map="llama_titan_to_hf")
+
+
+@pytest.fixture
+def saved_columns(tmp_path: Path) -> Path:
+    """The q and k weights of a model in torchtitan's order, split by rows and by columns over four ranks."""
+    weights = llama().state_dict()
+
+    def paired(weight: torch.Tensor, heads: int) -> torch.Tensor:
+        rows, width = weight.shape
+        return weight.view(heads, 2, rows // heads // 2, width).transpose(1, 2).reshape(rows, width).contiguous()
+
+    torch.save(
+        {
+            f"layers.{i}.attention.w{c}.weight": paired(weights[f"model.layers.{i}.self_attn.{c}_proj.weight"], heads)
+            for i in range(2) for c, heads in (("q", 4), ("k", 2))
+        },
+        tmp_path / "whole.pt",
+    )  # fmt: skip
+    torchrun(4, "columns.py", str(tmp_path / "columns"), str(tmp_path / "whole.pt"))
+    return tmp_path / "columns"
+
+
+def test_qkv_is_split_and_put_together_with_what_the_optimizer_keeps(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    fused = {"l.qkv_proj.weight": torch.randn(16, 6), "l.qkv_proj.bias": torch.randn(16), "o.weight": torch.randn(3, 3)}
+    state = {str(i): {"exp_avg": torch.randn_like(v), "step": torch.tensor(4.0)} for i, v in enumerate(fused.values())}
+    group = {"lr": 0.5, "params": [0, 1, 2]}
+    torch.save({"model": fused, "optimizer": {"state": {int(i): s for i, s in state.items()}, "param_groups": [group]}}, tmp_path / "f.pt")
+    ckpt_tools.convert(tmp_path / "f.pt", tmp_path / "s", to="dcp", ranks=3, key_map="qkv_split", settings={"heads": 4, "kv_heads": 2})
+    catalog = ckpt_tools.inspect(tmp_path / "s").catalog
+    assert [catalog.tensors[f"model.l.{c}_proj.weight"].shape for c in "qkv"] == [(8, 6), (4, 6), (4, 6)]
+    for key, whole in (
+        ("model.l.{}_proj.weight", fused["l.qkv_proj.weight"]),
+        ("optimizer.state.l.{}_proj.weight.exp_avg", state["0"]["exp_avg"]),
+    ):
+        got = {key.format(c): torch.zeros(n, 6) for c, n in zip("qkv", (8, 4, 4), strict=True)}
+        ckpt_tools.load(tmp_path / "s", got, strict=False)
+        assert torch.equal(torch.cat(list(got.values())), whole)
+    ckpt_tools.convert(tmp_path / "s", tmp_path / "back.pt", to="torch", key_map="qkv_fuse", optimizer="ids")
+    back = torch.load(tmp_path / "back.pt")
+    assert_same(back["model"], fused)
+    assert_same(back["optimizer"]["state"], {int(i): s for i, s in state.items()})
+    with pytest.raises(PlanError, match="16 rows cannot be split as"):
+        ckpt_tools.convert(tmp_path / "f.pt", tmp_path / "no", to="dcp", key_map="qkv_split", settings={"heads": 5, "kv_heads": 1})
