@@ -40,6 +40,7 @@ LEVELS = [
         "formats.accelerate",
         "formats.safetensors",
         "formats.torch_save",
+        "formats.flat_param",
         "formats.per_rank",
         "formats.deepspeed",
         "formats",

@@ -13,12 +13,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ckpt_tools.box import Box, whole
 from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats import torch_save
+from ckpt_tools.formats.flat_param import Held, Raw, has_flats, read_shapes, unfold
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.state_pickle import Kept, Path, Pieces, Sharded, View
 from ckpt_tools.formats.torch_save import join, read_leaves, told
@@ -28,7 +30,6 @@ from ckpt_tools.storage import Store
 NAME = "per_rank"
 LOOKS_FOR = "*rank_0.pt"
 _FILE = re.compile(r"(?P<part>.*?)[._-]?(?:world_size_(?P<size>\d{1,7})_)?rank[._-]?(?P<rank>\d{1,7})\.(?:pt|pth|bin)")
-_FLAT = "_flat_param"
 _OWN = re.compile(r"extra_state|rngs?(_states?)?|random_states?")  # parts of which every rank has its own
 locate, guess, lay_out = torch_save.locate, torch_save.guess, torch_save.lay_out
 
@@ -47,7 +48,7 @@ class _Ranks:
         self.values: dict[str, dict[int, object]] = {}
         self.paths: dict[str, Path] = {}
 
-    def add(self, path: Path, name: str, rank: int, value: object, extents: tuple[Extent, ...]) -> None:
+    def add(self, path: Path, rank: int, value: object, extents: tuple[Extent, ...]) -> None:
         """Takes one entry of one rank's file."""
         fqn = join(path)
         if isinstance(value, View):
@@ -56,16 +57,14 @@ class _Ranks:
             kind = value.dtype, value.shape
             found = [Chunk(box, extent) for (_, box), extent in zip(value.parts, extents, strict=True)]
         elif isinstance(value, Sharded):
-            kind, found = (
-                (value.local.dtype, value.shape),
-                [Chunk(_checked_box(value, rank, f"{printable(fqn)!r}, {printable(name)}"), *extents)],
-            )
+            box = _checked_box(value, rank, f"{printable(fqn)!r}, {printable(extents[0].file)}")
+            kind, found = (value.local.dtype, value.shape), [Chunk(box, *extents)]
         else:
             self.values.setdefault(fqn, {})[rank] = value
             self.paths[fqn] = path
             return
         if self.kinds.setdefault(fqn, kind) != kind:
-            raise FormatError(f"ranks disagree about a tensor: {printable(fqn)!r}, {self.kinds[fqn]} and {kind} ({printable(name)})")
+            raise FormatError(f"ranks disagree about a tensor: {printable(fqn)!r}, {self.kinds[fqn]} and {kind} (rank {rank})")
         self.chunks.setdefault(fqn, []).extend(found)
         self.paths[fqn] = path
 
@@ -92,6 +91,7 @@ def read_catalog(store: Store) -> Catalog:
     found = _Ranks()
     ranks: dict[str, int] = {}
     others: Counter[str] = Counter()
+    raw: Raw = {}
     for part, names in _parts(files).items():
         for rank, name in enumerate(names):
             ranks[name] = rank
@@ -99,12 +99,17 @@ def read_catalog(store: Store) -> Catalog:
             if _OWN.fullmatch(part):
                 above = (*above, f"rank_{rank}")
             for path, value, extents in read_leaves(store, name, files[name], others):
-                if path and str(path[-1]).endswith(_FLAT):
-                    raise FormatError(f"a flat parameter of FSDP1: {printable(join(path))!r} ({printable(name)})", hint="not read yet")
-                found.add((*above, *path), name, rank, value, extents)
+                raw.setdefault((*above, *path), {})[rank] = Held(value, extents)
+    named = unfold(raw, read_shapes(store, files), max(ranks.values()) + 1, others) if has_flats(raw) else {}
+    for path, by_rank in raw.items():
+        for rank, held in by_rank.items():
+            found.add(path, rank, held.value, held.extents)
     made = Made()
     objects = found.objects(made)
     entries = {fqn: TensorEntry(fqn, *found.kinds[fqn], tuple(chunks)) for fqn, chunks in found.chunks.items()}
+    for path, entry in named.items():
+        entries[join(path)] = replace(entry, fqn=join(path))
+        found.paths[join(path)] = path
     sizes = {name: files[name] for name in ranks}
     return Catalog(
         NAME, entries, objects, found.paths, sizes, max(ranks.values()) + 1, ranks, told(others),

@@ -89,6 +89,8 @@ class _Globals(dict[tuple[str, str], Any]):
         self["torch._utils", "_rebuild_wrapper_subclass"] = self["torch.distributed.tensor", "DTensor"] = None
         self[_SHARDED_TENSOR, "ShardedTensor"] = _SHARDED_TENSOR
         self["torch._tensor", "_rebuild_from_type_v2"] = _rebuild_subclass
+        for module in ("__builtin__", "builtins"):  # how a class within a class is named; this one looks nothing up
+            self[module, "getattr"] = lambda *_: type("Nested", (Kept,), {})
         self["torch", "Tensor"] = self["torch.nn.parameter", "Parameter"] = _TENSOR
         self |= {(module, name): type(name, (Kept,), {}) for module, names in _KEPT.items() for name in names.split()}
         self["torch._utils", "_rebuild_parameter"] = self["torch._utils", "_rebuild_parameter_with_state"] = _rebuild_parameter

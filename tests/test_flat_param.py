@@ -1,0 +1,74 @@
+"""FSDP1, one file a rank: ShardedTensors, and flat parameters with the shapes beside them. The oracles: FSDP's own full
+weights; and for the moments one process without FSDP, since FSDP1's full optimizer state on a CPU has exp_avg_sq in the place of exp_avg."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt_tools
+from ckpt_tools import FormatError
+from tests.conftest import torchrun
+
+SHAPES = {"a.weight": [7, 5], "a.bias": [7], "b.0.weight": [3, 7], "b.0.bias": [3], "b.1.weight": [3], "b.1.bias": [3], "c.weight": [3, 3]}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("fsdp1")
+    torchrun(request.param, "fsdp1_local.py", str(out))
+    return out
+
+
+@pytest.mark.parametrize("kind", ["orig", "flat"])
+@pytest.mark.parametrize("case", ["sharded", "local"])
+def test_weights_and_moments_are_those_of_the_full_state(case: str, kind: str, saved: Path, tmp_path: Path) -> None:
+    folder, want = saved / f"{case}_{kind}", torch.load(saved / f"full_{kind}.pt")
+    if case == "local":
+        (folder / "shapes.json").write_text(json.dumps(SHAPES))
+    assert ckpt_tools.verify(folder).problems == []
+    ckpt_tools.merge(folder, tmp_path / "m.safetensors")
+    got = load_file(tmp_path / "m.safetensors")
+    assert got.keys() == want["model"].keys() and all(torch.equal(got[n], v) for n, v in want["model"].items())
+    ckpt_tools.convert(folder, tmp_path / "state.pt", to="torch")
+    (state,) = torch.load(tmp_path / "state.pt").values()  # below the files' own name
+    assert state["optim"]["state"].keys() == want["optim"].keys() == SHAPES.keys()
+    for name, values in want["optim"].items():
+        for key, value in values.items():
+            assert torch.allclose(state["optim"]["state"][name][key], value, rtol=1e-4, atol=1e-9), (name, key)
+    assert set(state["optim"]["param_groups"][0]["params"]) == set(SHAPES) and state["optim"]["param_groups"][0]["lr"] == 1e-3
+    if case == "local":
+        assert state["iteration"] == 1
+
+
+@pytest.mark.parametrize("kind", ["orig", "flat"])
+def test_both_ways_to_save_hold_the_same_bits(kind: str, saved: Path, tmp_path: Path) -> None:
+    for case in ("sharded", "local"):
+        ckpt_tools.convert(saved / f"{case}_{kind}", tmp_path / f"{case}.pt", to="torch", optimizer="ids")
+        (state,) = torch.load(tmp_path / f"{case}.pt").values()
+        state.pop("iteration", None)
+        torch.save(state, tmp_path / f"{case}.pt")
+    assert ckpt_tools.diff(tmp_path / "sharded.pt", tmp_path / "local.pt").is_same
+
+
+def test_shapes_that_are_missing_or_do_not_fit_are_asked_for(saved: Path, tmp_path: Path) -> None:
+    for kind in ("orig", "flat"):
+        folder = tmp_path / kind
+        shutil.copytree(saved / f"local_{kind}", folder)
+        (folder / "shapes.json").unlink(missing_ok=True)
+        with pytest.raises(FormatError, match="a flat parameter of FSDP1, whose parts nothing here names") as told:
+            ckpt_tools.inspect(folder)
+        assert "model.named_parameters()" in str(told.value.hint)
+        for text, message in (
+            ('{"a.weight": [2, 2]}', "does not fit: .* has"),
+            ("[1]", "is malformed"),
+            ('{"a.weight": [-1]}', "is malformed"),
+        ):
+            (folder / "shapes.json").write_text(text)
+            with pytest.raises(FormatError, match=message):
+                ckpt_tools.inspect(folder)
