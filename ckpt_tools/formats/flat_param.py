@@ -158,7 +158,8 @@ def unfold(raw: Raw, shapes: Shapes, num_ranks: int, others: Counter[str]) -> di
             else:
                 owners = [(parts[name], starts[name]) for name in names if name in parts]
             result |= _unfold_optimizer(raw, root, owners, bool(by_name), others)
-    return result
+    order = {fqn: number for number, fqn in enumerate(shapes)}
+    return dict(sorted(result.items(), key=lambda item: order.get(str(item[0][-1]), len(order))))  # the model's own
 
 
 def _vector(name: str, held: Mapping[int, Held]) -> TensorEntry:
