@@ -140,7 +140,7 @@ def flaws(catalog: Catalog, shares: bool = False) -> Iterator[Flaw]:
     for item in catalog.objects.values():
         if error := _check_extent(catalog, item.fqn, item.extent, 0):
             yield Flaw(item.fqn, item.extent.file, error)
-    if not catalog.archives and not shares:
+    if not shares:
         yield from _overlaps(catalog)
 
 
@@ -164,6 +164,7 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> Cat
 def _overlaps(catalog: Catalog) -> Iterator[Flaw]:
     """Yields entries that share bytes of a file with another, unless they are the very same range (a tied tensor)."""
     spans: dict[str, dict[tuple[int, int], str]] = {}
+    shared = {*catalog.made, *(archive.file for archive in catalog.archives)}
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:
             if chunk.extent.nbytes:
@@ -171,6 +172,8 @@ def _overlaps(catalog: Catalog) -> Iterator[Flaw]:
     for item in catalog.objects.values():
         spans.setdefault(item.extent.file, {})[item.extent.start, item.extent.nbytes] = item.fqn
     for file, ranges in spans.items():
+        if file in shared:
+            continue
         end, last = 0, ""
         for start, nbytes in sorted(ranges):
             if start < end:

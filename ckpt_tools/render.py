@@ -23,6 +23,9 @@ _MAX_ROWS = 40
 BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 
 
+_OBJECTS = 20  # named at most
+
+
 def size(nbytes: int) -> str:
     """Returns bytes as people write them, in powers of 1000: 1.06 GB."""
     value, unit = float(nbytes), 0
@@ -92,7 +95,9 @@ def _show_objects(report: Report) -> None:
     if names:
         width = max(40, shutil.get_terminal_size((100, 24)).columns - 4)
         print("\n  objects (not unpickled):")
-        shown = ", ".join(printable(n) for n in names[:60]) + (f", … and {len(names) - 60} more" if len(names) > 60 else "")
+        shown = ", ".join(printable(n) for n in names[:_OBJECTS]) + (
+            f", … and {len(names) - _OBJECTS} more" if len(names) > _OBJECTS else ""
+        )
         while shown:
             cut = len(shown) if len(shown) <= width else (shown.rfind(" ", 0, width) + 1 or width)
             print("    " + shown[:cut].rstrip())

@@ -84,3 +84,15 @@ def stack_rows(fqn: str, entries: Sequence[TensorEntry]) -> TensorEntry:
         chunks += [Chunk(Box((b.offsets[0] + start, *b.offsets[1:]), b.sizes), extent) for b, extent in entry.chunks]
         start += entry.shape[0]
     return TensorEntry(fqn, first.dtype, (start, *first.shape[1:]), tuple(chunks))
+
+
+def take_layer(entry: TensorEntry, index: int) -> TensorEntry:
+    """Returns one index of dim 0, without that dim: a layer of a stack. Its extents must be RAW."""
+    chunks = []
+    for chunk in entry.chunks:
+        box = Box((index, *chunk.box.offsets[1:]), (1, *chunk.box.sizes[1:]))
+        if chunk.box.offsets[0] <= index < chunk.box.offsets[0] + chunk.box.sizes[0]:
+            extent = cut(chunk, box, entry.dtype.itemsize).extent
+            strides = extent.strides[1:] if extent.strides else None
+            chunks.append(Chunk(Box(box.offsets[1:], box.sizes[1:]), extent._replace(strides=strides)))
+    return replace(entry, shape=entry.shape[1:], chunks=tuple(chunks))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from ckpt_tools.box import Box
 from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
@@ -18,6 +20,8 @@ from ckpt_tools.errors import CatalogError, FormatError, StorageError, printable
 from ckpt_tools.formats import dcp_metadata, torch_zip
 from ckpt_tools.formats.base import Request
 from ckpt_tools.formats.dcp_metadata import Metadata, Place, TensorMeta
+from ckpt_tools.formats.made import Made
+from ckpt_tools.formats.torch_save import join, read_leaves, told
 from ckpt_tools.formats.unpickle import no_gc
 from ckpt_tools.formats.zip_write import Wrapping, wrap
 from ckpt_tools.plan import Literal, Slot, Target, Trailer
@@ -52,7 +56,7 @@ def read_catalog(store: Store) -> Catalog:
     used = {c.extent.file for t in entries.values() for c in t.chunks} | {e.file for extents in objects.values() for e in extents}
     empty = {file for file, nbytes in files.items() if not nbytes}  # torch's writer leaves one of a rank that saved nothing
     ranks = {file: int(match[1]) for file in sorted(used | empty) if (match := _DATA_FILE.search(file))}
-    return Catalog(
+    catalog = Catalog(
         NAME,
         entries,
         items,
@@ -62,6 +66,28 @@ def read_catalog(store: Store) -> Catalog:
         ranks,
         parsed[0].extras,
     )
+    beside = next((name for name in _BESIDE if name in files), "")
+    return _with_values(catalog, store, beside, files[beside]) if beside else catalog
+
+
+_BESIDE = {"meta.pt": "Lightning", "common.pt": "Megatron-Core"}  # what these put beside DCP: a file of torch.save
+
+
+def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalog:
+    """Returns the catalog with the plain values of a file that stands beside DCP: counters, schedulers, arguments."""
+    made, others = Made(), Counter[str]()
+    objects, paths = dict(catalog.objects), dict(catalog.paths)
+    for path, value, extents in read_leaves(store, name, size, others):
+        fqn = join(path)
+        if extents or fqn in catalog.tensors or fqn in objects:
+            others["tensor" if extents else "value of a name that is taken"] += 1
+            continue
+        objects[fqn] = made.value(fqn, value)
+        paths |= {fqn: path} if catalog.paths else {}
+    return replace(
+        catalog, objects=objects, paths=paths, file_sizes={**catalog.file_sizes, name: size}, made=made.files,
+        extras={**catalog.extras, "written by": _BESIDE[name], **told(others)}, archives=(Extent(name, 0, size, TORCH_ZIP),),
+    )  # fmt: skip
 
 
 def _metadata_rank(name: str) -> int:

@@ -22,6 +22,7 @@ from ckpt_tools.formats.unpickle import brief, load
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
 _DTYPES = [*BY_NAME, "qint8", "quint8", "qint32"]
 MAX_DIMS = 64
 
@@ -69,6 +70,8 @@ def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
     allowed[_OLD_METADATA, "TensorProperties"] = stubs["TensorProperties"]
     for module, name in ((_METADATA, "_MEM_FORMAT_ENCODING"), (_OLD_METADATA, "MEM_FORMAT_ENCODING")):
         allowed[module, name] = lambda value: value
+    for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):  # Megatron keeps its plans; not needed
+        allowed[_PLANNER, name] = type(name, (), {"__init__": lambda *_: None})
     allowed["torch", "Size"] = tuple
     allowed["torch.serialization", "_get_layout"] = lambda name: name
     for module in ("pathlib", "pathlib._local"):

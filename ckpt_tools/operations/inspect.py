@@ -12,6 +12,7 @@ from ckpt_tools.catalog import Catalog, key_path
 from ckpt_tools.formats import open_source
 from ckpt_tools.storage.base import Traffic
 
+_KEY_FIRST = re.compile(r"\bstate\.(exp_avg|exp_avg_sq|fp32_param|momentum_buffer)\.")  # as Megatron-Core names them
 _OPTIMIZER = re.compile(r"(^|\.)optim(izer)?s?(_\d+)?\.state(\.|$)")
 
 
@@ -88,8 +89,10 @@ def inspect(src: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
         _add(by_dtype, entry.dtype.name, 1, 0, entry.nbytes)
         path = key_path(catalog, fqn)
         _add(by_key, path[0], 1, 0, entry.nbytes)
-        if _OPTIMIZER.search(".".join(path[:-1])):
-            _add(states, path[-1].rpartition(".")[2], 1, 0, entry.nbytes)
+        name, _, key = fqn.rpartition(".")
+        if _OPTIMIZER.search(name):
+            first = _KEY_FIRST.search(fqn)
+            _add(states, first[1] if first else key, 1, 0, entry.nbytes)
     for fqn, item in catalog.objects.items():
         _add(by_key, key_path(catalog, fqn)[0], 0, 1, item.extent.nbytes)
     total = Total(len(catalog.tensors), len(catalog.objects), catalog.nbytes)

@@ -1,8 +1,8 @@
 """Key maps: what one framework calls and lays out differently from another, as a small data file and no code.
 
 A map is JSON with `rename` (pairs of regular expression and replacement, applied in order), `rope` (rows of rotary heads that lie
-in pairs here and in halves there), `split` and `fuse` (one tensor of rows, or several). All of them apply to the model and to what the
-optimizers keep for it. See docs/key_maps.md. May import levels 0 to 4 and parts.
+in pairs here and in halves there), `split` and `fuse` (one tensor of rows, or several) and `unstack` (all layers in one tensor). All
+of them apply to the model and to what the optimizers keep for it. See docs/key_maps.md. May import levels 0 to 4 and parts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ckpt_tools.catalog import TensorEntry
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Source
 from ckpt_tools.operations.parts import Parts
-from ckpt_tools.views import Rows, stack_rows, take_rows
+from ckpt_tools.views import Rows, stack_rows, take_layer, take_rows
 
 _OWN = Path(__file__).parent.parent / "maps"
-_KEYS = {"about", "rename", "rope", "split", "fuse"}
+_KEYS = {"about", "rename", "rope", "split", "fuse", "unstack"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class KeyMap:
     rope: Sequence[Mapping[str, Any]]
     split: Sequence[Mapping[str, Any]]
     fuse: Sequence[Mapping[str, Any]]
+    unstack: Sequence[Mapping[str, Any]]
     settings: Mapping[str, int] = field(default_factory=dict)
 
     def number(self, value: object) -> int:
@@ -68,14 +69,19 @@ def read_map(path: str | os.PathLike[str], settings: Mapping[str, int] | None = 
         if not isinstance(body, dict) or body.keys() - _KEYS:
             raise ValueError(f"expected a table with {', '.join(sorted(_KEYS))}")
         renames = [(re.compile(pattern), str(new)) for pattern, new in body.get("rename", [])]
-        rules = {key: [_rule(key, rule) for rule in body.get(key, [])] for key in ("rope", "split", "fuse")}
+        rules = {key: [_rule(key, rule) for rule in body.get(key, [])] for key in _FIELDS}
     except (OSError, ValueError, TypeError, KeyError, re.error) as error:
         hint = f"maps that come along: {', '.join(own_maps())}"
         raise PlanError(f"not a key map: {printable(str(error))} ({printable(where)})", hint=hint) from error
     return KeyMap(where, renames, **rules, settings=settings or {})
 
 
-_FIELDS = {"rope": {"match", "heads", "to"}, "split": {"match", "into", "parts"}, "fuse": {"match", "from", "into"}}
+_FIELDS = {
+    "rope": {"match", "heads", "to"},
+    "split": {"match", "into", "parts"},
+    "fuse": {"match", "from", "into"},
+    "unstack": {"match", "into"},
+}
 
 
 def _rule(kind: str, rule: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -93,6 +99,10 @@ def apply_map(parts: Parts, keys: KeyMap, source: Source) -> Parts:
         PlanError: a rule does not fit a tensor.
     """
     raw = _raw(source)
+    for rule in keys.unstack:
+        for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
+            names = [rule["match"].sub(rule["into"].replace("{layer}", str(n)), fqn) for n in range(*parts.model[fqn].shape[:1])]
+            parts = _replaced(parts, fqn, {name: lambda t, n=n: take_layer(raw(t), n) for n, name in enumerate(names)})  # type: ignore[misc]
     for rule in keys.split:
         for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
             parts = _split(parts, fqn, rule, keys, raw)

@@ -141,7 +141,10 @@ def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts) -> Optim
     by_name: dict[str, dict[str, Any]] = {}
     for kind, rest, value in entries.values():
         name, _, key = rest.rpartition(".")
-        if kind == "state":
+        first, _, last = rest.partition(".")
+        if kind == "state" and last in parts.model and rest.rpartition(".")[0] not in parts.model:  # Megatron-Core: the key comes first
+            state.setdefault(last, {})[first] = value
+        elif kind == "state":
             state.setdefault(name, {})[key] = value
         elif name.isdecimal():
             numbered.setdefault(int(name), {})[key] = value
@@ -352,7 +355,7 @@ def _in_order(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> Optimiz
 
 def _named(optimizer: Optimizer, form: str) -> Iterable[tuple[Path, Any]]:
     root: Path = tuple(int(k) if k.isdecimal() else k for k in optimizer.prefix.split(".")) if optimizer.prefix else ()
-    numbers = {fqn: i for i, fqn in enumerate(fqn for group in optimizer.groups for fqn in group["params"])}
+    numbers = {fqn: i for i, fqn in enumerate(dict.fromkeys([*(f for g in optimizer.groups for f in g["params"]), *optimizer.state]))}
     for fqn, state in optimizer.state.items():
         for key, value in state.items():
             if form == "flat":

@@ -1,11 +1,8 @@
 """Trains a few steps with DeepSpeed and saves: `deepspeed_job.py OUT STAGE DTYPE`, under torchrun on a CPU."""
 
 import json
-import os
 import sys
 from pathlib import Path
-
-os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
 import torch
