@@ -117,6 +117,7 @@ def test_what_a_job_saved_becomes_a_file_and_what_accelerate_resumes(tmp_path: P
     }
     assert ckpt_tools.verify(tmp_path / "acc").problems == [] and ckpt_tools.diff(tmp_path / "acc", tmp_path / "saved").is_same
     torchrun(2, "accelerator.py", str(tmp_path), "load", str(tmp_path / "acc"))
+    assert ckpt_tools.diff(tmp_path / "acc", tmp_path / "ranks").is_same  # as large jobs save, without DCP
 
 
 def test_objects_with_tensors_and_unknown_types(tmp_path: Path) -> None:

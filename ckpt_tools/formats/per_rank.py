@@ -1,4 +1,5 @@
-"""One `torch.save` file a rank, with DTensors inside: verl's `model_world_size_8_rank_3.pt`, `rank0.pt`, ….
+"""One `torch.save` file a rank, with DTensors or ShardedTensors inside: verl's `model_world_size_8_rank_3.pt`, `rank0.pt`, Accelerate's
+`pytorch_model_fsdp_0_rank3.bin`, torch_checkpointing's `model_3.pt`.
 
 A DTensor's pickle has its mesh, its placements and the shape of the whole; so each file's part has its box, and all files
 together are one checkpoint. A tensor that is none of these is the same on all ranks: one tensor with replicas. May import
@@ -30,13 +31,28 @@ from ckpt_tools.storage import Store
 NAME = "per_rank"
 LOOKS_FOR = "*rank_0.pt"
 _FILE = re.compile(r"(?P<part>.*?)[._-]?(?:world_size_(?P<size>\d{1,7})_)?rank[._-]?(?P<rank>\d{1,7})\.(?:pt|pth|bin)")
+_NUMBERED = re.compile(r"(?P<part>.+)_(?P<rank>\d{1,7})(?P<size>)\.pt")  # as torch_checkpointing names them
+_PART_NAMES = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}  # Accelerate's, of large jobs
 _OWN = re.compile(r"extra_state|rngs?(_states?)?|random_states?")  # parts of which every rank has its own
 locate, guess, lay_out = torch_save.locate, torch_save.guess, torch_save.lay_out
 
 
 def recognise(files: Mapping[str, int]) -> bool:
     """Tells whether files of ranks are there, rank 0's among them."""
-    return any(m["rank"].strip("0") == "" for m in map(_FILE.fullmatch, files) if m)
+    return any(int(m["rank"]) == 0 for m in _matches(files).values())
+
+
+def _matches(files: Mapping[str, int]) -> dict[str, re.Match[str]]:
+    """Returns the files of ranks. `model_0.pt` may be an epoch's: numbers alone count where several parts have the same ones, from 0 on."""
+    found = {name: m for name in files if (m := _FILE.fullmatch(name))}
+    if found:
+        return found
+    numbered = {name: m for name in files if (m := _NUMBERED.fullmatch(name))}
+    ranks: dict[str, set[int]] = {}
+    for match in numbered.values():
+        ranks.setdefault(match["part"], set()).add(int(match["rank"]))
+    alike = len({frozenset(r) for r in ranks.values()}) == 1 and all(r == set(range(len(r))) for r in ranks.values())
+    return numbered if len(ranks) > 1 and alike else {}
 
 
 class _Ranks:
@@ -95,7 +111,7 @@ def read_catalog(store: Store) -> Catalog:
     for part, names in _parts(files).items():
         for rank, name in enumerate(names):
             ranks[name] = rank
-            above = (part,) if part else ()
+            above = (_PART_NAMES.get(part, part),) if part else ()
             if _OWN.fullmatch(part):
                 above = (*above, f"rank_{rank}")
             for path, value, extents in read_leaves(store, name, files[name], others):
@@ -121,10 +137,9 @@ def _parts(files: Mapping[str, int]) -> dict[str, list[str]]:
     """Returns the files of each part (model, optim, …) by rank."""
     found: dict[str, dict[int, str]] = {}
     sizes: dict[str, set[int]] = {}
-    for name in files:
-        if match := _FILE.fullmatch(name):
-            found.setdefault(match["part"], {})[int(match["rank"])] = name
-            sizes.setdefault(match["part"], set()).update([int(match["size"])] if match["size"] else [])
+    for name, match in _matches(files).items():
+        found.setdefault(match["part"], {})[int(match["rank"])] = name
+        sizes.setdefault(match["part"], set()).update([int(match["size"])] if match["size"] else [])
     for part, names in found.items():
         world_size = max([*sizes[part], max(names) + 1])
         missing = [rank for rank in range(world_size) if rank not in names]

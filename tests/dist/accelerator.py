@@ -50,6 +50,8 @@ def main():
         train(net, optimizer, 2)
         save_fsdp_model(plugin, job, net, str(folder / "saved"), 0)
         save_fsdp_optimizer(plugin, job, optimizer, net, str(folder / "saved"), 0)
+        save_fsdp_model(plugin, job, net, str(folder / "ranks"), 0, use_dcp=False)
+        save_fsdp_optimizer(plugin, job, optimizer, net, str(folder / "ranks"), 0, use_dcp=False)
         model, state = snapshot(net, optimizer)
         if rank == 0:
             torch.save({"model": model, "state": state}, folder / "whole.pt")

@@ -50,3 +50,15 @@ def test_megatron_core(tmp_path: Path) -> None:
     assert torch.equal(
         torch.load(tmp_path / "s.pt")["optimizer"]["state"]["final.bias"]["exp_avg"], want["optimizer.state.exp_avg.final.bias"]
     )
+
+
+def test_torch_checkpointing(tmp_path: Path) -> None:
+    run_job("torch_checkpointing", 3, "torch_checkpointing_job.py", tmp_path / "run" / "step-5")
+    want = torch.load(tmp_path / "run" / "whole.pt")
+    report = ckpt_tools.inspect(tmp_path / "run" / "step-5")
+    assert (report.format, report.world_size) == ("per_rank", 3) and ckpt_tools.verify(tmp_path / "run" / "step-5").problems == []
+    assert {"progress.step", "progress.rank.rank_2"} <= report.catalog.objects.keys()
+    ckpt_tools.convert(tmp_path / "run" / "step-5", tmp_path / "s.pt", to="torch", optimizer="ids")
+    state = torch.load(tmp_path / "s.pt")
+    assert state["model"].keys() == want["model"].keys() and all(torch.equal(state["model"][n], v) for n, v in want["model"].items())
+    assert all(torch.equal(state["optim"]["state"][i][k], v) for i, s in want["state"].items() for k, v in s.items())
