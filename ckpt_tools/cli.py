@@ -97,6 +97,7 @@ def merge(
     keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
     max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=size, metavar="SIZE", help="Write shards of at most this size, such as 5GB, and an index.", show_default=False)] = None,
     keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep names as stored: `model.`, `_orig_mod.`, `module.`, ….")] = False,
+    lora: Annotated[str | None, typer.Option("--lora", metavar="DIR", help="Add the LoRA adapter of a PEFT directory to the weights, in fp32 arithmetic.", show_default=False)] = None,
     storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Join the shards of a model into one safetensors file, ready for inference.
@@ -111,7 +112,7 @@ def merge(
     options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
     result = run(
         src, dst, select=select or (), dtype=dtype, keep_dtype=keep_dtype or (),
-        max_shard_bytes=max_shard_size, keep_prefix=keep_prefix, **options,
+        max_shard_bytes=max_shard_size, keep_prefix=keep_prefix, lora=lora, **options,
     )  # fmt: skip
     _report(result, quiet, as_json)
 
@@ -143,7 +144,7 @@ def reshard(
 def convert(
     src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; for safetensors and torch the file.", show_default=False)],
-    to: Annotated[str, typer.Option("--to", metavar="dcp|safetensors|hf|torch|accelerate", help="What DST is to be.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", metavar="dcp|safetensors|hf|torch|accelerate|peft", help="What DST is to be.", show_default=False)],
     ranks: Annotated[int | None, typer.Option("--ranks", min=1, max=1_000_000, metavar="N", help="For dcp and accelerate: ranks to split for; as many as SRC, or 1.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help="Cast the model's floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
     keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
@@ -162,7 +163,7 @@ def convert(
     """Write a checkpoint of any readable format as another one, optimizer state included where both have it.
 
     `dcp` is for dcp.load, torchtitan and CheckpointManager; `hf` is a directory that transformers and vLLM open; `torch` one .pt that
-    torch.load opens with weights_only and mmap; `accelerate` what Accelerator.load_state resumes from.
+    torch.load opens with weights_only and mmap; `accelerate` what Accelerator.load_state resumes from; `peft` the LoRA adapter alone.
     """
     from ckpt_tools.operations.convert import convert as run
 

@@ -67,6 +67,7 @@ LEVELS = [
         "operations.inspect",
         "operations.within",
         "operations.move",
+        "operations.lora",
         "operations.transfer",
         "operations.keymap",
         "operations.huggingface",

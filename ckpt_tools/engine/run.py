@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from ckpt_tools.box import Box
+from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.kernels import Bytes, cast, scatter
 from ckpt_tools.engine.schedule import Read, Step, Tile
 from ckpt_tools.engine.seals import Seals
@@ -23,6 +26,8 @@ from ckpt_tools.storage import Store
 from ckpt_tools.storage.ranges import Range, coalesce
 
 Progress = Callable[[int], None]
+Alter = Callable[[Box, npt.NDArray[np.float32]], None]  # changes the values of a box, in the tensor's coordinates, in place
+_SINGLE = BY_NAME["float32"]
 _DIRECT_NBYTES = 256 << 10
 _GAP_NBYTES = 8 << 10
 _AHEAD_NBYTES = 96 << 20
@@ -50,6 +55,7 @@ class Totals:
 def run(
     steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Progress | None = None, looks_ahead: bool = True,
     seals: Seals | None = None,
+    alter: Mapping[str, Alter] | None = None,
 ) -> Totals:  # fmt: skip
     """Moves every step's tiles from a store into a sink.
 
@@ -61,6 +67,7 @@ def run(
         progress: called with the target bytes of each finished step, from any thread.
         looks_ahead: tell the store what will be read, step by step; not where it knows already.
         seals: take note of what is read.
+        alter: by tensor, what is done to its values on the way, in float32.
 
     Raises:
         CheckpointError: the first error of any thread; the others stop at their next step.
@@ -69,7 +76,7 @@ def run(
     feed = _Feed(steps, store, looks_ahead)
 
     def work() -> None:
-        worker = _Worker(sink, Reader(store, seals))
+        worker = _Worker(sink, Reader(store, seals), alter or {})
         while not stop.is_set() and (step := feed.take()) is not None:
             read_nbytes, overflowed = worker.do(step)
             totals.add(step, read_nbytes, overflowed)
@@ -171,14 +178,14 @@ class Reader:
 class _Worker:
     """One thread's work: the tiles of a step side by side, and the same before a cast."""
 
-    def __init__(self, sink: Sink, reader: Reader) -> None:
-        self.store, self.sink, self.reader = reader.store, sink, reader
+    def __init__(self, sink: Sink, reader: Reader, alter: Mapping[str, Alter]) -> None:
+        self.store, self.sink, self.reader, self._alter = reader.store, sink, reader, alter
 
     def do(self, step: Step) -> tuple[int, dict[str, int]]:
         """Moves one step; returns the bytes read and the casts that overflowed, by tensor."""
         for tile in step.tiles:
             check_filled(tile)
-        is_cast = [t.tensor.src_dtype is not t.tensor.dst_dtype for t in step.tiles]
+        is_cast = [t.tensor.src_dtype is not t.tensor.dst_dtype or t.tensor.fqn in self._alter for t in step.tiles]
         views = [None if c else self._view(t) for t, c in zip(step.tiles, is_cast, strict=True)]
         rooms = [self.sink.room(t) if v is None else v for t, v in zip(step.tiles, views, strict=True)]
         own_nbytes = [t.dst_nbytes if r is None else 0 for t, r in zip(step.tiles, rooms, strict=True)]
@@ -192,11 +199,21 @@ class _Worker:
         overflowed: dict[str, int] = {}
         for tile, before, after in zip(step.tiles, stored, tiles, strict=True):
             if before is not after:
-                count = cast(before, tile.tensor.src_dtype, after, tile.tensor.dst_dtype)
+                count = self._cast(tile, before, after)
                 if count:
                     overflowed[tile.tensor.fqn] = overflowed.get(tile.tensor.fqn, 0) + count
         self.sink.take(step, tiles, self.reader.room("scratch", max(t.dst_nbytes for t in step.tiles)))
         return read_nbytes, overflowed
+
+    def _cast(self, tile: Tile, before: Bytes, after: Bytes) -> int:
+        """Brings a tile's values into the target's type, altered on the way where that was asked for; returns how many overflowed."""
+        alter = self._alter.get(tile.tensor.fqn)
+        if alter is None:
+            return cast(before, tile.tensor.src_dtype, after, tile.tensor.dst_dtype)
+        singles = self.reader.room("singles", tile.box.numel * _SINGLE.itemsize)[: tile.box.numel * _SINGLE.itemsize]
+        cast(before, tile.tensor.src_dtype, singles, _SINGLE)
+        alter(tile.box, singles.view(np.float32).reshape(tile.box.sizes))
+        return cast(singles, _SINGLE, after, tile.tensor.dst_dtype)
 
     def _view(self, tile: Tile) -> Bytes | None:
         """Returns the values where they already lie, if they lie together in memory."""

@@ -34,7 +34,8 @@ class Request:
     `file_name` names the one file of a format that has one; `with_index` asks for numbered shards and an index instead. `name` gives the
     name under which a data file will lie: an object store wants the attempt's id in it. Tensors of fewer than `small_first` bytes stand
     together at the beginning of a file, so that what lies behind can be copied by the store in long runs. `values` are plain ones, for
-    a format that stores them as such and not as objects. `files` are small ones that are to lie beside.
+    a format that stores them as such and not as objects. `files` are small ones that are to lie beside; `index`
+    names the one of them whose appearance makes the whole visible, for a format that has no index of its own.
     """
 
     tensors: Sequence[TargetTensor]
@@ -48,6 +49,7 @@ class Request:
     small_first: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
+    index: str = ""
 
 
 class Format(Protocol):

@@ -224,12 +224,14 @@ def lay_out(request: Request) -> Target:
             at += whole(tensor.shape).numel * tensor.dtype.itemsize
         sizes[name] = at
     for name, data in request.files.items():
-        literals.append(Literal(name, 0, data))
-        sizes[name] = len(data)
+        if name != request.index:
+            literals.append(Literal(name, 0, data))
+            sizes[name] = len(data)
     total = sum(whole(t.shape).numel * t.dtype.itemsize for t in request.tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     data = json.dumps(index, indent=2).encode() + b"\n"
-    return Target(NAME, sizes, slots, tuple(literals), index=Literal(INDEX, 0, data) if request.with_index else None)
+    own = Literal(request.index, 0, request.files[request.index]) if request.index else None
+    return Target(NAME, sizes, slots, tuple(literals), index=Literal(INDEX, 0, data) if request.with_index else own)
 
 
 def _render_header(tensors: Iterable[Any]) -> bytes:

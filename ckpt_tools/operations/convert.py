@@ -18,14 +18,15 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Format, Request, Source, TargetTensor, accelerate, dcp, open_source, safetensors, torch_save, whole_tensor
 from ckpt_tools.formats.made import Made
-from ckpt_tools.operations.huggingface import base_files, check_loads, head_counts, untie
+from ckpt_tools.operations.huggingface import adapter_config, base_files, check_loads, head_counts, untie
 from ckpt_tools.operations.keymap import apply_map, read_map
+from ckpt_tools.operations.lora import adapter_of
 from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
 from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, unpack_objects
 from ckpt_tools.operations.transfer import left_out, rank_boxes, shards, target_dtype
 from ckpt_tools.storage import is_url
 
-TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate")
+TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate", "peft")
 _COPIES = ("bit16.",)  # what DeepSpeed keeps of the weights a second time
 _MAX_SHARD_BYTES = 5_000_000_000  # as transformers cuts
 
@@ -79,7 +80,7 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     storage_options = how.get("storage_options")
     source = open_source(src, storage_options)
     parts = _renamed(take_apart(source.catalog, source.store), source, how)
-    if how.get("model_only") or to in ("safetensors", "hf"):
+    if how.get("model_only") or to in ("safetensors", "hf", "peft"):
         parts = replace(parts, optimizers=[], tensors={}, objects={}, paths={})
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
     if not parts.model and not parts.optimizers and not parts.tensors:
@@ -132,6 +133,8 @@ class _Job:
         """Returns what to write from, in which format, and where."""
         if to in ("safetensors", "hf"):
             return self._model(to, dst)
+        if to == "peft":
+            return self._adapter()
         return self._torch(dst) if to == "torch" else self._ranks(to)
 
     def _catalog(self, prefix: tuple[str, ...] | None = None) -> Catalog:
@@ -162,6 +165,17 @@ class _Job:
         config, files = base_files(base, [self._dtype(t).name for t in catalog.tensors.values()]) if base is not None else ({}, {})
         catalog = untie(self.source, catalog, config, self.parts.notes)
         return catalog, safetensors, replace(shards(self._targets(catalog), most or _MAX_SHARD_BYTES, ""), files=files)
+
+    def _adapter(self) -> tuple[Catalog, Format, Request]:
+        """A PEFT directory: the adapter alone, and its config from `base`."""
+        base = self.how.get("base")
+        if base is None:
+            raise PlanError("--to peft needs --base DIR with the adapter_config.json that the job was made with")
+        catalog = self._catalog(())
+        catalog = replace(catalog, tensors=adapter_of(catalog.tensors), objects={}, paths={})
+        files = {"adapter_config.json": adapter_config(base)}
+        targets = [whole_tensor(t, self._dtype(t)) for t in catalog.tensors.values()]
+        return catalog, safetensors, Request(targets, file_name="adapter_model.safetensors", files=files, index="adapter_config.json")
 
     def _torch(self, dst: str) -> tuple[Catalog, Format, Request]:
         catalog = self._catalog()

@@ -60,6 +60,20 @@ def read_config(base: str | os.PathLike[str]) -> dict[str, Any]:
     return config
 
 
+def adapter_config(base: str | os.PathLike[str]) -> bytes:
+    """Returns the adapter_config.json of a directory as it is.
+
+    Raises:
+        PlanError: it has none that can be read.
+    """
+    try:
+        data = (Path(base) / "adapter_config.json").read_bytes()
+        json.loads(data)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--base: no readable adapter_config.json in {printable(str(base))}: {printable(str(error))}") from error
+    return data
+
+
 def head_counts(base: str | os.PathLike[str]) -> dict[str, int]:
     """Returns `heads` and `kv_heads` of a model's config, as far as it has them."""
     config = read_config(base)

@@ -20,7 +20,7 @@ from ckpt_tools.bucket import copies_within
 from ckpt_tools.catalog import Catalog, Extent, replicas
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination, Place
-from ckpt_tools.engine.run import Totals, run
+from ckpt_tools.engine.run import Alter, Totals, run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, by_files, schedule, tile_bytes
 from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
 from ckpt_tools.engine.sinks import WriteSink
@@ -135,10 +135,10 @@ def transfer(
     left_out: Mapping[str, int] | None = None,
     stripped: Mapping[str, int] | None = None,
     may_assume: bool = True,
+    alter: Mapping[str, Alter] | None = None,
 ) -> TransferResult:
     began = time.monotonic()
-    jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
-    memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
+    jobs, memory = options.get("jobs") or min(8, os.cpu_count() or 1), options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
     overwrite, is_dry_run = options.get("overwrite", False), options.get("dry_run", False)
     check_apart(source.path, dst.url)
     dst.check(overwrite or is_dry_run)
@@ -164,14 +164,14 @@ def transfer(
         return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, *tiles))), files)
     dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
     prove_copies(source, catalog, plan, located, jobs, tiles)
-    prints = sealed_prints(source, catalog, plan)
+    prints = {fqn: p for fqn, p in sealed_prints(source, catalog, plan).items() if fqn not in (alter or {})}
     bar = options.get("progress") or (no_bar)
     single = next(iter(layout.file_sizes)) if layout.index is None else ""
     with dst.stage(attempt, overwrite, single) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
         here = copies_within(place, source.remote)
         within = plan_within(prints, plan, located, here, source.remote) if here and source.remote else None
         seals = Seals({extent: fqn for extent, fqn in read_whole(plan, located).items() if fqn not in prints})
-        totals, checksums, fingerprints = _fill(source, plan, located, place, within, jobs, tiles, advance, seals)
+        totals, checksums, fingerprints = _fill(source, plan, located, place, within, jobs, tiles, advance, seals, alter)
         found = source.format.locate(source.store, tensors) if assumes else located
         wrong = assumes and not _is_as_assumed(located, found)
         if not wrong:
@@ -181,21 +181,27 @@ def transfer(
             notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
     if wrong:
         source.store.close()
-        return transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, may_assume=False)
+        return transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, False, alter)
     source.store.close()
     return result(totals, files)
 
 
 def _fill(
     source: Source, plan: Plan, located: Mapping[Extent, Extent], place: Place, within: Within | None, jobs: int, tiles: tuple[int, int],
-    advance: Callable[[int], None], seals: Seals,
+    advance: Callable[[int], None], seals: Seals, alter: Mapping[str, Alter] | None,
 ) -> tuple[Totals, Mapping[str, int], Mapping[str, int]]:  # fmt: skip
     """Writes all data files; returns totals, the checksum of each file, and the fingerprint of each tensor."""
     sink = WriteSink(plan.target, within or place.shelf)
     try:
         sink.open()
         totals = run(
-            steps_for(within.rest if within else plan, located, tiles, place.shelf), source.store, sink, jobs, advance, seals=seals
+            steps_for(within.rest if within else plan, located, tiles, place.shelf),
+            source.store,
+            sink,
+            jobs,
+            advance,
+            seals=seals,
+            alter=alter,
         )
         if within:
             within.vouch(sink)

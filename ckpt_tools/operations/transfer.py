@@ -16,6 +16,7 @@ from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Request, TargetTensor, accelerate, dcp, open_source, per_rank, safetensors, torch_save, whole_tensor
 from ckpt_tools.layout import reshard_boxes, split
+from ckpt_tools.operations.lora import read_lora
 from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
 from ckpt_tools.storage import is_url
 from ckpt_tools.storage.upload import MIN_PART_BYTES
@@ -30,6 +31,7 @@ def merge(
     keep_dtype: Sequence[str] = (),
     max_shard_bytes: int | None = None,
     keep_prefix: bool = False,
+    lora: Path_ | None = None,
     **options: Unpack[Options],
 ) -> TransferResult:
     """Joins the shards of a model into one safetensors file, ready for inference. (It does not average models.)
@@ -42,6 +44,7 @@ def merge(
         keep_dtype: globs of names that stay as they are.
         max_shard_bytes: upper bound of a shard's payload; a larger tensor stands alone.
         keep_prefix: keep the model's key and wrappers' prefixes in the names.
+        lora: a PEFT directory whose LoRA adapter is added to the weights, in float32 arithmetic.
         **options: see `Options`.
 
     Raises:
@@ -62,11 +65,12 @@ def merge(
         )
     targets = [whole_tensor(t, target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
     request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
+    alter = read_lora(lora, catalog) if lora is not None else None
     if source.remote is not None and is_url(target.url):
         request = replace(request, small_first=MIN_PART_BYTES)
     return transfer(
         "merge", source, catalog, target, safetensors, request,
-        options, left_out=left_out(source.catalog, catalog), stripped=stripped,
+        options, left_out=left_out(source.catalog, catalog), stripped=stripped, alter=alter,
     )  # fmt: skip
 
 

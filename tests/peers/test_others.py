@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_tools
+from ckpt_tools import PlanError
 from tests.peers.environments import run_job
 
 
@@ -62,3 +63,45 @@ def test_torch_checkpointing(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "s.pt")
     assert state["model"].keys() == want["model"].keys() and all(torch.equal(state["model"][n], v) for n, v in want["model"].items())
     assert all(torch.equal(state["optim"]["state"][i][k], v) for i, s in want["state"].items() for k, v in s.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peft(dtype: str, tmp_path: Path) -> None:
+    """A merge with an adapter is PEFT's own; an adapter taken out of a model's checkpoint is what PEFT saves."""
+    run_job("peft", 0, "peft_job.py", tmp_path, dtype)
+    want = torch.load(tmp_path / "merged.pt")
+    ckpt_tools.convert(tmp_path / "base.pt", tmp_path / "dcp", to="dcp", ranks=3)
+    ckpt_tools.merge(tmp_path / "dcp", tmp_path / "m.safetensors", lora=tmp_path / "adapter")
+    got, base = load_file(tmp_path / "m.safetensors"), torch.load(tmp_path / "base.pt")["model"]
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        is_changed = "q_proj" in name or "down_proj" in name
+        assert torch.equal(base[name], value) != is_changed
+        # of bfloat16, PEFT rounds what it adds and then the sum; here the sum is rounded, once
+        assert torch.allclose(
+            got[name].float(), value.float(), rtol=1e-6 if dtype == "float32" else 2e-2, atol=1e-6 if dtype == "float32" else 3e-2
+        ), name
+        assert got[name].dtype == value.dtype
+    exact = {n: base[n].double() + _product(tmp_path, n) for n in want if "q_proj" in n or "down_proj" in n}
+    assert all(
+        torch.equal(got[n], v.to(got[n].dtype)) or (got[n].double() - v).abs().max() < (1e-5 if dtype == "float32" else 0.07)
+        for n, v in exact.items()
+    )
+    ckpt_tools.convert(tmp_path / "peft.pt", tmp_path / "out", to="peft", base=tmp_path / "adapter")
+    assert {p.name for p in (tmp_path / "out").glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert ckpt_tools.diff(tmp_path / "out", tmp_path / "adapter").is_same and ckpt_tools.verify(tmp_path / "out").problems == []
+    with pytest.raises(PlanError, match="the adapter changes a weight that is not there"):
+        ckpt_tools.merge(tmp_path / "adapter", tmp_path / "no.safetensors", lora=tmp_path / "adapter")
+    with pytest.raises(PlanError, match="holds 0 LoRA adapters"):
+        ckpt_tools.convert(tmp_path / "base.pt", tmp_path / "no", to="peft", base=tmp_path / "adapter")
+    config = (tmp_path / "adapter" / "adapter_config.json").read_text()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(config.replace('"use_dora": false', '"use_dora": true'))
+    with pytest.raises(PlanError, match="a kind that is not merged here: DoRA"):
+        ckpt_tools.merge(tmp_path / "dcp", tmp_path / "no.safetensors", lora=tmp_path / "adapter")
+
+
+def _product(folder: Path, name: str) -> torch.Tensor:
+    """What the adapter adds, in float64."""
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.weight"].double() for side in "AB")
+    return (3 if "down_proj" in name else 10) / 2 * b @ a  # rank-stabilised: alpha over the root of 4

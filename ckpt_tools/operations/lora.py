@@ -1,0 +1,138 @@
+"""LoRA adapters: a PEFT directory read, so that a merge can add it to the weights tile by tile; an adapter taken out of a checkpoint.
+
+What is added to a weight of shape [out, in] is `scale * B @ A`, B of [out, r] and A of [r, in], which are small and stay in memory. May
+import levels 0 to 4.
+
+Source: peft 0.21 `tuners/lora/config.py`, `layer.py`, `utils/save_and_load.py`; confirmed on adapters that it saved and merged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tools.box import Box
+from ckpt_tools.catalog import Catalog, TensorEntry
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.engine.kernels import cast
+from ckpt_tools.engine.run import Alter
+from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.formats import Source, open_source
+from ckpt_tools.storage import read
+
+_PART = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.(?:(?P<adapter>[^.]+)\.)?weight")
+_UNSUPPORTED = {
+    "use_dora": "DoRA", "layer_replication": "replicated layers", "modules_to_save": "modules that are saved whole",
+    "trainable_token_indices": "trainable tokens", "use_qalora": "QALoRA", "alora_invocation_tokens": "activated LoRA",
+}  # fmt: skip
+Matrix = npt.NDArray[np.float32]
+
+
+def read_lora(folder: str | os.PathLike[str], catalog: Catalog) -> dict[str, Alter]:
+    """Returns what an adapter adds, by the name of the weight.
+
+    Args:
+        folder: a PEFT directory: `adapter_config.json` and `adapter_model.safetensors`; a path or a URL.
+        catalog: the weights that it is to be added to.
+
+    Raises:
+        PlanError: it is of a kind that cannot be merged, or does not fit the weights.
+        FormatError: it is malformed.
+    """
+    source = open_source(folder)
+    config = _config(source)
+    sides: dict[str, dict[str, Matrix]] = {}
+    for fqn, entry in source.catalog.tensors.items():
+        match = _PART.fullmatch(fqn)
+        if match is None:
+            raise PlanError(f"an adapter with something else than LoRA matrices: {printable(fqn)!r} ({printable(source.path)})")
+        sides.setdefault(match["module"], {})[match["side"]] = _matrix(source, entry)
+    source.store.close()
+    result: dict[str, Alter] = {}
+    for module, pair in sides.items():
+        name = next((n for n in (f"{module}.weight", f"{module}.base_layer.weight") if n in catalog.tensors), "")
+        if not name or pair.keys() != {"A", "B"}:
+            raise PlanError(
+                f"the adapter changes a weight that is not there: {printable(module)!r} ({printable(source.path)})",
+                hint="its names must be those of the merged model: ckpt inspect both, and rename with ckpt convert --rename",
+            )
+        result[name] = _alter(catalog.tensors[name], pair["A"], pair["B"], _scale(config, module, len(pair["A"])), config)
+    return result
+
+
+def _config(source: Source) -> Mapping[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads(read(source.folder, "adapter_config.json"))
+        float(config["lora_alpha"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise FormatError(f"adapter_config.json is malformed: {printable(str(error))} ({printable(source.path)})") from error
+    odd = [what for key, what in _UNSUPPORTED.items() if config.get(key)]
+    if config.get("peft_type") != "LORA" or odd or config.get("bias", "none") != "none":
+        kind = ", ".join(odd) or (f"bias {config.get('bias')!r}" if config.get("peft_type") == "LORA" else str(config.get("peft_type")))
+        raise PlanError(
+            f"an adapter of a kind that is not merged here: {printable(kind)} ({printable(source.path)})", hint="PEFT can merge it"
+        )
+    return config
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """Returns alpha / r, or alpha over its root for rank-stabilised LoRA; a pattern may give a module its own alpha."""
+    patterns = config.get("alpha_pattern") or {}
+    alpha = next((a for p, a in patterns.items() if re.fullmatch(rf"(.*\.)?({p})", module)), config["lora_alpha"])
+    return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+
+
+def _matrix(source: Source, entry: TensorEntry) -> Matrix:
+    """Returns a matrix as float32."""
+    if len(entry.shape) != 2 or not entry.dtype.is_castable:
+        raise PlanError(f"only LoRA of linear layers is merged: {printable(entry.fqn)!r} is {entry.dtype.name} {list(entry.shape)}")
+    extent = entry.chunks[0].extent
+    data = np.frombuffer(read(source.store, extent.file, extent.start, extent.nbytes), np.uint8)
+    singles = np.empty(math.prod(entry.shape) * 4, np.uint8)
+    cast(data, entry.dtype, singles, BY_NAME["float32"])
+    return singles.view(np.float32).reshape(entry.shape)
+
+
+def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, config: Mapping[str, Any]) -> Alter:
+    """Returns what adds `scale * B @ A` to a box of a weight."""
+    if config.get("fan_in_fan_out"):  # the weight is stored [in, out]
+        a, b = b.T, a.T
+    if entry.shape != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1] or not entry.dtype.is_castable:
+        raise PlanError(
+            f"the adapter does not fit: {printable(entry.fqn)!r} is {entry.dtype.name} {list(entry.shape)},"
+            f" B @ A is {[b.shape[0], a.shape[1]]}"
+        )
+
+    def add(box: Box, values: Matrix) -> None:
+        rows, columns = box.slices()
+        values += np.float32(scale) * (b[rows] @ a[:, columns])
+
+    return add
+
+
+def adapter_of(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Returns the tensors of the one adapter that a PEFT model has, as PEFT names them in a file: without the adapter's own name.
+
+    Raises:
+        PlanError: there is none, or there are several.
+    """
+    found: dict[str, dict[str, TensorEntry]] = {}
+    for fqn, entry in tensors.items():
+        if match := _PART.fullmatch(fqn):
+            name = f"base_model.model.{match['module']}.lora_{match['side']}.weight"
+            found.setdefault(match["adapter"] or "default", {})[name] = replace(entry, fqn=name)
+    if len(found) != 1:
+        names = printable(", ".join(found))
+        raise PlanError(
+            f"the checkpoint holds {len(found)} LoRA adapters{': ' if found else ''}{names}; a PEFT directory has one",
+            hint="choose with --select '*.NAME.weight'" if found else "their tensors are called ….lora_A.NAME.weight",
+        )
+    return next(iter(found.values()))
