@@ -42,6 +42,7 @@ LEVELS = [
         "formats.accelerate",
         "formats.flat_param",
         "formats.per_rank",
+        "formats.deepspeed_universal",
         "formats.deepspeed",
         "formats",
     ],

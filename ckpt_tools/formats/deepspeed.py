@@ -21,8 +21,9 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats import torch_save
 from ckpt_tools.formats.base import below
+from ckpt_tools.formats.deepspeed_universal import read_universal
 from ckpt_tools.formats.made import Made
-from ckpt_tools.formats.state_pickle import Path, View, is_scalar, leaves
+from ckpt_tools.formats.state_pickle import Malformed, Path, View, is_scalar, leaves, shapes_of, want
 from ckpt_tools.formats.torch_save import Opened, join, told
 from ckpt_tools.storage import Store, read
 
@@ -49,46 +50,17 @@ def recognise(files: Mapping[str, int]) -> bool:
 def read_catalog(store: Store) -> Catalog:
     """Reads `data.pkl` of every file; see `Format.read_catalog`."""
     files = store.list_files()
-    if "latest" in files and not any(map(MODEL_STATES.fullmatch, files)):
-        tag = read(store, "latest", 0, min(files["latest"], 255)).decode("utf-8", "replace").strip()
+    pointer = next((name for name in ("latest_universal", "latest") if name in files), "")
+    if pointer and not any(map(MODEL_STATES.fullmatch, files)):
+        tag = read(store, pointer, 0, min(files[pointer], 255)).decode("utf-8", "replace").strip()
         if tag not in store.folders():
-            raise CatalogError(f"`latest` names a folder that is not there: {printable(tag)!r} ({printable(store.url)})")
+            raise CatalogError(f"`{pointer}` names a folder that is not there: {printable(tag)!r} ({printable(store.url)})")
         inner = store.enter(tag)
         try:
             return below(_read_folder(inner), tag)
         finally:
             inner.close()
     return _read_folder(store)
-
-
-class Malformed(Exception):
-    """Something in a file is not of the kind that DeepSpeed writes."""
-
-
-def want(table: object, key: str, *kinds: type) -> Any:
-    """Returns a field of a dict.
-
-    Raises:
-        Malformed: it is no dict, or the field is missing or of another kind.
-    """
-    value = table.get(key) if isinstance(table, dict) else None
-    if not isinstance(value, kinds):
-        raise Malformed(f"{key} is {type(value).__name__}")
-    return value
-
-
-def shapes_of(table: object) -> dict[str, tuple[int, ...]]:
-    """Returns shapes by name.
-
-    Raises:
-        Malformed: they are none.
-    """
-    if not isinstance(table, dict):
-        raise Malformed("shapes are no dict")
-    for name, shape in table.items():
-        if type(name) is not str or not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
-            raise Malformed("a shape is none")
-    return table
 
 
 class Run(NamedTuple):
@@ -140,6 +112,8 @@ class Flat:
 
 def _read_folder(store: Store) -> Catalog:
     files = store.list_files()
+    if "zero" in store.folders() and not any(map(_OPTIM_STATES.fullmatch, files)):
+        return read_universal(store, next(name for name in files if MODEL_STATES.fullmatch(name)))
     others: Counter[str] = Counter()
     models = _by_rank(files, MODEL_STATES)
     optims = _by_rank(files, _OPTIM_STATES)

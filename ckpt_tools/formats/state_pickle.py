@@ -231,3 +231,36 @@ def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:
 def is_scalar(value: object) -> bool:
     """Tells whether a value is a text, a number or None."""
     return value is None or type(value) in (str, int, float, bool)
+
+
+# ---- fields of a state whose writer is known ------------------------------------------------------------------------------
+
+
+class Malformed(Exception):
+    """Something in a file is not of the kind that its writer writes."""
+
+
+def want(table: object, key: str, *kinds: type) -> Any:
+    """Returns a field of a dict.
+
+    Raises:
+        Malformed: it is no dict, or the field is missing or of another kind.
+    """
+    value = table.get(key) if isinstance(table, dict) else None
+    if not isinstance(value, kinds):
+        raise Malformed(f"{key} is {type(value).__name__}")
+    return value
+
+
+def shapes_of(table: object) -> dict[str, tuple[int, ...]]:
+    """Returns shapes by name.
+
+    Raises:
+        Malformed: they are none.
+    """
+    if not isinstance(table, dict):
+        raise Malformed("shapes are no dict")
+    for name, shape in table.items():
+        if type(name) is not str or not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+            raise Malformed("a shape is none")
+    return table

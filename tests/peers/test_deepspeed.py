@@ -72,6 +72,21 @@ def test_the_optimizer_becomes_that_of_dcp(saved: Path, tmp_path: Path) -> None:
             assert torch.equal(state[name][key].flatten(), moment(saved, name, key).flatten()), (name, key)
 
 
+def test_a_universal_checkpoint_is_read(saved: Path) -> None:
+    universal = saved.parent / "oracle" / "universal"
+    catalog = ckpt_tools.inspect(universal).catalog
+    assert ckpt_tools.verify(universal).problems == []
+    want = oracle(saved)
+    trained = [n for n in want if n not in ("scale", "head.weight", "frozen.weight")]
+    assert {f"optimizer.state.{n}.{k}" for n in trained for k in MOMENTS} <= catalog.tensors.keys()
+    one, two = ({f"optimizer.state.{n}.{k}": torch.zeros_like(want[n]) for n in trained for k in MOMENTS} for _ in range(2))
+    one |= {f"model.{n}": torch.zeros_like(want[n]) for n in [*trained, "scale"]}
+    two |= {f"model.{n}": torch.zeros_like(want[n]) for n in [*trained, "scale"]}
+    ckpt_tools.load(universal, one, strict=False)
+    ckpt_tools.load(saved, two, strict=False)
+    assert all(torch.equal(one[n], two[n]) for n in one) and all(torch.equal(one[f"model.{n}"], want[n]) for n in trained)
+
+
 def test_training_goes_on_with_fsdp2_as_with_one_process(saved: Path, tmp_path: Path) -> None:
     """From DCP on two ranks of FSDP2, and from the consolidated weights and moments in one process: the same weights a step later."""
     ckpt_tools.convert(saved, tmp_path / "run" / "step-3", to="dcp", ranks=2)
