@@ -124,7 +124,7 @@ def _read_folder(store: Store) -> Catalog:
     builder = _Builder([opened[n] for n in models.values()], [opened[n] for n in optims.values()])
     try:
         builder.build()
-    except (Malformed, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+    except (Malformed, TypeError, KeyError, IndexError, ValueError, AttributeError, ArithmeticError) as error:
         what = printable(str(error)) or type(error).__name__
         raise FormatError(f"not as DeepSpeed 0.19 writes it: {what} ({printable(store.url)})") from error
     sizes = {name: files[name] for name in names}
@@ -326,7 +326,7 @@ class _Builder:
             path: Path = ("optimizer", "state", name, "step")
             if isinstance(step, View):
                 self.add(path, TensorEntry(name, step.dtype, step.sizes, (Chunk(whole(step.sizes), self.optims[0].extent(step, name)),)))
-            elif is_scalar(step) and step is not None:
+            elif type(step) in (int, float):
                 self.add(path, self.made.scalar(name, float(step)))
 
     def _values(self, root: Mapping[str, Any]) -> None:

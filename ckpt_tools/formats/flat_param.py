@@ -18,7 +18,7 @@ from ckpt_tools.box import Box, flat_range_boxes
 from ckpt_tools.catalog import Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.state_pickle import Path, Pieces, View
+from ckpt_tools.formats.state_pickle import Path, Pieces, View, is_number
 from ckpt_tools.storage import Store, read
 
 FLAT = "_flat_param"
@@ -178,7 +178,7 @@ def _vector(name: str, held: Mapping[int, Held]) -> TensorEntry:
 
 def _optimizers(raw: Raw, container: Path) -> list[Path]:
     """Returns the paths of optimizers that number flat parameters and stand beside a model: they have one group, or units for groups."""
-    roots = dict.fromkeys(path[:-3] for path in raw if len(path) > 2 and path[-3] == "state" and str(path[-2]).isdecimal())
+    roots = dict.fromkeys(path[:-3] for path in raw if len(path) > 2 and path[-3] == "state" and is_number(path[-2]))
     return [root for root in roots if root[:-1] == container[:-1] or not container[:-1]]
 
 
@@ -202,7 +202,7 @@ def _unfold_optimizer(
             del raw[path]
         return {}
     result: dict[Path, TensorEntry] = {}
-    for path in [p for p in raw if p[: len(root) + 1] == (*root, "state") and str(p[-2]).isdecimal()]:
+    for path in [p for p in raw if p[: len(root) + 1] == (*root, "state") and is_number(p[-2]) and int(p[-2]) < len(owners)]:
         (owner, starts), key = owners[int(path[-2])], path[-1]
         held = raw.pop(path)
         first = next(iter(held.values())).value

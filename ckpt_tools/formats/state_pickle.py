@@ -228,6 +228,11 @@ def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:
     return found
 
 
+def is_number(key: object) -> bool:
+    """Tells whether a key is a text of a few digits, as an optimizer's numbers are."""
+    return isinstance(key, str) and len(key) < 10 and key.isascii() and key.isdigit()
+
+
 def is_scalar(value: object) -> bool:
     """Tells whether a value is a text, a number or None."""
     return value is None or type(value) in (str, int, float, bool)

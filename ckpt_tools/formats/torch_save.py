@@ -22,7 +22,7 @@ from ckpt_tools.formats.base import Request
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.pickle_write import Stored
 from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
-from ckpt_tools.formats.state_pickle import Path, Pieces, Sharded, View, is_scalar, leaves, unpickled
+from ckpt_tools.formats.state_pickle import Path, Pieces, Sharded, View, is_number, is_scalar, leaves, unpickled
 from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, read_directory
 from ckpt_tools.formats.zip_write import Archive
 from ckpt_tools.plan import Literal, Slot, Target, Trailer
@@ -255,7 +255,7 @@ def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
 def _key(path: Path, depth: int, key: str | int) -> _Index | str | int:
     if isinstance(key, int):
         return _Index(key)
-    return int(key) if key.isdecimal() and depth and path[depth - 1] == "state" and depth + 1 < len(path) else key
+    return int(key) if is_number(key) and depth and path[depth - 1] == "state" and depth + 1 < len(path) else key
 
 
 class _Index(int):

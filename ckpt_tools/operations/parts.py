@@ -18,12 +18,12 @@ from ckpt_tools.box import whole
 from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, TensorEntry, find_model, is_other_state, key_path
 from ckpt_tools.errors import FormatError, PlanError, UnsafePickleError, printable
 from ckpt_tools.formats.made import FILE, Made
-from ckpt_tools.formats.state_pickle import Path, View, is_scalar
+from ckpt_tools.formats.state_pickle import Path, View, is_number, is_scalar
 from ckpt_tools.formats.torch_save import join, read_leaves
 from ckpt_tools.storage import MemoryStore, Store, read
 
 FORMS = ("groups", "flat", "ids")
-_OPTIMIZER = re.compile(r"((?:.*?\.)?optim\w*(?:\.\d+)?)\.(state|param_groups)\.(.+)")
+_OPTIMIZER = re.compile(r"((?:.*?\.)?optim\w*(?:\.[0-9]{1,9})?)\.(state|param_groups)\.(.+)")
 _BARE = re.compile(r"()(state|param_groups)\.(.+)")
 _MAX_OBJECT_BYTES = 64 << 20
 
@@ -146,18 +146,20 @@ def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts) -> Optim
             state.setdefault(last, {})[first] = value
         elif kind == "state":
             state.setdefault(name, {})[key] = value
-        elif name.isdecimal():
+        elif is_number(name):
             numbered.setdefault(int(name), {})[key] = value
-        elif rest.split(".")[0].isdecimal() and rest.split(".")[1] == "params":  # a list that was flattened
-            numbered.setdefault(int(rest.split(".")[0]), {}).setdefault("params", []).append(value)
+        elif is_number(first) and last.partition(".")[0] == "params":  # a list that was flattened
+            numbered.setdefault(int(first), {}).setdefault("params", []).append(value)
         else:
             by_name.setdefault(name, {})[key] = value
     groups = [numbered[n] for n in sorted(numbered)] or _grouped(by_name)
-    if any("params" not in group for group in groups):
+    if not all(_are_names(group.get("params")) for group in groups):
         return None
     optimizer = Optimizer(prefix, state, groups)
-    if not any(isinstance(p, int) for group in groups for p in group["params"]) and not all(name.isdecimal() for name in state):
+    if not any(isinstance(p, int) for group in groups for p in group["params"]) and not (state and all(map(is_number, state))):
         return optimizer
+    if not all(map(is_number, state)):
+        return None
     names = _names(optimizer, parts.model)
     if names is None:
         parts.notes.append(
@@ -170,6 +172,10 @@ def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts) -> Optim
         [{**group, "params": [names[number] for number in group["params"]]} for group in groups],
         is_numbered=True,
     )
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(item) in (str, int) for item in value)
 
 
 def _grouped(by_name: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -191,7 +197,7 @@ def _names(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> dict[int, 
         for number, values in optimizer.state.items()
     }
     queues = [list(group["params"]) for group in optimizer.groups]
-    if not all(type(number) is int and number in shapes for queue in queues for number in queue):
+    if sorted((n for queue in queues for n in queue), key=str) != sorted(shapes, key=str):  # each has its state, and each state a parameter
         return None
     names: dict[int, str] = {}
     seen: set[Any] = set()
@@ -338,7 +344,7 @@ def put_together(parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | 
             paths[name] = path
             if isinstance(value, TensorEntry):
                 tensors[name] = replace(value, fqn=name)
-            elif path[-1] == "step" and is_scalar(value):  # older optimizers keep a number, present ones a tensor
+            elif path[-1] == "step" and type(value) in (int, float) and 0 <= value < 1 << 53:  # torch keeps a tensor now
                 tensors[name] = made.scalar(name, float(value))
             else:
                 objects[name] = made.value(name, value)
@@ -354,7 +360,7 @@ def _in_order(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> Optimiz
 
 
 def _named(optimizer: Optimizer, form: str) -> Iterable[tuple[Path, Any]]:
-    root: Path = tuple(int(k) if k.isdecimal() else k for k in optimizer.prefix.split(".")) if optimizer.prefix else ()
+    root: Path = tuple(int(k) if is_number(k) else k for k in optimizer.prefix.split(".")) if optimizer.prefix else ()
     numbers = {fqn: i for i, fqn in enumerate(dict.fromkeys([*(f for g in optimizer.groups for f in g["params"]), *optimizer.state]))}
     for fqn, state in optimizer.state.items():
         for key, value in state.items():

@@ -13,7 +13,7 @@ from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.formats import FORMATS, Request, TargetTensor, dcp, safetensors
+from ckpt_tools.formats import FORMATS, Request, TargetTensor, dcp, safetensors, torch_save
 from ckpt_tools.layout import reshard_boxes
 from ckpt_tools.plan import plan_transfer
 from ckpt_tools.storage import MemoryStore, Store, read
@@ -38,7 +38,8 @@ def filled(form: ModuleType, dtype: str, ranks: int) -> tuple[MemoryStore, dict[
         if ranks > 1 and form.NAME == "dcp" and shape:
             boxes = reshard_boxes([whole(shape), whole((*shape[:-1], 0))], shape, ranks)
         tensors.append(TargetTensor(name, BY_NAME[dtype], shape, (*boxes, *[None] * (ranks - len(boxes)))))
-    target = form.lay_out(Request(tensors, ranks, attempt="0" * 32, with_index=ranks > 1))
+    name = "pytorch_model.bin" if form is torch_save else "model.safetensors"
+    target = form.lay_out(Request(tensors, ranks, attempt="0" * 32, file_name=name, with_index=ranks > 1))
     source, out = Catalog("memory", entries, file_sizes={"f": len(blob)}), MemoryStore()
     sink = WriteSink(target, out)
     sink.open()
@@ -61,7 +62,7 @@ def value(store: Store, catalog: Catalog, form: ModuleType, name: str) -> np.nda
     return full
 
 
-@pytest.fixture(params=[dcp, safetensors], ids=lambda f: f.NAME)  # those that are written
+@pytest.fixture(params=[dcp, safetensors, torch_save], ids=lambda f: f.NAME)  # those that are written
 def form(request: pytest.FixtureRequest) -> ModuleType:
     return request.param
 

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,9 +35,11 @@ from ckpt_tools.catalog import TORCH_ZIP, Extent, check
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import dcp as distributed
-from ckpt_tools.formats import safetensors, torch_save, torch_zip, zip_check
+from ckpt_tools.formats import deepspeed, per_rank, safetensors, torch_save, torch_zip, zip_check
+from ckpt_tools.formats.made import Made
 from ckpt_tools.manifest import parse as parse_manifest
-from ckpt_tools.storage import MemoryStore, is_url
+from ckpt_tools.operations.parts import FORMS, put_together, take_apart, unpack_objects
+from ckpt_tools.storage import MemoryStore, Overlay, is_url
 from ckpt_tools.storage.base import check_path
 from training.accelerate_config import read as read_configuration
 from training.config import ConfigError
@@ -148,9 +150,105 @@ def accelerate(data: bytes) -> object:
     return read_configuration(str(CONFIG))
 
 
+def zero(data: bytes) -> object:
+    """A file of DeepSpeed's, the model's states beside good states of the optimizer or the other way round."""
+    names = {"mp_rank_00_model_states.pt": 0, "zero_pp_rank_0_mp_rank_00_optim_states.pt": 1}
+    results = []
+    for name, number in names.items():
+        files = {n: data if n == name else ZERO[k] for n, k in names.items()}
+        try:
+            catalog = deepspeed.read_catalog(MemoryStore(files))
+            check(catalog)
+            results.append(catalog)
+        except CheckpointError:
+            if number:
+                raise
+    return results
+
+
+def parts(data: bytes) -> object:
+    """A training state, taken apart and put together under every naming."""
+    store = MemoryStore({"f.pt": data})
+    catalog = torch_save.read_catalog(store)
+    check(catalog)
+    overlaid = Overlay(store, catalog.made)
+    for form in FORMS:
+        made = Made(catalog.made)
+        whole = put_together(take_apart(catalog, overlaid), form, made)
+        unpack_objects(whole, Overlay(store, made.files), made)
+    return catalog
+
+
+def flats(data: bytes) -> object:
+    """The file of a rank with parameters split in its way, beside shapes."""
+    shapes = b'{"a.w": [3, 4], "b": [5]}'
+    catalog = per_rank.read_catalog(MemoryStore({"x_rank_0.pt": data, "shapes.json": shapes}))
+    check(catalog)
+    return catalog
+
+
+def _odd(value: object, rng: random.Random) -> object:
+    """Returns a state in which something is replaced by what does not belong there."""
+    if rng.random() < 0.04:
+        return rng.choice(
+            [None, -1, 1 << 70, "x", "9" * 5000, [], {}, [[]], torch.ones(2), torch.Size([3, 4]), 1.5, {"params": 3}, [{"params": [[0]]}]]
+        )
+    if isinstance(value, dict):
+        return {k if rng.random() > 0.02 else rng.choice(["params", "state", "0", "exp_avg", 7]): _odd(v, rng) for k, v in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(_odd(v, rng) for v in value)
+    return value
+
+
+def _states(kind: str) -> list[object]:
+    flat, group = torch.arange(17.0), {"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}
+    moments = {"step": torch.tensor(2.0), "exp_avg": flat.clone(), "exp_avg_sq": flat.clone()}
+    if kind == "parts":
+        state = {0: {"step": 3, "exp_avg": torch.ones(3, 4)}, 1: {"step": torch.tensor(1.0), "exp_avg": torch.ones(5)}}
+        model = {"a.w": torch.ones(3, 4), "b": torch.ones(5)}
+        by_name = {"state": {"a.w": state[0], "b": state[1]}, "param_groups": [{"lr": 1.0, "params": ["a.w", "b"]}]}
+        return [
+            {"model": model, "optimizer": {"state": state, "param_groups": [{"lr": 1.0, "params": [0, 1]}]}, "epoch": 1},
+            {"model": model, "optimizer": by_name, "optimizer_1": {"param_groups.a.w.lr": 1.0, "state.a.w.step": 3}},
+            {**model, "optimizer.state.a.w.exp_avg": torch.ones(3, 4), "optimizer.param_groups.0": 1, "param_groups": [1]},
+        ]
+    if kind == "flats":
+        return [
+            {
+                "model": {"a._flat_param": torch.ones(12), "_flat_param": flat, "a.w": torch.ones(3), "b": torch.ones(5)},
+                "optim": {"state": {0: moments}, "param_groups": [group]},
+            }
+        ]
+    shapes = [OrderedDict([("a.w", torch.Size([3, 4])), ("b", torch.Size([5]))])]
+    model = {"module": OrderedDict([("a.w", torch.ones(3, 4)), ("s", torch.ones(1))]), "buffer_names": ["s"], "param_shapes": shapes, "shared_params": {"c": "b"},
+             "frozen_param_shapes": {"f": torch.Size([2])}, "frozen_param_fragments": {"f": torch.ones(2)}, "ds_version": "0.19", "epoch": 3}  # fmt: skip
+    base = {"state": {0: moments}, "param_groups": [group]}
+    two = {
+        "zero_stage": 2,
+        "partition_count": [1],
+        "group_paddings": [0],
+        "single_partition_of_fp32_groups": [flat],
+        "base_optimizer_state": base,
+    }
+    three = {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": [flat], "optimizer_state_dict": base}
+    return [model, {"optimizer_state_dict": two}, {"optimizer_state_dict": three}]
+
+
+def _saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+ZERO = [_saved(value) for value in _states("zero")]
+
+
 def seeds(name: str) -> list[bytes]:
     """Returns genuine input of a kind."""
     files = _checkpoint()
+    if name in ("zero", "parts", "flats"):
+        rng = random.Random(0)
+        return [_saved(value) for value in _states(name)] + [_saved(_odd(value, rng)) for _ in range(300) for value in _states(name)]
     if name == "metadata":
         return [files[".metadata"], *(pickle.dumps(pickle.loads(files[".metadata"]), protocol) for protocol in (2, 3, 5))]
     if name in ("item", "file"):
@@ -184,7 +282,7 @@ def seeds(name: str) -> list[bytes]:
 
 
 TARGETS: dict[str, Callable[[bytes], object]] = {
-    "metadata": metadata, "item": item, "file": file, "header": header, "index": index, "manifest": manifest, "url": url, "accelerate": accelerate,
+    "zero": zero, "parts": parts, "flats": flats, "metadata": metadata, "item": item, "file": file, "header": header, "index": index, "manifest": manifest, "url": url, "accelerate": accelerate,
 }  # fmt: skip
 
 
@@ -236,6 +334,8 @@ def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
         for number in range(runs):
             if name == "metadata" and rng.random() < 0.3:
                 data = program(rng)[:MAX_BYTES]
+            elif name in ("zero", "parts", "flats") and rng.random() < 0.5:
+                data = _saved(_odd(rng.choice(_states(name)), rng))[:MAX_BYTES]
             else:
                 data = bytes(mutate(bytearray(rng.choice(pool)), rng, pool))
             shared[: len(data) + 8] = struct.pack("<Q", len(data)) + data

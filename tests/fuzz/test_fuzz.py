@@ -18,9 +18,10 @@ from tests.fuzz.fuzz import TARGETS, seeds
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_reader_reads_or_refuses_and_does_nothing_else(target: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.fuzz.fuzz", target, "--runs", "8000", "--keep", str(tmp_path / "found")]
+    runs = 2000 if target in ("zero", "parts", "flats") else 8000  # those write their input with torch
+    command = [sys.executable, "-m", "tests.fuzz.fuzz", target, "--runs", str(runs), "--keep", str(tmp_path / "found")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0 and "8,000 runs" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"{runs:,} runs" in done.stdout, done.stdout + done.stderr
     assert "'read'" in done.stdout and "Error" in done.stdout, done.stdout  # both happen
 
 
