@@ -330,3 +330,43 @@ def test_qkv_is_split_and_put_together_with_what_the_optimizer_keeps(tmp_path: P
     assert_same(back["optimizer"]["state"], {int(i): s for i, s in state.items()})
     with pytest.raises(PlanError, match="16 rows cannot be split as"):
         ckpt_tools.convert(tmp_path / "f.pt", tmp_path / "no", to="dcp", key_map="qkv_split", settings={"heads": 5, "kv_heads": 1})
+
+
+# ---- what stands beside, and what is overwritten -------------------------------------------------------------------------
+
+
+def test_schedulers_and_progress_beside_accelerates_parts_are_resumed(tmp_path: Path) -> None:
+    """As `Accelerator.save_state` and the Transformers Trainer leave them: a scheduler in a file of torch.save, the progress as JSON."""
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    optimizer.step()
+    scheduler.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "s.pt")
+    ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "checkpoint-7", to="accelerate", ranks=2)
+    torch.save(scheduler.state_dict(), tmp_path / "checkpoint-7" / "scheduler.pt")
+    progress = {"global_step": 7, "epoch": 0.5, "log_history": [{"loss": 1.0, "step": 5}], "best_metric": None}
+    (tmp_path / "checkpoint-7" / "trainer_state.json").write_text(json.dumps(progress))
+    fresh, other = trained()
+    again = torch.optim.lr_scheduler.CosineAnnealingLR(other, 10)
+    live = {"model": fresh, "optimizer": other, "scheduler": again, "trainer_state": {}}
+    ckpt_tools.load(tmp_path / "checkpoint-7", live)
+    assert again.state_dict() == scheduler.state_dict() and live["trainer_state"] == progress
+    (tmp_path / "checkpoint-7" / "trainer_state.json").write_text("{")
+    with pytest.raises(ckpt_tools.FormatError, match=r"malformed: .* \(trainer_state.json\)"):
+        ckpt_tools.inspect(tmp_path / "checkpoint-7")
+
+
+def test_what_convert_wrote_can_be_replaced_and_other_files_cannot(state: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, _ = state
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    for to, name in (("torch", "x.pt"), ("accelerate", "acc"), ("hf", "hf")):
+        for _ in range(2):
+            ckpt_tools.convert(path, tmp_path / name, to=to, base=tmp_path / "base" if to == "hf" else None, overwrite=True)
+        assert ckpt_tools.verify(tmp_path / name).problems == []
+    (tmp_path / "hf" / "diary.txt").write_text("mine")
+    torch.save({}, tmp_path / "own.pt")
+    for to, name in (("torch", "own.pt"), ("hf", "hf")):
+        with pytest.raises(ckpt_tools.StorageError, match="holds what no checkpoint consists of|diary.txt|own.pt"):
+            ckpt_tools.convert(path, tmp_path / name, to=to, overwrite=True)
+    assert (tmp_path / "hf" / "diary.txt").read_text() == "mine"

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import glob
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -276,7 +278,21 @@ def is_ours(name: str) -> bool:
 
 
 def foreign_files(target: Path) -> list[str]:
-    """Returns what stands at a destination and belongs to no checkpoint of ours: never to be overwritten."""
+    """Returns what stands at a destination and belongs to no checkpoint of ours: never to be overwritten.
+
+    What a manifest lists is ours, whatever it is called: a config, a tokenizer, a `.pt`.
+    """
     if target.is_file():
-        return [] if target.name.endswith(_OURS) else [target.name]
-    return [n for n in sorted(p.name for p in target.iterdir()) if not is_ours(n)]
+        is_sealed = any(target.parent.glob(f"{glob.escape(target.name)}.ckpt.manifest.*.json"))
+        return [] if is_sealed or target.name.endswith(_OURS) else [target.name]
+    listed = {name.partition("/")[0] for path in target.glob("ckpt.manifest.*.json") for name in _listed(path)}
+    return [n for n in sorted(p.name for p in target.iterdir()) if not is_ours(n) and n not in listed]
+
+
+def _listed(manifest: Path) -> list[str]:
+    """Returns the files that a manifest names; none where it cannot be read."""
+    try:
+        body = json.loads(manifest.read_bytes())
+        return [*map(str, body["files"]), str(body["index"]["name"])]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []

@@ -8,8 +8,10 @@ Source: accelerate 1.15 `utils/fsdp_utils.py`; confirmed on directories that it 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +19,11 @@ from ckpt_tools.catalog import Catalog
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats.base import Request, below
+from ckpt_tools.formats.made import Made
+from ckpt_tools.formats.state_pickle import Path, is_value, leaves
+from ckpt_tools.formats.torch_save import join, read_leaves, told
 from ckpt_tools.plan import Target
-from ckpt_tools.storage import Store
+from ckpt_tools.storage import Store, read
 
 NAME = "accelerate"
 LOOKS_FOR = "pytorch_model_fsdp_0/"
@@ -54,9 +59,34 @@ def read_catalog(store: Store) -> Catalog:
                 raise FormatError(f"two parts hold {printable(next(iter(both)))!r} ({folder})")
             table |= getattr(moved, name)
         world_size = max(world_size, part.world_size or 0)
-    others = sorted(name for name in files if "/" not in name)
-    extras = {"beside": ", ".join(map(printable, others))} if others else {}
-    return Catalog(NAME, **joined, world_size=world_size, extras=extras)
+    made, unknown = Made(), Counter[str]()
+    for path, value in _values(store, files, unknown):
+        fqn = join(path)
+        if fqn not in joined["tensors"]:
+            joined["objects"][fqn], joined["paths"][fqn] = made.value(fqn, value), path
+    others = sorted(name for name in files if "/" not in name and name not in _VALUES)
+    extras = ({"beside": ", ".join(map(printable, others))} if others else {}) | told(unknown)
+    return Catalog(NAME, **joined, world_size=world_size, extras=extras, made=made.files)
+
+
+_VALUES = {"scheduler.bin": "scheduler", "scheduler.pt": "scheduler", "trainer_state.json": "trainer_state"}
+_MAX_JSON_BYTES = 64 << 20
+
+
+def _values(store: Store, files: Mapping[str, int], unknown: Counter[str]) -> Iterator[tuple[Path, object]]:
+    """Yields the plain values that stand beside the parts: schedulers, the Trainer's progress."""
+    for name, key in _VALUES.items():
+        if name not in files:
+            continue
+        if not name.endswith(".json"):
+            yield from (((key, *path), value) for path, value, extents in read_leaves(store, name, files[name], unknown) if not extents)
+            continue
+        try:
+            if files[name] > _MAX_JSON_BYTES:
+                raise ValueError(f"{files[name]} bytes")
+            yield from (((key, *path), value) for path, value in leaves(json.loads(read(store, name)), name) if is_value(value))
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"malformed: {printable(str(error))} ({name})") from error
 
 
 def lay_out(request: Request) -> Target:

@@ -23,7 +23,7 @@ from ckpt_tools.formats import torch_save
 from ckpt_tools.formats.base import below
 from ckpt_tools.formats.deepspeed_universal import read_universal
 from ckpt_tools.formats.made import Made
-from ckpt_tools.formats.state_pickle import Malformed, Path, View, is_scalar, leaves, shapes_of, want
+from ckpt_tools.formats.state_pickle import Malformed, Path, View, is_scalar, is_value, leaves, shapes_of, want
 from ckpt_tools.formats.torch_save import Opened, join, told
 from ckpt_tools.storage import Store, read
 
@@ -314,7 +314,7 @@ class _Builder:
     def _options(self, number: int, base: Mapping[str, Any], names: list[str], state: Mapping[str, Any]) -> None:
         """Adds a group's options, and the step of each of its parameters."""
         group = want(base, "param_groups", list)[number]
-        options = {k: v for k, v in group.items() if k != "params" and (is_scalar(v) or type(v) in (list, tuple))}
+        options = {k: v for k, v in group.items() if k != "params" and is_value(v)}
         step = state.get("step", options.pop("step", None))
         if {"exp_avg", "exp_avg_sq"} <= state.keys():
             options = {**_TORCH_ADAMW, **options}

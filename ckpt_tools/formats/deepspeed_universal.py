@@ -17,7 +17,7 @@ from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, Te
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.base import below
 from ckpt_tools.formats.made import Made
-from ckpt_tools.formats.state_pickle import Malformed, Path, View, is_scalar, shapes_of, want
+from ckpt_tools.formats.state_pickle import Malformed, Path, View, is_value, shapes_of, want
 from ckpt_tools.formats.torch_save import Opened, join, read_leaves, told
 from ckpt_tools.storage import Store
 
@@ -100,6 +100,6 @@ def _options(
     for number, (group, table) in enumerate(zip(groups, tables, strict=True)):
         for key, value in {**group, "params": list(table)}.items():
             path: Path = ("optimizer", "param_groups", number, str(key))
-            if is_scalar(value) or type(value) in (list, tuple):
+            if is_value(value):
                 objects[join(path)], paths[join(path)] = made.value(join(path), value), path
     return objects, made

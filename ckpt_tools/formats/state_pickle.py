@@ -238,6 +238,11 @@ def is_scalar(value: object) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
+def is_value(value: object) -> bool:
+    """Tells whether what `leaves` yields is a plain value: a scalar, or a list or tuple of such."""
+    return is_scalar(value) or type(value) in (list, tuple)
+
+
 # ---- fields of a state whose writer is known ------------------------------------------------------------------------------
 
 

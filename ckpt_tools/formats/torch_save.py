@@ -22,7 +22,7 @@ from ckpt_tools.formats.base import Request
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.pickle_write import Stored
 from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
-from ckpt_tools.formats.state_pickle import Path, Pieces, Sharded, View, is_number, is_scalar, leaves, unpickled
+from ckpt_tools.formats.state_pickle import Path, Pieces, Sharded, View, is_number, is_value, leaves, unpickled
 from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, read_directory
 from ckpt_tools.formats.zip_write import Archive
 from ckpt_tools.plan import Literal, Slot, Target, Trailer
@@ -185,7 +185,7 @@ def read_leaves(store: Store, name: str, size: int, others: Counter[str]) -> Ite
     found = list(leaves(opened.root, printable(name)))
     opened.find(view for _, value in found for view in views_of(value))
     for path, value in found:
-        if isinstance(value, (View, Sharded, Pieces)) or is_scalar(value) or type(value) in (list, tuple):
+        if isinstance(value, (View, Sharded, Pieces)) or is_value(value):
             yield path, value, tuple(opened.extent(view, join(path)) for view in views_of(value))
         else:
             others[type(value).__name__] += 1

@@ -18,7 +18,7 @@ from ckpt_tools.box import whole
 from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, TensorEntry, find_model, is_other_state, key_path
 from ckpt_tools.errors import FormatError, PlanError, UnsafePickleError, printable
 from ckpt_tools.formats.made import FILE, Made
-from ckpt_tools.formats.state_pickle import Path, View, is_number, is_scalar
+from ckpt_tools.formats.state_pickle import Path, View, is_number, is_value
 from ckpt_tools.formats.torch_save import join, read_leaves
 from ckpt_tools.storage import MemoryStore, Store, read
 
@@ -250,7 +250,7 @@ class Values:
             FormatError: it is something else.
         """
         _, leaves = self.leaves(item, Counter())
-        if len(leaves) != 1 or leaves[0][0] or not (is_scalar(leaves[0][1]) or type(leaves[0][1]) in (list, tuple)):
+        if len(leaves) != 1 or leaves[0][0] or not is_value(leaves[0][1]):
             raise FormatError(f"an optimizer's option is no plain value: {printable(item.fqn)!r}")
         return leaves[0][1]
 

@@ -14,7 +14,7 @@ from ckpt_tools.catalog import Catalog, TensorEntry, keep, key_path, matcher, mo
 from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.formats import Request, TargetTensor, accelerate, dcp, open_source, per_rank, safetensors, torch_save, whole_tensor
+from ckpt_tools.formats import Request, TargetTensor, dcp, deepspeed, open_source, safetensors, torch_save, whole_tensor
 from ckpt_tools.layout import reshard_boxes, split
 from ckpt_tools.operations.lora import read_lora
 from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
@@ -78,7 +78,7 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     """Rewrites a checkpoint as DCP, with the chunks that a job of another number of ranks would have saved.
 
     Args:
-        src: a checkpoint of DCP, Accelerate or `torch.save`, or a directory with one below.
+        src: a checkpoint of any format but safetensors, or a directory with one below.
         dst: the directory to write.
         to_ranks: number of ranks to split for.
         from_ranks: number of ranks that wrote the source, to be checked.
@@ -89,8 +89,8 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     """
     source = open_source(src, options.get("storage_options"))
     catalog = source.catalog
-    if source.format not in (dcp, accelerate, per_rank, torch_save):
-        raise PlanError(f"reshard reads DCP, Accelerate and torch.save files, got {source.format.NAME} ({printable(str(source.path))})")
+    if source.format is safetensors:
+        raise PlanError(f"reshard reads what jobs save, got safetensors ({printable(str(source.path))})", hint="ckpt convert --to dcp")
     if to_ranks < 1:
         raise PlanError(f"a checkpoint is split for at least 1 rank, got {to_ranks}")
     if from_ranks is not None and from_ranks != catalog.world_size:
@@ -99,7 +99,7 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
             f" ({printable(str(source.path))})",
             hint=f"--from {catalog.world_size}, or leave it out",
         )
-    world_size = 1 if source.format is torch_save else catalog.world_size
+    world_size = 1 if source.format in (torch_save, deepspeed) else catalog.world_size
     targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(rank_boxes(t, world_size, to_ranks))) for t in catalog.tensors.values()]
     request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
     result = transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
