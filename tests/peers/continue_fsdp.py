@@ -1,4 +1,4 @@
-"""Resumes a converted DeepSpeed checkpoint under FSDP2 and takes a step; compares with one process: `continue_fsdp.py FOLDER`."""
+"""Resumes a converted DeepSpeed checkpoint under FSDP2 and takes a step; compares with one process: `continue_fsdp.py FOLDER DEEPSPEED`."""
 
 import sys
 from pathlib import Path
@@ -32,6 +32,10 @@ def optimizer_of(model):
     return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 5e-3}], lr=1e-2)
 
 
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def step(model, optimizer):
     ids = torch.arange(12).reshape(3, 4)
     loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
@@ -49,6 +53,16 @@ def main():
     optimizer = optimizer_of(model)
     with CheckpointManager(folder / "run") as manager:
         assert manager.resume({"model": model, "optimizer": optimizer}, cast=True) == 3
+    torch.manual_seed(10)
+    direct = Net()  # and without converting first
+    fully_shard(direct)
+    other = optimizer_of(direct)
+    with CheckpointManager(folder / "other") as manager:
+        manager.resume({"model": direct, "optimizer": other}, path=Path(sys.argv[2]), cast=True)
+    for one, two in zip(model.parameters(), direct.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), two.full_tensor())
+    for one, two in zip(optimizer.state_dict()["state"].values(), other.state_dict()["state"].values(), strict=True):
+        assert all(torch.equal(full(one[k]), full(two[k])) for k in one)
     loss = step(model, optimizer)
 
     saved = torch.load(folder / "whole.pt")
@@ -68,8 +82,7 @@ def main():
     assert torch.allclose(loss, want, rtol=1e-6), (loss, want)
     parameters = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
-        full = getattr(parameter, "full_tensor", lambda p=parameter: p)()
-        assert torch.allclose(full, parameters[name], rtol=1e-6, atol=1e-7), name
+        assert torch.allclose(full(parameter), parameters[name], rtol=1e-6, atol=1e-7), name
     dist.destroy_process_group()
 
 

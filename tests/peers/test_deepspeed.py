@@ -96,7 +96,7 @@ def test_training_goes_on_with_fsdp2_as_with_one_process(saved: Path, tmp_path: 
         if n not in ("scale", "head.weight", "frozen.weight")
     }
     torch.save({"model": oracle(saved), "moments": moments}, tmp_path / "whole.pt")
-    torchrun(2, "../peers/continue_fsdp.py", str(tmp_path))
+    torchrun(2, "../peers/continue_fsdp.py", str(tmp_path), str(saved))
 
 
 def test_what_is_missing_or_of_another_save_is_told(saved: Path, tmp_path: Path) -> None:
