@@ -144,7 +144,7 @@ def reshard(
 def convert(
     src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; for safetensors and torch the file.", show_default=False)],
-    to: Annotated[str, typer.Option("--to", metavar="dcp|safetensors|hf|torch|accelerate|peft", help="What DST is to be.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", metavar="dcp|safetensors|hf|torch|accelerate|peft|deepspeed-universal", help="What DST is to be.", show_default=False)],
     ranks: Annotated[int | None, typer.Option("--ranks", min=1, max=1_000_000, metavar="N", help="For dcp and accelerate: ranks to split for; as many as SRC, or 1.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help="Cast the model's floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
     keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
@@ -163,7 +163,8 @@ def convert(
     """Write a checkpoint of any readable format as another one, optimizer state included where both have it.
 
     `dcp` is for dcp.load, torchtitan and CheckpointManager; `hf` is a directory that transformers and vLLM open; `torch` one .pt that
-    torch.load opens with weights_only and mmap; `accelerate` what Accelerator.load_state resumes from; `peft` the LoRA adapter alone.
+    torch.load opens with weights_only and mmap; `accelerate` what Accelerator.load_state resumes from; `peft` the LoRA adapter alone;
+    `deepspeed-universal` what DeepSpeed loads with load_universal.
     """
     from ckpt_tools.operations.convert import convert as run
 

@@ -198,7 +198,8 @@ def publish_directory(place: Staging, overwrite: bool) -> None:
     Raises:
         StorageError: another writer was first, or the rename failed; nothing is visible then.
     """
-    sync_directory(place.path)
+    for folder, _, _ in os.walk(place.path, topdown=False):
+        sync_directory(Path(folder))
     _apply_umask(place.path)
     if overwrite and os.path.lexists(place.target):
         if not _rename(place.path, place.target, _RENAME_EXCHANGE):  # the staging name now holds the old one

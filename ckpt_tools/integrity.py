@@ -13,7 +13,7 @@ from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
-from ckpt_tools.errors import CheckpointError, printable
+from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.plan import plan_files
 from ckpt_tools.storage import Store, read
@@ -43,9 +43,22 @@ class Problem(NamedTuple):
         return f"{printable(self.file)} {self.what}"
 
 
+def list_sealed(manifest: Manifest, store: Store) -> dict[str, int]:
+    """Returns the files beside a manifest, and those in folders that it lists, with their bytes."""
+    files = dict(store.list_files(below=any("/" in name for name in manifest.files)))
+    for name in manifest.files:
+        if name.count("/") > 1:  # deeper than a listing goes
+            try:
+                files[name] = store.size(name)
+            except StorageError as error:
+                if not error.is_missing:
+                    raise
+    return files
+
+
 def compare_names(manifest: Manifest, store: Store) -> Iterator[Problem]:
     """Yields what is wrong by names and sizes, and with the index, which is small and read."""
-    files = store.list_files(below=any("/" in name for name in manifest.files))
+    files = list_sealed(manifest, store)
     for name, sealed in manifest.files.items():
         if name not in files:
             yield Problem(name, MISSING)

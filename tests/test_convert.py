@@ -176,7 +176,7 @@ def test_select_rename_dtype_and_model_only(state: tuple[Path, dict[str, Any]], 
         (["x.pt", "--to", "torch", "--ranks", "2"], 13, "--ranks is for --to dcp and accelerate"),
         (["x", "--to", "dcp", "--check"], 13, "--check is for --to hf"),
         (["x", "--to", "dcp", "--set", "heads"], 2, "expected NAME=N"),
-        (["s3://bucket/x", "--to", "accelerate"], 13, "written on a disk"),
+        (["s3://bucket/x", "--to", "accelerate"], 13, "are written on a disk"),
     ],
 )  # fmt: skip
 def test_a_request_that_does_not_fit_is_told_and_leaves_nothing(

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check
 from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
-from ckpt_tools.formats import accelerate, dcp, deepspeed, per_rank, safetensors, torch_save
+from ckpt_tools.formats import accelerate, dcp, deepspeed, deepspeed_universal, per_rank, safetensors, torch_save
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url
 
@@ -26,6 +26,7 @@ __all__ = [
     "Request",
     "Source",
     "TargetTensor",
+    "deepspeed_universal",
     "detect",
     "detect_in",
     "folder_of",

@@ -11,17 +11,36 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ckpt_tools.box import whole
 from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
-from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.base import below
+from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.formats import torch_save
+from ckpt_tools.formats.base import Request, TargetTensor, below
 from ckpt_tools.formats.made import Made
+from ckpt_tools.formats.pickle_write import Stored
 from ckpt_tools.formats.state_pickle import Malformed, Path, View, is_value, shapes_of, want
 from ckpt_tools.formats.torch_save import Opened, join, read_leaves, told
+from ckpt_tools.formats.zip_write import Archive
+from ckpt_tools.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.storage import Store
 
+NAME = "deepspeed"
+LOOKS_FOR = "zero/"
+locate, guess = torch_save.locate, torch_save.guess
 _NAMES = {"fp32": (), "step": ("step",), "exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",)}
+
+
+def recognise(files: Mapping[str, int]) -> bool:
+    """Its folders are not among the files; `deepspeed` finds it. See `Format.recognise`."""
+    del files
+    return False
+
+
+def read_catalog(store: Store) -> Catalog:
+    """See `read_universal`."""
+    return read_universal(store, "mp_rank_00_model_states.pt")
 
 
 def read_universal(store: Store, model_states: str) -> Catalog:
@@ -103,3 +122,71 @@ def _options(
             if is_value(value):
                 objects[join(path)], paths[join(path)] = made.value(join(path), value), path
     return objects, made
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------------
+
+
+def lay_out(request: Request) -> Target:
+    """Lays a folder out for each parameter, and the model's states under the names that stages 1 to 3 look for; see `Format.lay_out`.
+
+    The tensors are `model.NAME` and `optimizer.state.NAME.KEY`; `request.values` has the groups of the optimizer, and everything else that
+    is to stand in the model's states.
+
+    Raises:
+        PlanError: a name cannot be that of a folder.
+    """
+    files: dict[str, int] = {}
+    slots: dict[str, tuple[Slot, ...]] = {}
+    literals: list[Literal] = []
+    trailers: list[Trailer] = []
+
+    def add(name: str, state: Any, tensor: TargetTensor | None = None) -> None:
+        archive = Archive(state)
+        if tensor is not None:
+            box = whole(tensor.shape)
+            slots[tensor.fqn] = (Slot(box, name, archive.room("0", box.numel * tensor.dtype.itemsize)),)
+        archive.finish()
+        files[name] = archive.nbytes
+        literals.extend(Literal(name, start, data) for start, data in archive.parts)
+        trailers.extend(Trailer(name, t.start, t.nbytes, t.payload, t.render) for t in archive.tails)
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor in request.tensors:
+        name, key = _place(tensor.fqn)
+        stored = Stored(tensor.dtype, tensor.shape, "0")
+        add(f"zero/{name}/{key}.pt", stored if key == "step" else {"cat_dim": 0, "param": stored}, tensor)
+        if key == "fp32":
+            shapes[name] = tensor.shape
+    groups = request.values["param_groups"]
+    own = {"param_groups": groups, "ds_version": _VERSION, "overflow": False, "clip_grad": 0.0, "dynamic_loss_scale": False}
+    base = {"state": {0: {"step": request.values["step"]}}, "param_groups": [{**g, "params": []} for g in groups]}
+    add("zero/optimizer_state.pt", {**own, "optimizer_state_dict": base})
+    listed = [{name: shapes[name] for name in group["params"] if name in shapes} for group in groups]
+    states = {
+        "module": {},
+        "buffer_names": [],
+        "param_shapes": listed,
+        "shared_params": {},
+        "ds_version": _VERSION,
+        **request.values["states"],
+    }
+    add("zero_pp_rank_0_mp_rank_00_model_states.pt", states)
+    index = Archive(states)
+    index.finish()
+    last = Literal("mp_rank_00_model_states.pt", 0, b"".join(data for _, data in index.parts))
+    return Target("deepspeed", files, slots, tuple(literals), tuple(trailers), last, 1)
+
+
+_VERSION = "0.19.8"  # DeepSpeed compares it with those whose layout was another
+
+
+def _place(fqn: str) -> tuple[str, str]:
+    """Returns the folder of a tensor and the name of its file there."""
+    if fqn.startswith("model."):
+        name, key = fqn.removeprefix("model."), "fp32"
+    else:
+        name, _, key = fqn.removeprefix("optimizer.state.").rpartition(".")
+    if not name or not key or "/" in name or len(name) > 200 or name in (".", ".."):
+        raise PlanError(f"a universal checkpoint has a folder for each parameter, and this cannot be a folder's name: {printable(name)!r}")
+    return name, key

@@ -7,26 +7,40 @@ May import levels 0 to 4 and the parts of this folder before it.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Unpack, cast
+from typing import Any, Unpack, cast
 
 from ckpt_tools.catalog import Catalog, TensorEntry, keep, matcher, strip_wrappers
 from ckpt_tools.catalog import check as check_catalog
 from ckpt_tools.destination import open_destination
-from ckpt_tools.dtypes import DType
+from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.formats import Format, Request, Source, TargetTensor, accelerate, dcp, open_source, safetensors, torch_save, whole_tensor
+from ckpt_tools.formats import (
+    Format,
+    Request,
+    Source,
+    TargetTensor,
+    accelerate,
+    dcp,
+    deepspeed_universal,
+    open_source,
+    safetensors,
+    torch_save,
+    whole_tensor,
+)
 from ckpt_tools.formats.made import Made
+from ckpt_tools.formats.torch_save import nested
 from ckpt_tools.operations.huggingface import adapter_config, base_files, check_loads, head_counts, untie
 from ckpt_tools.operations.keymap import apply_map, read_map
 from ckpt_tools.operations.lora import adapter_of
 from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
 from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, unpack_objects
 from ckpt_tools.operations.transfer import left_out, rank_boxes, shards, target_dtype
-from ckpt_tools.storage import is_url
+from ckpt_tools.storage import is_url, read
 
-TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate", "peft")
+TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate", "peft", "deepspeed-universal")
 _COPIES = ("bit16.",)  # what DeepSpeed keeps of the weights a second time
 _MAX_SHARD_BYTES = 5_000_000_000  # as transformers cuts
 
@@ -135,6 +149,8 @@ class _Job:
             return self._model(to, dst)
         if to == "peft":
             return self._adapter()
+        if to == "deepspeed-universal":
+            return self._universal()
         return self._torch(dst) if to == "torch" else self._ranks(to)
 
     def _catalog(self, prefix: tuple[str, ...] | None = None) -> Catalog:
@@ -185,6 +201,41 @@ class _Job:
         name = dst.rpartition("/")[2]
         return catalog, torch_save, Request(self._targets(catalog), paths=catalog.paths, file_name=name, values=values)
 
+    def _universal(self) -> tuple[Catalog, Format, Request]:
+        """fp32 weights and moments, a folder a parameter; the first optimizer's groups, and plain values as client state."""
+        if len(self.parts.optimizers) != 1:
+            raise PlanError(f"a universal checkpoint has one optimizer by parameter name, got {len(self.parts.optimizers)}")
+        optimizer = self.parts.optimizers[0]
+        optimizer.prefix = "optimizer"
+        trained = {fqn for group in optimizer.groups for fqn in group["params"]}
+        rest = put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made)
+        _, values, _ = unpack_objects(replace(rest, tensors={}), self.source.with_made(self.made.files).store, self.made)
+        self.parts = replace(
+            self.parts, tensors={}, objects={}, paths={}, model={n: t for n, t in self.parts.model.items() if n in trained}
+        )
+        catalog = self._catalog(("model",))
+        steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+        step = self._scalar(steps[0]) if steps else 0.0
+        targets = [replace(t, dtype=BY_NAME["float32"]) if t.dtype.is_castable else t for t in self._targets(catalog)]
+        states: dict[str, Any] = dict.fromkeys(("global_steps", "global_samples", "skipped_steps"), 0) | {
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+        }
+        states |= {"lr_scheduler": None, "global_steps": int(step)}
+        states |= nested(values, {fqn: path for fqn, path in rest.paths.items() if fqn in values})
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.groups]
+        request = Request(targets, values={"param_groups": groups, "step": step, "states": states})
+        return replace(catalog, objects={}), deepspeed_universal, request
+
+    def _scalar(self, value: TensorEntry | float) -> float:
+        """Returns a step, which is a number or a float32 tensor without dims."""
+        if not isinstance(value, TensorEntry):
+            return float(value)
+        found = self.source.format.locate(self.source.store, [value])
+        extent = found.get(value.chunks[0].extent, value.chunks[0].extent)
+        data = read(self.source.with_made(self.made.files).store, *extent[:3])
+        return float(struct.unpack("<f", data)[0]) if value.dtype.name == "float32" and not value.shape else 0.0
+
     def _ranks(self, to: str) -> tuple[Catalog, Format, Request]:
         if to == "accelerate":
             self._for_accelerate()
@@ -221,8 +272,8 @@ def _check(to: str, dst: str, how: Conversion) -> None:
         raise PlanError("--check is for --to hf", hint="it loads the directory with transformers")
     if check and is_url(dst):
         raise PlanError("--check loads the result from a disk", hint="write it locally, then ckpt copy")
-    if to == "accelerate" and is_url(dst):
-        raise PlanError("Accelerate's directories are written on a disk", hint="write it locally, then copy it with the store's own tool")
+    if to in ("accelerate", "deepspeed-universal") and is_url(dst):
+        raise PlanError(f"directories of {to} are written on a disk", hint="write it locally, then copy it with the store's own tool")
     if optimizer is not None and optimizer not in FORMS:
         raise PlanError(f"an optimizer goes by names in one of {', '.join(FORMS)}; got {printable(optimizer)!r}")
     if ranks is not None and (ranks < 1 or to not in ("dcp", "accelerate")):

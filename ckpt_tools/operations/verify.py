@@ -22,7 +22,7 @@ from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import CatalogError, FormatError
 from ckpt_tools.formats import Format, detect, folder_of, is_ours
 from ckpt_tools.formats.zip_check import examine
-from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files
+from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed
 from ckpt_tools.manifest import Manifest, names_in, of_store
 from ckpt_tools.operations.move import Options, Path_, no_bar
 from ckpt_tools.plan import plan_objects, plan_values
@@ -164,7 +164,7 @@ class Verification:
         """Compares files with the manifest; returns what is wrong, down to the entries, and the files that could not be compared."""
         assert self.manifest is not None
         manifest = self.manifest
-        files = self.store.list_files(below=any("/" in name for name in manifest.files))
+        files = list_sealed(manifest, self.store)
         problems = [*compare_names(manifest, self.store), *self._unreadable, *_extra(manifest, files)]
         same = {name: s.nbytes for name, s in manifest.files.items() if files.get(name) == s.nbytes}
         crcs = self._ask(same) if quick else self.hash(same)

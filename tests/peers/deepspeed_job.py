@@ -1,4 +1,7 @@
-"""Trains a few steps with DeepSpeed and saves: `deepspeed_job.py OUT STAGE DTYPE`, under torchrun on a CPU."""
+"""Trains a few steps with DeepSpeed and saves: `deepspeed_job.py OUT STAGE DTYPE [UNIVERSAL]`, under torchrun on a CPU.
+
+With a universal checkpoint it loads that, and saves it again without training.
+"""
 
 import json
 import sys
@@ -50,7 +53,15 @@ def main():
     torch.manual_seed(5)
     model = Net()
     optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage, dtype))
+    universal = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+    how = config(stage, dtype) | ({"checkpoint": {"load_universal": True}} if universal else {})
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=how)
+    if universal:
+        _, client = engine.load_checkpoint(str(universal.parent), tag=universal.name)
+        assert client["epoch"] == 7
+        engine.save_checkpoint(str(out), client_state={"epoch": 7})
+        dist.barrier()
+        return
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     for _ in range(3):
         ids = torch.randint(0, 13, (2, 4), generator=generator)

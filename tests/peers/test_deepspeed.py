@@ -87,6 +87,19 @@ def test_a_universal_checkpoint_is_read(saved: Path) -> None:
     assert all(torch.equal(one[n], two[n]) for n in one) and all(torch.equal(one[f"model.{n}"], want[n]) for n in trained)
 
 
+def test_deepspeed_loads_what_convert_made_universal(saved: Path, tmp_path: Path) -> None:
+    """Out of DCP, on another number of ranks, under another stage; what it then saves has the same weights, moments and options."""
+    ckpt_tools.convert(saved, tmp_path / "dcp", to="dcp", ranks=2)
+    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "run" / "step3", to="deepspeed-universal")
+    assert ckpt_tools.verify(tmp_path / "run" / "step3").problems == []
+    stage = {1: 3, 2: 1, 3: 2}[int(ckpt_tools.inspect(saved).extras["deepspeed"][-1])]
+    (tmp_path / "again").mkdir()
+    run_job("deepspeed", 2, "deepspeed_job.py", tmp_path / "again", stage, "fp32", tmp_path / "run" / "step3")
+    # stage 3 gives every group the options of the first
+    names = ["model.embed*", "model.layers*", "optimizer.state.*"] + (["optimizer.param_groups.*"] if stage < 3 else [])
+    assert ckpt_tools.diff(saved, tmp_path / "again", select=names).is_same
+
+
 def test_training_goes_on_with_fsdp2_as_with_one_process(saved: Path, tmp_path: Path) -> None:
     """From DCP on two ranks of FSDP2, and from the consolidated weights and moments in one process: the same weights a step later."""
     ckpt_tools.convert(saved, tmp_path / "run" / "step-3", to="dcp", ranks=2)
