@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 import ckpt_tools
 from ckpt_tools import FormatError
 from tests.conftest import torchrun
+from tests.jobs import LONG
 
 SHAPES = {"a.weight": [7, 5], "a.bias": [7], "b.0.weight": [3, 7], "b.0.bias": [3], "b.1.weight": [3], "b.1.bias": [3], "c.weight": [3, 3]}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, 3] if LONG else [3])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fsdp1")
     torchrun(request.param, "fsdp1_local.py", str(out))

@@ -31,7 +31,7 @@ from ckpt_tools.formats import (
     whole_tensor,
 )
 from ckpt_tools.formats.made import Made
-from ckpt_tools.formats.torch_save import nested
+from ckpt_tools.formats.torch_save import join, nested
 from ckpt_tools.operations.huggingface import adapter_config, base_files, check_loads, head_counts, untie
 from ckpt_tools.operations.keymap import apply_map, read_map
 from ckpt_tools.operations.lora import adapter_of
@@ -142,6 +142,7 @@ class _Job:
         self.made = Made(source.catalog.made)
         self.ranks = how.get("ranks") or source.catalog.world_size or 1
         self._is_kept = matcher(how.get("keep_dtype", ()))
+        self._model_names: set[str] = set()
 
     def lay_out(self, to: str, dst: str) -> tuple[Catalog, Format, Request]:
         """Returns what to write from, in which format, and where."""
@@ -156,6 +157,8 @@ class _Job:
     def _catalog(self, prefix: tuple[str, ...] | None = None) -> Catalog:
         """Returns what is to be written, under the target's names."""
         catalog = put_together(self.parts, self.how.get("optimizer") or "groups", self.made, prefix)
+        above = self.parts.prefix if prefix is None else prefix
+        self._model_names = {join((*above, fqn)) for fqn in self.parts.model}
         globs = self.how.get("select")
         if not globs:
             return catalog
@@ -170,8 +173,7 @@ class _Job:
 
     def _targets(self, catalog: Catalog) -> list[TargetTensor]:
         """Returns tensors in one piece, those of the model in the type that was asked for."""
-        model = {id(t.chunks): t for t in self.parts.model.values()}
-        return [whole_tensor(t, self._dtype(t) if id(t.chunks) in model else None) for t in catalog.tensors.values()]
+        return [whole_tensor(t, self._dtype(t) if t.fqn in self._model_names else None) for t in catalog.tensors.values()]
 
     def _model(self, to: str, dst: str) -> tuple[Catalog, Format, Request]:
         catalog, most = self._catalog(None if self.how.get("keep_prefix") else ()), self.how.get("max_shard_bytes")
@@ -190,7 +192,7 @@ class _Job:
         catalog = self._catalog(())
         catalog = replace(catalog, tensors=adapter_of(catalog.tensors), objects={}, paths={})
         files = {"adapter_config.json": adapter_config(base)}
-        targets = [whole_tensor(t, self._dtype(t)) for t in catalog.tensors.values()]
+        targets = [whole_tensor(t, self._dtype(t)) for t in catalog.tensors.values()]  # under PEFT's names
         return catalog, safetensors, Request(targets, file_name="adapter_model.safetensors", files=files, index="adapter_config.json")
 
     def _torch(self, dst: str) -> tuple[Catalog, Format, Request]:
@@ -217,11 +219,8 @@ class _Job:
         steps = [state["step"] for state in optimizer.state.values() if "step" in state]
         step = self._scalar(steps[0]) if steps else 0.0
         targets = [replace(t, dtype=BY_NAME["float32"]) if t.dtype.is_castable else t for t in self._targets(catalog)]
-        states: dict[str, Any] = dict.fromkeys(("global_steps", "global_samples", "skipped_steps"), 0) | {
-            "dp_world_size": 1,
-            "mp_world_size": 1,
-        }
-        states |= {"lr_scheduler": None, "global_steps": int(step)}
+        states: dict[str, Any] = {"global_steps": int(step), "global_samples": 0, "skipped_steps": 0, "lr_scheduler": None}
+        states |= {"dp_world_size": 1, "mp_world_size": 1}
         states |= nested(values, {fqn: path for fqn, path in rest.paths.items() if fqn in values})
         groups = [{**group, "params": list(group["params"])} for group in optimizer.groups]
         request = Request(targets, values={"param_groups": groups, "step": step, "states": states})

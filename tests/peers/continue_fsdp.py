@@ -5,31 +5,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from net import Net, groups
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckpt_tools import CheckpointManager
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(13, 7)
-        self.layers = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7, bias=False), nn.LayerNorm(7))
-        self.frozen = nn.Linear(7, 7, bias=False)
-        self.frozen.weight.requires_grad_(False)
-        self.head = nn.Linear(7, 13, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.tensor([1.5, 2.5]))
-
-    def forward(self, ids):
-        return self.head(self.layers(self.frozen(self.embed(ids))) * self.scale[0])
-
-
 def optimizer_of(model):
-    decay = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
-    plain = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
-    return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 5e-3}], lr=1e-2)
+    return torch.optim.AdamW(groups(model), lr=1e-2)
 
 
 def full(tensor):
