@@ -140,7 +140,7 @@ class Opened:
 
     def find(self, views: Iterable[View]) -> None:
         """Looks up where the storages of tensors begin; a store in a network does it for all of them at once."""
-        used = {f"data/{view.storage.key}" for view in views} - self._places.keys()
+        used = {key for view in views if (key := f"data/{view.storage.key}") not in self._places}
         missing = sorted(used - self._records.keys())
         if missing:
             raise FormatError(f"a storage is missing: {printable(missing[0])} ({self._where})")
@@ -154,8 +154,10 @@ class Opened:
         Raises:
             FormatError: it does not fit into its storage.
         """
-        self.find([view])
-        start, record = self._places[f"data/{view.storage.key}"]
+        key = f"data/{view.storage.key}"
+        if key not in self._places:
+            self.find([view])
+        start, record = self._places[key]
         (crc,) = struct.unpack_from("<I", self._directory, record.crc_at)
         return _extent(self.name, fqn, view, start, record.nbytes, crc)
 
