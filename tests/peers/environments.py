@@ -1,4 +1,7 @@
-"""Environments of the peers that write the test checkpoints: each its own, laid over the present one, so that torch is installed once."""
+"""The environment of the peers that write the test checkpoints, laid over the present one, so that torch is installed once.
+
+Each peer's packages go in without those that they depend on: none may replace what the tests run with.
+"""
 
 from __future__ import annotations
 
@@ -12,46 +15,45 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 JOBS = Path(__file__).parent
+FOLDER = ROOT / ".peers"
 _PEERS = {
-    "deepspeed": (["deepspeed==0.19.8"], ["hjson", "msgpack", "ninja", "py-cpuinfo", "pydantic", "einops"]),
-    "lightning": (["lightning==2.6.6"], ["lightning-utilities", "torchmetrics", "pytorch-lightning==2.6.6"]),
-    "megatron": (["megatron-core==0.16.1"], []),
-    "torch_checkpointing": (["torch_checkpointing==0.1.1"], []),
-    "peft": (["peft==0.21.2"], []),
-    "xla": ([], []),
+    "deepspeed": "deepspeed==0.19.8 hjson msgpack ninja py-cpuinfo pydantic pydantic-core annotated-types typing-inspection einops",
+    "lightning": "lightning==2.6.6 pytorch-lightning==2.6.6 lightning-utilities torchmetrics",
+    "megatron": "megatron-core==0.16.1",
+    "torch_checkpointing": "torch_checkpointing==0.1.1",
+    "peft": "peft==0.21.2",
 }
 
 
 def python_of(peer: str) -> str:
-    """Returns the interpreter of a peer's environment, which is made where it is missing; skips the test where it cannot be made."""
-    folder = ROOT / ".peers" / peer
-    done = folder / "done"
+    """Returns the interpreter of the environment, with a peer installed; skips the test where that cannot be done."""
+    done = FOLDER / f"{peer}.done"
     if not done.exists():
-        log = _make(folder, *_PEERS[peer])
+        log = _install(_PEERS[peer].split())
         if log:
             pytest.skip(f"{peer} cannot be installed here: {log}")
         done.touch()
-    return str(folder / "bin" / "python")
+    return str(FOLDER / "bin" / "python")
 
 
-def _make(folder: Path, alone: list[str], others: list[str]) -> str:
-    """Makes an environment; returns the last line of what went wrong, "" for nothing."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | {
-        "DS_BUILD_OPS": "0",
-        "DS_ACCELERATOR": "cpu",
-    }
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    steps = [[sys.executable, "-m", "venv", "--clear", str(folder)]]
-    steps += [[*pip, "setuptools", "wheel"]] + ([[*pip, "--no-deps", "--no-build-isolation", *alone]] if alone else [])
-    steps += [[*pip, "--no-deps", *others]] if others else []
-    for number, step in enumerate(steps):
-        done = subprocess.run(step, env=environment, capture_output=True, text=True, timeout=600)
-        if done.returncode:
-            return (done.stderr.strip().splitlines() or ["no message"])[-1]
-        if number == 0:
-            (packages,) = (folder / "lib").glob("python*/site-packages")
-            (packages / "zz_parent.pth").write_text("\n".join(site.getsitepackages()) + "\n")
-    return ""
+def _install(packages: list[str]) -> str:
+    """Makes the environment where it is missing, and installs; returns the last line of what went wrong, "" for nothing."""
+    pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    if not (FOLDER / "bin" / "python").exists():
+        log = _run([sys.executable, "-m", "venv", str(FOLDER)]) or _run([*pip, "setuptools", "wheel"])
+        if log:
+            return log
+        (packages_folder,) = (FOLDER / "lib").glob("python*/site-packages")
+        (packages_folder / "zz_parent.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    return _run([*pip, "--no-build-isolation", *packages])
+
+
+def _run(step: list[str]) -> str:
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        step, env=environment | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, timeout=600
+    )
+    return (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else ""
 
 
 def run_job(peer: str, num_ranks: int, script: str, *arguments: object) -> None:
