@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from ckpt_tools.storage.local import failed
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
 _STAGING, _TRASH = ".tmp.", ".trash."
+_TRIES = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -124,11 +126,15 @@ def staging(target: Path, attempt: str, is_kept: bool = False) -> Iterator[Stagi
         remove_dead(target.parent, _escape_glob(target.name), spared=path if is_kept else None)
         try:
             target.absolute().parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(0o700, exist_ok=is_kept)
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            for number in range(_TRIES):
+                path.mkdir(0o700, exist_ok=is_kept or number > 0)
+                lock = _lock(path)
+                if lock >= 0 or is_kept:
+                    break
+                time.sleep(0.01)
         except OSError as error:
             raise failed("create a staging directory", path, error) from error
-        is_mine = _try_lock(lock)
+        is_mine = lock >= 0
         if not is_mine:
             raise StorageError(f"another process is at work on this: {printable(str(path))}", hint="wait for it to end")
         yield Staging(attempt, path, target)
@@ -141,6 +147,22 @@ def staging(target: Path, attempt: str, is_kept: bool = False) -> Iterator[Stagi
         finally:
             if lock >= 0:
                 os.close(lock)
+
+
+def _lock(path: Path) -> int:
+    """Opens and locks a directory; returns -1 where another holds it, or has removed it.
+
+    Between its making and its locking another run may take it for a dead one's, and remove it: then it is made again.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return -1
+    with suppress(OSError):
+        if _try_lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(path)):
+            return fd
+    os.close(fd)
+    return -1
 
 
 def _try_lock(fd: int) -> bool:
@@ -165,7 +187,10 @@ def remove_dead(parent: Path, name: str = "*", dry_run: bool = False, spared: Pa
         for path in sorted(parent.glob(f"{prefix}{name}.????????")):
             if path.is_symlink() or not path.is_dir() or path == spared:
                 continue
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:  # another run was faster
+                continue
             try:
                 if _try_lock(fd):
                     dead.append(path)

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from ckpt_tools import commit
 from tests.jobs import LONG
 
 VERBS = {"merge": ["merge", "src", "out.safetensors"], "reshard": ["reshard", "src", "out", "--to", "3"]}
@@ -126,6 +128,9 @@ def test_kill_9_while_overwriting_leaves_the_old_or_the_new_whole(verb: str, wor
 def test_a_run_leaves_the_staging_of_a_live_one_alone(verb: str, work: Path, source: Path) -> None:
     first = start(work, *VERBS[verb])
     assert staged(work, first)
+    while not list(work.glob(".tmp.*/*")):  # it has locked what it has made
+        assert first.poll() is None
+        time.sleep(0.001)
     first.send_signal(signal.SIGSTOP)
     try:
         alive = leftovers(work)
@@ -138,6 +143,25 @@ def test_a_run_leaves_the_staging_of_a_live_one_alone(verb: str, work: Path, sou
     assert first.returncode == 15
     assert "appeared while this was at work" in error
     assert is_complete(work, source)
+    assert leftovers(work) == []
+
+
+def test_a_staging_directory_that_is_taken_for_a_dead_ones_is_made_again(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run may come between the making of a directory and its locking."""
+    opened = os.open
+    removed = []
+
+    def late(path: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(path).name.startswith(".tmp.out") and not removed:
+            removed.append(path)
+            assert commit.remove_dead(work) == [Path(path)]
+        return opened(path, *args, **kwargs)
+
+    with commit.staging(work / "out", "a" * 32) as place:
+        assert place.path.is_dir()
+    monkeypatch.setattr(commit.os, "open", late)
+    with commit.staging(work / "out", "b" * 32) as place:
+        assert removed == [place.path] and place.path.is_dir() and commit.remove_dead(work) == []
     assert leftovers(work) == []
 
 
