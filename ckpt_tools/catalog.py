@@ -145,7 +145,7 @@ def flaws(catalog: Catalog, shares: bool = False) -> Iterator[Flaw]:
 
 
 def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> CatalogError | None:
-    size = catalog.file_sizes.get(extent.file, len(catalog.made[extent.file]) if extent.file in catalog.made else None)
+    size = len(catalog.made[extent.file]) if extent.file in catalog.made else catalog.file_sizes.get(extent.file)
     if size is None:
         return CatalogError(f"a data file is missing: {catalog.where(extent.file)} (needed by {printable(fqn)!r})")
     if extent.start < 0 or extent.nbytes < 0 or extent.start + extent.nbytes > size:

@@ -162,8 +162,8 @@ def convert(
 ) -> None:  # fmt: skip
     """Write a checkpoint of any readable format as another one, optimizer state included where both have it.
 
-    `dcp` is for dcp.load, torchtitan and CheckpointManager; `hf` is a directory that transformers and vLLM open; `torch` one .pt that
-    torch.load opens with weights_only and mmap; `accelerate` what Accelerator.load_state resumes from; `peft` the LoRA adapter alone;
+    `dcp` is for dcp.load, torchtitan and CheckpointManager; `hf` is a directory that transformers opens; `torch` one .pt that
+    torch.load opens with weights_only and mmap; `accelerate` the model and optimizer folders of Accelerate; `peft` the LoRA adapter alone;
     `deepspeed-universal` what DeepSpeed loads with load_universal.
     """
     from ckpt_tools.operations.convert import convert as run

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt_tools import commit
 from ckpt_tools.bucket import RemoteDestination
-from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.formats import foreign_files
+from ckpt_tools.errors import FormatError, StorageError, printable
+from ckpt_tools.formats import is_ours
 from ckpt_tools.integrity import hash_files
+from ckpt_tools.manifest import names_in, parse
 from ckpt_tools.plan import Literal
-from ckpt_tools.storage import LocalStore, Shelf, Store, is_url, write_file
+from ckpt_tools.storage import LocalStore, Shelf, Store, is_url, read, write_file
 
 
 class Place(Protocol):
@@ -126,6 +127,22 @@ def open_destination(path: str | os.PathLike[str], options: Mapping[str, Any] | 
     """Returns the destination of a path or URL; `options` are those of the object store, as fsspec takes them."""
     where = os.fspath(path)
     return RemoteDestination(where, options) if is_url(where) else LocalDestination(Path(where.removeprefix("file://")))
+
+
+def foreign_files(target: Path) -> list[str]:
+    """Returns what stands at a destination and belongs to no checkpoint of ours: never to be overwritten.
+
+    What a manifest lists is ours, whatever it is called: a config, a tokenizer, a `.pt`.
+    """
+    if target.is_file():
+        return [] if is_ours(target.name) or names_in(LocalStore(target.parent), target.name) else [target.name]
+    store = LocalStore(target)
+    listed: set[str] = set()
+    for name in names_in(store):
+        with suppress(FormatError):  # it vouches for nothing
+            manifest = parse(read(store, name), name)
+            listed |= {file.partition("/")[0] for file in (*manifest.files, *(manifest.index or ())[:1])}
+    return [n for n in sorted(p.name for p in target.iterdir()) if not is_ours(n) and n not in listed]
 
 
 class LocalDestination:

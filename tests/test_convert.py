@@ -107,6 +107,44 @@ def test_groups_by_kind_are_told_by_shape_and_doubt_is_said(tmp_path: Path) -> N
     assert ckpt_tools.diff(tmp_path / "d.pt", tmp_path / "doubt").is_same
 
 
+def test_batch_norms_buffers_are_no_parameters_and_other_buffers_leave_a_doubt(tmp_path: Path) -> None:
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.BatchNorm1d(7)
+            self.register_buffer("mask", torch.ones(7))
+            self.last = nn.Linear(7, 7)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x) * self.mask)
+
+    for name, model in (("norms", nn.Sequential(nn.BatchNorm1d(7), nn.BatchNorm1d(7))), ("doubt", Buffered())):
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(5, 7)).square().sum().backward()
+        optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{name}.pt")
+        result = ckpt_tools.convert(tmp_path / f"{name}.pt", tmp_path / name, to="dcp")
+        if name == "doubt":
+            assert "cannot be told from shapes alone" in result.notes[0]
+            assert ckpt_tools.diff(tmp_path / "doubt.pt", tmp_path / "doubt").is_same
+            continue
+        for fqn, parameter in model.named_parameters():
+            got = {f"optimizer.state.{fqn}.exp_avg": torch.zeros(7)}
+            ckpt_tools.load(tmp_path / name, got, strict=False)
+            assert torch.equal(*got.values(), optimizer.state[parameter]["exp_avg"]), fqn
+
+
+def test_names_that_would_meet_are_refused_in_optimizers_and_key_maps_too(tmp_path: Path) -> None:
+    state = {n: {"exp_avg": torch.ones(2)} for n in ("a.w", "b.w")}
+    torch.save({"optimizer": {"state": state, "param_groups": [{"lr": 1.0, "params": list(state)}]}}, tmp_path / "only.pt")
+    with pytest.raises(PlanError, match="two parameters of optimizer would get one name"):
+        ckpt_tools.convert(tmp_path / "only.pt", tmp_path / "no", to="dcp", rename=["^[ab]=c"])
+    save_file({"l.qkv_proj.weight": torch.ones(16, 2), "l.q_proj.weight": torch.ones(8, 2)}, tmp_path / "m.safetensors")
+    with pytest.raises(PlanError, match="'l.q_proj.weight' is there already"):
+        ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "no", to="dcp", key_map="qkv_split", settings={"heads": 4, "kv_heads": 2})
+    assert not (tmp_path / "no").exists()
+
+
 def test_what_a_job_saved_becomes_a_file_and_what_accelerate_resumes(tmp_path: Path) -> None:
     torchrun(2, "accelerator.py", str(tmp_path), "save")
     ckpt_tools.convert(tmp_path / "saved", tmp_path / "one.pt", to="torch", optimizer="ids")
@@ -351,6 +389,11 @@ def test_schedulers_and_progress_beside_accelerates_parts_are_resumed(tmp_path: 
     live = {"model": fresh, "optimizer": other, "scheduler": again, "trainer_state": {}}
     ckpt_tools.load(tmp_path / "checkpoint-7", live)
     assert again.state_dict() == scheduler.state_dict() and live["trainer_state"] == progress
+    for path in (tmp_path / "checkpoint-7").glob("ckpt.manifest.*"):
+        path.unlink()
+    assert ckpt_tools.verify(tmp_path / "checkpoint-7", deep=True).problems == []
+    assert ckpt_tools.salvage(tmp_path / "checkpoint-7", tmp_path / "saved").lost == []
+    assert ckpt_tools.diff(tmp_path / "checkpoint-7", tmp_path / "saved").is_same  # with what was read of scheduler and progress
     (tmp_path / "checkpoint-7" / "trainer_state.json").write_text("{")
     with pytest.raises(ckpt_tools.FormatError, match=r"malformed: .* \(trainer_state.json\)"):
         ckpt_tools.inspect(tmp_path / "checkpoint-7")

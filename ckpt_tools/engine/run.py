@@ -54,8 +54,7 @@ class Totals:
 
 def run(
     steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Progress | None = None, looks_ahead: bool = True,
-    seals: Seals | None = None,
-    alter: Mapping[str, Alter] | None = None,
+    seals: Seals | None = None, alter: Mapping[str, Alter] | None = None,
 ) -> Totals:  # fmt: skip
     """Moves every step's tiles from a store into a sink.
 

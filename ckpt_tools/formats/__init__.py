@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import glob
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +13,7 @@ from typing import Any
 
 from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check
 from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
-from ckpt_tools.formats import accelerate, dcp, deepspeed, deepspeed_universal, per_rank, safetensors, torch_save
+from ckpt_tools.formats import accelerate, dcp, deepspeed, per_rank, safetensors, torch_save
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url
 
@@ -26,11 +24,9 @@ __all__ = [
     "Request",
     "Source",
     "TargetTensor",
-    "deepspeed_universal",
     "detect",
     "detect_in",
     "folder_of",
-    "foreign_files",
     "is_ours",
     "open_source",
     "whole_tensor",
@@ -186,7 +182,7 @@ def _file_format(path: str, name: str) -> Format:
         )
     raise NotACheckpointError(
         f"not a checkpoint: {printable(path)}; looked for *.safetensors, *.pt, *.pth, *.bin, or a directory with "
-        + " or ".join(f.LOOKS_FOR for f in FORMATS[:4])
+        + " or ".join(f.LOOKS_FOR for f in FORMATS[:-1])
     )
 
 
@@ -276,24 +272,3 @@ _OURS = (".distcp", ".metadata", ".safetensors", ".safetensors.index.json")
 def is_ours(name: str) -> bool:
     """Tells whether a file of that name may be part of a checkpoint that this tool writes."""
     return name.endswith(_OURS) or ".ckpt.manifest." in f".{name}"
-
-
-def foreign_files(target: Path) -> list[str]:
-    """Returns what stands at a destination and belongs to no checkpoint of ours: never to be overwritten.
-
-    What a manifest lists is ours, whatever it is called: a config, a tokenizer, a `.pt`.
-    """
-    if target.is_file():
-        is_sealed = any(target.parent.glob(f"{glob.escape(target.name)}.ckpt.manifest.*.json"))
-        return [] if is_sealed or target.name.endswith(_OURS) else [target.name]
-    listed = {name.partition("/")[0] for path in target.glob("ckpt.manifest.*.json") for name in _listed(path)}
-    return [n for n in sorted(p.name for p in target.iterdir()) if not is_ours(n) and n not in listed]
-
-
-def _listed(manifest: Path) -> list[str]:
-    """Returns the files that a manifest names; none where it cannot be read."""
-    try:
-        body = json.loads(manifest.read_bytes())
-        return [*map(str, body["files"]), str(body["index"]["name"])]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return []

@@ -15,13 +15,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpt_tools.box import Box, flat_range_boxes, whole
+from ckpt_tools.box import flat_range_boxes, whole
 from ckpt_tools.catalog import RAW, TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CatalogError, FormatError, printable
-from ckpt_tools.formats import torch_save
+from ckpt_tools.formats import deepspeed_universal, torch_save
 from ckpt_tools.formats.base import below
-from ckpt_tools.formats.deepspeed_universal import read_universal
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.state_pickle import Malformed, Path, View, is_scalar, is_value, leaves, shapes_of, want
 from ckpt_tools.formats.torch_save import Opened, join, told
@@ -39,7 +38,7 @@ _TORCH_ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
     "decoupled_weight_decay": True,
 }  # fmt: skip
-locate, guess, lay_out = torch_save.locate, torch_save.guess, torch_save.lay_out
+locate, guess, lay_out = torch_save.locate, torch_save.guess, deepspeed_universal.lay_out
 
 
 def recognise(files: Mapping[str, int]) -> bool:
@@ -113,7 +112,7 @@ class Flat:
 def _read_folder(store: Store) -> Catalog:
     files = store.list_files()
     if "zero" in store.folders() and not any(map(_OPTIM_STATES.fullmatch, files)):
-        return read_universal(store, next(name for name in files if MODEL_STATES.fullmatch(name)))
+        return deepspeed_universal.read_universal(store, next(name for name in files if MODEL_STATES.fullmatch(name)))
     others: Counter[str] = Counter()
     models = _by_rank(files, MODEL_STATES)
     optims = _by_rank(files, _OPTIM_STATES)
@@ -309,7 +308,7 @@ class _Builder:
 
     def _quantity(self, name: str, key: str, dtype: DType, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
         path: Path = ("optimizer", "state", name, key) if key else ("model", name)
-        self.add(path, TensorEntry(name, dtype, shape, tuple(chunks) or (Chunk(Box((0,) * len(shape), shape), Extent("", 0, 0)),)))
+        self.add(path, TensorEntry(name, dtype, shape, tuple(chunks)))
 
     def _options(self, number: int, base: Mapping[str, Any], names: list[str], state: Mapping[str, Any]) -> None:
         """Adds a group's options, and the step of each of its parameters."""

@@ -16,7 +16,6 @@ from typing import Any
 from ckpt_tools.box import whole
 from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.errors import FormatError, PlanError, printable
-from ckpt_tools.formats import torch_save
 from ckpt_tools.formats.base import Request, TargetTensor, below
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.pickle_write import Stored
@@ -26,21 +25,7 @@ from ckpt_tools.formats.zip_write import Archive
 from ckpt_tools.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.storage import Store
 
-NAME = "deepspeed"
-LOOKS_FOR = "zero/"
-locate, guess = torch_save.locate, torch_save.guess
 _NAMES = {"fp32": (), "step": ("step",), "exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",)}
-
-
-def recognise(files: Mapping[str, int]) -> bool:
-    """Its folders are not among the files; `deepspeed` finds it. See `Format.recognise`."""
-    del files
-    return False
-
-
-def read_catalog(store: Store) -> Catalog:
-    """See `read_universal`."""
-    return read_universal(store, "mp_rank_00_model_states.pt")
 
 
 def read_universal(store: Store, model_states: str) -> Catalog:

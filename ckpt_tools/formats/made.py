@@ -1,4 +1,4 @@
-"""Entries made of values that stand in metadata: an objects' archive, a scalar tensor. They lie in a file that is only in memory.
+"""Entries made of values that stand in metadata: archives of objects, scalar tensors. They lie in a file that is only in memory.
 
 May import levels 0 to 2 and zip_write.
 """

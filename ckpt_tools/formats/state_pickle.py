@@ -1,7 +1,7 @@
 """What a pickled state dict holds: tensors as views of storages, plain values as they are, anything else as an inert stand-in.
 
-Types that are not known here take whatever the pickle gives them and do nothing: nothing of them runs. May import errors,
-catalog, dtypes and unpickle.
+Types that are not known here take whatever the pickle gives them and do nothing: nothing of them runs. May import level 0
+and unpickle.
 
 Source: torch 2.13 `torch/_utils.py`, `torch/_tensor.py`, `torch/distributed/checkpoint/_traverse.py`; confirmed on files that it wrote.
 """

@@ -24,7 +24,7 @@ from ckpt_tools.formats import (
     TargetTensor,
     accelerate,
     dcp,
-    deepspeed_universal,
+    deepspeed,
     open_source,
     safetensors,
     torch_save,
@@ -93,9 +93,11 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     _check(to, str(dst), how)
     storage_options = how.get("storage_options")
     source = open_source(src, storage_options)
-    parts = _renamed(take_apart(source.catalog, source.store), source, how)
-    if how.get("model_only") or to in ("safetensors", "hf", "peft"):
-        parts = replace(parts, optimizers=[], tensors={}, objects={}, paths={})
+    is_model = how.get("model_only") or to in ("safetensors", "hf", "peft")
+    taken = take_apart(replace(source.catalog, objects={}) if is_model else source.catalog, source.store)
+    if is_model:
+        taken = replace(taken, optimizers=[], tensors={}, objects={}, paths={}, notes=[])
+    parts = _renamed(taken, source, how)
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
     if not parts.model and not parts.optimizers and not parts.tensors:
         what = f"no tensors are left of {len(source.catalog.tensors)} ({printable(source.path)})"
@@ -224,7 +226,7 @@ class _Job:
         states |= nested(values, {fqn: path for fqn, path in rest.paths.items() if fqn in values})
         groups = [{**group, "params": list(group["params"])} for group in optimizer.groups]
         request = Request(targets, values={"param_groups": groups, "step": step, "states": states})
-        return replace(catalog, objects={}), deepspeed_universal, request
+        return replace(catalog, objects={}), deepspeed, request
 
     def _scalar(self, value: TensorEntry | float) -> float:
         """Returns a step, which is a number or a float32 tensor without dims."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,11 @@ def apply_map(parts: Parts, keys: KeyMap, source: Source) -> Parts:
     Raises:
         PlanError: a rule does not fit a tensor.
     """
-    raw = _raw(source)
+    raw = _raw(parts, keys, source)
     for rule in keys.unstack:
         for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
             names = [rule["match"].sub(rule["into"].replace("{layer}", str(n)), fqn) for n in range(*parts.model[fqn].shape[:1])]
-            parts = _replaced(parts, fqn, {name: lambda t, n=n: take_layer(raw(t), n) for n, name in enumerate(names)})  # type: ignore[misc]
+            parts = _replaced(parts, fqn, {name: partial(_layer, raw, n) for n, name in enumerate(names)})
     for rule in keys.split:
         for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
             parts = _split(parts, fqn, rule, keys, raw)
@@ -112,23 +113,31 @@ def apply_map(parts: Parts, keys: KeyMap, source: Source) -> Parts:
     for rule in keys.rope:
         for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
             rows = _rope_rows(parts.model[fqn], keys.number(rule["heads"]), rule["to"])
-            parts = _replaced(parts, fqn, {fqn: lambda t, rows=rows: take_rows(raw(t), rows, t.shape[0])})  # type: ignore[misc]
+            parts = _replaced(parts, fqn, {fqn: partial(_rows, raw, rows, parts.model[fqn].shape[0])})
     for pattern, new in keys.rename:
-        parts = parts.renamed(lambda name, pattern=pattern, new=new: pattern.sub(new, name))  # type: ignore[misc]
+        parts = parts.renamed(partial(pattern.sub, new))
     return parts
 
 
 Change = Callable[[TensorEntry], TensorEntry]
 
 
-def _raw(source: Source) -> Change:
-    """Returns a function that gives a tensor with its payloads found, so that they can be cut."""
+def _raw(parts: Parts, keys: KeyMap, source: Source) -> Change:
+    """Returns a function that gives a tensor with its payloads found, so that it can be cut; they are looked for together."""
+    rules = [rule["match"] for rule in (*keys.unstack, *keys.split, *keys.rope)]
+    names = {fqn for fqn in parts.model if keys.fuse or any(match.fullmatch(fqn) for match in rules)}
+    states = [o.state[fqn] for o in parts.optimizers for fqn in names if fqn in o.state]
+    kept = [value for state in states for value in state.values() if isinstance(value, TensorEntry)]
+    found = source.format.locate(source.store, [*(parts.model[fqn] for fqn in names), *kept])
+    return lambda entry: replace(entry, chunks=tuple(c._replace(extent=found.get(c.extent, c.extent)) for c in entry.chunks))
 
-    def raw(entry: TensorEntry) -> TensorEntry:
-        found = source.format.locate(source.store, [entry])
-        return replace(entry, chunks=tuple(c._replace(extent=found.get(c.extent, c.extent)) for c in entry.chunks))
 
-    return raw
+def _rows(raw: Change, rows: Sequence[Rows], num_rows: int, entry: TensorEntry) -> TensorEntry:
+    return take_rows(raw(entry), rows, num_rows)
+
+
+def _layer(raw: Change, index: int, entry: TensorEntry) -> TensorEntry:
+    return take_layer(raw(entry), index)
 
 
 def _rope_rows(entry: TensorEntry, heads: int, to: str) -> list[Rows]:
@@ -154,14 +163,17 @@ def _split(parts: Parts, fqn: str, rule: Mapping[str, Any], keys: KeyMap, raw: C
     start, unit = 0, num_rows // sum(shares)
     for name, share in zip(rule["into"], shares, strict=True):
         rows = Rows(0, start, share * unit)
-        changes[rule["match"].sub(name, fqn)] = lambda t, rows=rows: take_rows(raw(t), [rows], rows.number)  # type: ignore[misc]
+        changes[rule["match"].sub(name, fqn)] = partial(_rows, raw, [rows], rows.number)
         start += share * unit
+    if len(changes) != len(shares):
+        raise PlanError(f"two parts would get one name: {', '.join(map(printable, changes))}, of {printable(fqn)!r}")
     return _replaced(parts, fqn, changes)
 
 
 def _replaced(parts: Parts, fqn: str, changes: Mapping[str, Change]) -> Parts:
     """Puts one or several tensors in the place of one, in the model and in what optimizers keep for it."""
     old = parts.model[fqn]
+    _check_new(changes, parts, {fqn})
 
     def each(values: Mapping[str, Any], change: Change) -> dict[str, Any]:
         return {k: change(v) if isinstance(v, TensorEntry) and v.shape == old.shape else v for k, v in values.items()}
@@ -179,6 +191,12 @@ def _replaced(parts: Parts, fqn: str, changes: Mapping[str, Change]) -> Parts:
     return replace(parts, model=model, optimizers=optimizers)
 
 
+def _check_new(names: Iterable[str], parts: Parts, gone: set[str]) -> None:
+    taken = next((name for name in names if name in parts.model and name not in gone), None)
+    if taken is not None:
+        raise PlanError(f"two tensors would get one name: {printable(taken)!r} is there already, and the key map makes another")
+
+
 def _fuse(parts: Parts, fqn: str, rule: Mapping[str, Any]) -> Parts:
     """Puts tensors one below the other; `fqn` is the first of them, and the rule derives the others' names from its."""
     names = [rule["match"].sub(name, fqn) for name in rule["from"]]
@@ -186,6 +204,7 @@ def _fuse(parts: Parts, fqn: str, rule: Mapping[str, Any]) -> Parts:
     if missing:
         raise PlanError(f"the key map puts tensors together that are not all there: {printable(missing[0])!r} beside {printable(fqn)!r}")
     new = rule["match"].sub(rule["into"], fqn)
+    _check_new([new], parts, set(names))
     model = {n: t for n, t in parts.model.items() if n not in names[1:]}
     model = {new if n == fqn else n: stack_rows(new, [parts.model[m] for m in names]) if n == fqn else t for n, t in model.items()}
     optimizers = []

@@ -194,15 +194,8 @@ def _fill(
     sink = WriteSink(plan.target, within or place.shelf)
     try:
         sink.open()
-        totals = run(
-            steps_for(within.rest if within else plan, located, tiles, place.shelf),
-            source.store,
-            sink,
-            jobs,
-            advance,
-            seals=seals,
-            alter=alter,
-        )
+        steps = steps_for(within.rest if within else plan, located, tiles, place.shelf)
+        totals = run(steps, source.store, sink, jobs, advance, seals=seals, alter=alter)
         if within:
             within.vouch(sink)
             totals.store_nbytes = within.nbytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from ckpt_tools.storage import MemoryStore, Store, read
 FORMS = ("groups", "flat", "ids")
 _OPTIMIZER = re.compile(r"((?:.*?\.)?optim\w*(?:\.[0-9]{1,9})?)\.(state|param_groups)\.(.+)")
 _BARE = re.compile(r"()(state|param_groups)\.(.+)")
-_MAX_OBJECT_BYTES = 64 << 20
+_MAX_OBJECT_BYTES, _OPTION_BYTES = 64 << 20, 4096
 
 
 @dataclass(slots=True)
@@ -65,6 +65,9 @@ class Parts:
             if new in model:
                 raise PlanError(f"two tensors would get one name: {printable(new)!r}, one of them is {printable(old)!r}")
             model[new] = replace(entry, fqn=new)
+        for optimizer in self.optimizers:
+            if len({new_name(fqn) for fqn in optimizer.state}) != len(optimizer.state):
+                raise PlanError(f"two parameters of {printable(optimizer.prefix) or 'the optimizer'} would get one name")
         optimizers = [
             replace(
                 o,
@@ -190,7 +193,7 @@ def _grouped(by_name: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _names(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> dict[int, str] | None:
     """Returns the parameter of each number: those of a group come in the order of the model, and have the shape of their state.
 
-    A name is taken by the one group whose next parameter it can be; where several could take it, nobody knows.
+    None where there is any other way to pair them: a group's numbers must find the same parameters from the front and from the back.
     """
     shapes = {
         int(number): next((v.shape for k, v in values.items() if isinstance(v, TensorEntry) and k != "step"), None)
@@ -199,25 +202,38 @@ def _names(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> dict[int, 
     queues = [list(group["params"]) for group in optimizer.groups]
     if sorted((n for queue in queues for n in queue), key=str) != sorted(shapes, key=str):  # each has its state, and each state a parameter
         return None
-    names: dict[int, str] = {}
-    seen: set[Any] = set()
+    candidates: dict[Any, tuple[str, tuple[int, ...]]] = {}
     for fqn, entry in model.items():
-        if entry.chunks and entry.chunks[0] in seen:  # a tied weight is one parameter
-            continue
-        seen.update(entry.chunks[:1])
-        takers = [queue for queue in queues if queue and shapes[queue[0]] == entry.shape]
-        if len(takers) > 1:
+        if fqn.rpartition(".")[2] not in _BUFFERS:
+            candidates.setdefault(entry.chunks or fqn, (fqn, entry.shape))  # a tied weight is one parameter
+    names: dict[int, str] = {}
+    for queue in queues:
+        wanted = [shapes[number] for number in queue]
+        first = _paired(wanted, list(candidates.values()))
+        last = _paired(wanted[::-1], list(candidates.values())[::-1])
+        if first is None or last is None or first != last[::-1]:
             return None
-        if takers:
-            names[takers[0].pop(0)] = fqn
-    return None if any(queues) else names
+        names |= dict(zip(queue, first, strict=True))
+    return names if len(set(names.values())) == len(shapes) else None
+
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # torch's own, which no optimizer has
+
+
+def _paired(wanted: Sequence[tuple[int, ...] | None], candidates: Sequence[tuple[str, tuple[int, ...]]]) -> list[str] | None:
+    """Returns the first candidates, in order, that have the shapes that are wanted; None where they run out."""
+    names: list[str] = []
+    for fqn, shape in candidates:
+        if len(names) < len(wanted) and shape == wanted[len(names)]:
+            names.append(fqn)
+    return names if len(names) == len(wanted) else None
 
 
 Leaves = list[tuple[Path, object, tuple[Extent, ...]]]
 
 
 class Values:
-    """Reads objects; what occurs many times, as an option does for every parameter, is read once."""
+    """Reads objects; small ones that occur many times, as an option does for every parameter, are unpacked once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -239,7 +255,9 @@ class Values:
         known = self._known.get(data)
         if known is None:
             found: Counter[str] = Counter()
-            known = self._known[data] = list(read_leaves(MemoryStore({FILE: data}), FILE, len(data), found)), found
+            known = list(read_leaves(MemoryStore({FILE: data}), FILE, len(data), found)), found
+            if len(data) <= _OPTION_BYTES:
+                self._known[data] = known
         others.update(known[1])
         return data, known[0]
 

@@ -6,13 +6,13 @@ May import levels 0 to 4 and the parts of this folder.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 from ckpt_tools.catalog import Catalog, keep
 from ckpt_tools.destination import open_destination
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.formats import Request, Source, TargetTensor, accelerate, dcp, safetensors, whole_tensor
+from ckpt_tools.formats import Request, Source, TargetTensor, dcp, safetensors, whole_tensor
 from ckpt_tools.integrity import Problem
 from ckpt_tools.layout import reshard_boxes
 from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
@@ -35,7 +35,9 @@ class SalvageResult:
 
 
 def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult:
-    """Writes the tensors and objects of a damaged checkpoint that are whole, in its own format and for as many ranks.
+    """Writes the tensors and objects of a damaged checkpoint that are whole, as DCP for as many ranks.
+
+    What is safetensors stays so; so do the tensors of anything else where DST is a .safetensors file.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
@@ -56,9 +58,12 @@ def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult
     if not kept.tensors and not kept.objects:
         raise PlanError(f"nothing is left of {len(catalog.tensors) + len(catalog.objects)} entries ({printable(work.store.url)})")
     source = Source(work.store.url, work.store, work.format, kept)
-    form = dcp if work.format in (dcp, accelerate) else safetensors
     target = open_destination(dst, options.get("storage_options"))
+    form = safetensors if work.format is safetensors or target.url.endswith(".safetensors") else dcp
     written = transfer("salvage", source, kept, target, form, _request(kept, form is dcp, target.url), options)
+    if form is safetensors and kept.objects:
+        left = f"{len(kept.objects)} objects stay behind: safetensors holds tensors; give a directory for all"
+        written = replace(written, notes=(*written.notes, left))
     return SalvageResult(written, lost, problems)
 
 

@@ -26,7 +26,7 @@ from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_fil
 from ckpt_tools.manifest import Manifest, names_in, of_store
 from ckpt_tools.operations.move import Options, Path_, no_bar
 from ckpt_tools.plan import plan_objects, plan_values
-from ckpt_tools.storage import RemoteStore
+from ckpt_tools.storage import Overlay, RemoteStore, Store
 
 _MANIFEST_PART = ".ckpt.manifest."
 
@@ -98,7 +98,8 @@ class Verification:
 
     def __init__(self, src: Path_, options: Options) -> None:
         self.options = options
-        self.store, self.format = detect(src, options.get("storage_options"))
+        store, self.format = detect(src, options.get("storage_options"))
+        self.store: Store = store
         self._unreadable: list[Problem] = []
         folder, name = folder_of(self.store)
         self.remote = folder if isinstance(folder, RemoteStore) else None
@@ -110,6 +111,7 @@ class Verification:
             self._unreadable += [Problem(name, f"cannot be read: {error}") for name in names_in(folder, name)]
         try:
             self.catalog = self._read_catalog(self.format)
+            self.store = Overlay(self.store, self.catalog.made)
         except (FormatError, CatalogError) as error:
             if self.manifest is None and not self._unreadable:
                 raise

@@ -66,7 +66,7 @@ def test_torch_checkpointing(tmp_path: Path) -> None:
     assert all(torch.equal(state["optim"]["state"][i][k], v) for i, s in want["state"].items() for k, v in s.items())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if LONG else ["bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if LONG else ["float32"])
 def test_peft(dtype: str, tmp_path: Path) -> None:
     """A merge with an adapter is PEFT's own; an adapter taken out of a model's checkpoint is what PEFT saves."""
     run_job("peft", 0, "peft_job.py", tmp_path, dtype)
@@ -78,16 +78,13 @@ def test_peft(dtype: str, tmp_path: Path) -> None:
     for name, value in want.items():
         is_changed = "q_proj" in name or "down_proj" in name
         assert torch.equal(base[name], value) != is_changed
-        # of bfloat16, PEFT rounds what it adds and then the sum; here the sum is rounded, once
-        assert torch.allclose(
-            got[name].float(), value.float(), rtol=1e-6 if dtype == "float32" else 2e-2, atol=1e-6 if dtype == "float32" else 3e-2
-        ), name
         assert got[name].dtype == value.dtype
-    exact = {n: base[n].double() + _product(tmp_path, n) for n in want if "q_proj" in n or "down_proj" in n}
-    assert all(
-        torch.equal(got[n], v.to(got[n].dtype)) or (got[n].double() - v).abs().max() < (1e-5 if dtype == "float32" else 0.07)
-        for n, v in exact.items()
-    )
+        if dtype == "float32" or not is_changed:  # of bfloat16, PEFT rounds what it adds and then the sum; here the sum is rounded, once
+            assert torch.allclose(got[name], value, rtol=1e-6, atol=1e-6), name
+        if is_changed:
+            exact = base[name].double() + _product(tmp_path, name)
+            unit = exact.abs() * 2.0 ** (-24 if dtype == "float32" else -9)  # half one in the last place
+            assert ((got[name].double() - exact).abs() <= unit * 1.01 + 2e-6).all(), name
     ckpt_tools.convert(tmp_path / "peft.pt", tmp_path / "out", to="peft", base=tmp_path / "adapter")
     assert {p.name for p in (tmp_path / "out").glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
     assert ckpt_tools.diff(tmp_path / "out", tmp_path / "adapter").is_same and ckpt_tools.verify(tmp_path / "out").problems == []
