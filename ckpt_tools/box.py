@@ -6,6 +6,7 @@ Knows integers only: no bytes, no files, no dtypes. Imports nothing of this pack
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -50,6 +51,27 @@ class Box(NamedTuple):
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True)) + "]"
+
+
+class Copy(NamedTuple):
+    """The elements of `box` go from source chunk number `src` to target slot number `dst` of one tensor."""
+
+    src: int
+    dst: int
+    box: Box
+
+
+class ManyCopies(Sequence[Copy]):
+    """Copies that are no object each, so that questions about all of them have quick answers."""
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """Elements of all boxes together."""
+
+    @abstractmethod
+    def sources(self) -> list[int]:
+        """Returns the sources from which anything is copied, in order."""
 
 
 class BoxIndex:

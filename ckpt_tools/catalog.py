@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckpt_tools.box import Box, whole
+from ckpt_tools.box import Box, ManyCopies, whole
 from ckpt_tools.dtypes import DType
-from ckpt_tools.errors import CatalogError, PlanError, printable
+from ckpt_tools.errors import PlanError, printable
 
 RAW, TORCH_ZIP = "raw", "torch_zip"
 
@@ -42,6 +43,42 @@ class Chunk(NamedTuple):
     extent: Extent
 
 
+class ManyChunks(Sequence[Chunk]):
+    """Chunks that are no object each, so that questions about all of them have quick answers; see `chunks`."""
+
+    @abstractmethod
+    def boxes(self) -> list[Box]:
+        """Returns what each holds."""
+
+    @abstractmethod
+    def nbytes_by_file(self, itemsize: int) -> Mapping[str, tuple[int, int]]:
+        """Returns how many chunks each file holds, and the bytes of their elements."""
+
+    @abstractmethod
+    def file_names(self) -> set[str]:
+        """Returns the files that hold a chunk."""
+
+    @abstractmethod
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Tells whether they hold every element of a tensor exactly once, for sure."""
+
+    @abstractmethod
+    def copies(self, targets: Sequence[Box]) -> ManyCopies | None:
+        """Pairs every target box with the chunks that overlap it; None where chunks are cut along several dims, or overlap."""
+
+    @abstractmethod
+    def are_rows(self, shape: Sequence[int]) -> bool:
+        """Tells whether each holds whole rows: all of a tensor's dims but the first."""
+
+    @abstractmethod
+    def fit(self, file_sizes: Mapping[str, int], itemsize: int) -> bool:
+        """Tells whether every extent lies in its file and is as long as its elements are."""
+
+    @abstractmethod
+    def are_apart(self, others: Iterable[ManyChunks], ranges: Iterable[Extent]) -> bool:
+        """Tells whether none of these, of others (itself among them) and of further ranges shares bytes with another."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor: global shape, element type, and its chunks (in any order, replicas included)."""
@@ -49,12 +86,33 @@ class TensorEntry:
     fqn: str
     dtype: DType
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor, stored once."""
         return whole(self.shape).numel * self.dtype.itemsize
+
+
+def boxes_of(entry: TensorEntry) -> list[Box]:
+    """Returns what each chunk of a tensor holds."""
+    return entry.chunks.boxes() if isinstance(entry.chunks, ManyChunks) else [c.box for c in entry.chunks]
+
+
+def nbytes_by_file(entry: TensorEntry) -> Mapping[str, tuple[int, int]]:
+    """Returns how many chunks of a tensor each file holds, and the bytes of their elements."""
+    if isinstance(entry.chunks, ManyChunks):
+        return entry.chunks.nbytes_by_file(entry.dtype.itemsize)
+    found: dict[str, tuple[int, int]] = {}
+    for box, extent in entry.chunks:
+        count, nbytes = found.get(extent.file, (0, 0))
+        found[extent.file] = count + 1, nbytes + box.numel * entry.dtype.itemsize
+    return found
+
+
+def files_of(entry: TensorEntry) -> set[str]:
+    """Returns the files that hold a chunk of a tensor."""
+    return entry.chunks.file_names() if isinstance(entry.chunks, ManyChunks) else {c.extent.file for c in entry.chunks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,136 +160,6 @@ class Catalog:
     def where(self, file: str) -> str:
         """Returns a file's name, with the rank that wrote it where known, for a message."""
         return f"{printable(file)} of rank {self.ranks[file]}" if file in self.ranks else printable(file)
-
-
-# ---- proof: every element once, every byte in bounds -------------------------------------------------------------------
-
-
-class Flaw(NamedTuple):
-    """What is wrong with an entry of a catalog; `file` is "" where it is no file's fault."""
-
-    fqn: str
-    file: str
-    error: CatalogError
-
-
-def check(catalog: Catalog, shares: bool = False) -> None:
-    """Proves that every tensor is covered exactly once (equal boxes count as replicas) and every extent lies in its file.
-
-    Args:
-        catalog: what is to be proved.
-        shares: entries may share bytes of a file, as views of storages do.
-
-    Raises:
-        CatalogError: a chunk exceeds its tensor, two overlap, elements are missing, or an extent is out of bounds.
-    """
-    for flaw in flaws(catalog, shares):
-        raise flaw.error
-
-
-def flaws(catalog: Catalog, shares: bool = False) -> Iterator[Flaw]:
-    """Yields everything that `check` would refuse."""
-    for entry in catalog.tensors.values():
-        if error := _check_cover(catalog, entry):
-            yield Flaw(entry.fqn, "", error)
-        for chunk in entry.chunks:
-            if error := _check_extent(catalog, entry.fqn, chunk.extent, chunk.box.numel * entry.dtype.itemsize):
-                yield Flaw(entry.fqn, chunk.extent.file, error)
-    for item in catalog.objects.values():
-        if error := _check_extent(catalog, item.fqn, item.extent, 0):
-            yield Flaw(item.fqn, item.extent.file, error)
-    if not shares:
-        yield from _overlaps(catalog)
-
-
-def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> CatalogError | None:
-    size = len(catalog.made[extent.file]) if extent.file in catalog.made else catalog.file_sizes.get(extent.file)
-    if size is None:
-        return CatalogError(f"a data file is missing: {catalog.where(extent.file)} (needed by {printable(fqn)!r})")
-    if extent.start < 0 or extent.nbytes < 0 or extent.start + extent.nbytes > size:
-        return CatalogError(
-            f"an extent lies outside its file: expected bytes within 0:{size}, got {extent.start}:{extent.start + extent.nbytes}"
-            f" ({catalog.where(extent.file)}, {printable(fqn)!r})",
-            hint="the file is truncated or belongs to another save; restore it from the job that wrote it",
-        )
-    if extent.nbytes < least and extent.strides is None:
-        return CatalogError(
-            f"a chunk claims {least} bytes, but its item has {extent.nbytes} ({catalog.where(extent.file)}, {printable(fqn)!r})"
-        )
-    return None
-
-
-def _overlaps(catalog: Catalog) -> Iterator[Flaw]:
-    """Yields entries that share bytes of a file with another, unless they are the very same range (a tied tensor)."""
-    spans: dict[str, dict[tuple[int, int], str]] = {}
-    shared = {*catalog.made, *(archive.file for archive in catalog.archives)}
-    for entry in catalog.tensors.values():
-        for chunk in entry.chunks:
-            if chunk.extent.nbytes:
-                spans.setdefault(chunk.extent.file, {})[chunk.extent.start, chunk.extent.nbytes] = entry.fqn
-    for item in catalog.objects.values():
-        spans.setdefault(item.extent.file, {})[item.extent.start, item.extent.nbytes] = item.fqn
-    for file, ranges in spans.items():
-        if file in shared:
-            continue
-        end, last = 0, ""
-        for start, nbytes in sorted(ranges):
-            if start < end:
-                error = CatalogError(f"two items share bytes of one file: {start}:{end} ({catalog.where(file)})")
-                yield from (Flaw(fqn, file, error) for fqn in (last, ranges[start, nbytes]))
-            if start + nbytes >= end:
-                end, last = start + nbytes, ranges[start, nbytes]
-
-
-def _check_cover(catalog: Catalog, entry: TensorEntry) -> CatalogError | None:
-    name, ndim, end = printable(entry.fqn), len(entry.shape), entry.shape
-    for box, extent in entry.chunks:
-        if len(box.offsets) != ndim or len(box.sizes) != ndim:
-            return CatalogError(f"a chunk has the wrong number of dims: expected {ndim}, got {box} ({name!r})")
-        for low, size, full in zip(box.offsets, box.sizes, end, strict=True):
-            if low < 0 or size < 0 or low + size > full:
-                return CatalogError(
-                    f"a chunk exceeds its tensor: expected within {list(entry.shape)}, got {box} ({name!r}, {catalog.where(extent.file)})"
-                )
-    boxes = [box for box in {c.box for c in entry.chunks} if box.numel]
-    total, covered = whole(entry.shape).numel, sum(box.numel for box in boxes)
-    clash = _first_overlap(boxes) if len(boxes) > 1 else None
-    if clash:
-        return CatalogError(f"two chunks overlap: {clash[0]} and {clash[1]} ({name!r}, shape {list(entry.shape)})")
-    if covered != total:
-        held = ", ".join(str(b) for b in sorted(boxes)[:8]) or "nothing"
-        return CatalogError(
-            f"chunks leave a hole: expected {total} elements, got {covered} ({name!r}, shape {list(entry.shape)}, held: {held})",
-            hint="a rank's part is missing; its elements exist nowhere in this checkpoint",
-        )
-    return None
-
-
-def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Sweeps along the dim with the most distinct offsets; only boxes alive there are compared."""
-    dims = range(len(boxes[0].offsets))
-    dim = max(dims, key=lambda d: len({b.offsets[d] for b in boxes}), default=None)
-    if dim is None:
-        return None
-    alive: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
-        alive = [other for other in alive if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
-        for other in alive:
-            if box.intersect(other):
-                return other, box
-        alive.append(box)
-    return None
-
-
-def replicas(entry: TensorEntry) -> list[list[Chunk]]:
-    """Returns the groups of chunks that claim the same elements, where there are several of them."""
-    if len({c.box for c in entry.chunks}) == len(entry.chunks):
-        return []
-    groups: dict[Box, list[Chunk]] = {}
-    for chunk in entry.chunks:
-        if chunk.box.numel:
-            groups.setdefault(chunk.box, []).append(chunk)
-    return [group for group in groups.values() if len({c.extent for c in group}) > 1]
 
 
 # ---- views: the same bytes under other names, or fewer of them -----------------------------------------------------------

@@ -9,18 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckpt_tools.box import Box, BoxIndex, whole
-from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.box import Box, BoxIndex, Copy, ManyCopies, whole
+from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
-
-
-class Copy(NamedTuple):
-    """The elements of `box` go from source chunk number `src` to target slot number `dst` of one tensor."""
-
-    src: int
-    dst: int
-    box: Box
 
 
 class Slot(NamedTuple):
@@ -79,10 +71,21 @@ class TensorPlan:
     shape: tuple[int, ...]
     src_dtype: DType
     dst_dtype: DType
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
     slots: tuple[Slot, ...]
-    copies: tuple[Copy, ...]
+    copies: Sequence[Copy]
     is_object: bool = False
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of source elements that the copies name."""
+        copies = self.copies
+        return (copies.numel if isinstance(copies, ManyCopies) else sum(c.box.numel for c in copies)) * self.src_dtype.itemsize
+
+    @property
+    def used(self) -> list[int]:
+        """The numbers of the chunks from which anything is copied, in order."""
+        return self.copies.sources() if isinstance(self.copies, ManyCopies) else sorted({c.src for c in self.copies})
 
     @property
     def is_complete(self) -> bool:
@@ -106,7 +109,7 @@ class Plan:
     @property
     def payload_bytes(self) -> int:
         """Bytes of source elements that the copies name."""
-        return sum(c.box.numel * t.src_dtype.itemsize for t in self.tensors for c in t.copies)
+        return sum(t.payload_bytes for t in self.tensors)
 
 
 def plan_copies(src: Sequence[Box], dst: Sequence[Box]) -> list[Copy]:
@@ -131,7 +134,7 @@ def plan_transfer(catalog: Catalog, target: Target, dtypes: Mapping[str, DType] 
     """Plans how every slot of a target is filled from a catalog.
 
     Args:
-        catalog: the source, proved by `catalog.check`.
+        catalog: the source, proved by `soundness.check`.
         target: files with slots; its FQNs are the catalog's.
         dtypes: element type to write, per FQN; the stored one where absent.
         notes: remarks to print with the plan.
@@ -150,8 +153,10 @@ def plan_transfer(catalog: Catalog, target: Target, dtypes: Mapping[str, DType] 
 
 
 def _plan_tensor(entry: TensorEntry, slots: tuple[Slot, ...], dtype: DType | None) -> TensorPlan:
-    copies = plan_copies([c.box for c in entry.chunks], [s.box for s in slots])
-    return TensorPlan(entry.fqn, entry.shape, entry.dtype, dtype or entry.dtype, entry.chunks, slots, tuple(copies))
+    boxes = [s.box for s in slots]
+    many = entry.chunks.copies(boxes) if isinstance(entry.chunks, ManyChunks) else None
+    copies = many if many is not None else tuple(plan_copies([c.box for c in entry.chunks], boxes))
+    return TensorPlan(entry.fqn, entry.shape, entry.dtype, dtype or entry.dtype, entry.chunks, slots, copies)
 
 
 def _plan_object(catalog: Catalog, fqn: str, slots: tuple[Slot, ...]) -> TensorPlan:

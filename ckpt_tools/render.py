@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.catalog import key_path
@@ -161,32 +162,29 @@ def _show_ranks(report: Report) -> None:
         (
             printable(f.name),
             "–" if f.rank is None else str(f.rank),
-            f"{len(f.parts):,}",
+            f"{f.num_chunks:,}",
             f"{f.num_objects:,}",
-            size(sum(p.nbytes for p in f.parts)),
+            size(f.payload_nbytes),
             size(f.nbytes),
         )
         for f in report.files
     ]
     table(("file", "rank", "chunks", "objects", "payload", "file size"), rows[: _MAX_ROWS * 4], right=(1, 2, 3, 4, 5))
     print()
-    parts = [
-        (
-            printable(p.fqn),
-            "–" if f.rank is None else str(f.rank),
-            ", ".join(f"{o}:{o + s}" for o, s in zip(p.offsets, p.sizes, strict=True)),
-            size(p.nbytes),
-        )
-        for f in report.files
-        for p in f.parts
-    ]
-    order = {fqn: number for number, fqn in enumerate(report.catalog.tensors)}
-    shown = sorted(
-        ((order[p.fqn], f.rank or 0, i) for i, (f, p) in enumerate((f, p) for f in report.files for p in f.parts)), key=lambda k: k
-    )
-    table(("tensor", "rank", "elements", "bytes"), [parts[i] for _, _, i in shown[: _MAX_ROWS * 4]], right=(1, 3))
-    if len(parts) > _MAX_ROWS * 4:
-        print(f"  … and {len(parts) - _MAX_ROWS * 4:,} more; all of them with --json")
+    table(("tensor", "rank", "elements", "bytes"), list(islice(_parts(report), _MAX_ROWS * 4)), right=(1, 3))
+    more = sum(f.num_chunks for f in report.files) - _MAX_ROWS * 4
+    if more > 0:
+        print(f"  … and {more:,} more; all of them with --json")
+
+
+def _parts(report: Report) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a row for each chunk, by tensor and rank."""
+    ranks, files = report.catalog.ranks, report.catalog.file_sizes
+    for fqn, entry in report.catalog.tensors.items():
+        for box, extent in sorted((c for c in entry.chunks if c.extent.file in files), key=lambda c: ranks.get(c.extent.file, 0)):
+            elements = ", ".join(f"{o}:{o + s}" for o, s in zip(box.offsets, box.sizes, strict=True))
+            rank = ranks.get(extent.file)
+            yield printable(fqn), "–" if rank is None else str(rank), elements, size(box.numel * entry.dtype.itemsize)
 
 
 def report_as_json(report: Report) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry, check, model_only, rename, replicas, strip_wrappers
+from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry, model_only, rename, strip_wrappers
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import CatalogError, PlanError
+from ckpt_tools.soundness import check, replicas
 from tests.strategies import full_shapes, tilings
 
 F32 = BY_NAME["float32"]

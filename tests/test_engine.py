@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools.box import Box, row_major_strides, whole
-from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry, check
+from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.kernels import cast
 from ckpt_tools.engine.run import run
@@ -16,6 +16,7 @@ from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import StorageError
 from ckpt_tools.plan import Literal, Slot, Target, plan_copies, plan_transfer
+from ckpt_tools.soundness import check
 from ckpt_tools.storage import MemoryStore
 from tests.strategies import full_shapes, shapes, tilings
 from tests.test_box import painted

@@ -14,6 +14,8 @@ LEVELS = [
     ["errors", "box", "dtypes", "checksum", "version"],
     [
         "catalog",
+        "chunks",
+        "soundness",
         "views",
         "layout",
         "storage.base",
@@ -36,6 +38,8 @@ LEVELS = [
         "formats.state_pickle",
         "formats.zip_check",
         "formats.dcp_metadata",
+        "formats.phrases",
+        "formats.dcp_bulk",
         "formats.safetensors",
         "formats.torch_save",
         "formats.dcp",

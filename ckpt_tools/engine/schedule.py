@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, BoxIndex, bands, flat_start, is_flat, row_major_strides, whole
-from ckpt_tools.catalog import Chunk, Extent
+from ckpt_tools.catalog import Chunk, Extent, ManyChunks
 from ckpt_tools.plan import Plan, Slot, TensorPlan
 
 DEFAULT_MEMORY_BYTES = 64 << 20
@@ -112,6 +112,17 @@ def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max
         yield Step(tuple(tiles))
 
 
+def read_nbytes(plan: Plan, tile_nbytes: int, max_tile_nbytes: int) -> int:
+    """Returns the bytes that the steps of a plan read, payloads of packed extents not looked up."""
+    return sum(_tensor_reads(tensor, tile_nbytes, max_tile_nbytes) for tensor in plan.tensors)
+
+
+def _tensor_reads(tensor: TensorPlan, tile_nbytes: int, max_tile_nbytes: int) -> int:
+    if tensor.is_complete and isinstance(tensor.chunks, ManyChunks) and tensor.chunks.are_rows(tensor.shape):
+        return tensor.payload_bytes  # what is read is what is needed
+    return sum(read.nbytes for tile in _tiles(tensor, {}, tile_nbytes, max_tile_nbytes) for read in tile.reads)
+
+
 def by_files(plan: Plan, num_files: int) -> Iterator[Plan]:
     """Cuts a plan by its target's files, so many at a time: a store that takes streams holds a part of each in memory."""
     names = list(plan.target.file_sizes)
@@ -134,8 +145,9 @@ class Sources:
     """Where the elements of a tensor are to be read."""
 
     def __init__(self, tensor: TensorPlan, located: Mapping[Extent, Extent]) -> None:
-        used = sorted({c.src for c in tensor.copies})
-        self._chunks = [Chunk(tensor.chunks[i].box, located.get(tensor.chunks[i].extent, tensor.chunks[i].extent)) for i in used]
+        used = tensor.used
+        chunks = list(tensor.chunks) if len(used) > 1 else {i: tensor.chunks[i] for i in used}
+        self._chunks = [Chunk(chunks[i].box, located.get(chunks[i].extent, chunks[i].extent)) for i in used]
         self._index, self._itemsize = BoxIndex([c.box for c in self._chunks]), tensor.src_dtype.itemsize
         self.is_strided = any(c.extent.strides for c in self._chunks)
 

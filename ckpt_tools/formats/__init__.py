@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check
+from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry
 from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import accelerate, dcp, deepspeed, per_rank, safetensors, torch_save
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
+from ckpt_tools.soundness import check
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url
 
 __all__ = [

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ckpt_tools.box import Box
-from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry, files_of
 from ckpt_tools.dtypes import by_name
 from ckpt_tools.errors import CatalogError, FormatError, StorageError, printable
 from ckpt_tools.formats import dcp_metadata, torch_zip
@@ -29,6 +29,7 @@ from ckpt_tools.storage import Store, check_path, read
 
 NAME = "dcp"
 LOOKS_FOR = ".metadata"
+_MANY_BYTES = 1 << 20  # of `.metadata`: some 5,000 chunks
 _MAX_MORE_BYTES = 512  # torch adds a hash of the contents, behind the payload
 _DATA_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{8})?\.distcp$")
 _MANIFEST = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
@@ -44,16 +45,10 @@ def read_catalog(store: Store) -> Catalog:
     """Reads `.metadata`, or all of `__{rank}.metadata`; see `Format.read_catalog`."""
     files = store.list_files()
     names = [".metadata"] if ".metadata" in files else sorted((n for n in files if _RANK_METADATA.fullmatch(n)), key=_metadata_rank)
-    with no_gc():
-        parsed = [dcp_metadata.parse(read(store, name), name) for name in names]
-        tensors: dict[str, list[Chunk]] = {}
-        metas: dict[str, TensorMeta] = {}
-        objects: dict[str, list[Extent]] = {}
-        for name, metadata in zip(names, parsed, strict=True):
-            _collect(metadata, name, tensors, metas, objects)
-        entries = {fqn: TensorEntry(fqn, by_name(m.dtype, repr(printable(fqn))), m.shape, tuple(tensors[fqn])) for fqn, m in metas.items()}
+    is_large = len(names) == 1 and files[names[0]] >= _MANY_BYTES
+    entries, objects, parsed = (_read_many(store, names[0]) if is_large else None) or _read(store, names)
     items = {fqn: BytesEntry(fqn, extents[0], tuple(extents[1:])) for fqn, extents in objects.items()}
-    used = {c.extent.file for t in entries.values() for c in t.chunks} | {e.file for extents in objects.values() for e in extents}
+    used = {file for t in entries.values() for file in files_of(t)} | {e.file for extents in objects.values() for e in extents}
     empty = {file for file, nbytes in files.items() if not nbytes}  # torch's writer leaves one of a rank that saved nothing
     ranks = {file: int(match[1]) for file in sorted(used | empty) if (match := _DATA_FILE.search(file))}
     catalog = Catalog(
@@ -68,6 +63,38 @@ def read_catalog(store: Store) -> Catalog:
     )
     beside = next((name for name in _BESIDE if name in files), "")
     return _with_values(catalog, store, beside, files[beside]) if beside else catalog
+
+
+_Read = tuple[dict[str, TensorEntry], dict[str, list[Extent]], list[Metadata]]
+
+
+def _read(store: Store, names: Iterable[str]) -> _Read:
+    """Returns tensors, objects with their replicas, and what each metadata file says."""
+    parsed = []
+    tensors: dict[str, list[Chunk]] = {}
+    metas: dict[str, TensorMeta] = {}
+    objects: dict[str, list[Extent]] = {}
+    with no_gc():
+        for name in names:
+            parsed.append(dcp_metadata.parse(read(store, name), name))
+            _collect(parsed[-1], name, tensors, metas, objects)
+        entries = {fqn: TensorEntry(fqn, by_name(m.dtype, repr(printable(fqn))), m.shape, tuple(tensors[fqn])) for fqn, m in metas.items()}
+    return entries, objects, parsed
+
+
+def _read_many(store: Store, name: str) -> _Read | None:
+    """The same for very many chunks, as arrays; None where the file is not regular enough."""
+    from ckpt_tools.formats.dcp_bulk import read_bulk  # NumPy takes longer to import than most checkpoints to read
+
+    found = read_bulk(read(store, name), name)
+    if found is None:
+        return None
+    metadata, chunks = found
+    objects = {fqn: [Extent(*metadata.places[fqn, None])] for fqn in metadata.objects if (fqn, None) in metadata.places}
+    if len(objects) < len(metadata.objects):
+        return None  # some are lost
+    entries = {f: TensorEntry(f, by_name(m.dtype, repr(printable(f))), m.shape, chunks[f]) for f, m in metadata.tensors.items()}
+    return entries, objects, [metadata]
 
 
 _BESIDE = {"meta.pt": "Lightning", "common.pt": "Megatron-Core"}  # what these put beside DCP: a file of torch.save
@@ -205,6 +232,7 @@ def data_file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
+@no_gc()
 def lay_out(request: Request) -> Target:
     """Lays one `.distcp` a rank out, objects on rank 0, and `.metadata` as the index; see `Format.lay_out`."""
     files = [DataFile(request.name(data_file_name(rank))) for rank in range(request.world_size)]

@@ -19,8 +19,8 @@ from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.pickle_write import integer
 from ckpt_tools.formats.unpickle import brief, load
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+METADATA = "torch.distributed.checkpoint.metadata"
+FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _DTYPES = [*BY_NAME, "qint8", "quint8", "qint32"]
@@ -35,12 +35,20 @@ class Place(NamedTuple):
     nbytes: int
 
 
+class Run(NamedTuple):
+    """Stands for chunks, or for places in the dict of them, which were read otherwise: see `dcp_bulk`."""
+
+    start: int
+    stop: int
+    is_places: bool = False
+
+
 class TensorMeta(NamedTuple):
     """One tensor as `.metadata` has it."""
 
     dtype: str
     shape: tuple[int, ...]
-    boxes: Sequence[Box]
+    boxes: Sequence[Any]
 
 
 @dataclass(slots=True)
@@ -65,10 +73,10 @@ def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
     names = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")
     stubs: dict[str, type] = {name: type(name, (), {}) for name in (*names, "_StorageInfo")}
     stubs["TensorProperties"] = type("TensorProperties", (), {"__setstate__": lambda self, state: setattr(self, "state", state)})
-    allowed: dict[tuple[str, str], Any] = {(_METADATA, name): stub for name, stub in stubs.items()}
-    allowed[_FILESYSTEM, "_StorageInfo"] = stubs["_StorageInfo"]
+    allowed: dict[tuple[str, str], Any] = {(METADATA, name): stub for name, stub in stubs.items()}
+    allowed[FILESYSTEM, "_StorageInfo"] = stubs["_StorageInfo"]
     allowed[_OLD_METADATA, "TensorProperties"] = stubs["TensorProperties"]
-    for module, name in ((_METADATA, "_MEM_FORMAT_ENCODING"), (_OLD_METADATA, "MEM_FORMAT_ENCODING")):
+    for module, name in ((METADATA, "_MEM_FORMAT_ENCODING"), (_OLD_METADATA, "MEM_FORMAT_ENCODING")):
         allowed[module, name] = lambda value: value
     for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):  # Megatron keeps its plans; not needed
         allowed[_PLANNER, name] = type(name, (), {"__init__": lambda *_: None})
@@ -81,15 +89,20 @@ def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
     return allowed, stubs
 
 
-def parse(data: bytes, where: str) -> Metadata:
+def parse(data: bytes, where: str, runs: Sequence[Run] = ()) -> Metadata:
     """Returns the contents of a `.metadata` pickle, checked value by value.
+
+    Args:
+        data: the pickle.
+        where: names it in messages.
+        runs: what stands for persistent ids in it, among the boxes of tensors and, left out of the result, among the places.
 
     Raises:
         UnsafePickleError: it names a global that DCP's metadata does not need.
         FormatError: it is malformed, or not DCP metadata.
     """
     allowed, stubs = _globals()
-    root = load(data, allowed, where)
+    root = load(data, allowed, where, runs.__getitem__ if runs else None)
     read = _Reader(where, stubs)
     read.expect(root, "Metadata")
     result = Metadata()
@@ -157,8 +170,12 @@ class _Reader:
         chunks = fields.get("chunks")
         if not isinstance(chunks, list):
             raise self.fail("a list of chunks", chunks)
-        chunk_type, boxes, ints = self.stubs["ChunkStorageMetadata"], [], self.ints
+        boxes: list[Any] = []
+        chunk_type, ints = self.stubs["ChunkStorageMetadata"], self.ints
         for chunk in chunks:
+            if type(chunk) is Run and not chunk.is_places:
+                boxes.append(chunk)
+                continue
             if not isinstance(chunk, chunk_type):
                 raise self.fail("a ChunkStorageMetadata", chunk)
             boxes.append(Box(ints(chunk.__dict__.get("offsets")), ints(chunk.__dict__.get("sizes"))))
@@ -173,6 +190,8 @@ class _Reader:
             raise self.fail("a dict at storage_data", table)
         index_type, info_type = self.stubs["MetadataIndex"], self.stubs["_StorageInfo"]
         for index, info in table.items():
+            if type(index) is Run and index.is_places and info is None:
+                continue
             if not isinstance(index, index_type) or not isinstance(info, info_type):
                 raise self.fail("a MetadataIndex and a _StorageInfo", index)
             key, at = index.__dict__, info.__dict__
@@ -211,6 +230,7 @@ class _Emitter:
         self.put = self.parts.append
         self.files: list[tuple[int, str]] = []  # names that are filled in last, and before which part
         self._memo: dict[object, bytes] = dict(memo or {})
+        self._again: dict[object, bytes] = {}
 
     @property
     def memo(self) -> Mapping[object, bytes]:
@@ -226,6 +246,14 @@ class _Emitter:
         slot = len(self._memo)
         self._memo[key] = b"h" + bytes([slot]) if slot < 256 else b"j" + struct.pack("<I", slot)
         return made
+
+    def again(self, key: object, make: Callable[[], bytes]) -> bytes:
+        """Returns what `make` gives, which from the second time on is the same: all in it has been pushed once."""
+        known = self._again.get(key)
+        if known is None:
+            made, self._again[key] = make(), make()
+            return made
+        return known
 
     def name(self, value: str) -> bytes:
         return self.once(value, lambda: _text(value))
@@ -269,12 +297,12 @@ class Template:
     def __init__(self, metadata: Metadata) -> None:
         """Renders all that stays the same; `metadata.places` may lack the objects'."""
         out = _Emitter()
-        out.put(b"\x80\x04" + out.new(_METADATA, "Metadata") + b"}(" + out.name("state_dict_metadata") + b"}(")
+        out.put(b"\x80\x04" + out.new(METADATA, "Metadata") + b"}(" + out.name("state_dict_metadata") + b"}(")
         for fqn, tensor in metadata.tensors.items():
             out.put(out.name(fqn))
             _emit_tensor(out, tensor)
         for fqn in metadata.objects:
-            out.put(out.name(fqn) + out.new(_METADATA, "BytesStorageMetadata"))
+            out.put(out.name(fqn) + out.new(METADATA, "BytesStorageMetadata"))
         out.put(b"u" + out.name("planner_data") + b"}(")
         for fqn, path in metadata.paths.items():
             keys = b"".join(out.name(k) if isinstance(k, str) else integer(k) for k in path)
@@ -295,7 +323,7 @@ class Template:
         out.files += self._files
         for fqn, place in objects.items():
             _emit_place(out, fqn, None, None, place)
-        out.put(b"u" + out.name("storage_meta") + out.new(_METADATA, "StorageMeta") + b"}(")
+        out.put(b"u" + out.name("storage_meta") + out.new(METADATA, "StorageMeta") + b"}(")
         out.put(out.name("checkpoint_id") + _text("") + out.name("save_id") + _text(save_id))
         out.put(out.name("load_id") + b"N" + out.name("modules") + b"]ub" + out.name("version") + _text("1.0.0") + b"ub.")
         return out.filled(name)
@@ -307,21 +335,23 @@ def render(metadata: Metadata, save_id: str) -> bytes:
 
 
 def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
-    out.put(out.new(_METADATA, "TensorStorageMetadata") + b"}(" + out.name("properties") + out.new(_METADATA, "TensorProperties") + b"(")
+    out.put(out.new(METADATA, "TensorStorageMetadata") + b"}(" + out.name("properties") + out.new(METADATA, "TensorProperties") + b"(")
     out.put(out.glob("torch", tensor.dtype))
     out.put(out.once(0, lambda: out.glob("torch.serialization", "_get_layout") + _text("torch.strided") + b"\x85R"))
-    out.put(b"\x89" + out.once(1, lambda: out.glob(_METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R") + b"\x89tb")
+    out.put(b"\x89" + out.once(1, lambda: out.glob(METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R") + b"\x89tb")
     out.put(out.name("size") + out.size(tensor.shape) + out.name("chunks") + b"](")
-    for box in tensor.boxes:
-        out.put(out.new(_METADATA, "ChunkStorageMetadata") + b"}(" + out.name("offsets") + out.size(box.offsets))
-        out.put(out.name("sizes") + out.size(box.sizes) + b"ub")
+    for offsets, sizes in tensor.boxes:
+        head = out.again("chunk", lambda: out.new(METADATA, "ChunkStorageMetadata") + b"}(" + out.name("offsets"))
+        out.put(head + out.size(offsets) + out.again("sizes", lambda: out.name("sizes")) + out.size(sizes) + b"ub")
     out.put(b"eub")
 
 
 def _emit_place(out: _Emitter, fqn: str, offset: tuple[int, ...] | None, number: int | None, place: Place) -> None:
-    out.put(out.new(_METADATA, "MetadataIndex") + b"}(" + out.name("fqn") + out.name(fqn))
+    head = out.again(("index", fqn), lambda: out.new(METADATA, "MetadataIndex") + b"}(" + out.name("fqn") + out.name(fqn))
     if offset is not None and number is not None:
-        out.put(out.name("index") + integer(number) + out.name("offset") + out.size(offset))
-    out.put(b"ub" + out.new(_FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path"))
+        head += out.again("number", lambda: out.name("index")) + integer(number)
+        head += out.again("offset", lambda: out.name("offset")) + out.size(offset)
+    out.put(head + out.again("info", lambda: b"ub" + out.new(FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path")))
     out.file(place.file)
-    out.put(out.name("offset") + integer(place.start) + out.name("length") + integer(place.nbytes) + b"ub")
+    start = out.again("offset", lambda: out.name("offset")) + integer(place.start)
+    out.put(start + out.again("length", lambda: out.name("length")) + integer(place.nbytes) + b"ub")

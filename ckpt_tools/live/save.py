@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt_tools.box import Box, is_flat
-from ckpt_tools.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry, check
+from ckpt_tools.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.destination import Destination
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import PlanError, printable
@@ -28,6 +28,7 @@ from ckpt_tools.live.group import Group
 from ckpt_tools.live.shards import Shard, alias_key
 from ckpt_tools.live.write import FilePlan, Offer, commit, plan_file, share_of_print, write_part
 from ckpt_tools.manifest import SealedTensor
+from ckpt_tools.soundness import check
 
 _SIGN = 1 << 63
 

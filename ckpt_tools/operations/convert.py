@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, Unpack, cast
 
 from ckpt_tools.catalog import Catalog, TensorEntry, keep, matcher, strip_wrappers
-from ckpt_tools.catalog import check as check_catalog
 from ckpt_tools.destination import open_destination
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
@@ -38,6 +37,7 @@ from ckpt_tools.operations.lora import adapter_of
 from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
 from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, unpack_objects
 from ckpt_tools.operations.transfer import left_out, rank_boxes, shards, target_dtype
+from ckpt_tools.soundness import check as check_catalog
 from ckpt_tools.storage import is_url, read
 
 TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate", "peft", "deepspeed-universal")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckpt_tools.catalog import Catalog, key_path
+from ckpt_tools.catalog import Catalog, key_path, nbytes_by_file
 from ckpt_tools.formats import open_source
 from ckpt_tools.storage.base import Traffic
 
@@ -24,23 +24,15 @@ class Total(NamedTuple):
     nbytes: int
 
 
-class Part(NamedTuple):
-    """What one file holds of one tensor."""
-
-    fqn: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """One data file: the rank that wrote it (None where the format does not tell), its bytes, and what it holds."""
+    """One data file: the rank that wrote it (None where the format does not tell), its bytes, and how much of what it holds."""
 
     name: str
     rank: int | None
     nbytes: int
-    parts: Sequence[Part]
+    num_chunks: int
+    payload_nbytes: int
     num_objects: int
 
 
@@ -108,13 +100,14 @@ def _add(table: dict[str, Total], key: str, num_tensors: int, num_objects: int, 
 
 
 def _files(catalog: Catalog) -> list[FileReport]:
-    parts: dict[str, list[Part]] = {name: [] for name in catalog.file_sizes}
-    objects = dict.fromkeys(catalog.file_sizes, 0)
-    for fqn, entry in catalog.tensors.items():
-        for box, extent in (c for c in entry.chunks if c.extent.file in parts):
-            parts[extent.file].append(Part(fqn, box.offsets, box.sizes, box.numel * entry.dtype.itemsize))
+    counts, payloads, objects = (dict.fromkeys(catalog.file_sizes, 0) for _ in range(3))
+    for entry in catalog.tensors.values():
+        for file, (num_chunks, nbytes) in nbytes_by_file(entry).items():
+            if file in counts:
+                counts[file] += num_chunks
+                payloads[file] += nbytes
     for item in catalog.objects.values():
         if item.extent.file in objects:
             objects[item.extent.file] += 1
     order = sorted(catalog.file_sizes, key=lambda name: (catalog.ranks.get(name, 0), name))
-    return [FileReport(n, catalog.ranks.get(n), catalog.file_sizes[n], parts[n], objects[n]) for n in order]
+    return [FileReport(n, catalog.ranks.get(n), catalog.file_sizes[n], counts[n], payloads[n], objects[n]) for n in order]

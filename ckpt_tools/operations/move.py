@@ -17,11 +17,11 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from ckpt_tools.box import whole
 from ckpt_tools.bucket import copies_within
-from ckpt_tools.catalog import Catalog, Extent, replicas
+from ckpt_tools.catalog import Catalog, Extent
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination, Place
 from ckpt_tools.engine.run import Alter, Totals, run
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, by_files, schedule, tile_bytes
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, by_files, read_nbytes, schedule, tile_bytes
 from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable
@@ -31,6 +31,7 @@ from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_
 from ckpt_tools.operations.proof import prove_copies, prove_fingerprints, sealed_prints
 from ckpt_tools.operations.within import Within, plan_within
 from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
+from ckpt_tools.soundness import replicas
 from ckpt_tools.storage import Shelf, is_url
 
 Path_ = str | os.PathLike[str]
@@ -145,9 +146,6 @@ def transfer(
     attempt = str(uuid.uuid4())
     layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
     plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
-    tensors = [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object]
-    assumes = may_assume and source.store.capabilities.fetches_ahead and not any(map(replicas, tensors))
-    located = source.assume(tensors) if assumes else source.format.locate(source.store, tensors)
     tiles = tile_bytes(memory, jobs)
 
     def result(totals: Totals, files: Mapping[str, int]) -> TransferResult:
@@ -161,7 +159,10 @@ def transfer(
     notes: list[str] = []
     files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
     if is_dry_run:
-        return result(Totals(sum(step.read_nbytes for step in schedule(plan, located, *tiles))), files)
+        return result(Totals(read_nbytes(plan, *tiles)), files)
+    tensors = [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object]
+    assumes = may_assume and source.store.capabilities.fetches_ahead and not any(map(replicas, tensors))
+    located = source.assume(tensors) if assumes else source.format.locate(source.store, tensors)
     dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
     prove_copies(source, catalog, plan, located, jobs, tiles)
     prints = {fqn: p for fqn, p in sealed_prints(source, catalog, plan).items() if fqn not in (alter or {})}

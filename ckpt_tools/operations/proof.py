@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ckpt_tools.box import whole
-from ckpt_tools.catalog import Catalog, Chunk, Extent, replicas
+from ckpt_tools.catalog import Catalog, Chunk, Extent
 from ckpt_tools.checksum import crc32, hex64
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import schedule
@@ -19,6 +19,7 @@ from ckpt_tools.formats import Source
 from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.manifest import of_source
 from ckpt_tools.plan import Plan, Slot, Target, TensorPlan, plan_copies
+from ckpt_tools.soundness import replicas
 from ckpt_tools.storage import read
 
 

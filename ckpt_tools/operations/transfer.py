@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import Catalog, TensorEntry, keep, key_path, matcher, model_only, rename, strip_wrappers
+from ckpt_tools.catalog import Catalog, ManyChunks, TensorEntry, boxes_of, keep, key_path, matcher, model_only, rename, strip_wrappers
 from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.errors import PlanError, printable
@@ -176,7 +176,7 @@ def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) 
 
 def rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[Box | None]:
     """Returns what each of `to_ranks` ranks saves of a tensor that `world_size` ranks have saved; see `reshard_boxes`."""
-    boxes = [c.box for c in entry.chunks]
+    boxes = boxes_of(entry)
     if world_size == 1 and entry.shape and to_ranks > 1:  # one rank holds everything whole; FSDP would have split it along dim 0
         boxes = [split(whole(entry.shape), 0, 2, part) for part in range(2)]
     return reshard_boxes(boxes, entry.shape, to_ranks)
@@ -184,7 +184,7 @@ def rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Seq
 
 def left_out(before: Catalog, after: Catalog, with_objects: bool = True) -> dict[str, int]:
     """Returns the top-level keys of tensors, and of objects, that were not taken, with their bytes."""
-    taken = {c.extent for t in after.tensors.values() for c in t.chunks}
+    taken = {c.extent for t in after.tensors.values() for c in (t.chunks[:1] if isinstance(t.chunks, ManyChunks) else t.chunks)}
     left: dict[str, int] = {}
     for fqn, entry in before.tensors.items():
         if not entry.chunks or entry.chunks[0].extent not in taken:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
-from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, flaws
+from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry
 from ckpt_tools.checksum import hex64
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.scan import Finding, ScanSink
@@ -26,6 +26,7 @@ from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_fil
 from ckpt_tools.manifest import Manifest, names_in, of_store
 from ckpt_tools.operations.move import Options, Path_, no_bar
 from ckpt_tools.plan import plan_objects, plan_values
+from ckpt_tools.soundness import flaws
 from ckpt_tools.storage import Overlay, RemoteStore, Store
 
 _MANIFEST_PART = ".ckpt.manifest."

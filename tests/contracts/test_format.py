@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckpt_tools.box import whole
-from ckpt_tools.catalog import RAW, Catalog, Chunk, Extent, TensorEntry, check
+from ckpt_tools.catalog import RAW, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import schedule
@@ -16,6 +16,7 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.formats import FORMATS, Request, TargetTensor, dcp, safetensors, torch_save
 from ckpt_tools.layout import reshard_boxes
 from ckpt_tools.plan import plan_transfer
+from ckpt_tools.soundness import check
 from ckpt_tools.storage import MemoryStore, Store, read
 
 NAMES = ["w", "dots.in.name", "a/b", "ünïcödé-名前", "line\nbreak", "\x1b]0;pwn", '"quoted"\\', "x" * 400]

@@ -31,16 +31,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save
 
-from ckpt_tools.catalog import TORCH_ZIP, Extent, check
+from ckpt_tools.catalog import TORCH_ZIP, Extent
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import dcp as distributed
-from ckpt_tools.formats import deepspeed, per_rank, safetensors, torch_save, torch_zip, zip_check
+from ckpt_tools.formats import dcp_bulk, dcp_metadata, deepspeed, per_rank, safetensors, torch_save, torch_zip, zip_check
 from ckpt_tools.formats.made import Made
 from ckpt_tools.manifest import parse as parse_manifest
 from ckpt_tools.operations.parts import FORMS, put_together, take_apart, unpack_objects
+from ckpt_tools.soundness import check
 from ckpt_tools.storage import MemoryStore, Overlay, is_url
 from ckpt_tools.storage.base import check_path
+from tests.many_chunks import as_torch_gathers, written
 from training.accelerate_config import read as read_configuration
 from training.config import ConfigError
 
@@ -108,6 +110,24 @@ def metadata(data: bytes) -> object:
     catalog = distributed.read_catalog(MemoryStore({".metadata": data, "__0_0.distcp": DATA}))
     check(catalog)
     return catalog
+
+
+def many(data: bytes) -> object:
+    """Reads as arrays what may be read so; it must be what the reader of single objects says, and nothing that this one refuses."""
+    try:
+        plain = dcp_metadata.parse(data, "test")
+    except CheckpointError:
+        assert dcp_bulk.read_bulk(data, "test") is None
+        raise
+    found = dcp_bulk.read_bulk(data, "test")
+    if found is None:
+        return plain
+    metadata, chunks = found
+    assert (metadata.objects, metadata.paths, list(chunks)) == (plain.objects, plain.paths, list(plain.tensors))
+    for fqn, meta in plain.tensors.items():
+        expected = [(box, tuple(plain.places[fqn, box.offsets])) for box in meta.boxes]
+        assert [(c.box, tuple(c.extent[:3])) for c in chunks[fqn]] == expected
+    return chunks
 
 
 def item(data: bytes) -> object:
@@ -251,6 +271,10 @@ def seeds(name: str) -> list[bytes]:
         return [_saved(value) for value in _states(name)] + [_saved(_odd(value, rng)) for _ in range(300) for value in _states(name)]
     if name == "metadata":
         return [files[".metadata"], *(pickle.dumps(pickle.loads(files[".metadata"]), protocol) for protocol in (2, 3, 5))]
+    if name == "many":
+        shapes = {"a": (40, 3), "b": (70_000,), "s": (), "c": (9, 3, 2, 2)}
+        texts = [dcp_metadata.render(written(shapes, ranks), "id") for ranks in (5, 12, 30)]
+        return [*texts, *map(as_torch_gathers, texts), files[".metadata"]]
     if name in ("item", "file"):
         buffers = []
         for value in (
@@ -282,7 +306,7 @@ def seeds(name: str) -> list[bytes]:
 
 
 TARGETS: dict[str, Callable[[bytes], object]] = {
-    "zero": zero, "parts": parts, "flats": flats, "metadata": metadata, "item": item, "file": file, "header": header, "index": index, "manifest": manifest, "url": url, "accelerate": accelerate,
+    "zero": zero, "parts": parts, "flats": flats, "metadata": metadata, "many": many, "item": item, "file": file, "header": header, "index": index, "manifest": manifest, "url": url, "accelerate": accelerate,
 }  # fmt: skip
 
 

@@ -83,8 +83,9 @@ def test_peft(dtype: str, tmp_path: Path) -> None:
             assert torch.allclose(got[name], value, rtol=1e-6, atol=1e-6), name
         if is_changed:
             exact = base[name].double() + _product(tmp_path, name)
-            unit = exact.abs() * 2.0 ** (-24 if dtype == "float32" else -9)  # half one in the last place
-            assert ((got[name].double() - exact).abs() <= unit * 1.01 + 2e-6).all(), name
+            unit = exact.abs() * 2.0 ** (-24 if dtype == "float32" else -8)  # at least half of one in the last place
+            error = (got[name].double() - exact).abs() - unit
+            assert error.max() <= 1e-5, (name, error.max())  # the product of A and B is a sum of float32
     ckpt_tools.convert(tmp_path / "peft.pt", tmp_path / "out", to="peft", base=tmp_path / "adapter")
     assert {p.name for p in (tmp_path / "out").glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
     assert ckpt_tools.diff(tmp_path / "out", tmp_path / "adapter").is_same and ckpt_tools.verify(tmp_path / "out").problems == []
