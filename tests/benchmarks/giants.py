@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tools.box import whole
+from ckpt_tools.box import Box, whole
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.formats import Request, TargetTensor, dcp
 from ckpt_tools.layout import reshard_boxes, split
@@ -52,7 +52,7 @@ class Llama(NamedTuple):
 
 
 def experts() -> Shapes:
-    """Returns the parameters of DeepSeek-V3: 61 layers, 58 of them of 256 experts, each expert's three matrices by itself."""
+    """Returns the parameters of DeepSeek-V3: 61 layers, 58 of them with 256 experts, whose matrices are one tensor, as torchtitan has them."""
     dim, latent, heads = 7168, 512, 128
     attention: Shapes = {
         "self_attn.q_a_proj.weight": (1536, dim),
@@ -67,12 +67,14 @@ def experts() -> Shapes:
     }
     found: Shapes = {"model.embed_tokens.weight": (129_280, dim), "model.norm.weight": (dim,), "lm_head.weight": (129_280, dim)}
     for layer in range(61):
-        parts = ["mlp"] if layer < 3 else ["mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(256))]
-        hidden = 18_432 if layer < 3 else 2048
-        layer_shapes = dict(attention) if layer < 3 else attention | {"mlp.gate.weight": (256, dim)}
-        for part in parts:
-            layer_shapes |= {f"{part}.{n}_proj.weight": (hidden, dim) for n in ("gate", "up")} | {f"{part}.down_proj.weight": (dim, hidden)}
-        found |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+        part, hidden = ("mlp", 18_432) if layer < 3 else ("mlp.shared_experts", 2048)
+        shapes = (
+            attention | {f"{part}.{n}_proj.weight": (hidden, dim) for n in ("gate", "up")} | {f"{part}.down_proj.weight": (dim, hidden)}
+        )
+        if layer >= 3:
+            shapes |= {"mlp.gate.weight": (256, dim), "mlp.experts.w2": (256, dim, 2048)}
+            shapes |= {f"mlp.experts.{n}": (256, 2048, dim) for n in ("w1", "w3")}
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
     return found
 
 
@@ -84,17 +86,24 @@ MODELS = {
 }
 
 
+def boxes(shape: tuple[int, ...], ranks: int) -> tuple[Box | None, ...]:
+    """Returns what each rank holds: rows, as FSDP2 cuts; of experts a few (of at most 64 groups of ranks), each cut along its rows."""
+    if len(shape) < 3:
+        return tuple(reshard_boxes([split(whole(shape), 0, 2, part) for part in range(2)], shape, ranks))
+    groups = min(64, ranks)
+    share = ranks // groups
+    return tuple(split(split(whole(shape), 0, groups, r // share), 1, share, r % share) for r in range(groups * share))
+
+
 def targets(shapes: Shapes, ranks: int, with_adamw: bool, dtype: str = "bfloat16") -> Iterator[TargetTensor]:
-    """Yields what every rank of an FSDP2 job saves: parameters split along dim 0, and with AdamW two moments and a step each."""
+    """Yields what every rank saves of parameters, and with AdamW of two moments and a step each."""
     for fqn, shape in shapes.items():
-        halves = [split(whole(shape), 0, 2, part) for part in range(2)]
-        boxes = tuple(reshard_boxes(halves, shape, ranks))
-        yield TargetTensor(f"model.{fqn}", BY_NAME[dtype], shape, boxes)
+        held = boxes(shape, ranks)
+        yield TargetTensor(f"model.{fqn}", BY_NAME[dtype], shape, held)
         for key in ("exp_avg", "exp_avg_sq") if with_adamw else ():
-            yield TargetTensor(f"optimizer.state.{fqn}.{key}", BY_NAME["float32"], shape, boxes)
+            yield TargetTensor(f"optimizer.state.{fqn}.{key}", BY_NAME["float32"], shape, held)
         if with_adamw:
-            one = (whole(()), *[None] * (ranks - 1))
-            yield TargetTensor(f"optimizer.state.{fqn}.step", BY_NAME["float32"], (), one)
+            yield TargetTensor(f"optimizer.state.{fqn}.step", BY_NAME["float32"], (), (whole(()), *[None] * (ranks - 1)))
 
 
 def build(shapes: Shapes, ranks: int, directory: Path, with_adamw: bool = False) -> int:
