@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.checksum import crc64nvme, hex64
-from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
 from ckpt_tools.formats import INDEXES, is_ours
 from ckpt_tools.formats.base import attempt_name, attempt_of
 from ckpt_tools.leftovers import GRACE_S
@@ -73,7 +73,11 @@ class RemoteDestination:
             if not place.is_published:
                 place.give_up(is_kept)
 
-    def join(self, attempt: str) -> RemotePlace:
+    def join(self, attempt: str, shares_files: bool = False) -> RemotePlace:
+        if shares_files:
+            raise PlanError(
+                "several processes write into a directory that they share, not yet into an object store", hint="run it as one process"
+            )
         return RemotePlace(RemoteStore(self.url, self._options), attempt, False, "")
 
 

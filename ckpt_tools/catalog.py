@@ -67,10 +67,6 @@ class ManyChunks(Sequence[Chunk]):
         """Pairs every target box with the chunks that overlap it; None where chunks are cut along several dims, or overlap."""
 
     @abstractmethod
-    def are_rows(self, shape: Sequence[int]) -> bool:
-        """Tells whether each holds whole rows: all of a tensor's dims but the first."""
-
-    @abstractmethod
     def fit(self, file_sizes: Mapping[str, int], itemsize: int) -> bool:
         """Tells whether every extent lies in its file and is as long as its elements are."""
 

@@ -93,41 +93,40 @@ class Chunks(ManyChunks):
         held = (sizes > 0).all(axis=1)
         if not held.any():
             return math.prod(shape) == 0
-        cut = np.flatnonzero((sizes[held] != full).any(axis=0))
-        if len(cut) != 1:
-            return not len(cut) and int(held.sum()) == 1
-        starts, lengths = offsets[held, cut[0]], sizes[held, cut[0]]
-        order = np.argsort(starts)
-        starts, ends = starts[order], (starts + lengths)[order]
-        return bool(starts[0] == 0 and ends[-1] == full[cut[0]] and (starts[1:] == ends[:-1]).all())
+        offsets, sizes, cell, count = offsets[held], sizes[held], np.zeros(int(held.sum()), np.int64), 1
+        for dim in np.flatnonzero((sizes != full).any(axis=0)):  # a grid: along each dim, every chunk ends where another begins
+            starts, number = np.unique(offsets[:, dim], return_inverse=True)
+            ends = np.append(starts[1:], full[dim])
+            if starts[0] or (offsets[:, dim] + sizes[:, dim] != ends[number]).any():
+                return False
+            cell, count = cell * len(starts) + number, count * len(starts)
+        return len(cell) == count == len(np.unique(cell))
 
     def copies(self, targets: Sequence[Box]) -> Copies | None:
-        """Pairs every target box with the chunks that overlap it; None where chunks are cut along several dims, or overlap."""
+        """Pairs every target box with the chunks that overlap it; None where they are no grid, or a target has other dims."""
         held = np.flatnonzero((self.sizes > 0).all(axis=1))
-        lows, sizes = self.offsets[held], self.sizes[held]
-        cut = np.flatnonzero((lows != lows[:1]).any(axis=0) | (sizes != sizes[:1]).any(axis=0))
-        if len(cut) != 1 or any(len(box.sizes) != lows.shape[1] for box in targets):
+        width = self.offsets.shape[1]
+        if not width or not len(held) or any(len(box.sizes) != width for box in targets):
             return None
-        dim = int(cut[0])
-        held = held[np.argsort(lows[:, dim])]
+        dim = int(np.argmax([len(np.unique(self.offsets[held, d])) for d in range(width)]))
+        held = held[np.argsort(self.offsets[held, dim], kind="stable")]
         lows, highs = self.offsets[held], self.offsets[held] + self.sizes[held]
-        starts, ends = lows[:, dim], highs[:, dim]
-        if (starts[1:] < ends[:-1]).any():
+        if (highs[1:, dim] < highs[:-1, dim]).any() or not self._are_distinct(held):
             return None
         offsets: Ints = np.array([box.offsets for box in targets], np.int64)
         edges = offsets + np.array([box.sizes for box in targets], np.int64)
-        first, last = np.searchsorted(ends, offsets[:, dim], "right"), np.searchsorted(starts, edges[:, dim], "left")
-        shared = np.minimum(edges, highs[:1]) - np.maximum(offsets, lows[:1])  # as far as the dims go along which nothing is cut
-        shared[:, dim] = np.minimum(last - first, edges[:, dim] - offsets[:, dim])
-        counts = np.where((shared > 0).all(axis=1), last - first, 0)
+        first, last = np.searchsorted(highs[:, dim], offsets[:, dim], "right"), np.searchsorted(lows[:, dim], edges[:, dim], "left")
+        counts = np.maximum(last - first, 0)
         dst = np.repeat(np.arange(len(targets)), counts)
         at = np.arange(len(dst)) + np.repeat(first - np.cumsum(counts) + counts, counts)
         low = np.maximum(offsets[dst], lows[at])
-        return Copies(held[at], dst, low, np.minimum(edges[dst], highs[at]) - low)
+        size = np.minimum(edges[dst], highs[at]) - low
+        shared = (size > 0).all(axis=1)
+        return Copies(held[at[shared]], dst[shared], low[shared], size[shared])
 
-    def are_rows(self, shape: Sequence[int]) -> bool:
-        """Tells whether each holds whole rows: all of a tensor's dims but the first."""
-        return bool((self.sizes[:, 1:] == np.array(shape[1:], np.int64)).all())
+    def _are_distinct(self, held: Ints) -> bool:
+        """Tells whether no two boxes begin at one element, as replicas do."""
+        return len(np.unique(self.offsets[held], axis=0)) == len(held)
 
     def fit(self, file_sizes: Mapping[str, int], itemsize: int) -> bool:
         """Tells whether every extent lies in its file and is as long as its elements are."""

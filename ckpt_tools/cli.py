@@ -11,11 +11,12 @@ import json
 import os
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, printable
 from ckpt_tools.options import (
     DryRun,
     Jobs,
@@ -27,6 +28,7 @@ from ckpt_tools.options import (
     Source,
     StorageOption,
     check_dtype,
+    is_first,
     make_options,
     parse_counts,
     parse_storage_options,
@@ -34,6 +36,7 @@ from ckpt_tools.options import (
     size,
 )  # fmt: skip
 from ckpt_tools.storage.base import is_url
+from ckpt_tools.team import Team, is_launched
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
@@ -59,9 +62,18 @@ def _show_version(value: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)] = False,
 ) -> None:
     del version
+    if context.obj is not None and context.invoked_subcommand not in _SHARED:
+        raise PlanError(
+            f"{context.invoked_subcommand} is work for one process; several share " + ", ".join(_SHARED),
+            hint="start it without the launcher",
+        )
+
+
+_SHARED = ("merge", "reshard", "convert")
 
 
 @app.command(epilog=app.info.epilog)
@@ -357,6 +369,8 @@ def prune(
 def _report(result: TransferResult, quiet: bool, as_json: bool) -> None:
     from ckpt_tools import render
 
+    if not is_first():
+        return
     if as_json:
         print(json.dumps(plain(result) | {"read_amplification": round(result.read_amplification, 4)}))
     elif not quiet:
@@ -376,12 +390,17 @@ def _fail(message: str, hint: str | None, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def main() -> None:
-    """Runs the command; the one place where errors become exit codes."""
+def main(may_share: bool = False) -> None:
+    """Runs the command; the one place where errors become exit codes.
+
+    Args:
+        may_share: do it together with the other processes that torchrun or srun has started, if one has.
+    """
     signal.signal(signal.SIGTERM, _terminated)
     gc.disable()  # a short-lived process that makes no cycles worth collecting
     try:
-        app(prog_name="ckpt")
+        with _team(may_share) as team:
+            app(prog_name="ckpt", obj=team)
     except CheckpointError as error:
         _fail(str(error), error.hint, error.exit_code)
     except KeyboardInterrupt:
@@ -391,6 +410,15 @@ def main() -> None:
         raise SystemExit(0) from None
     except OSError as error:
         _fail(f"{error.strerror or error} ({printable(str(error.filename or ''))})", None, 15)
+
+
+def _team(may_share: bool) -> AbstractContextManager[Team | None]:
+    """Returns the processes that share the work; none where this one is alone."""
+    if not may_share or not is_launched(os.environ):
+        return nullcontext()
+    from ckpt_tools.live.launch import joined  # takes torch
+
+    return joined()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from ckpt_tools.formats import is_ours
 from ckpt_tools.integrity import hash_files
 from ckpt_tools.manifest import names_in, parse
 from ckpt_tools.plan import Literal
-from ckpt_tools.storage import LocalStore, Shelf, Store, is_url, read, write_file
+from ckpt_tools.storage import LocalStore, SharedStore, Shelf, Store, is_url, read, write_file
 
 
 class Place(Protocol):
@@ -114,8 +114,8 @@ class Destination(Protocol):
         """
         ...
 
-    def join(self, attempt: str) -> Place:
-        """Returns the place that another process has made.
+    def join(self, attempt: str, shares_files: bool = False) -> Place:
+        """Returns the place that another process has made; with `shares_files`, to write into the files that it creates there.
 
         Raises:
             StorageError: this one does not see it.
@@ -169,20 +169,24 @@ class LocalDestination:
         with commit.staging(self.path, attempt, is_kept) as staging:
             yield LocalPlace(staging, overwrite, single)
 
-    def join(self, attempt: str) -> Place:
+    def join(self, attempt: str, shares_files: bool = False) -> Place:
         folder = commit.staging_path(self.path, attempt)
         if not folder.is_dir():
             raise StorageError(
                 f"this rank does not see what rank 0 made: {printable(str(folder))}", hint="the directory must be shared by all ranks"
             )
-        return LocalPlace(commit.Staging(attempt, folder, self.path), False, "")
+        place = LocalPlace(commit.Staging(attempt, folder, self.path), False, "")
+        if shares_files:
+            place.shelf = SharedStore(folder)
+        return place
 
 
 class LocalPlace:
     """See `Place`: a staging directory."""
 
     def __init__(self, staging: commit.Staging, overwrite: bool, single: str) -> None:
-        self.attempt, self.shelf = staging.attempt, LocalStore(staging.path)
+        self.attempt = staging.attempt
+        self.shelf = LocalStore(staging.path)
         self._staging, self._overwrite, self._single = staging, overwrite, single
 
     def files(self) -> Store:

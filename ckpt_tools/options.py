@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
 
 from ckpt_tools.errors import printable
@@ -72,12 +74,21 @@ def check_dtype(dtype: str | None) -> None:
         raise typer.BadParameter(f"expected bf16, fp16 or fp32, got {printable(dtype or '')!r}", param_hint="--dtype")
 
 
+def is_first() -> bool:
+    """Tells whether this is the process that reports; the only one, where several do not share the work."""
+    team = click.get_current_context().obj
+    return team is None or team.rank == 0
+
+
 def make_options(
     jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool, storage_option: list[str] | None
 ) -> Options:
+    team = click.get_current_context().obj
+    if team is not None and jobs is None:
+        jobs = max(1, min(8, os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return {
-        "jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run,
-        "storage_options": parse_storage_options(storage_option), "progress": None if quiet else bar,
+        "jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run, "team": team,
+        "storage_options": parse_storage_options(storage_option), "progress": bar if is_first() and not quiet else None,
     }  # fmt: skip
 
 

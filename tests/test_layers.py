@@ -11,7 +11,7 @@ import ckpt_tools
 
 ROOT = Path(ckpt_tools.__file__).parent
 LEVELS = [
-    ["errors", "box", "dtypes", "checksum", "version"],
+    ["errors", "box", "dtypes", "checksum", "version", "team"],
     [
         "catalog",
         "chunks",
@@ -85,13 +85,14 @@ LEVELS = [
         "operations.salvage",
         "operations",
     ],
-    ["live.group", "live.shards", "live.state", "live.share", "live.match", "live.write", "live.save", "live.load", "live"],
+    ["live.group", "live.launch", "live.shards", "live.state", "live.share", "live.match", "live.write", "live.save", "live.load", "live"],
     ["mirror", "manager", "distributed"],
     ["", "render", "verdicts", "options", "cli", "__main__"],
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 MAY_IMPORT_TORCH = {
     "live.group",
+    "live.launch",
     "live.shards",
     "live.state",
     "live.share",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, BoxIndex, bands, flat_start, is_flat, row_major_strides, whole
@@ -79,13 +80,27 @@ class Step(NamedTuple):
         return sum(r.nbytes for t in self.tiles for r in t.reads)
 
 
+class Share(NamedTuple):
+    """A part of the work of a plan: of the bytes that its tiles write, in their order, those from `low` on and before `high`."""
+
+    low: int
+    high: int
+
+    def has(self, start: int, nbytes: int) -> bool:
+        """Tells whether a tile is of this share: the one in which it begins, and for an empty one the first."""
+        return self.low <= start < self.high if nbytes else self.low == 0
+
+
+ALL = Share(0, 1 << 63)
+
+
 def tile_bytes(memory_bytes: int, jobs: int) -> tuple[int, int]:
     """Returns the usual and the largest size of a tile such that all workers' buffers together stay within a budget."""
     largest = max(MIN_TILE_BYTES, memory_bytes // (jobs * _BUFFERS_PER_WORKER))
     return min(MAX_TILE_BYTES, largest), largest
 
 
-def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int) -> Iterator[Step]:
+def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int, share: Share = ALL) -> Iterator[Step]:
     """Yields the steps that carry out a plan, in the order of the target.
 
     Args:
@@ -94,14 +109,18 @@ def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max
         tile_nbytes: bytes of a tile, and of a step, as a rule.
         max_tile_nbytes: bytes of a tile of a tensor that is stored transposed, whose runs are the longer the larger the tile. A
             single element larger than that runs alone.
+        share: which tiles are wanted, see `shares`.
 
     Yields:
-        Steps whose tiles write every byte of every slot exactly once.
+        Steps whose tiles write every byte of every slot exactly once, over all shares.
     """
     tiles: list[Tile] = []
     filled = 0
-    for tensor in plan.tensors:
+    for tensor, start in _starts(plan, share):
         for tile in _tiles(tensor, located, tile_nbytes, max(tile_nbytes, max_tile_nbytes)):
+            start += tile.dst_nbytes
+            if not share.has(start - tile.dst_nbytes, tile.dst_nbytes):
+                continue
             nbytes = max(tile.src_nbytes, tile.dst_nbytes)
             if tiles and filled + nbytes > tile_nbytes:
                 yield Step(tuple(tiles))
@@ -112,14 +131,41 @@ def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max
         yield Step(tuple(tiles))
 
 
+def shares(plan: Plan, count: int) -> list[Share]:
+    """Cuts the work of a plan into so many shares of equal bytes: parts of large tensors too."""
+    total = sum(map(_tiled_nbytes, plan.tensors))
+    edges = [total * number // count for number in range(count)]
+    return [Share(low, high) for low, high in pairwise([*edges, ALL.high])]
+
+
+def in_share(plan: Plan, share: Share) -> list[TensorPlan]:
+    """Returns the tensors of which a share has a part."""
+    return [tensor for tensor, _ in _starts(plan, share)]
+
+
+def _tiled_nbytes(tensor: TensorPlan) -> int:
+    numel = whole(tensor.shape).numel if tensor.is_complete else sum(s.box.numel for s in tensor.slots)
+    return numel * tensor.dst_dtype.itemsize
+
+
+def _starts(plan: Plan, share: Share) -> Iterator[tuple[TensorPlan, int]]:
+    """Yields the tensors of which a share has a part, and how many bytes lie before each."""
+    start = 0
+    for tensor in plan.tensors:
+        nbytes = _tiled_nbytes(tensor)
+        if share.has(start, nbytes) or (start < share.low < start + nbytes):
+            yield tensor, start
+        start += nbytes
+
+
 def read_nbytes(plan: Plan, tile_nbytes: int, max_tile_nbytes: int) -> int:
     """Returns the bytes that the steps of a plan read, payloads of packed extents not looked up."""
     return sum(_tensor_reads(tensor, tile_nbytes, max_tile_nbytes) for tensor in plan.tensors)
 
 
 def _tensor_reads(tensor: TensorPlan, tile_nbytes: int, max_tile_nbytes: int) -> int:
-    if tensor.is_complete and isinstance(tensor.chunks, ManyChunks) and tensor.chunks.are_rows(tensor.shape):
-        return tensor.payload_bytes  # what is read is what is needed
+    if tensor.is_complete and (isinstance(tensor.chunks, ManyChunks) or not any(c.extent.strides for c in tensor.chunks)):
+        return tensor.payload_bytes  # a tile of the whole meets a chunk in one run of it
     return sum(read.nbytes for tile in _tiles(tensor, {}, tile_nbytes, max_tile_nbytes) for read in tile.reads)
 
 

@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from ckpt_tools.catalog import Extent
 from ckpt_tools.checksum import crc32, join_crc32
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.plan import Plan
+
+
+class Part(NamedTuple):
+    """What one process has read of a range: start, length and CRC-32 of each piece, and the CRC-32 of the whole."""
+
+    extent: Extent
+    fqn: str
+    pieces: set[tuple[int, int, int]]
+    crc: int
 
 
 class Seals:
@@ -39,6 +49,18 @@ class Seals:
             piece = (start, len(data), crc32(data.data))
             with self._lock:
                 self._pieces.setdefault(extent, set()).add(piece)
+
+    def hand_over(self, crcs: Mapping[Extent, int]) -> list[Part]:
+        """Returns what was read of ranges of which another process may have read the rest."""
+        parts = [Part(extent, self._owners[extent], pieces, crcs[extent]) for extent, pieces in self._pieces.items() if extent in crcs]
+        return [part for part in parts if sum(nbytes for _, nbytes, _ in part.pieces) < part.extent.nbytes]
+
+    def absorb(self, parts: Iterable[Part], crcs: dict[Extent, int]) -> None:
+        """Takes over what another process has read in part, and the CRC-32 that it knows."""
+        for part in parts:
+            self._owners[part.extent] = part.fqn
+            self._pieces.setdefault(part.extent, set()).update(part.pieces)
+            crcs[part.extent] = part.crc
 
     def prove(self, crcs: Mapping[Extent, int]) -> int:
         """Compares; returns how many ranges are proved. One that was read in part, or with gaps, is passed over.

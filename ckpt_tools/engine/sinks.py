@@ -74,6 +74,14 @@ class Fingerprints:
         return joined
 
 
+class Handed(NamedTuple):
+    """What a member of a team has written: the pieces of files, and of tensors."""
+
+    pieces: dict[str, list[Piece]]
+    tensors: dict[str, list[Piece]]
+    sizes: dict[str, int]
+
+
 class HashSink:
     """Computes fingerprints and keeps nothing: CRC-64/NVME, or the CRC-32 of a zip."""
 
@@ -255,6 +263,20 @@ class WriteSink:
             if literal.file in self._frames and (literal.file, literal.start) not in framed:
                 self._pieces[literal.file].append(self._put(literal.file, literal.start, literal.data))
         self.slots = self._join_slots()
+
+    def hand_over(self) -> Handed:
+        """Makes durable what was written here and returns it: another process, which created the files, finishes them."""
+        for writer in self._writers.values():
+            writer.finish()
+        return Handed({name: pieces for name, pieces in self._pieces.items() if pieces}, self.fingerprints.pieces, self.fingerprints.sizes)
+
+    def absorb(self, handed: Handed) -> None:
+        """Takes over what another process has written into the same files."""
+        for name, pieces in handed.pieces.items():
+            self._pieces[name] += pieces
+        for fqn, pieces in handed.tensors.items():
+            self.fingerprints.pieces.setdefault(fqn, []).extend(pieces)
+        self.fingerprints.sizes |= handed.sizes
 
     def abort(self) -> None:
         """Closes what is open; the staging place is removed by whoever made it."""

@@ -9,7 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import chain
@@ -21,18 +21,19 @@ from ckpt_tools.catalog import Catalog, Extent
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination, Place
 from ckpt_tools.engine.run import Alter, Totals, run
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, by_files, read_nbytes, schedule, tile_bytes
+from ckpt_tools.engine.schedule import ALL, DEFAULT_MEMORY_BYTES, Share, Step, by_files, in_share, read_nbytes, schedule, shares, tile_bytes
 from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable
+from ckpt_tools.errors import FormatError, IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats import Request, Source
 from ckpt_tools.formats.base import Format
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
-from ckpt_tools.operations.proof import prove_copies, prove_fingerprints, sealed_prints
+from ckpt_tools.operations.proof import Print, prove_copies, prove_fingerprints, sealed_prints
 from ckpt_tools.operations.within import Within, plan_within
 from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
 from ckpt_tools.soundness import replicas
 from ckpt_tools.storage import Shelf, is_url
+from ckpt_tools.team import ALONE, Team
 
 Path_ = str | os.PathLike[str]
 P = ParamSpec("P")
@@ -51,6 +52,7 @@ class Options(TypedDict, total=False):
         overwrite: replace a checkpoint at the destination, once the new one is complete.
         dry_run: plan only, write nothing.
         storage_options: of the source's object store, as fsspec takes them; the rest is its own configuration's.
+        team: the processes that share the work; this one alone where absent. All call the operation with the same arguments.
         progress: called with a label and a total in bytes; gives a context with a callable that takes bytes done.
     """
 
@@ -60,6 +62,7 @@ class Options(TypedDict, total=False):
     dry_run: bool
     storage_options: Mapping[str, Any] | None
     progress: ProgressBar | None
+    team: Team | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,8 @@ def _fetched_again(work: Callable[P, T]) -> Callable[P, T]:
             return work(*args, **kwargs)
         except (IntegrityError, FormatError):
             source = args[1]
-            if not isinstance(source, Source) or source.remote is None:
+            team = next((a.get("team") for a in args if isinstance(a, dict)), None)
+            if not isinstance(source, Source) or source.remote is None or team is not None:
                 raise
             source.store.close()
             return work(*args, **kwargs)
@@ -138,80 +142,164 @@ def transfer(
     may_assume: bool = True,
     alter: Mapping[str, Alter] | None = None,
 ) -> TransferResult:
+    """Plans, copies, proves and publishes; of a team, every member moves its share, and member 0 publishes."""
     began = time.monotonic()
-    jobs, memory = options.get("jobs") or min(8, os.cpu_count() or 1), options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
-    overwrite, is_dry_run = options.get("overwrite", False), options.get("dry_run", False)
-    check_apart(source.path, dst.url)
-    dst.check(overwrite or is_dry_run)
-    attempt = str(uuid.uuid4())
-    layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
-    plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
-    tiles = tile_bytes(memory, jobs)
-
-    def result(totals: Totals, files: Mapping[str, int]) -> TransferResult:
-        return TransferResult(
-            source.path, dst.url, form.NAME, files,
-            sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
-            totals.read_nbytes, sum(files.values()), plan.payload_bytes, totals.store_nbytes, _bytes_by_dtype(plan),
-            left_out or {}, stripped or {}, totals.overflowed, (*plan.notes, *notes), time.monotonic() - began, is_dry_run,
-        )  # fmt: skip
-
-    notes: list[str] = []
+    team, is_dry_run = options.get("team") or ALONE, options.get("dry_run", False)
+    attempt = team.broadcast(str(uuid.uuid4()), "begin")
+    with team.phase("plan"):
+        check_apart(source.path, dst.url)
+        dst.check(options.get("overwrite", False) or is_dry_run)
+        layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
+        plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
+    _check_agreed(team, layout)
+    work = _Work(operation, source, catalog, plan, team, options, alter or {})
     files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
-    if is_dry_run:
-        return result(Totals(read_nbytes(plan, *tiles)), files)
-    tensors = [catalog.tensors[t.fqn] for t in plan.tensors if not t.is_object]
-    assumes = may_assume and source.store.capabilities.fetches_ahead and not any(map(replicas, tensors))
-    located = source.assume(tensors) if assumes else source.format.locate(source.store, tensors)
-    dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
-    prove_copies(source, catalog, plan, located, jobs, tiles)
-    prints = {fqn: p for fqn, p in sealed_prints(source, catalog, plan).items() if fqn not in (alter or {})}
-    bar = options.get("progress") or (no_bar)
-    single = next(iter(layout.file_sizes)) if layout.index is None else ""
-    with dst.stage(attempt, overwrite, single) as place, bar(operation, sum(_bytes_by_dtype(plan).values())) as advance:
-        here = copies_within(place, source.remote)
-        within = plan_within(prints, plan, located, here, source.remote) if here and source.remote else None
-        seals = Seals({extent: fqn for extent, fqn in read_whole(plan, located).items() if fqn not in prints})
-        totals, checksums, fingerprints = _fill(source, plan, located, place, within, jobs, tiles, advance, seals, alter)
-        found = source.format.locate(source.store, tensors) if assumes else located
-        wrong = assumes and not _is_as_assumed(located, found)
-        if not wrong:
-            seals.prove(known_crcs(located, found))
-            prove_fingerprints(source, prints, fingerprints)
-            manifest = _manifest(operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
-            notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
-    if wrong:
+    totals, notes = Totals(read_nbytes(plan, *work.tiles)) if is_dry_run else Totals(), list(plan.notes)
+    if not is_dry_run:
+        with team.phase("look at what is to be read"):
+            dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
+            work.locate(may_assume)
+        if not work.copy(dst, attempt, totals, notes):
+            source.store.close()
+            return transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, False, alter)
         source.store.close()
-        return transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, False, alter)
-    source.store.close()
-    return result(totals, files)
+    return TransferResult(
+        source.path, dst.url, form.NAME, files,
+        sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
+        totals.read_nbytes, sum(files.values()), plan.payload_bytes, totals.store_nbytes, _bytes_by_dtype(plan),
+        left_out or {}, stripped or {}, totals.overflowed, tuple(notes), time.monotonic() - began, is_dry_run,
+    )  # fmt: skip
 
 
-def _fill(
-    source: Source, plan: Plan, located: Mapping[Extent, Extent], place: Place, within: Within | None, jobs: int, tiles: tuple[int, int],
-    advance: Callable[[int], None], seals: Seals, alter: Mapping[str, Alter] | None,
-) -> tuple[Totals, Mapping[str, int], Mapping[str, int]]:  # fmt: skip
-    """Writes all data files; returns totals, the checksum of each file, and the fingerprint of each tensor."""
-    sink = WriteSink(plan.target, within or place.shelf)
-    try:
-        sink.open()
-        steps = steps_for(within.rest if within else plan, located, tiles, place.shelf)
-        totals = run(steps, source.store, sink, jobs, advance, seals=seals, alter=alter)
-        if within:
-            within.vouch(sink)
-            totals.store_nbytes = within.nbytes
-            advance(within.nbytes)
-        checksums = sink.finish()
-    except BaseException:
-        sink.abort()
-        raise
-    return totals, checksums, (dict(within.fingerprints) if within else {}) | sink.fingerprints.join()
+def _check_agreed(team: Team, layout: Target) -> None:
+    """Makes sure that every member has made the same plan: they may see different directories under one name."""
+    mine = crc64nvme(repr((sorted(layout.file_sizes.items()), layout.index and layout.index.data)).encode())
+    others = team.all_gather(mine, "compare plans") if team.size > 1 else [mine]
+    if len(set(others)) > 1:
+        wrong = ", ".join(str(rank) for rank, other in enumerate(others) if other != others[0])
+        raise PlanError(
+            f"processes see different sources: {wrong} another one than process 0", hint="all need the same files under one path"
+        )
 
 
-def steps_for(plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Shelf) -> Iterator[Step]:
+class _Work:
+    """One member's part of a transfer, all of it where the process is alone."""
+
+    def __init__(
+        self, operation: str, source: Source, catalog: Catalog, plan: Plan, team: Team, options: Options, alter: Mapping[str, Alter]
+    ) -> None:
+        self.operation, self.source, self.catalog, self.plan, self.team, self.alter = operation, source, catalog, plan, team, alter
+        self.options = options
+        self.jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
+        self.tiles = tile_bytes(options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, self.jobs)
+        self.share = shares(plan, team.size)[team.rank]
+        self.located: Mapping[Extent, Extent] = {}
+        self.prints: Mapping[str, Print] = {}
+        self._part = replace(plan, tensors=tuple(in_share(plan, self.share)))
+        self._tensors = [catalog.tensors[t.fqn] for t in self._part.tensors if not t.is_object]
+        self._assumes = False
+
+    def locate(self, may_assume: bool) -> None:
+        """Finds what this member is to read, and proves what is carried without another look."""
+        source = self.source
+        self._assumes = may_assume and source.store.capabilities.fetches_ahead and not any(map(replicas, self._tensors))
+        self.located = source.assume(self._tensors) if self._assumes else source.format.locate(source.store, self._tensors)
+        prove_copies(source, self.catalog, self._part, self.located, self.jobs, self.tiles)
+        self.prints = {fqn: p for fqn, p in sealed_prints(source, self.catalog, self.plan).items() if fqn not in self.alter}
+
+    def copy(self, dst: Destination, attempt: str, totals: Totals, notes: list[str]) -> bool:
+        """Writes and publishes everything; False where payloads do not lie where they were assumed to, and nothing was published."""
+        source, plan, team = self.source, self.plan, self.team
+        layout = plan.target
+        single = next(iter(layout.file_sizes)) if layout.index is None else ""
+        bar = self.options.get("progress") or no_bar
+        total = sum(_bytes_by_dtype(plan).values())
+        with _staged(team, dst, attempt, self.options.get("overwrite", False), single) as place, bar(self.operation, total) as advance:
+            here = copies_within(place, source.remote)
+            within = plan_within(self.prints, plan, self.located, here, source.remote) if here and source.remote else None
+            seals = Seals({extent: fqn for extent, fqn in read_whole(self._part, self.located).items() if fqn not in self.prints})
+            sink = WriteSink(layout, within or place.shelf)
+            try:
+                self._fill(sink, place, within, seals, totals, lambda nbytes: advance(nbytes * team.size))
+                found = source.format.locate(source.store, self._tensors) if self._assumes else self.located
+                wrong = self._assumes and not _is_as_assumed(self.located, found)
+                if any(team.all_gather(wrong, "compare places")):
+                    sink.abort()
+                    return False
+                checksums = self._gather(sink, seals, known_crcs(self.located, found), totals)
+                if team.rank == 0:
+                    fingerprints = (dict(within.fingerprints) if within else {}) | sink.fingerprints.join()
+                    prove_fingerprints(source, self.prints, fingerprints)
+                    manifest = _manifest(self.operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
+                    notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
+            except BaseException:
+                sink.abort()
+                raise
+        return True
+
+    def _fill(
+        self, sink: WriteSink, place: Place, within: Within | None, seals: Seals, totals: Totals, advance: Callable[[int], None]
+    ) -> None:
+        """Writes this member's share."""
+        with self.team.phase("create files"):
+            if self.team.rank == 0:
+                sink.open()
+        with self.team.phase("copy"):
+            if self.team.rank:
+                sink.open()
+            steps = steps_for(within.rest if within else self.plan, self.located, self.tiles, place.shelf, self.share)
+            done = run(steps, self.source.store, sink, self.jobs, advance, seals=seals, alter=self.alter)
+            if within:
+                within.vouch(sink)
+                done.store_nbytes = within.nbytes
+                advance(within.nbytes)
+            totals.read_nbytes, totals.store_nbytes, totals.overflowed = done.read_nbytes, done.store_nbytes, done.overflowed
+
+    def _gather(self, sink: WriteSink, seals: Seals, crcs: dict[Extent, int], totals: Totals) -> Mapping[str, int]:
+        """Brings everything that was noted to member 0, which finishes the files; returns the checksum of each there."""
+        team = self.team
+        with team.phase("finish"):
+            mine = sink.hand_over() if team.rank else None
+        parts = seals.hand_over(crcs) if team.size > 1 else []
+        handed = team.gather((mine, parts, totals.read_nbytes, totals.overflowed), "gather checksums")
+        checksums: Mapping[str, int] = {}
+        with team.phase("prove"):
+            for other, theirs, nbytes, overflowed in handed[1:] if team.size > 1 else ():
+                if other is not None:
+                    sink.absorb(other)
+                seals.absorb(theirs, crcs)
+                totals.read_nbytes += nbytes
+                for fqn, count in overflowed.items():
+                    totals.overflowed[fqn] = totals.overflowed.get(fqn, 0) + count
+            if team.rank == 0:
+                checksums = sink.finish()
+            seals.prove(crcs)
+        return checksums
+
+
+@contextmanager
+def _staged(team: Team, dst: Destination, attempt: str, overwrite: bool, single: str) -> Iterator[Place]:
+    """Yields the place that member 0 makes; everybody leaves it together, when it was published or given up."""
+    if team.rank:
+        with team.phase("publish"):
+            with team.phase("make room"):
+                pass
+            with team.phase("join"):
+                place = dst.join(attempt, shares_files=True)
+            yield place
+        return
+    with team.phase("publish"), dst.stage(attempt, overwrite, single) as place:
+        with team.phase("make room"):
+            pass
+        with team.phase("join"):
+            pass
+        yield place
+
+
+def steps_for(plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Shelf, share: Share = ALL) -> Iterator[Step]:
     """Schedules a plan, for a store that takes streams a few files at a time."""
     plans = [plan] if store.capabilities.can_write_anywhere else by_files(plan, _STREAMS)
-    return chain.from_iterable(schedule(part, located, *tiles) for part in plans)
+    return chain.from_iterable(schedule(part, located, *tiles, share) for part in plans)
 
 
 def _is_as_assumed(assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]) -> bool:

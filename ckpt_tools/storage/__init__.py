@@ -1,7 +1,7 @@
 """Bytes, and nothing but bytes: where they are kept and how they are read and written."""
 
 from ckpt_tools.storage.base import Capabilities, Shelf, Store, Writer, check_path, is_url, read, write_file
-from ckpt_tools.storage.local import LocalStore
+from ckpt_tools.storage.local import LocalStore, SharedStore
 from ckpt_tools.storage.memory import MemoryStore
 from ckpt_tools.storage.overlay import Overlay
 from ckpt_tools.storage.remote import RemoteStore
@@ -12,6 +12,7 @@ __all__ = [
     "MemoryStore",
     "Overlay",
     "RemoteStore",
+    "SharedStore",
     "Shelf",
     "Store",
     "Writer",

@@ -134,15 +134,22 @@ class LocalStore:
         return fd
 
 
+class SharedStore(LocalStore):
+    """A directory in which another process has created the files, and this one writes into them as well."""
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        return _LocalWriter(self.root / check_path(path, str(self.root)), nbytes, is_new=False)
+
+
 class _LocalWriter:
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, is_new: bool = True) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            self._fd = os.open(path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL) * is_new | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
-            raise failed("create", path, error) from error
+            raise failed("create" if is_new else "open", path, error) from error
         try:
-            if nbytes:
+            if nbytes and is_new:
                 os.truncate(self._fd, nbytes)
         except OSError as error:
             self.abort()
