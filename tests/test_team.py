@@ -1,0 +1,191 @@
+"""Several processes that torchrun or srun starts share one merge, reshard or convert: the same bytes, one commit, all or nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import ckpt_tools
+from ckpt_tools.box import whole
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.engine.schedule import schedule, shares
+from ckpt_tools.errors import PlanError
+from ckpt_tools.formats import Request, TargetTensor, open_source, safetensors
+from ckpt_tools.live.launch import first_host, slurm_variables
+from ckpt_tools.plan import plan_transfer
+from tests.jobs import LONG, torchrun_command
+
+ROOT = Path(__file__).parents[1]
+STATE = {
+    "model": {f"layers.{i}.w": torch.arange(7000.0 * (i + 1)).reshape(-1, 100) for i in range(5)} | {"norm": torch.ones(3), "step": torch.tensor(7)},
+    "optimizer": {"state": {"w": {"exp_avg": torch.linspace(0, 1, 300_000).reshape(600, 500)}}, "lr": 0.1},
+}  # fmt: skip
+
+
+def team(size: int, *words: object, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+    """Runs `ckpt` as so many processes."""
+    return subprocess.run(torchrun_command(size, "-m", "ckpt_tools", *words), capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What three ranks have saved, without a manifest."""
+    path = tmp_path_factory.mktemp("team")
+    dcp.save(STATE, checkpoint_id=path / "one", no_dist=True)
+    ckpt_tools.reshard(path / "one", path / "three", to_ranks=3)
+    for manifest in (path / "three").glob("ckpt.manifest.*"):
+        manifest.unlink()
+    return path
+
+
+@pytest.mark.parametrize("size", [2, 3, 5] if LONG else [3])
+def test_a_team_writes_what_one_process_writes(size: int, source: Path, tmp_path: Path) -> None:
+    ckpt_tools.merge(source / "three", tmp_path / "one.safetensors", dtype="bf16")
+    done = team(size, "merge", source / "three", tmp_path / "team.safetensors", "--dtype", "bf16", "--memory", "1MiB")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote ") == 1
+    assert (tmp_path / "team.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+    assert ckpt_tools.verify(tmp_path / "team.safetensors").problems == []
+    for words in (("reshard", "--to", "4"), ("convert", "--to", "dcp", "--ranks", "2"), ("merge", "--max-shard-size", "1MB")):
+        done = team(size, words[0], source / "three", tmp_path / words[0], *words[1:])
+        assert done.returncode == 0, done.stderr
+        assert ckpt_tools.verify(tmp_path / words[0]).problems == []
+        if words[0] != "merge":
+            assert ckpt_tools.diff(source / "one", tmp_path / words[0]).is_same
+    assert not list(tmp_path.glob(".tmp.*"))
+
+
+def test_shares_are_of_equal_bytes_and_cover_everything_once() -> None:
+    """Of one giant and many small tensors, whatever the number of shares."""
+    from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
+
+    shapes = {"giant": (4000, 1000), "empty": (0, 3), "scalar": ()} | {f"small.{i}": (i + 1, 7) for i in range(50)}
+    f32, at, tensors = BY_NAME["float32"], 0, {}
+    for fqn, shape in shapes.items():
+        nbytes = whole(shape).numel * 4
+        tensors[fqn] = TensorEntry(fqn, f32, shape, (Chunk(whole(shape), Extent("f", at, nbytes)),))
+        at += nbytes
+    layout = safetensors.lay_out(Request([TargetTensor(f, f32, s, (whole(s),)) for f, s in shapes.items()]))
+    plan = plan_transfer(Catalog("x", tensors, file_sizes={"f": at}), layout)
+    every = [(t.tensor.fqn, t.box) for step in schedule(plan, {}, 1 << 16, 1 << 16) for t in step.tiles]
+    for count in (1, 2, 7, 64):
+        parts = [[t for step in schedule(plan, {}, 1 << 16, 1 << 16, share) for t in step.tiles] for share in shares(plan, count)]
+        assert [(t.tensor.fqn, t.box) for part in parts for t in part] == every
+        sizes = [sum(t.dst_nbytes for t in part) for part in parts]
+        assert max(sizes) - min(sizes) <= 2 << 16
+
+
+def test_damage_in_what_no_member_reads_in_full_is_found(tmp_path: Path) -> None:
+    torch.save({"w": torch.randn(900, 500)}, tmp_path / "w.pt")
+    ckpt_tools.convert(tmp_path / "w.pt", tmp_path / "src", to="dcp")
+    store = open_source(tmp_path / "src")
+    big = max((c.extent for t in store.catalog.tensors.values() for c in t.chunks), key=lambda e: e.nbytes)
+    for manifest in (tmp_path / "src").glob("ckpt.manifest.*"):
+        manifest.unlink()
+    for place in (big.nbytes // 4, big.nbytes // 2, big.nbytes * 3 // 4):
+        with (tmp_path / "src" / big.file).open("r+b") as file:
+            file.seek(big.start + place)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 4]))
+        done = team(2, "merge", tmp_path / "src", tmp_path / "out.safetensors")
+        assert done.returncode and "bytes were damaged since they were written" in done.stderr, done.stderr
+        assert not (tmp_path / "out.safetensors").exists() and not list(tmp_path.glob(".tmp.*"))
+        with (tmp_path / "src" / big.file).open("r+b") as file:
+            file.seek(big.start + place)
+            file.write(byte)
+    assert team(2, "merge", tmp_path / "src", tmp_path / "out.safetensors").returncode == 0
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], torch.load(tmp_path / "w.pt")["w"])
+
+
+def test_members_that_see_different_sources_refuse(source: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        ckpt_tools.merge(source / "three", tmp_path / str(rank) / "src.safetensors", select=["layers.*"] if rank else ["*"])
+    script = f"cd {tmp_path}/$RANK && exec {sys.executable} -m ckpt_tools merge src.safetensors {tmp_path}/out.safetensors"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode and "processes see different sources: 1 another one than process 0" in done.stderr
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_an_error_of_one_member_ends_all_and_is_told(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.safetensors").write_bytes(b"x")
+    done = team(2, "merge", source / "three", tmp_path / "out.safetensors")
+    assert done.returncode and "the destination exists" in done.stderr
+    assert (tmp_path / "out.safetensors").read_bytes() == b"x"
+    done = team(2, "verify", source / "three")
+    assert done.returncode and "verify is work for one process" in done.stderr
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(entry.name))
+            except (OSError, ValueError, IndexError):
+                continue
+    return found
+
+
+@pytest.mark.parametrize("victim", range(4) if LONG else [0, 1])
+def test_a_member_that_is_killed_leaves_nothing_and_the_next_run_completes(victim: int, tmp_path: Path) -> None:
+    state = {f"w{i}": torch.randn(2_000_000) for i in range(25)}  # 200 MB
+    torch.save(state, tmp_path / "src.pt")
+    command = torchrun_command(2, "-m", "ckpt_tools", "reshard", tmp_path / "src.pt", tmp_path / "out", "--to", 4, "--memory", "1MiB")
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    try:
+        while job.poll() is None and not any(tmp_path.glob(".tmp.out.*/*.distcp")):
+            time.sleep(0.002)
+        time.sleep(0.01 * (victim // 2))
+        members = sorted(_children(job.pid))
+        os.kill(members[victim % 2], signal.SIGKILL)
+        _, errors = job.communicate(timeout=120)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode and not (tmp_path / "out").exists(), errors
+    done = team(2, "reshard", tmp_path / "src.pt", tmp_path / "out", "--to", "4")
+    assert done.returncode == 0, done.stderr
+    assert ckpt_tools.diff(tmp_path / "src.pt", tmp_path / "out").is_same and not list(tmp_path.glob(".tmp.*"))
+
+
+def test_slurm_starts_them_too(source: Path, tmp_path: Path) -> None:
+    """As srun sets its variables; process 0 listens on the first node, here this machine."""
+    jobs = []
+    for rank in range(2):
+        slurm = {
+            "SLURM_PROCID": rank,
+            "SLURM_STEP_NUM_TASKS": 2,
+            "SLURM_JOB_ID": os.getpid(),
+            "SLURM_STEP_ID": 3,
+            "SLURM_JOB_NODELIST": "localhost",
+        }
+        command = [sys.executable, "-m", "ckpt_tools", "merge", str(source / "three"), str(tmp_path / "out.safetensors")]
+        environment = os.environ | {key: str(value) for key, value in slurm.items()} | {"PYTHONPATH": str(ROOT)}
+        jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [job.communicate(timeout=120)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0] and ["wrote" in out for out in outputs] == [True, False]
+    assert ckpt_tools.verify(tmp_path / "out.safetensors").problems == []
+
+
+def test_slurms_variables_are_understood() -> None:
+    step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "1234567", "SLURM_STEP_NODELIST": "gpu[007-009,12],login1"}
+    found = slurm_variables(step | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"})
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"], found["LOCAL_WORLD_SIZE"]) == ("5", "8", "gpu007", "4")
+    assert 20_000 <= int(found["MASTER_PORT"]) < 40_000
+    for nodes, first in {"a": "a", "a,b": "a", "a[1-2]": "a1", "a[03,05]-ib,b": "a03-ib", "n-1[10-20]": "n-110"}.items():
+        assert first_host(nodes) == first
+    with pytest.raises(PlanError, match="not a job step of Slurm"):
+        slurm_variables({"SLURM_PROCID": "5"})
