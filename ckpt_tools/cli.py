@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, printable
+from ckpt_tools import cli_runs
+from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.options import (
     DryRun,
     Jobs,
@@ -24,7 +25,6 @@ from ckpt_tools.options import (
     Memory,
     Overwrite,
     Quiet,
-    Root,
     Source,
     StorageOption,
     check_dtype,
@@ -35,7 +35,6 @@ from ckpt_tools.options import (
     plain,
     size,
 )  # fmt: skip
-from ckpt_tools.storage.base import is_url
 from ckpt_tools.team import Team, is_launched
 from ckpt_tools.version import __version__
 
@@ -73,7 +72,7 @@ def _root(
         )
 
 
-_SHARED = ("merge", "reshard", "convert")
+_SHARED = ("merge", "reshard", "convert", "verify")
 
 
 @app.command(epilog=app.info.epilog)
@@ -206,9 +205,9 @@ def verify(
     from ckpt_tools.operations.verify import verify as run
 
     result = run(src, quick=quick, deep=deep, **make_options(jobs, memory, False, False, quiet or as_json, storage_option))
-    if as_json:
+    if as_json and is_first():
         print(json.dumps(plain(result)))
-    elif not quiet:
+    elif not quiet and is_first():
         verdicts.show_verdict(result)
     if result.problems:
         raise SystemExit(1)
@@ -301,69 +300,9 @@ def copy_(
         render.show_copy(result)
 
 
-@app.command("ls", epilog=app.info.epilog)
-def list_(root: Root, storage_option: StorageOption = None, as_json: Json = False) -> None:
-    """List the steps of a run: size, time, world size, complete or not and why."""
-    from ckpt_tools import render
-    from ckpt_tools.steps import list_steps
-
-    steps = list_steps(root, parse_storage_options(storage_option))
-    if not steps and not is_url(root) and not os.path.isdir(root):
-        raise NotACheckpointError(f"not a directory: {printable(root)}")
-    if as_json:
-        print(json.dumps([render.step_as_json(s) for s in steps]))
-    else:
-        render.show_steps(steps)
-
-
-@app.command(epilog=app.info.epilog)
-def latest(
-    root: Root,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte, and pass over steps with wrong checksums.")] = False,
-    storage_option: StorageOption = None,
-) -> None:
-    """Print the path of the newest complete step: the one that a job would resume from.
-
-    Newer ones that are passed over are named on stderr with the reason. Exit status 10 where there is none.
-    """
-    from ckpt_tools.steps import latest as find
-
-    found = find(root, verify, options=parse_storage_options(storage_option))
-    for path, reason in found.passed_over:
-        print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
-    if found.step is None:
-        raise NotACheckpointError(f"no complete step in {printable(root)}")
-    print(found.step.path)
-
-
-@app.command(epilog=app.info.epilog)
-def prune(
-    root: Root,
-    keep_last: Annotated[int, typer.Option("--keep-last", min=1, metavar="N", help="How many of the newest complete steps stay.", show_default=False)],
-    keep_every: Annotated[int | None, typer.Option("--keep-every", min=1, metavar="M", help="Steps whose number is a multiple of M stay as well.", show_default=False)] = None,
-    grace_hours: Annotated[float, typer.Option("--grace-hours", min=0.0, help="In an object store: what was never finished goes if it has been silent for so long.")] = 24.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would go and remove nothing.")] = False,
-    storage_option: StorageOption = None, quiet: Quiet = False, as_json: Json = False,
-) -> None:  # fmt: skip
-    """Remove old steps of a run, and what dead jobs left half-written: directories, objects without an index, unfinished uploads.
-
-    Never the newest complete step, never one that is incomplete or that another tool wrote, never anything else in ROOT.
-    """
-    from ckpt_tools import render
-    from ckpt_tools.leftovers import remove_leftovers
-    from ckpt_tools.steps import prune as run
-
-    options = parse_storage_options(storage_option)
-    removed = run(root, keep_last, keep_every, dry_run=dry_run, options=options)
-    leftovers = remove_leftovers(root, grace_hours * 3600, dry_run, options)
-    if as_json:
-        print(
-            json.dumps(
-                {"steps": [render.step_as_json(s) for s in removed], "leftovers": [left.url for left in leftovers], "is_dry_run": dry_run}
-            )
-        )
-    elif not quiet:
-        render.show_pruned(removed, [left.url for left in leftovers], dry_run)
+app.command("ls", epilog=app.info.epilog)(cli_runs.list_)
+app.command(epilog=app.info.epilog)(cli_runs.latest)
+app.command(epilog=app.info.epilog)(cli_runs.prune)
 
 
 def _report(result: TransferResult, quiet: bool, as_json: bool) -> None:

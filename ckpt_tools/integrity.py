@@ -9,14 +9,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from ckpt_tools.catalog import Extent
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.engine.run import run
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.manifest import Manifest
-from ckpt_tools.plan import plan_files
+from ckpt_tools.plan import Plan, plan_files
 from ckpt_tools.storage import Store, read
+from ckpt_tools.team import ALONE, Team
 
 MISSING = "is missing"
 
@@ -85,8 +87,9 @@ def compare_bytes(manifest: Manifest, crcs: Mapping[str, int | None]) -> Iterato
 
 
 def hash_files(
-    store: Store, files: Mapping[str, int], jobs: int | None = None, memory: int | None = None, advance: Callable[[int], None] | None = None
-) -> dict[str, int]:
+    store: Store, files: Mapping[str, int], jobs: int | None = None, memory: int | None = None,
+    advance: Callable[[int], None] | None = None, team: Team = ALONE,
+) -> dict[str, int]:  # fmt: skip
     """Reads files and returns their CRC-64/NVME.
 
     Args:
@@ -94,10 +97,22 @@ def hash_files(
         files: how many bytes each has.
         jobs, memory: threads, and bytes of all buffers; the defaults where None.
         advance: called with bytes done.
+        team: reads a share each, and all of it becomes known to all.
     """
     jobs, sink = jobs or min(8, os.cpu_count() or 1), HashSink()
-    run(schedule(plan_files(files), {}, *tile_bytes(memory or DEFAULT_MEMORY_BYTES, jobs)), store, sink, jobs, advance)
+    run_shared(plan_files(files), {}, tile_bytes(memory or DEFAULT_MEMORY_BYTES, jobs), store, sink, jobs, advance, team)
     return {**dict.fromkeys(files, 0), **sink.fingerprints.join()}  # that of no bytes is 0
+
+
+def run_shared(
+    plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Store, sink: HashSink, jobs: int,
+    advance: Callable[[int], None] | None, team: Team,
+) -> None:  # fmt: skip
+    """Hashes what a plan reads, a share by each member of a team; all fingerprints are then known to all."""
+    with team.phase("read"):
+        run(schedule(plan, located, *tiles, shares(plan, team.size)[team.rank]), store, sink, jobs, advance)
+    if team.size > 1:
+        sink.fingerprints.share(team)
 
 
 def first_problem(manifest: Manifest, store: Store, reads_all: bool = False) -> str:

@@ -87,7 +87,7 @@ LEVELS = [
     ],
     ["live.group", "live.launch", "live.shards", "live.state", "live.share", "live.match", "live.write", "live.save", "live.load", "live"],
     ["mirror", "manager", "distributed"],
-    ["", "render", "verdicts", "options", "cli", "__main__"],
+    ["", "render", "verdicts", "options", "cli_runs", "cli", "__main__"],
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 MAY_IMPORT_TORCH = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -123,8 +124,25 @@ def test_an_error_of_one_member_ends_all_and_is_told(source: Path, tmp_path: Pat
     done = team(2, "merge", source / "three", tmp_path / "out.safetensors")
     assert done.returncode and "the destination exists" in done.stderr
     assert (tmp_path / "out.safetensors").read_bytes() == b"x"
-    done = team(2, "verify", source / "three")
-    assert done.returncode and "verify is work for one process" in done.stderr
+    done = team(2, "inspect", source / "three")
+    assert done.returncode and "inspect is work for one process" in done.stderr
+
+
+@pytest.mark.parametrize("is_sealed", [False, True] if LONG else [False])
+def test_a_team_verifies(is_sealed: bool, tmp_path: Path) -> None:
+    dcp.save(STATE, checkpoint_id=tmp_path / "src", no_dist=True)
+    if is_sealed:
+        ckpt_tools.seal(tmp_path / "src")
+    done = team(3, "verify", tmp_path / "src")
+    assert done.returncode == 0 and done.stdout.count("src: ") == 1, done.stderr
+    whole = ckpt_tools.verify(tmp_path / "src")
+    data = bytearray((tmp_path / "src" / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "src" / "__0_0.distcp").write_bytes(data)
+    done = team(3, "verify", tmp_path / "src", "--json")
+    found = json.loads(done.stdout)
+    alone = ckpt_tools.verify(tmp_path / "src")
+    assert done.returncode and found["lost"] == list(alone.lost) and len(found["problems"]) == len(alone.problems) > len(whole.problems)
 
 
 def _children(pid: int) -> list[int]:

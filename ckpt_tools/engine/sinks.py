@@ -21,6 +21,7 @@ from ckpt_tools.engine.schedule import Step, Tile, Write
 from ckpt_tools.errors import StorageError
 from ckpt_tools.plan import Literal, Target, Trailer
 from ckpt_tools.storage import MemoryStore, Shelf, Writer
+from ckpt_tools.team import Team
 
 _FINISHERS = 16  # each waits for a store
 
@@ -62,6 +63,15 @@ class Fingerprints:
         start = flat_start(tile.box, tensor.shape) * tensor.dst_dtype.itemsize
         self.sizes[tensor.fqn] = whole(tensor.shape).numel * tensor.dst_dtype.itemsize
         self.pieces.setdefault(tensor.fqn, []).append(Piece(start, tile.dst_nbytes, crc64, 0))
+
+    def share(self, team: Team) -> None:
+        """Brings together what every member of a team has noted."""
+        found = team.all_gather((self.pieces, self.sizes), "gather checksums")
+        self.pieces, self.sizes = {}, {}
+        for pieces, sizes in found:
+            self.sizes |= sizes
+            for fqn, more in pieces.items():
+                self.pieces.setdefault(fqn, []).extend(more)
 
     def join(self) -> dict[str, int]:
         """Returns the fingerprint of every tensor of which all tiles have passed, some of them perhaps twice."""

@@ -24,7 +24,7 @@ from ckpt_tools.engine.run import Alter, Totals, run
 from ckpt_tools.engine.schedule import ALL, DEFAULT_MEMORY_BYTES, Share, Step, by_files, in_share, read_nbytes, schedule, shares, tile_bytes
 from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.errors import FormatError, IntegrityError, PlanError, StorageError, printable
+from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable
 from ckpt_tools.formats import Request, Source
 from ckpt_tools.formats.base import Format
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
@@ -33,7 +33,7 @@ from ckpt_tools.operations.within import Within, plan_within
 from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
 from ckpt_tools.soundness import replicas
 from ckpt_tools.storage import Shelf, is_url
-from ckpt_tools.team import ALONE, Team
+from ckpt_tools.team import ALONE, Team, agree
 
 Path_ = str | os.PathLike[str]
 P = ParamSpec("P")
@@ -151,7 +151,7 @@ def transfer(
         dst.check(options.get("overwrite", False) or is_dry_run)
         layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
         plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
-    _check_agreed(team, layout)
+    agree(team, (sorted(layout.file_sizes.items()), layout.index and layout.index.data))
     work = _Work(operation, source, catalog, plan, team, options, alter or {})
     files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
     totals, notes = Totals(read_nbytes(plan, *work.tiles)) if is_dry_run else Totals(), list(plan.notes)
@@ -169,17 +169,6 @@ def transfer(
         totals.read_nbytes, sum(files.values()), plan.payload_bytes, totals.store_nbytes, _bytes_by_dtype(plan),
         left_out or {}, stripped or {}, totals.overflowed, tuple(notes), time.monotonic() - began, is_dry_run,
     )  # fmt: skip
-
-
-def _check_agreed(team: Team, layout: Target) -> None:
-    """Makes sure that every member has made the same plan: they may see different directories under one name."""
-    mine = crc64nvme(repr((sorted(layout.file_sizes.items()), layout.index and layout.index.data)).encode())
-    others = team.all_gather(mine, "compare plans") if team.size > 1 else [mine]
-    if len(set(others)) > 1:
-        wrong = ", ".join(str(rank) for rank, other in enumerate(others) if other != others[0])
-        raise PlanError(
-            f"processes see different sources: {wrong} another one than process 0", hint="all need the same files under one path"
-        )
 
 
 class _Work:

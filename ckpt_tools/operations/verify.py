@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
@@ -19,15 +19,16 @@ from ckpt_tools.engine.run import run
 from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
-from ckpt_tools.errors import CatalogError, FormatError
+from ckpt_tools.errors import CatalogError, FormatError, PlanError
 from ckpt_tools.formats import Format, detect, folder_of, is_ours
 from ckpt_tools.formats.zip_check import examine
-from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed
+from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
 from ckpt_tools.manifest import Manifest, names_in, of_store
 from ckpt_tools.operations.move import Options, Path_, no_bar
 from ckpt_tools.plan import plan_objects, plan_values
 from ckpt_tools.soundness import flaws
 from ckpt_tools.storage import Overlay, RemoteStore, Store
+from ckpt_tools.team import ALONE, Team, agree
 
 _MANIFEST_PART = ".ckpt.manifest."
 
@@ -74,7 +75,12 @@ def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Un
         FormatError: its index is malformed, and there is no manifest to say more.
         StorageError: it cannot be read.
     """
-    work = Verification(src, options)
+    team: Team = options.get("team") or ALONE
+    if deep and team.size > 1:
+        raise PlanError("--deep is work for one process", hint="start it without the launcher")
+    with team.phase("open"):
+        work = Verification(src, options)
+    agree(team, (sorted(work.sizes.items()), work.manifest and work.manifest.render()))
     began = time.monotonic()
     problems, unknown = work.compare(quick) if work.manifest else work.examine_all(quick)
     lost = sorted({p.fqn for p in problems if p.fqn})
@@ -122,6 +128,7 @@ class Verification:
         self._jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
         self._memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
         self._bar = options.get("progress") or no_bar
+        self.team = options.get("team") or ALONE
 
     def _read_catalog(self, form: Format) -> Catalog:
         try:
@@ -186,7 +193,11 @@ class Verification:
     def hash(self, files: Mapping[str, int]) -> dict[str, int | None]:
         """Reads files and returns their CRC-64/NVME."""
         with self._bar("verify", sum(files.values())) as advance:
-            return {**hash_files(self.store, files, self._jobs, self._memory, advance)}
+            return {**hash_files(self.store, files, self._jobs, self._memory, self._scaled(advance), self.team)}
+
+    def _scaled(self, advance: Callable[[int], None]) -> Callable[[int], None]:
+        """Returns what moves the one bar of a team: the others are about as far."""
+        return lambda nbytes: advance(nbytes * self.team.size)
 
     def _locate(self, files: set[str]) -> list[Problem]:
         """Returns which entries the damage in some files hits."""
@@ -216,7 +227,8 @@ class Verification:
     def fingerprints(self, tensors: Sequence[TensorEntry]) -> Mapping[str, int]:
         """Reads tensors and returns their fingerprints."""
         sink, located = HashSink(), self.format.locate(self.store, tensors)
-        run(schedule(plan_values(tensors), located, *tile_bytes(self._memory, self._jobs)), self.store, sink, self._jobs)
+        tiles = tile_bytes(self._memory, self._jobs)
+        run_shared(plan_values(tensors), located, tiles, self.store, sink, self._jobs, None, self.team)
         return sink.fingerprints.join()
 
     # ---- without ---------------------------------------------------------------------------------------------------------
@@ -277,7 +289,8 @@ class Verification:
     def _crc32(self, extents: Mapping[str, Extent]) -> Mapping[str, int]:
         sink = HashSink(with_crc32=True)
         with self._bar("verify", sum(e.nbytes for e in extents.values())) as advance:
-            run(schedule(plan_objects(extents), {}, *tile_bytes(self._memory, self._jobs)), self.store, sink, self._jobs, advance)
+            tiles = tile_bytes(self._memory, self._jobs)
+            run_shared(plan_objects(extents), {}, tiles, self.store, sink, self._jobs, self._scaled(advance), self.team)
         return {**dict.fromkeys(extents, 0), **sink.fingerprints.join()}  # that of no bytes is 0
 
     # ---- the values ------------------------------------------------------------------------------------------------------
