@@ -3,7 +3,10 @@
 A file is an 8-byte little-endian header length, a JSON header, then the payloads back to back. The header is parsed here
 rather than by the library, which takes duplicate keys and keeps the last. May import levels 0 to 2.
 
-Source: the format's specification at github.com/huggingface/safetensors, version 0.8.
+Files in which torch's DCP has put each rank's part of tensors are read too.
+
+Source: the format's specification at github.com/huggingface/safetensors, version 0.8; torch 2.13
+`torch/distributed/checkpoint/hf_storage.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckpt_tools.box import whole
+from ckpt_tools.box import Box, whole
 from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import by_tag
 from ckpt_tools.errors import CatalogError, FormatError, PlanError, StorageError, printable
@@ -28,6 +31,8 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 1 << 28
 _MAX_SIZE = 1 << 48
 _PAGE_BYTES = 4096
+_SHARDING = "DCP_SHARDING_INFO"
+_RANK = re.compile(r"shard-(\d{5})-.*\.safetensors")
 _SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 
 
@@ -50,18 +55,55 @@ def read_catalog(store: Store) -> Catalog:
     tensors: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}
     extras: dict[str, str] = {}
+    pieces: dict[str, list[TensorEntry]] = {}
     for name in names:
         sizes[name] = size_of(store, name)
         header = _read_header(store, name, sizes[name])
-        extras.update(_read_extras(header.pop("__metadata__", {}), name))
+        more = _read_extras(header.pop("__metadata__", {}), name)
+        offsets = _read_offsets(more.pop(_SHARDING, "{}"), name)
+        extras.update(more)
         for fqn, entry in _entries(header, name, sizes[name]).items():
-            if fqn in tensors:
+            if fqn in offsets:
+                pieces.setdefault(fqn, []).append(_piece(entry, offsets[fqn], name))
+            elif fqn in tensors:
                 raise FormatError(
                     f"a tensor stands in two shards: {printable(fqn)!r} ({tensors[fqn].chunks[0].extent.file}, {printable(name)})"
                 )
-            tensors[fqn] = entry
+            else:
+                tensors[fqn] = entry
     compare_index(weight_map or {}, tensors, INDEX)
-    return Catalog(NAME, tensors, file_sizes=sizes, extras=extras)
+    tensors |= {fqn: _whole(fqn, parts) for fqn, parts in pieces.items()}
+    ranks = {name: int(m[1]) - 1 for name in names if (m := _RANK.fullmatch(name))} if pieces else {}
+    return Catalog(NAME, tensors, file_sizes=sizes, extras=extras, ranks=ranks, world_size=max(ranks.values()) + 1 if ranks else None)
+
+
+def _read_offsets(text: str, name: str) -> dict[str, tuple[int, ...]]:
+    """Returns where a file's parts of tensors begin in the whole, as torch's HuggingFaceStorageWriter notes it; of other files nothing."""
+    offsets = {}
+    for fqn, about in _parse_json(text.encode("utf-8", "surrogatepass"), f"{_SHARDING} of {printable(name)}").items():
+        found = about.get("saved_offsets") if isinstance(about, dict) else None
+        if not isinstance(found, list) or not _are_sizes(found):
+            raise FormatError(f"saved_offsets of a tensor's part are not counts ({printable(name)}, {printable(fqn)!r})")
+        offsets[fqn] = tuple(found)
+    return offsets
+
+
+def _piece(entry: TensorEntry, offsets: tuple[int, ...], name: str) -> TensorEntry:
+    """Returns a part of a tensor as that: the shape goes as far as the part does."""
+    if len(offsets) != len(entry.shape):
+        raise FormatError(
+            f"a tensor's part has {len(entry.shape)} dims and {len(offsets)} offsets ({printable(name)}, {printable(entry.fqn)!r})"
+        )
+    box = Box(offsets, entry.shape)
+    return TensorEntry(entry.fqn, entry.dtype, box.ends, (Chunk(box, entry.chunks[0].extent),))
+
+
+def _whole(fqn: str, parts: list[TensorEntry]) -> TensorEntry:
+    """Joins a tensor's parts; its shape is written nowhere, so that it is as far as they go."""
+    if len({(part.dtype, len(part.shape)) for part in parts}) > 1:
+        raise FormatError(f"parts of a tensor are of several types: {printable(fqn)!r}, {', '.join(sorted({p.dtype.name for p in parts}))}")
+    shape = tuple(map(max, zip(*(part.shape for part in parts), strict=True)))
+    return TensorEntry(fqn, parts[0].dtype, shape, tuple(chunk for part in parts for chunk in part.chunks))
 
 
 def size_of(store: Store, name: str) -> int:
