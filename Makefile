@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/python -m training.demo demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .

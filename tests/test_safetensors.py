@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.errors import FormatError
+from ckpt_tools.errors import CatalogError, FormatError
+from tests.conftest import torchrun
 
 
 def write(path: Path, header: object, payload: bytes = b"", length: int | None = None) -> Path:
@@ -118,3 +119,28 @@ def test_every_dtype_of_safetensors_is_taken_bit_for_bit(tmp_path: Path) -> None
     assert all(got[k].dtype == v.dtype and got[k].shape == v.shape for k, v in tensors.items())
     for name, tensor in tensors.items():
         assert got[name].flatten().view(torch.uint8).tolist() == tensor.flatten().contiguous().view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_of_ranks_that_torch_wrote_are_one_checkpoint(ranks: int, tmp_path: Path) -> None:
+    torchrun(ranks, "hf_shards.py", str(tmp_path))
+    want = torch.load(tmp_path / "whole.pt")
+    files = sorted((tmp_path / "shards").glob("*.safetensors"))
+    assert len(files) == ranks
+    report = ckpt_tools.inspect(tmp_path / "shards")
+    assert (report.format, report.world_size, {f.rank for f in report.files}) == ("safetensors", ranks, set(range(ranks)))
+    ckpt_tools.merge(tmp_path / "shards", tmp_path / "m.safetensors")
+    got = load_file(tmp_path / "m.safetensors")
+    assert got.keys() == want.keys() and all(torch.equal(got[n], v) for n, v in want.items())
+    ckpt_tools.convert(tmp_path / "shards", tmp_path / "dcp", to="dcp", ranks=2)
+    assert ckpt_tools.diff(tmp_path / "dcp", tmp_path / "m.safetensors").is_same
+    files[0].unlink()
+    with pytest.raises(CatalogError, match="chunks leave a hole"):
+        ckpt_tools.inspect(tmp_path / "shards")
+
+
+@pytest.mark.parametrize("offsets", ["[0]", '["a", 0]', "[-1, 0]", "7", "[0, 99999999999999999999]"])
+def test_offsets_that_are_none_are_refused(offsets: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, 3)}, tmp_path / "m.safetensors", {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": ' + offsets + "}}"})
+    with pytest.raises(FormatError, match="offsets"):
+        ckpt_tools.inspect(tmp_path / "m.safetensors")

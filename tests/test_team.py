@@ -58,7 +58,8 @@ def test_a_team_writes_what_one_process_writes(size: int, source: Path, tmp_path
     assert done.stdout.count("wrote ") == 1
     assert (tmp_path / "team.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
     assert ckpt_tools.verify(tmp_path / "team.safetensors").problems == []
-    for words in (("reshard", "--to", "4"), ("convert", "--to", "dcp", "--ranks", "2"), ("merge", "--max-shard-size", "1MB")):
+    others = (("reshard", "--to", "4"), ("convert", "--to", "dcp", "--ranks", "2"), ("merge", "--max-shard-size", "1MB"))
+    for words in others if LONG else others[:1]:
         done = team(size, words[0], source / "three", tmp_path / words[0], *words[1:])
         assert done.returncode == 0, done.stderr
         assert ckpt_tools.verify(tmp_path / words[0]).problems == []
@@ -94,7 +95,8 @@ def test_damage_in_what_no_member_reads_in_full_is_found(tmp_path: Path) -> None
     big = max((c.extent for t in store.catalog.tensors.values() for c in t.chunks), key=lambda e: e.nbytes)
     for manifest in (tmp_path / "src").glob("ckpt.manifest.*"):
         manifest.unlink()
-    for place in (big.nbytes // 4, big.nbytes // 2, big.nbytes * 3 // 4):
+    places = [big.nbytes // 4, big.nbytes // 2, big.nbytes * 3 // 4]
+    for place in places if LONG else places[1:2]:
         with (tmp_path / "src" / big.file).open("r+b") as file:
             file.seek(big.start + place)
             byte = file.read(1)
@@ -159,7 +161,7 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("victim", range(4) if LONG else [0, 1])
+@pytest.mark.parametrize("victim", range(4) if LONG else [1])
 def test_a_member_that_is_killed_leaves_nothing_and_the_next_run_completes(victim: int, tmp_path: Path) -> None:
     state = {f"w{i}": torch.randn(2_000_000) for i in range(25)}  # 200 MB
     torch.save(state, tmp_path / "src.pt")

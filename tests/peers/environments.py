@@ -5,6 +5,7 @@ Each peer's packages go in without those that they depend on: none may replace w
 
 from __future__ import annotations
 
+import fcntl
 import os
 import site
 import subprocess
@@ -28,11 +29,13 @@ _PEERS = {
 def python_of(peer: str) -> str:
     """Returns the interpreter of the environment, with a peer installed; skips the test where that cannot be done."""
     done = FOLDER / f"{peer}.done"
-    if not done.exists():
-        log = _install(_PEERS[peer].split())
-        if log:
-            pytest.skip(f"{peer} cannot be installed here: {log}")
-        done.touch()
+    with (ROOT / ".peers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run side by side
+        if not done.exists():
+            log = _install(_PEERS[peer].split())
+            if log:
+                pytest.skip(f"{peer} cannot be installed here: {log}")
+            done.touch()
     return str(FOLDER / "bin" / "python")
 
 
