@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/python -m training.demo demo
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,12 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.jobs import torchrun_command
 from tests.servers import servers
 from tests.servers.servers import Server
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would the processes of these tests
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 HERE = Path(__file__).parent
 ALL_CASES = "adamw sgd hsdp tp columns dtypes strided names fsdp1 compiled titan flat headless local differ"
 CASES = {8: ALL_CASES, 4: "adamw columns tp hsdp", 3: "adamw columns", 1: "adamw columns", 16: "adamw columns"}
@@ -29,16 +33,29 @@ def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> Non
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run side by side, a file's stay together, and all that need an S3 server share one."""
+    for item in items:
+        name = "servers" if "server" in getattr(item, "fixturenames", ()) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(name))
+
+
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    done: dict[int, Path] = {}
+def saved(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[int], Path]:
+    """The processes that run the tests share what jobs have written."""
+    base = tmp_path_factory.getbasetemp()
+    base = base if worker_id == "master" else base.parent
 
     def get(num_ranks: int) -> Path:
-        if num_ranks not in done:
-            out = tmp_path_factory.mktemp(f"ranks{num_ranks}_")
-            torchrun(num_ranks, "save.py", str(out), *CASES[num_ranks].split())
-            done[num_ranks] = out
-        return done[num_ranks]
+        out = base / f"ranks{num_ranks}"
+        with (base / f"ranks{num_ranks}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not out.exists():
+                making = base / f"ranks{num_ranks}.making"
+                making.mkdir()
+                torchrun(num_ranks, "save.py", str(making), *CASES[num_ranks].split())
+                making.rename(out)
+        return out
 
     return get
 

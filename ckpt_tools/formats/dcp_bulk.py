@@ -165,18 +165,19 @@ class _Runs:
         """Returns which strings the memo has at some indices."""
         wanted, which = np.unique(indices, return_inverse=True)
         found = np.full(len(wanted), -1, np.int64)
-        for known, strings in reversed(self._texts):
+        for number, index in enumerate(wanted.tolist()):
+            text = names.get(index)
+            if isinstance(text, str):
+                found[number] = self.strings.setdefault(text, len(self.strings))
+        for known, strings in reversed(self._texts):  # as a rule it was spelled not long before
             if (found >= 0).all():
                 break
             order = np.argsort(known, kind="stable")
             at = np.minimum(np.searchsorted(known, wanted, sorter=order), len(known) - 1)
             fits = known[order[at]] == wanted
             found[fits] = strings[order[at[fits]]]
-        for number in np.flatnonzero(found < 0):
-            text = names.get(int(wanted[number]))
-            if not isinstance(text, str):
-                raise Irregular
-            found[number] = self.strings.setdefault(text, len(self.strings))
+        if (found < 0).any():
+            raise Irregular
         return found[which]
 
     def _add(self, tables: Mapping[int, _Table]) -> None:
