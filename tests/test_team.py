@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -218,23 +219,40 @@ def test_two_hosts_share_a_directory(hosts: list[tuple[str, str]], source: Path,
     assert (tmp_path / "team.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
 
 
+_jobs = itertools.count(os.getpid())
+
+
+def by_slurm(size: int, *words: object, **environment: str) -> list[subprocess.Popen[str]]:
+    """Starts `ckpt` as srun would, with its variables; process 0 listens on the first node, here this machine."""
+    jobs, number = [], next(_jobs)
+    for rank in range(size):
+        slurm = {"PROCID": rank, "STEP_NUM_TASKS": size, "JOB_ID": number, "STEP_ID": 3, "JOB_NODELIST": "localhost"}
+        own = {f"SLURM_{key}": str(value) for key, value in slurm.items()} | {"PYTHONPATH": str(ROOT)} | environment
+        command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
+        jobs.append(subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return jobs
+
+
 def test_slurm_starts_them_too(source: Path, tmp_path: Path) -> None:
-    """As srun sets its variables; process 0 listens on the first node, here this machine."""
-    jobs = []
-    for rank in range(2):
-        slurm = {
-            "SLURM_PROCID": rank,
-            "SLURM_STEP_NUM_TASKS": 2,
-            "SLURM_JOB_ID": os.getpid(),
-            "SLURM_STEP_ID": 3,
-            "SLURM_JOB_NODELIST": "localhost",
-        }
-        command = [sys.executable, "-m", "ckpt_tools", "merge", str(source / "three"), str(tmp_path / "out.safetensors")]
-        environment = os.environ | {key: str(value) for key, value in slurm.items()} | {"PYTHONPATH": str(ROOT)}
-        jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [job.communicate(timeout=120)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0] and ["wrote" in out for out in outputs] == [True, False]
+    jobs = by_slurm(2, "merge", source / "three", tmp_path / "out.safetensors")
+    outputs = [job.communicate(timeout=120) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0] and ["wrote" in out for out, _ in outputs] == [True, False], outputs
     assert ckpt_tools.verify(tmp_path / "out.safetensors").problems == []
+
+
+def test_a_member_that_hangs_is_given_up(tmp_path: Path) -> None:
+    torch.save({f"w{i}": torch.randn(2_000_000) for i in range(25)}, tmp_path / "src.pt")  # 200 MB
+    jobs = by_slurm(2, "reshard", tmp_path / "src.pt", tmp_path / "out", "--to", 4, "--memory", "1MiB", CKPT_TEAM_TIMEOUT_S="5")
+    try:
+        while jobs[0].poll() is None and not any(tmp_path.glob(".tmp.out.*/*.distcp")):
+            time.sleep(0.002)
+        jobs[1].send_signal(signal.SIGSTOP)
+        _, errors = jobs[0].communicate(timeout=120)
+    finally:
+        jobs[1].kill()
+        jobs[1].communicate()
+    assert jobs[0].returncode == 16 and "rank 1 did not answer (waited at most 5 s)" in errors, errors
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".tmp.*"))
 
 
 def test_slurms_variables_are_understood() -> None:

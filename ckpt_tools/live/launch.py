@@ -48,12 +48,16 @@ def first_host(nodes: str) -> str:
 
 
 @contextmanager
-def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
-    """Yields the group of all processes of the job, over gloo.
+def joined() -> Iterator[Group]:
+    """Yields the group of all processes of the job, over gloo; each waits for the others for an hour, or `CKPT_TEAM_TIMEOUT_S` seconds.
 
     Raises:
-        PeerError: not all have come.
+        PlanError: the launcher's variables are not what they should be.
     """
+    try:
+        timeout_s = float(os.environ.get("CKPT_TEAM_TIMEOUT_S", TIMEOUT_S))
+    except ValueError:
+        raise PlanError(f"CKPT_TEAM_TIMEOUT_S is a number of seconds, got {os.environ['CKPT_TEAM_TIMEOUT_S']!r}") from None
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ.update(slurm_variables(os.environ))
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=timeout_s))
