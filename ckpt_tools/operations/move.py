@@ -210,20 +210,21 @@ class _Work:
             sink = WriteSink(layout, within or place.shelf)
             try:
                 self._fill(sink, place, within, seals, totals, lambda nbytes: advance(nbytes * team.size))
-                found = source.format.locate(source.store, self._tensors) if self._assumes else self.located
+                with team.phase("look at what was read"):
+                    found = source.format.locate(source.store, self._tensors) if self._assumes else self.located
                 wrong = self._assumes and not _is_as_assumed(self.located, found)
                 if any(team.all_gather(wrong, "compare places")):
                     sink.abort()
                     return False
                 checksums = self._gather(sink, seals, known_crcs(self.located, found), totals)
-                if team.rank == 0:
-                    fingerprints = (dict(within.fingerprints) if within else {}) | sink.fingerprints.join()
-                    prove_fingerprints(source, self.prints, fingerprints)
-                    manifest = _manifest(self.operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
-                    notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
             except BaseException:
                 sink.abort()
                 raise
+            if team.rank == 0:
+                fingerprints = (dict(within.fingerprints) if within else {}) | sink.fingerprints.join()
+                prove_fingerprints(source, self.prints, fingerprints)
+                manifest = _manifest(self.operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
+                notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
         return True
 
     def _fill(
