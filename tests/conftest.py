@@ -33,11 +33,10 @@ def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> Non
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Where tests run side by side, a file's stay together, and all that need an S3 server share one."""
-    for item in items:
-        name = "servers" if "server" in getattr(item, "fixturenames", ()) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(name))
+    name = "servers" if "server" in getattr(item, "fixturenames", ()) else str(item.path)
+    item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,8 @@ SHAPES = {"a.weight": [7, 5], "a.bias": [7], "b.0.weight": [3, 7], "b.0.bias": [
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fsdp1")
     torchrun(request.param, "fsdp1_local.py", str(out))
+    for kind in ("orig", "flat"):
+        (out / f"local_{kind}" / "shapes.json").write_text(json.dumps(SHAPES))
     return out
 
 
@@ -30,8 +32,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("case", ["sharded", "local"])
 def test_weights_and_moments_are_those_of_the_full_state(case: str, kind: str, saved: Path, tmp_path: Path) -> None:
     folder, want = saved / f"{case}_{kind}", torch.load(saved / f"full_{kind}.pt")
-    if case == "local":
-        (folder / "shapes.json").write_text(json.dumps(SHAPES))
     assert ckpt_tools.verify(folder).problems == []
     ckpt_tools.merge(folder, tmp_path / "m.safetensors")
     got = load_file(tmp_path / "m.safetensors")
