@@ -71,7 +71,7 @@ class ManyChunks(Sequence[Chunk]):
         """Tells whether every extent lies in its file and is as long as its elements are."""
 
     @abstractmethod
-    def are_apart(self, others: Iterable[ManyChunks], ranges: Iterable[Extent]) -> bool:
+    def are_apart(self, others: Sequence[ManyChunks], ranges: Iterable[Extent]) -> bool:
         """Tells whether none of these, of others (itself among them) and of further ranges shares bytes with another."""
 
 

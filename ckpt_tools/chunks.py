@@ -69,7 +69,7 @@ class Chunks(ManyChunks):
         return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ("files", "starts", "nbytes", "offsets", "sizes"))
 
     def __hash__(self) -> int:
-        return hash((len(self), self[0] if len(self) else None))
+        return hash(tuple(self))  # as that of the tuple which it equals
 
     # ---- what `catalog` asks of many at once: the answer "no" is looked into chunk by chunk ------------------------------------
 
@@ -113,8 +113,8 @@ class Chunks(ManyChunks):
         lows, highs = self.offsets[held], self.offsets[held] + self.sizes[held]
         if (highs[1:, dim] < highs[:-1, dim]).any() or not self._are_distinct(held):
             return None
-        offsets: Ints = np.array([box.offsets for box in targets], np.int64)
-        edges = offsets + np.array([box.sizes for box in targets], np.int64)
+        offsets: Ints = np.array([box.offsets for box in targets], np.int64).reshape(-1, width)
+        edges = offsets + np.array([box.sizes for box in targets], np.int64).reshape(-1, width)
         first, last = np.searchsorted(highs[:, dim], offsets[:, dim], "right"), np.searchsorted(lows[:, dim], edges[:, dim], "left")
         counts = np.maximum(last - first, 0)
         dst = np.repeat(np.arange(len(targets)), counts)
@@ -134,9 +134,11 @@ class Chunks(ManyChunks):
         numel = self.sizes.astype(np.float64).prod(axis=1) * itemsize  # a giant one stays a giant
         return bool(((self.starts >= 0) & (self.nbytes >= numel) & (self.starts <= ends) & (self.nbytes <= ends - self.starts)).all())
 
-    def are_apart(self, others: Iterable[ManyChunks], ranges: Iterable[Extent]) -> bool:
+    def are_apart(self, others: Sequence[ManyChunks], ranges: Iterable[Extent]) -> bool:
         """Tells whether none of these, of others and of further ranges shares a byte with another, unless they are the very same."""
         many = [c for c in others if isinstance(c, Chunks) and c.names is self.names]
+        if len(many) < len(others):
+            return False  # numbers of files mean nothing between two catalogs
         number = {name: i for i, name in enumerate(self.names)}
         more = [(number.setdefault(e.file, len(number)), e.start, e.nbytes) for e in ranges]
         extra: Ints = np.array(more, np.int64).reshape(-1, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import struct
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def test_whatever_the_shapes_are(shapes: dict[str, tuple[int, ...]], ranks: int,
     same(as_torch_gathers(data) if is_torchs else data)
 
 
-def test_a_real_job_of_torch_is_read_so_too(tmp_path: Path) -> None:
+def test_the_metadata_of_a_large_job_is_read_so_too(tmp_path: Path) -> None:
     shapes = Llama(6, 64, 128, 4, 2, 512).shapes()
     build(shapes, 128, tmp_path / "run", with_adamw=True)
     data = as_torch_gathers((tmp_path / "run" / ".metadata").read_bytes())
@@ -80,6 +81,11 @@ def test_a_real_job_of_torch_is_read_so_too(tmp_path: Path) -> None:
     result = ckpt_tools.merge(tmp_path / "run", tmp_path / "m.safetensors", dry_run=True)
     assert result.num_copies == sum(c.box.numel > 0 for f, t in found.tensors.items() if f.startswith("model.") for c in t.chunks)
     assert result.read_nbytes == result.needed_nbytes == sum(t.nbytes for f, t in found.tensors.items() if f.startswith("model."))
+
+
+def test_what_real_jobs_have_written_is_read_so_too(saved: Callable[[int], Path]) -> None:
+    taken = {path.parent.name: same(path.read_bytes()) for path in saved(4).glob("*/.metadata")}
+    assert taken["adamw"], taken
 
 
 def test_what_is_odd_is_left_to_the_usual_reader() -> None:

@@ -144,3 +144,10 @@ def test_offsets_that_are_none_are_refused(offsets: str, tmp_path: Path) -> None
     save_file({"w": torch.ones(2, 3)}, tmp_path / "m.safetensors", {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": ' + offsets + "}}"})
     with pytest.raises(FormatError, match="offsets"):
         ckpt_tools.inspect(tmp_path / "m.safetensors")
+
+
+def test_a_tensor_that_is_whole_in_one_file_and_a_part_in_another_is_refused(tmp_path: Path) -> None:
+    for number, note in enumerate(({"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0]}}'}, None)):
+        save_file({"w": torch.ones(2)}, tmp_path / f"shard-0000{number + 1}-model-00001-of-00001.safetensors", note)
+    with pytest.raises(FormatError, match="a tensor stands in two shards"):
+        ckpt_tools.inspect(tmp_path)

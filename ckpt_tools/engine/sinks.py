@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -69,9 +69,13 @@ class Fingerprints:
         found = team.all_gather((self.pieces, self.sizes), "gather checksums")
         self.pieces, self.sizes = {}, {}
         for pieces, sizes in found:
-            self.sizes |= sizes
-            for fqn, more in pieces.items():
-                self.pieces.setdefault(fqn, []).extend(more)
+            self.absorb(pieces, sizes)
+
+    def absorb(self, pieces: Mapping[str, list[Piece]], sizes: Mapping[str, int]) -> None:
+        """Takes over what another process has noted."""
+        self.sizes |= sizes
+        for fqn, more in pieces.items():
+            self.pieces.setdefault(fqn, []).extend(more)
 
     def join(self) -> dict[str, int]:
         """Returns the fingerprint of every tensor of which all tiles have passed, some of them perhaps twice."""
@@ -284,9 +288,7 @@ class WriteSink:
         """Takes over what another process has written into the same files."""
         for name, pieces in handed.pieces.items():
             self._pieces[name] += pieces
-        for fqn, pieces in handed.tensors.items():
-            self.fingerprints.pieces.setdefault(fqn, []).extend(pieces)
-        self.fingerprints.sizes |= handed.sizes
+        self.fingerprints.absorb(handed.tensors, handed.sizes)
 
     def abort(self) -> None:
         """Closes what is open; the staging place is removed by whoever made it."""

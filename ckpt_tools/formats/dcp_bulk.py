@@ -32,10 +32,7 @@ def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, Chunks]] | N
     """Returns what a `.metadata` says, with the chunks of tensors beside; `boxes` and `places` there are those of objects only.
 
     Returns:
-        None where it is not as regular as what torch and this tool write: then `dcp_metadata.parse` has the word.
-
-    Raises:
-        UnsafePickleError: it is built to hurt its reader.
+        None where it is not as regular as what torch and this tool write, or wrong: then `dcp_metadata.parse` has the word.
     """
     try:
         plain = unframed(data)

@@ -207,6 +207,8 @@ class Window:
             length = int(lengths[numbers[0]])
             rows = buffer[self.starts[numbers][:, None] + np.arange(length)]
             self._sort(numbers, rows, shapes.setdefault(length, []))
+            if sum(map(len, shapes.values())) > _MAX_SHAPES:
+                raise Irregular
 
     def _sort(self, numbers: Ints, rows: Rows, known: list[Shape]) -> None:
         """Sorts objects of one length by their shapes."""

@@ -32,7 +32,7 @@ _MAX_INDEX_BYTES = 1 << 28
 _MAX_SIZE = 1 << 48
 _PAGE_BYTES = 4096
 _SHARDING = "DCP_SHARDING_INFO"
-_RANK = re.compile(r"shard-(\d{5})-.*\.safetensors")
+_RANK = re.compile(r"shard-(?!00000)(\d{5})-.*\.safetensors")
 _SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 
 
@@ -63,11 +63,12 @@ def read_catalog(store: Store) -> Catalog:
         offsets = _read_offsets(more.pop(_SHARDING, "{}"), name)
         extras.update(more)
         for fqn, entry in _entries(header, name, sizes[name]).items():
-            if fqn in offsets:
+            if fqn in offsets and fqn not in tensors:
                 pieces.setdefault(fqn, []).append(_piece(entry, offsets[fqn], name))
-            elif fqn in tensors:
+            elif fqn in tensors or fqn in pieces:
+                first = tensors.get(fqn) or pieces[fqn][0]
                 raise FormatError(
-                    f"a tensor stands in two shards: {printable(fqn)!r} ({tensors[fqn].chunks[0].extent.file}, {printable(name)})"
+                    f"a tensor stands in two shards: {printable(fqn)!r} ({printable(first.chunks[0].extent.file)}, {printable(name)})"
                 )
             else:
                 tensors[fqn] = entry

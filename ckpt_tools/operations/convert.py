@@ -39,6 +39,7 @@ from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, 
 from ckpt_tools.operations.transfer import left_out, rank_boxes, shards, target_dtype
 from ckpt_tools.soundness import check as check_catalog
 from ckpt_tools.storage import is_url, read
+from ckpt_tools.team import ALONE
 
 TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate", "peft", "deepspeed-universal")
 _COPIES = ("bit16.",)  # what DeepSpeed keeps of the weights a second time
@@ -111,7 +112,7 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
         "convert", source.with_made(job.made.files), catalog, open_destination(dst, storage_options), form, request, options,
         left_out=_dropped(source.catalog, catalog, job.parts),
     )  # fmt: skip
-    if how.get("check") and not result.is_dry_run:
+    if how.get("check") and not result.is_dry_run and (how.get("team") or ALONE).rank == 0:
         check_loads(str(dst))
         parts.notes.append("transformers loads it: no name missing or unexpected, every tensor as it was written")
     return replace(result, notes=(*result.notes, *parts.notes))

@@ -80,7 +80,7 @@ def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Un
         raise PlanError("--deep is work for one process", hint="start it without the launcher")
     with team.phase("open"):
         work = Verification(src, options)
-    agree(team, (sorted(work.sizes.items()), work.manifest and work.manifest.render()))
+    agree(team, (sorted(work.sizes.items()), work.manifest))
     began = time.monotonic()
     problems, unknown = work.compare(quick) if work.manifest else work.examine_all(quick)
     lost = sorted({p.fqn for p in problems if p.fqn})

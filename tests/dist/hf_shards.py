@@ -23,6 +23,7 @@ def main():
     whole = {n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in state.items()}
     if dist.get_rank() == 0:
         torch.save(whole, out / "whole.pt")
+    dist.barrier()  # nobody leaves while another is at it
     dist.destroy_process_group()
 
 
