@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ckpt_tools.checksum import crc64nvme, hex64
@@ -61,17 +62,23 @@ class RemoteDestination:
     def name(self, file: str, attempt: str) -> str:
         return attempt_name(file, attempt)
 
+    def dead(self) -> list[Path]:
+        return []
+
     def check_room(self, nbytes: int) -> None:
         del nbytes
 
     @contextmanager
-    def stage(self, attempt: str, overwrite: bool = False, single: str = "", is_kept: bool = False) -> Iterator[RemotePlace]:
+    def stage(
+        self, attempt: str, overwrite: bool = False, single: str = "", keeps: str = "", heir_of: Path | None = None
+    ) -> Iterator[RemotePlace]:
+        del heir_of
         place = RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, overwrite, single)
         try:
             yield place
         finally:
             if not place.is_published:
-                place.give_up(is_kept)
+                place.give_up(bool(keeps))
 
     def join(self, attempt: str, shares_files: bool = False) -> RemotePlace:
         if shares_files:
@@ -94,6 +101,7 @@ class RemotePlace:
         if overwrite:
             there = store.list_files()
             self._replaces = store.version(next((n for n in (single, *INDEXES) if n in there), ""))
+        self.folder = None
         self._is_exclusive = not overwrite or (store.s3 is not None and not self._replaces)  # nothing to replace
         self.capabilities = store.capabilities
 
@@ -147,6 +155,10 @@ class RemotePlace:
 
     def sizes(self) -> Mapping[str, int]:
         return self.store.fresh().list_files()
+
+    def go_on(self, files: Mapping[str, int]) -> None:
+        del files
+        raise PlanError("what was begun in an object store is not gone on with")
 
     def sync(self) -> None:
         """An object is durable once it is there."""

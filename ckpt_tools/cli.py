@@ -11,10 +11,13 @@ import json
 import os
 import signal
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import click
 import typer
+import typer.core
 
 from ckpt_tools import cli_runs
 from ckpt_tools.errors import CheckpointError, PlanError, printable
@@ -25,6 +28,7 @@ from ckpt_tools.options import (
     Memory,
     Overwrite,
     Quiet,
+    Resume,
     Source,
     StorageOption,
     check_dtype,
@@ -46,7 +50,19 @@ EXIT_STATUS = """EXIT STATUS
 0 fine · 1 error · 2 wrong usage · 10 not a checkpoint · 11 malformed or unsafe file · 12 holes or overlaps ·
 13 the request does not fit · 14 damaged bytes · 15 reading or writing failed · 16 another rank failed · 130 interrupted · 143 terminated"""
 
+
+class _Commands(typer.core.TyperGroup):
+    """Tells of Ctrl-C itself; typer ends without a word."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            _fail(f"interrupted; {stop.args[0] if stop.args else 'nothing was left at the destination'}", None, 130)
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
     help="Look into, prove, compare, merge and reshard PyTorch FSDP checkpoints, at the speed of a file copy, without running what they contain.",
     epilog=EXIT_STATUS.replace("\n\n", ": ").replace("\n", " "),
@@ -109,7 +125,7 @@ def merge(
     max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=size, metavar="SIZE", help="Write shards of at most this size, such as 5GB, and an index.", show_default=False)] = None,
     keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep names as stored: `model.`, `_orig_mod.`, `module.`, ….")] = False,
     lora: Annotated[str | None, typer.Option("--lora", metavar="DIR", help="Add the LoRA adapter of a PEFT directory to the weights, in fp32 arithmetic.", show_default=False)] = None,
-    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, resume: Resume = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Join the shards of a model into one safetensors file, ready for inference.
 
@@ -120,11 +136,12 @@ def merge(
     from ckpt_tools.operations.transfer import merge as run
 
     check_dtype(dtype)
-    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
-    result = run(
-        src, dst, select=select or (), dtype=dtype, keep_dtype=keep_dtype or (),
-        max_shard_bytes=max_shard_size, keep_prefix=keep_prefix, lora=lora, **options,
-    )  # fmt: skip
+    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, resume)
+    with _kept(resume):
+        result = run(
+            src, dst, select=select or (), dtype=dtype, keep_dtype=keep_dtype or (),
+            max_shard_bytes=max_shard_size, keep_prefix=keep_prefix, lora=lora, **options,
+        )  # fmt: skip
     _report(result, quiet, as_json)
 
 
@@ -134,7 +151,7 @@ def reshard(
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write.", show_default=False)],
     to_ranks: Annotated[int, typer.Option("--to", min=1, max=1_000_000, metavar="N", help="Number of ranks to split for.", show_default=False)],
     from_ranks: Annotated[int | None, typer.Option("--from", min=1, metavar="N", help="Number of ranks that wrote SRC, to be checked.", show_default=False)] = None,
-    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, resume: Resume = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rewrite a checkpoint as DCP, with the very chunks that a job of another number of ranks would have saved.
 
@@ -147,8 +164,10 @@ def reshard(
     """
     from ckpt_tools.operations.transfer import reshard as run
 
-    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
-    _report(run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options), quiet, as_json)
+    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, resume)
+    with _kept(resume):
+        result = run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options)
+    _report(result, quiet, as_json)
 
 
 @app.command(epilog=app.info.epilog)
@@ -169,7 +188,7 @@ def convert(
     base: Annotated[str | None, typer.Option("--base", metavar="DIR", help="Directory of config, tokenizer and code, which go along for hf; the key map takes heads from it.", show_default=False)] = None,
     max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=size, metavar="SIZE", help="For hf: at most this size a shard; 5GB.", show_default=False)] = None,
     check: Annotated[bool, typer.Option("--check", help="For hf: load the result with transformers in a process of its own, and compare.")] = False,
-    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, resume: Resume = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write a checkpoint of any readable format as another one, optimizer state included where both have it.
 
@@ -180,12 +199,13 @@ def convert(
     from ckpt_tools.operations.convert import convert as run
 
     check_dtype(dtype)
-    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option)
-    result = run(
-        src, dst, to=to, ranks=ranks, dtype=dtype, keep_dtype=keep_dtype or (), select=select or (), rename=rename or (),
-        key_map=key_map, settings=parse_counts(settings), optimizer=optimizer, model_only=model_only, keep_prefix=keep_prefix,
-        base=base, max_shard_bytes=max_shard_size, check=check, **options,
-    )  # fmt: skip
+    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, resume)
+    with _kept(resume):
+        result = run(
+            src, dst, to=to, ranks=ranks, dtype=dtype, keep_dtype=keep_dtype or (), select=select or (), rename=rename or (),
+            key_map=key_map, settings=parse_counts(settings), optimizer=optimizer, model_only=model_only, keep_prefix=keep_prefix,
+            base=base, max_shard_bytes=max_shard_size, check=check, **options,
+        )  # fmt: skip
     _report(result, quiet, as_json)
 
 
@@ -290,10 +310,8 @@ def copy_(
     from ckpt_tools.operations.copy import copy as run
 
     options = make_options(jobs, memory, False, dry_run, quiet or as_json, storage_option)
-    try:
+    with _kept(True):
         result = run(src, dst, to_storage_options=parse_storage_options(to_storage_option) if to_storage_option else None, **options)
-    except KeyboardInterrupt:
-        _fail("interrupted; what was transferred is kept, and a second run goes on from there", None, 130)
     if as_json:
         print(json.dumps(plain(result)))
     elif not quiet:
@@ -303,6 +321,15 @@ def copy_(
 app.command("ls", epilog=app.info.epilog)(cli_runs.list_)
 app.command(epilog=app.info.epilog)(cli_runs.latest)
 app.command(epilog=app.info.epilog)(cli_runs.prune)
+
+
+@contextmanager
+def _kept(is_kept: bool) -> Iterator[None]:
+    """Says of an interrupted command that another run goes on from there, where it does."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(*["what was finished is kept, and the same command goes on from there"] * is_kept) from None
 
 
 def _report(result: TransferResult, quiet: bool, as_json: bool) -> None:
@@ -342,8 +369,6 @@ def main(may_share: bool = False) -> None:
             app(prog_name="ckpt", obj=team)
     except CheckpointError as error:
         _fail(str(error), error.hint, error.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted; nothing was left at the destination", None, 130)
     except BrokenPipeError:
         sys.stderr.close()
         raise SystemExit(0) from None

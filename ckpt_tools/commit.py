@@ -100,7 +100,7 @@ def trash_path(target: Path, attempt: str) -> Path:
 
 
 @contextmanager
-def staging(target: Path, attempt: str, is_kept: bool = False) -> Iterator[Staging]:
+def staging(target: Path, attempt: str, keeps: str = "", heir_of: Path | None = None) -> Iterator[Staging]:
     """Yields a staging directory for `target`; whatever is left of it is removed on the way out.
 
     Leftovers of dead attempts at the same target are removed first; those of live ones are recognised by their lock.
@@ -108,14 +108,16 @@ def staging(target: Path, attempt: str, is_kept: bool = False) -> Iterator[Stagi
     Args:
         target: the file or directory to be.
         attempt: id of the attempt.
-        is_kept: go on with what an earlier try of the same attempt has left, and leave what there is to the next.
+        keeps: what is there is left to the next one if anything in it matches this glob; an earlier try of the same attempt is gone
+            on with, too.
+        heir_of: a dead attempt's staging directory, to be this one's.
     """
     made = [p for p in target.absolute().parents if not os.path.lexists(p)]
     path = staging_path(target, attempt)
-    is_mine = not is_kept  # one that is kept may be another process's, until it is locked
+    is_mine = not keeps  # one that is kept may be another process's, until it is locked
 
     def clean() -> None:
-        if is_mine and (not is_kept or not any(path.glob("*"))):
+        if is_mine and (not keeps or not any(path.glob(keeps))):
             shutil.rmtree(path, ignore_errors=True)
         for folder in made if not os.path.lexists(target) else ():
             with suppress(OSError):  # it is not ours alone any more
@@ -123,13 +125,14 @@ def staging(target: Path, attempt: str, is_kept: bool = False) -> Iterator[Stagi
 
     lock = -1
     try:  # from here on, so that a signal at any instant finds its way to the cleaning
-        remove_dead(target.parent, _escape_glob(target.name), spared=path if is_kept else None)
+        remove_dead(target.parent, _escape_glob(target.name), spared=heir_of or (path if keeps else None))
         try:
             target.absolute().parent.mkdir(parents=True, exist_ok=True)
-            for number in range(_TRIES):
-                path.mkdir(0o700, exist_ok=is_kept or number > 0)
+            lock = _inherit(heir_of, path) if heir_of is not None else -1
+            for number in range(_TRIES if lock < 0 else 0):
+                path.mkdir(0o700, exist_ok=bool(keeps) or number > 0)
                 lock = _lock(path)
-                if lock >= 0 or is_kept:
+                if lock >= 0 or keeps:
                     break
                 time.sleep(0.01)
         except OSError as error:
@@ -147,6 +150,14 @@ def staging(target: Path, attempt: str, is_kept: bool = False) -> Iterator[Stagi
         finally:
             if lock >= 0:
                 os.close(lock)
+
+
+def _inherit(old: Path, path: Path) -> int:
+    """Locks a dead attempt's directory and gives it another name; returns -1 where another was faster."""
+    lock = _lock(old)
+    if lock >= 0:
+        os.rename(old, path)
+    return lock
 
 
 def _lock(path: Path) -> int:
@@ -171,6 +182,12 @@ def _try_lock(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def find_dead(target: Path) -> list[Path]:
+    """Returns the staging directories that dead attempts at a target have left."""
+    found = remove_dead(target.parent, _escape_glob(target.name), dry_run=True)
+    return [path for path in found if path.name.startswith(_STAGING)]
 
 
 def remove_dead(parent: Path, name: str = "*", dry_run: bool = False, spared: Path | None = None) -> list[Path]:

@@ -1,6 +1,6 @@
 """Where a result goes: a path, published by one rename, or a prefix of an object store (see `bucket`).
 
-May import levels 0 to 3, commit, integrity and bucket.
+May import levels 0 to 3, commit, integrity, journal and bucket.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
-from ckpt_tools import commit
+from ckpt_tools import commit, journal
 from ckpt_tools.bucket import RemoteDestination
 from ckpt_tools.errors import FormatError, StorageError, printable
 from ckpt_tools.formats import is_ours
@@ -34,6 +34,11 @@ class Place(Protocol):
         """Takes the files."""
         ...
 
+    @property
+    def folder(self) -> Path | None:
+        """The directory on a disk, None in an object store."""
+        ...
+
     def files(self) -> Store:
         """Returns what lies there, to be read."""
         ...
@@ -51,6 +56,14 @@ class Place(Protocol):
 
         Raises:
             StorageError: another attempt is at work there.
+        """
+        ...
+
+    def go_on(self, files: Mapping[str, int]) -> None:
+        """Makes ready for a write into what an earlier try has left: each file is there then, and of its size.
+
+        Args:
+            files: bytes of every data file that will be there.
         """
         ...
 
@@ -103,14 +116,22 @@ class Destination(Protocol):
         """
         ...
 
-    def stage(self, attempt: str, overwrite: bool = False, single: str = "", is_kept: bool = False) -> AbstractContextManager[Place]:
+    def dead(self) -> list[Path]:
+        """Returns the directories in which attempts gathered files until they died; nothing for an object store."""
+        ...
+
+    def stage(
+        self, attempt: str, overwrite: bool = False, single: str = "", keeps: str = "", heir_of: Path | None = None
+    ) -> AbstractContextManager[Place]:
         """Yields the place of an attempt; what is left of it is removed on the way out.
 
         Args:
             attempt: its id.
             overwrite: take the place of what is there.
             single: the one file's name, where there is no index.
-            is_kept: go on with what an earlier try of the same attempt has left, and leave what there is to the next.
+            keeps: leave what there is to the next one if a file there matches this glob, and go on with what an earlier try of the same
+                attempt has left.
+            heir_of: a dead attempt's directory, to be this one's.
         """
         ...
 
@@ -164,9 +185,14 @@ class LocalDestination:
     def check_room(self, nbytes: int) -> None:
         commit.check_room(self.path, nbytes)
 
+    def dead(self) -> list[Path]:
+        return commit.find_dead(self.path)
+
     @contextmanager
-    def stage(self, attempt: str, overwrite: bool = False, single: str = "", is_kept: bool = False) -> Iterator[Place]:
-        with commit.staging(self.path, attempt, is_kept) as staging:
+    def stage(
+        self, attempt: str, overwrite: bool = False, single: str = "", keeps: str = "", heir_of: Path | None = None
+    ) -> Iterator[Place]:
+        with commit.staging(self.path, attempt, keeps, heir_of) as staging:
             yield LocalPlace(staging, overwrite, single)
 
     def join(self, attempt: str, shares_files: bool = False) -> Place:
@@ -185,7 +211,7 @@ class LocalPlace:
     """See `Place`: a staging directory."""
 
     def __init__(self, staging: commit.Staging, overwrite: bool, single: str) -> None:
-        self.attempt = staging.attempt
+        self.attempt, self.folder = staging.attempt, staging.path
         self.shelf = LocalStore(staging.path)
         self._staging, self._overwrite, self._single = staging, overwrite, single
 
@@ -203,6 +229,18 @@ class LocalPlace:
             (self.shelf.root / name).unlink()
         return right
 
+    def go_on(self, files: Mapping[str, int]) -> None:
+        there = LocalStore(self.folder).list_files(below=True)
+        own = LocalStore(self.folder)
+        for name, nbytes in files.items():
+            if there.get(name) != nbytes:
+                (self.folder / name).unlink(missing_ok=True)
+                own.create(name, nbytes).abort()
+        for name in there.keys() - files.keys():
+            if not PurePath(name).match(journal.GLOB):
+                (self.folder / name).unlink()
+        self.shelf = SharedStore(self.folder)
+
     def sync(self) -> None:
         for folder in self.shelf.folders():
             commit.sync_directory(self._staging.path / folder)
@@ -211,7 +249,8 @@ class LocalPlace:
     def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
         for literal in (manifest, index):
             if literal is not None:
-                write_file(self.shelf, literal.file, literal.data)
+                write_file(LocalStore(self.folder), literal.file, literal.data)
+        journal.remove(self.folder)
         if index is None:
             commit.publish_file(self._staging, self._single, manifest.file if manifest else "", self._overwrite)
         else:

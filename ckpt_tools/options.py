@@ -61,6 +61,13 @@ Memory = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace a checkpoint at DST; the old one stays until the new one is complete.")
 ]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on from what an interrupted run of this command has finished, and leave what is finished to the next if this is interrupted.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no report.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -81,13 +88,14 @@ def is_first() -> bool:
 
 
 def make_options(
-    jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool, storage_option: list[str] | None
-) -> Options:
+    jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool, storage_option: list[str] | None,
+    resume: bool = False,
+) -> Options:  # fmt: skip
     team = click.get_current_context().obj
     if team is not None and jobs is None:
         jobs = max(1, min(8, os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return {
-        "jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run, "team": team,
+        "jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run, "team": team, "resume": resume,
         "storage_options": parse_storage_options(storage_option), "progress": bar if is_first() and not quiet else None,
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.kernels import Bytes, cast, scatter
 from ckpt_tools.engine.schedule import Read, Step, Tile
 from ckpt_tools.engine.seals import Seals
-from ckpt_tools.engine.sinks import Sink, empty_bytes
+from ckpt_tools.engine.sinks import Handed, Sink, empty_bytes
 from ckpt_tools.errors import CatalogError, printable
 from ckpt_tools.storage import Store
 from ckpt_tools.storage.ranges import Range, coalesce
@@ -33,6 +34,22 @@ _GAP_NBYTES = 8 << 10
 _AHEAD_NBYTES = 96 << 20
 
 
+class Moved(NamedTuple):
+    """What one step has done.
+
+    Attributes:
+        read_nbytes: bytes read.
+        overflowed: how many finite values a cast made infinite, by tensor.
+        seen: file, start, length and CRC-32 of what was read of ranges that are watched.
+        wrote: what went into files.
+    """
+
+    read_nbytes: int
+    overflowed: dict[str, int]
+    seen: list[tuple[str, int, int, int]]
+    wrote: Handed | None
+
+
 @dataclass
 class Totals:
     """What a run did: bytes read, written, and copied by a store itself, and per tensor how many finite values a cast made infinite."""
@@ -43,18 +60,18 @@ class Totals:
     overflowed: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, step: Step, read_nbytes: int, overflowed: dict[str, int]) -> None:
+    def add(self, step: Step, moved: Moved) -> None:
         """Adds a finished step."""
         with self.lock:
-            self.read_nbytes += read_nbytes
+            self.read_nbytes += moved.read_nbytes
             self.written_nbytes += sum(w.nbytes for t in step.tiles for w in t.writes)
-            for fqn, count in overflowed.items():
+            for fqn, count in moved.overflowed.items():
                 self.overflowed[fqn] = self.overflowed.get(fqn, 0) + count
 
 
 def run(
     steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Progress | None = None, looks_ahead: bool = True,
-    seals: Seals | None = None, alter: Mapping[str, Alter] | None = None,
+    seals: Seals | None = None, alter: Mapping[str, Alter] | None = None, note: Callable[[Moved], None] | None = None,
 ) -> Totals:  # fmt: skip
     """Moves every step's tiles from a store into a sink.
 
@@ -67,6 +84,7 @@ def run(
         looks_ahead: tell the store what will be read, step by step; not where it knows already.
         seals: take note of what is read.
         alter: by tensor, what is done to its values on the way, in float32.
+        note: called with what each step has done, from any thread.
 
     Raises:
         CheckpointError: the first error of any thread; the others stop at their next step.
@@ -77,8 +95,10 @@ def run(
     def work() -> None:
         worker = _Worker(sink, Reader(store, seals), alter or {})
         while not stop.is_set() and (step := feed.take()) is not None:
-            read_nbytes, overflowed = worker.do(step)
-            totals.add(step, read_nbytes, overflowed)
+            moved = worker.do(step)
+            totals.add(step, moved)
+            if note is not None:
+                note(moved)
             if progress is not None:
                 progress(sum(t.dst_nbytes for t in step.tiles))
 
@@ -123,11 +143,16 @@ class Reader:
     def __init__(self, store: Store, seals: Seals | None = None) -> None:
         self.store, self._seals = store, seals
         self._buffers: dict[str, Bytes] = {}
+        self.seen: list[tuple[str, int, int, int]] = []
 
     def _read(self, file: str, start: int, into: Bytes) -> None:
         self.store.read_into(file, start, into.data)
-        if self._seals is not None:
-            self._seals.note(file, start, into)
+        self._note(file, start, into)
+
+    def _note(self, file: str, start: int, data: Bytes) -> None:
+        crc = self._seals.note(file, start, data) if self._seals is not None else None
+        if crc is not None:
+            self.seen.append((file, start, len(data), crc))
 
     def room(self, name: str, nbytes: int) -> Bytes:
         """Returns a buffer that is kept for the next time."""
@@ -168,8 +193,7 @@ class Reader:
             for item in window.ranges:
                 tile, read, data = pieces[item.tag]
                 piece = part[item.start - window.start :][: item.nbytes]
-                if self._seals is not None:
-                    self._seals.note(read.file, read.start, piece)
+                self._note(read.file, read.start, piece)
                 _place(tile, read, piece, data)
         return read_nbytes
 
@@ -180,8 +204,9 @@ class _Worker:
     def __init__(self, sink: Sink, reader: Reader, alter: Mapping[str, Alter]) -> None:
         self.store, self.sink, self.reader, self._alter = reader.store, sink, reader, alter
 
-    def do(self, step: Step) -> tuple[int, dict[str, int]]:
-        """Moves one step; returns the bytes read and the casts that overflowed, by tensor."""
+    def do(self, step: Step) -> Moved:
+        """Moves one step."""
+        self.reader.seen = []
         for tile in step.tiles:
             check_filled(tile)
         is_cast = [t.tensor.src_dtype is not t.tensor.dst_dtype or t.tensor.fqn in self._alter for t in step.tiles]
@@ -201,8 +226,8 @@ class _Worker:
                 count = self._cast(tile, before, after)
                 if count:
                     overflowed[tile.tensor.fqn] = overflowed.get(tile.tensor.fqn, 0) + count
-        self.sink.take(step, tiles, self.reader.room("scratch", max(t.dst_nbytes for t in step.tiles)))
-        return read_nbytes, overflowed
+        wrote = self.sink.take(step, tiles, self.reader.room("scratch", max(t.dst_nbytes for t in step.tiles)))
+        return Moved(read_nbytes, overflowed, self.reader.seen, wrote)
 
     def _cast(self, tile: Tile, before: Bytes, after: Bytes) -> int:
         """Brings a tile's values into the target's type, altered on the way where that was asked for; returns how many overflowed."""

@@ -41,14 +41,26 @@ class Seals:
         self._pieces: dict[Extent, set[tuple[int, int, int]]] = {}
         self._lock = threading.Lock()
 
-    def note(self, file: str, start: int, data: Bytes) -> None:
-        """Takes bytes of a file, if they lie in a range that is watched."""
+    def note(self, file: str, start: int, data: Bytes) -> int | None:
+        """Takes bytes of a file, if they lie in a range that is watched; returns their CRC-32 then."""
+        extent = self._around(file, start, len(data))
+        if extent is None:
+            return None
+        crc = crc32(data.data)
+        with self._lock:
+            self._pieces.setdefault(extent, set()).add((start, len(data), crc))
+        return crc
+
+    def take(self, file: str, start: int, nbytes: int, crc: int) -> None:
+        """Takes the CRC-32 of bytes that an earlier try has read, if they lie in a range that is watched."""
+        extent = self._around(file, start, nbytes)
+        if extent is not None:
+            self._pieces.setdefault(extent, set()).add((start, nbytes, crc))
+
+    def _around(self, file: str, start: int, nbytes: int) -> Extent | None:
         number = bisect_right(self._starts.get(file, []), start) - 1
         extent = self._sealed[file][number] if number >= 0 else None
-        if extent is not None and start + len(data) <= extent.start + extent.nbytes:
-            piece = (start, len(data), crc32(data.data))
-            with self._lock:
-                self._pieces.setdefault(extent, set()).add(piece)
+        return extent if extent is not None and start + nbytes <= extent.start + extent.nbytes else None
 
     def hand_over(self, crcs: Mapping[Extent, int]) -> list[Part]:
         """Returns what was read of ranges of which another process may have read the rest."""

@@ -35,6 +35,14 @@ class Piece(NamedTuple):
     crc32: int
 
 
+class Handed(NamedTuple):
+    """What was written, by one step or by a member of a team: the pieces of files, and of tensors, with the bytes of those."""
+
+    files: dict[str, list[Piece]]
+    tensors: dict[str, list[Piece]]
+    sizes: dict[str, int]
+
+
 class Sink(Protocol):
     """Takes the values of tiles, in any order, each tile once."""
 
@@ -42,8 +50,11 @@ class Sink(Protocol):
         """Returns where the tile's values are wanted, if they may be read straight into it; None for a buffer of the run's."""
         ...
 
-    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
-        """Consumes a step: `tiles[i]` holds the values of `step.tiles[i]`; `scratch` is room for the largest of them."""
+    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> Handed | None:
+        """Consumes a step: `tiles[i]` holds the values of `step.tiles[i]`; `scratch` is room for the largest of them.
+
+        Returns what was written of files, where some was.
+        """
         ...
 
 
@@ -86,14 +97,6 @@ class Fingerprints:
             if [p.start for p in ordered] == [0, *ends[:-1]] and ends[-1] == self.sizes[fqn]:
                 joined[fqn] = self.joined((p.crc64, p.nbytes) for p in ordered)
         return joined
-
-
-class Handed(NamedTuple):
-    """What a member of a team has written: the pieces of files, and of tensors."""
-
-    pieces: dict[str, list[Piece]]
-    tensors: dict[str, list[Piece]]
-    sizes: dict[str, int]
 
 
 class HashSink:
@@ -190,27 +193,29 @@ class WriteSink:
         del tile
         return None
 
-    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> Handed:
         noted: list[tuple[str, Piece]] = []
-        prints: list[tuple[Tile, int]] = []
+        prints = Fingerprints()
         for tile, data in zip(step.tiles, tiles, strict=True):
             crc = crc64nvme(data.data)
-            prints.append((tile, crc))
+            if not tile.tensor.is_object:
+                prints.add(tile, crc)
             for write in tile.writes:
                 is_all = write.nbytes == tile.dst_nbytes
                 values = data if is_all else _cut_out(tile, data, write, scratch)
                 noted.append((write.file, self._put(write.file, write.start, values.data, crc if is_all else None)))
         full: list[tuple[str, _Frame]] = []
+        files: dict[str, list[Piece]] = {}
         with self._lock:
             for name, piece in noted:
+                files.setdefault(name, []).append(piece)
                 self._pieces[name].append(piece)
                 frame = self._fill(name, piece)
                 full += [(name, frame)] if frame else []
-            for tile, crc in prints:
-                if not tile.tensor.is_object:
-                    self.fingerprints.add(tile, crc)
+            self.fingerprints.absorb(prints.pieces, prints.sizes)
         for name, frame in full:
             self._surround(name, frame)
+        return Handed(files, prints.pieces, prints.sizes)
 
     def _fill(self, name: str, piece: Piece) -> _Frame | None:
         """Notes a piece of a slot and returns its frame once it is full."""
@@ -285,8 +290,8 @@ class WriteSink:
         return Handed({name: pieces for name, pieces in self._pieces.items() if pieces}, self.fingerprints.pieces, self.fingerprints.sizes)
 
     def absorb(self, handed: Handed) -> None:
-        """Takes over what another process has written into the same files."""
-        for name, pieces in handed.pieces.items():
+        """Takes over what another process, or an earlier try, has written into the same files."""
+        for name, pieces in handed.files.items():
             self._pieces[name] += pieces
         self.fingerprints.absorb(handed.tensors, handed.sizes)
 

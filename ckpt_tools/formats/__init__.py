@@ -95,7 +95,8 @@ class _OneFile:
     def __init__(self, inner: Store, name: str, url: str) -> None:
         self.inner, self.name, self.url = inner, name, url
         self.capabilities, self.traffic = inner.capabilities, inner.traffic
-        self.size, self.read_into, self.view, self.will_read = inner.size, inner.read_into, inner.view, inner.will_read
+        self.size, self.version, self.read_into = inner.size, inner.version, inner.read_into
+        self.view, self.will_read = inner.view, inner.will_read
         self.folders, self.enter, self.create, self.close = inner.folders, inner.enter, inner.create, inner.close
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:

@@ -167,7 +167,7 @@ class _Work:
     def do(self) -> list[str]:
         """Moves what is missing and commits; returns remarks."""
         attempt, bar = self.attempt, self.options.get("progress") or no_bar
-        with self.target.stage(attempt, single=self.single, is_kept=not self.single) as place:
+        with self.target.stage(attempt, single=self.single, keeps="" if self.single else "*") as place:
             crcs = {self.name(name): crc for name, crc in self.crcs.items()}
             right = place.expect({self.name(name): nbytes for name, nbytes in self.data.items()}, crcs)
             self.missing = {name: nbytes for name, nbytes in self.data.items() if name not in right}

@@ -68,6 +68,12 @@ def read_lora(folder: str | os.PathLike[str], catalog: Catalog) -> dict[str, Alt
     return result
 
 
+def version(folder: str | os.PathLike[str]) -> str:
+    """Returns a text that is another one when an adapter's files are."""
+    store = open_source(folder).folder
+    return " ".join(f"{name} {store.version(name)}" for name in store.list_files())
+
+
 def _config(source: Source) -> Mapping[str, Any]:
     try:
         config: dict[str, Any] = json.loads(read(source.folder, "adapter_config.json"))

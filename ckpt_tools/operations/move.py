@@ -29,6 +29,7 @@ from ckpt_tools.formats import Request, Source
 from ckpt_tools.formats.base import Format
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
 from ckpt_tools.operations.proof import Print, prove_copies, prove_fingerprints, sealed_prints
+from ckpt_tools.operations.trail import Trail, forget
 from ckpt_tools.operations.within import Within, plan_within
 from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
 from ckpt_tools.soundness import replicas
@@ -51,6 +52,8 @@ class Options(TypedDict, total=False):
         memory_bytes: budget of all buffers together; 64 MiB where absent.
         overwrite: replace a checkpoint at the destination, once the new one is complete.
         dry_run: plan only, write nothing.
+        resume: go on from what an earlier, interrupted run of the same operation has finished at the destination, and leave to the next
+            what this one finishes, should it be interrupted. On a disk only; `copy` does so anyway.
         storage_options: of the source's object store, as fsspec takes them; the rest is its own configuration's.
         team: the processes that share the work; this one alone where absent. All call the operation with the same arguments.
         progress: called with a label and a total in bytes; gives a context with a callable that takes bytes done.
@@ -63,6 +66,7 @@ class Options(TypedDict, total=False):
     storage_options: Mapping[str, Any] | None
     progress: ProgressBar | None
     team: Team | None
+    resume: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class TransferResult:
         files: bytes of every file written, the index included, the manifest not.
         num_tensors, num_objects, num_copies: counts of the plan; a copy is one overlap of a source and a target chunk.
         read_nbytes, written_nbytes, needed_nbytes: bytes read, written, and of the elements that were needed.
+        kept_nbytes: bytes of those written that an earlier, interrupted run had written already.
         store_nbytes: bytes of those written that an object store copied by itself, without their passing through this process.
         bytes_by_dtype: bytes written, by element type.
         left_out: top-level keys that were not taken, with their bytes.
@@ -94,6 +99,7 @@ class TransferResult:
     read_nbytes: int
     written_nbytes: int
     needed_nbytes: int
+    kept_nbytes: int
     store_nbytes: int
     bytes_by_dtype: Mapping[str, int]
     left_out: Mapping[str, int] = field(default_factory=dict)
@@ -106,7 +112,7 @@ class TransferResult:
     @property
     def read_amplification(self) -> float:
         """Bytes read over bytes needed here."""
-        needed = self.needed_nbytes - self.store_nbytes
+        needed = self.needed_nbytes - self.store_nbytes - self.kept_nbytes
         return self.read_nbytes / needed if needed > 0 else 1.0
 
 
@@ -141,32 +147,48 @@ def transfer(
     stripped: Mapping[str, int] | None = None,
     may_assume: bool = True,
     alter: Mapping[str, Alter] | None = None,
+    changes: str = "",
 ) -> TransferResult:
-    """Plans, copies, proves and publishes; of a team, every member moves its share, and member 0 publishes."""
+    """Plans, copies, proves and publishes; of a team, every member moves its share, and member 0 publishes.
+
+    Args:
+        operation: its name, for the bar and the manifest.
+        source, catalog: what is read, and the view of it that is taken.
+        dst, form, request: where it goes to, as what.
+        options: see `Options`.
+        left_out, stripped: for the report.
+        may_assume: read payloads from where they should lie, and look afterwards, where looking is dear.
+        alter: by tensor, what is done to its values on the way.
+        changes: a text that is another one when `alter` does anything else.
+    """
     began = time.monotonic()
     team, is_dry_run = options.get("team") or ALONE, options.get("dry_run", False)
+    trail = Trail(team, options.get("resume", False))
     attempt = team.broadcast(str(uuid.uuid4()), "begin")
     with team.phase("plan"):
+        trail.check(dst)
         check_apart(source.path, dst.url)
         dst.check(options.get("overwrite", False) or is_dry_run)
         layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
         plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
     agree(team, (sorted(layout.file_sizes.items()), layout.index and layout.index.data))
-    work = _Work(operation, source, catalog, plan, team, options, alter or {})
+    if not is_dry_run:
+        trail.look_back(dst, operation, plan, source.store, changes)
+    work = _Work(operation, source, catalog, plan, team, options, alter or {}, trail)
     files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
     totals, notes = Totals(read_nbytes(plan, *work.tiles)) if is_dry_run else Totals(), list(plan.notes)
     if not is_dry_run:
         with team.phase("look at what is to be read"):
-            dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES)
+            dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES - trail.nbytes)
             work.locate(may_assume)
         if not work.copy(dst, attempt, totals, notes):
             source.store.close()
-            return transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, False, alter)
+            return transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, False, alter, changes)
         source.store.close()
     return TransferResult(
         source.path, dst.url, form.NAME, files,
         sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
-        totals.read_nbytes, sum(files.values()), plan.payload_bytes, totals.store_nbytes, _bytes_by_dtype(plan),
+        totals.read_nbytes, sum(files.values()), plan.payload_bytes, trail.past.nbytes, totals.store_nbytes, _bytes_by_dtype(plan),
         left_out or {}, stripped or {}, totals.overflowed, tuple(notes), time.monotonic() - began, is_dry_run,
     )  # fmt: skip
 
@@ -175,18 +197,20 @@ class _Work:
     """One member's part of a transfer, all of it where the process is alone."""
 
     def __init__(
-        self, operation: str, source: Source, catalog: Catalog, plan: Plan, team: Team, options: Options, alter: Mapping[str, Alter]
-    ) -> None:
+        self, operation: str, source: Source, catalog: Catalog, plan: Plan, team: Team, options: Options, alter: Mapping[str, Alter],
+        trail: Trail,
+    ) -> None:  # fmt: skip
         self.operation, self.source, self.catalog, self.plan, self.team, self.alter = operation, source, catalog, plan, team, alter
         self.options = options
-        self.jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
-        self.tiles = tile_bytes(options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, self.jobs)
+        jobs, budget = options.get("jobs") or min(8, os.cpu_count() or 1), options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
+        self.tiles, self.jobs = trail.cut(tile_bytes(budget, jobs), jobs, budget)
         self.share = shares(plan, team.size)[team.rank]
         self.located: Mapping[Extent, Extent] = {}
         self.prints: Mapping[str, Print] = {}
         self._part = replace(plan, tensors=tuple(in_share(plan, self.share)))
         self._tensors = [catalog.tensors[t.fqn] for t in self._part.tensors if not t.is_object]
         self._assumes = False
+        self.trail = trail
 
     def locate(self, may_assume: bool) -> None:
         """Finds what this member is to read, and proves what is carried without another look."""
@@ -198,16 +222,18 @@ class _Work:
 
     def copy(self, dst: Destination, attempt: str, totals: Totals, notes: list[str]) -> bool:
         """Writes and publishes everything; False where payloads do not lie where they were assumed to, and nothing was published."""
-        source, plan, team = self.source, self.plan, self.team
+        source, plan, team, trail = self.source, self.plan, self.team, self.trail
         layout = plan.target
         single = next(iter(layout.file_sizes)) if layout.index is None else ""
         bar = self.options.get("progress") or no_bar
         total = sum(_bytes_by_dtype(plan).values())
-        with _staged(team, dst, attempt, self.options.get("overwrite", False), single) as place, bar(self.operation, total) as advance:
+        with _staged(team, dst, attempt, self.options, single, trail) as place, bar(self.operation, total) as advance:
+            trail.begin(place, attempt, layout.file_sizes, self.tiles, self.jobs)
             here = copies_within(place, source.remote)
             within = plan_within(self.prints, plan, self.located, here, source.remote) if here and source.remote else None
             seals = Seals({extent: fqn for extent, fqn in read_whole(self._part, self.located).items() if fqn not in self.prints})
             sink = WriteSink(layout, within or place.shelf)
+            trail.past.tell(None if team.rank else sink, seals, totals.overflowed)
             try:
                 self._fill(sink, place, within, seals, totals, lambda nbytes: advance(nbytes * team.size))
                 with team.phase("look at what was read"):
@@ -215,14 +241,18 @@ class _Work:
                 wrong = self._assumes and not _is_as_assumed(self.located, found)
                 if any(team.all_gather(wrong, "compare places")):
                     sink.abort()
+                    forget(place)
                     return False
-                checksums = self._gather(sink, seals, known_crcs(self.located, found), totals)
+                checksums = self._gather(sink, seals, known_crcs(self.located, found), totals, place)
             except BaseException:
                 sink.abort()
                 raise
+            finally:
+                trail.end()
             if team.rank == 0:
                 fingerprints = (dict(within.fingerprints) if within else {}) | sink.fingerprints.join()
-                prove_fingerprints(source, self.prints, fingerprints)
+                with trail.forgotten_if_wrong(place):
+                    prove_fingerprints(source, self.prints, fingerprints)
                 manifest = _manifest(self.operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
                 notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
         return True
@@ -238,14 +268,16 @@ class _Work:
             if self.team.rank:
                 sink.open()
             steps = steps_for(within.rest if within else self.plan, self.located, self.tiles, place.shelf, self.share)
-            done = run(steps, self.source.store, sink, self.jobs, advance, seals=seals, alter=self.alter)
+            left = self.trail.past.without(steps, advance)
+            done = run(left, self.source.store, sink, self.jobs, advance, seals=seals, alter=self.alter, note=self.trail.note)
             if within:
                 within.vouch(sink)
                 done.store_nbytes = within.nbytes
                 advance(within.nbytes)
-            totals.read_nbytes, totals.store_nbytes, totals.overflowed = done.read_nbytes, done.store_nbytes, done.overflowed
+            totals.read_nbytes, totals.store_nbytes = done.read_nbytes, done.store_nbytes
+            _add(totals.overflowed, done.overflowed)
 
-    def _gather(self, sink: WriteSink, seals: Seals, crcs: dict[Extent, int], totals: Totals) -> Mapping[str, int]:
+    def _gather(self, sink: WriteSink, seals: Seals, crcs: dict[Extent, int], totals: Totals, place: Place) -> Mapping[str, int]:
         """Brings everything that was noted to member 0, which finishes the files; returns the checksum of each there."""
         team = self.team
         with team.phase("finish"):
@@ -253,22 +285,26 @@ class _Work:
         parts = seals.hand_over(crcs) if team.size > 1 else []
         handed = team.gather((mine, parts, totals.read_nbytes, totals.overflowed), "gather checksums")
         checksums: Mapping[str, int] = {}
-        with team.phase("prove"):
+        with team.phase("prove"), self.trail.forgotten_if_wrong(place):
             for other, theirs, nbytes, overflowed in handed[1:] if team.size > 1 else ():
                 if other is not None:
                     sink.absorb(other)
                 seals.absorb(theirs, crcs)
                 totals.read_nbytes += nbytes
-                for fqn, count in overflowed.items():
-                    totals.overflowed[fqn] = totals.overflowed.get(fqn, 0) + count
+                _add(totals.overflowed, overflowed)
             if team.rank == 0:
                 checksums = sink.finish()
             seals.prove(crcs)
         return checksums
 
 
+def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for fqn, count in more.items():
+        counts[fqn] = counts.get(fqn, 0) + count
+
+
 @contextmanager
-def _staged(team: Team, dst: Destination, attempt: str, overwrite: bool, single: str) -> Iterator[Place]:
+def _staged(team: Team, dst: Destination, attempt: str, options: Options, single: str, trail: Trail) -> Iterator[Place]:
     """Yields the place that member 0 makes; everybody leaves it together, when it was published or given up."""
     if team.rank:
         with team.phase("publish"):
@@ -278,7 +314,8 @@ def _staged(team: Team, dst: Destination, attempt: str, overwrite: bool, single:
                 place = dst.join(attempt, shares_files=True)
             yield place
         return
-    with team.phase("publish"), dst.stage(attempt, overwrite, single) as place:
+    overwrite = options.get("overwrite", False)
+    with team.phase("publish"), dst.stage(attempt, overwrite, single, trail.keeps, trail.heir_of) as place:
         with team.phase("make room"):
             pass
         with team.phase("join"):

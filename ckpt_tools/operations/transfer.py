@@ -16,7 +16,7 @@ from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Request, TargetTensor, dcp, deepspeed, open_source, safetensors, torch_save, whole_tensor
 from ckpt_tools.layout import reshard_boxes, split
-from ckpt_tools.operations.lora import read_lora
+from ckpt_tools.operations import lora as adapters
 from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
 from ckpt_tools.storage import is_url
 from ckpt_tools.storage.upload import MIN_PART_BYTES
@@ -65,12 +65,13 @@ def merge(
         )
     targets = [whole_tensor(t, target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
     request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
-    alter = read_lora(lora, catalog) if lora is not None else None
+    alter = adapters.read_lora(lora, catalog) if lora is not None else None
     if source.remote is not None and is_url(target.url):
         request = replace(request, small_first=MIN_PART_BYTES)
     return transfer(
         "merge", source, catalog, target, safetensors, request,
         options, left_out=left_out(source.catalog, catalog), stripped=stripped, alter=alter,
+        changes=adapters.version(lora) if lora is not None else "",
     )  # fmt: skip
 
 

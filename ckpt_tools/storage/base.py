@@ -124,6 +124,10 @@ class Store(Shelf, Protocol):
         """
         ...
 
+    def version(self, path: str) -> str:
+        """Returns a text that is another one when the file is, "" where that cannot be told."""
+        ...
+
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         """Fills `buffer` from byte `start` of a file.
 

@@ -70,6 +70,10 @@ class LocalStore:
     def size(self, path: str) -> int:
         return os.fstat(self._open(path)).st_size
 
+    def version(self, path: str) -> str:
+        at = os.fstat(self._open(path))
+        return f"{at.st_size} {at.st_mtime_ns} {at.st_ctime_ns}"
+
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         fd, at, view = self._open(path), start, buffer
         try:
@@ -135,7 +139,7 @@ class LocalStore:
 
 
 class SharedStore(LocalStore):
-    """A directory in which another process has created the files, and this one writes into them as well."""
+    """A directory in which the files are there, made by another process or an earlier try; this one writes into them as well."""
 
     def create(self, path: str, nbytes: int) -> Writer:
         return _LocalWriter(self.root / check_path(path, str(self.root)), nbytes, is_new=False)

@@ -1,12 +1,13 @@
 """Memory as a store: the in-memory implementation of the contract, for shards in RAM and for tests of everything above.
 
-May import errors and storage.base.
+May import errors, checksum and storage.base.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Capabilities, Writer, check_path
 
@@ -33,6 +34,9 @@ class MemoryStore:
 
     def size(self, path: str) -> int:
         return len(self._view(path))
+
+    def version(self, path: str) -> str:
+        return hex64(crc64nvme(self._view(path)))
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         buffer[:] = self.view(path, start, len(buffer))

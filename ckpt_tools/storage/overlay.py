@@ -23,6 +23,9 @@ class Overlay:
     def size(self, path: str) -> int:
         return self._of(path).size(path)
 
+    def version(self, path: str) -> str:
+        return self._of(path).version(path)
+
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         self._of(path).read_into(path, start, buffer)
 

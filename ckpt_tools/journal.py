@@ -1,0 +1,218 @@
+"""What an attempt has finished, step by step, so that a later one goes on from there and does not begin again.
+
+A line a step in a file of its own for each process, in the staging directory: which bytes were written, and all that was learnt on the
+way. A line is believed where its own checksum is right, and the bytes that it tells of where theirs are. May import levels 0 to 3, the
+engine and integrity.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.catalog import Extent, ManyChunks
+from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.chunks import Chunks
+from ckpt_tools.engine.run import Moved
+from ckpt_tools.engine.schedule import Step
+from ckpt_tools.engine.seals import Seals
+from ckpt_tools.engine.sinks import Handed, HashSink, Piece, WriteSink
+from ckpt_tools.integrity import run_shared
+from ckpt_tools.plan import Plan, plan_objects
+from ckpt_tools.storage import Store
+from ckpt_tools.storage.local import failed
+from ckpt_tools.team import Team
+from ckpt_tools.version import __version__
+
+GLOB = ".ckpt.journal.*"
+_BATCH = 10_000  # pieces that are proved in one go
+_OTHERS_MAY_WRITE = 0o022
+
+
+def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
+    """Returns a digest of all that the bytes of a plan's result depend on, "" where a source's files have no version.
+
+    Args:
+        operation: its name.
+        plan: what goes where.
+        source: where it is read; with a file that is not the same any more the digest is another.
+        changes: what is done to values on the way, other than a cast.
+    """
+    files: set[str] = set()
+    digest = sha256(f"{__version__} {operation} {changes}".encode())
+    for tensor in plan.tensors:
+        chunks = tensor.chunks
+        target = repr((tensor.fqn, tensor.shape, tensor.src_dtype.name, tensor.dst_dtype.name, tensor.slots))
+        digest.update(target.encode("utf-8", "replace"))
+        files |= chunks.file_names() if isinstance(chunks, ManyChunks) else {c.extent.file for c in chunks}
+        if isinstance(chunks, Chunks):
+            for column in (chunks.offsets, chunks.sizes, chunks.files, chunks.starts, chunks.nbytes):
+                digest.update(column.tobytes())
+        else:
+            digest.update(repr(tuple(chunks)).encode("utf-8", "replace"))
+    for file in sorted(files):
+        version = source.version(file)
+        if not version:
+            return ""
+        digest.update(f"{file} {version} ".encode("utf-8", "replace"))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """An attempt at the same work that died.
+
+    Attributes:
+        path: its staging directory.
+        tiles: how it cut the work, as `schedule.tile_bytes` returns it: what it has finished fits no other cut.
+        nbytes: that it occupies on the disk.
+    """
+
+    path: Path
+    tiles: tuple[int, int]
+    nbytes: int
+
+
+def find(dead: Iterable[Path], work: str) -> Earlier | None:
+    """Returns the attempt of those that died that was at a piece of work; one in which others could have written is not looked at."""
+    for path in dead:
+        at = path.lstat()
+        if at.st_uid != os.geteuid() or at.st_mode & _OTHERS_MAY_WRITE:
+            continue
+        for file in sorted(path.glob(GLOB)):
+            head = next(_lines(file), None)
+            if isinstance(head, dict) and work and head.get("work") == work:
+                nbytes = sum(f.lstat().st_blocks * 512 for f in path.rglob("*"))
+                return Earlier(path, (head["tiles"][0], head["tiles"][1]), nbytes)
+    return None
+
+
+class Journal:
+    """Takes note of every step that this process has finished; the file is there from the first one on."""
+
+    def __init__(self, path: Path, work: str, tiles: tuple[int, int]) -> None:
+        self._path, self._head = path, {"work": work, "tiles": tiles}
+        self._fd = -1
+        self._lock = threading.Lock()
+
+    def note(self, moved: Moved) -> None:
+        """Takes a finished step."""
+        wrote = moved.wrote
+        if wrote is None or not wrote.files:
+            return
+        line = _line({
+            "files": wrote.files, "tensors": wrote.tensors, "sizes": wrote.sizes, "read": moved.seen, "overflowed": moved.overflowed
+        })  # fmt: skip
+        with self._lock:
+            try:
+                if self._fd < 0:
+                    self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                    line = _line(self._head) + line
+                while line:
+                    line = line[os.write(self._fd, line) :]
+            except OSError as error:
+                raise failed("write", self._path, error) from error
+
+    def close(self) -> None:
+        """Takes nothing any more; the file stays."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def remove(folder: Path) -> None:
+    """Removes all journals of a staging directory: nobody is to go on from there."""
+    for path in folder.glob(GLOB):
+        path.unlink(missing_ok=True)
+
+
+def _line(value: object) -> bytes:
+    data = json.dumps(value, separators=(",", ":")).encode()
+    return f"{hex64(crc64nvme(data))} ".encode() + data + b"\n"
+
+
+def _lines(path: Path) -> Iterator[object]:
+    """Yields what the lines of a journal hold, as far as they are as they were written."""
+    with path.open("rb") as file:
+        for line in file:
+            crc, _, data = line.rstrip(b"\n").partition(b" ")
+            if crc.decode("ascii", "replace") == hex64(crc64nvme(data)):
+                yield json.loads(data)
+
+
+class Past:
+    """What earlier tries have finished, as far as the bytes are still there."""
+
+    def __init__(self, steps: Sequence[Moved]) -> None:
+        self._steps = steps
+        self._written: dict[str, dict[tuple[int, int], Piece]] = {}
+        for step in steps:
+            for name, pieces in step.wrote.files.items() if step.wrote else ():
+                self._written.setdefault(name, {}).update({(p.start, p.nbytes): p for p in pieces})
+        self.nbytes = sum(p.nbytes for pieces in self._written.values() for p in pieces.values())
+
+    def without(self, steps: Iterable[Step], skipped: Callable[[int], None]) -> Iterator[Step]:
+        """Yields what is left to do of steps, and tells how many bytes are not."""
+        none: dict[tuple[int, int], Piece] = {}
+        if not self._written:
+            yield from steps
+        for step in steps:
+            left = tuple(
+                t for t in step.tiles
+                if not t.writes or any((w.start, w.nbytes) not in self._written.get(w.file, none) for w in t.writes)
+            )  # fmt: skip
+            if len(left) < len(step.tiles):
+                skipped(sum(t.dst_nbytes for t in step.tiles) - sum(t.dst_nbytes for t in left))
+            if left:
+                yield step if len(left) == len(step.tiles) else Step(left)
+
+    def tell(self, sink: WriteSink | None, seals: Seals, overflowed: dict[str, int]) -> None:
+        """Passes on what was learnt: to a sink, where this process completes the files, and to the ranges that are watched."""
+        for step in self._steps:
+            for piece in step.seen:
+                seals.take(*piece)
+            if sink is not None and step.wrote is not None:
+                sink.fingerprints.absorb(step.wrote.tensors, step.wrote.sizes)
+                for fqn, count in step.overflowed.items():
+                    overflowed[fqn] = overflowed.get(fqn, 0) + count
+        if sink is not None:
+            sink.absorb(Handed({name: list(pieces.values()) for name, pieces in self._written.items()}, {}, {}))
+
+
+def load(folder: Path, work: str) -> list[Moved]:
+    """Returns the steps that the journals of a staging directory tell of."""
+    steps: list[Moved] = []
+    for path in sorted(folder.glob(GLOB)):
+        lines = _lines(path)
+        head = next(lines, None)
+        if isinstance(head, dict) and head.get("work") == work:
+            steps += [_step(line) for line in lines if isinstance(line, dict) and "files" in line]
+    return steps
+
+
+def _step(line: Mapping[str, Any]) -> Moved:
+    files = {name: [Piece(*p) for p in pieces] for name, pieces in line["files"].items()}
+    tensors = {fqn: [Piece(*p) for p in pieces] for fqn, pieces in line["tensors"].items()}
+    return Moved(0, line["overflowed"], [(f, at, n, crc) for f, at, n, crc in line["read"]], Handed(files, tensors, line["sizes"]))
+
+
+def prove(steps: Sequence[Moved], store: Store, tiles: tuple[int, int], jobs: int, team: Team) -> Past:
+    """Reads again what steps have written, a share by each member of a team, and returns those of which every byte is there."""
+    sizes = store.list_files(below=True)
+    pieces = [(n, file, p) for n, step in enumerate(steps) if step.wrote for file, ps in step.wrote.files.items() for p in ps]
+    wrong = {n for n, file, p in pieces if p.start + p.nbytes > sizes.get(file, -1)}
+    rest = ((n, file, p) for n, file, p in pieces if n not in wrong and p.nbytes)
+    while batch := list(islice(rest, _BATCH)):
+        sink = HashSink()
+        extents = {str(i): Extent(file, p.start, p.nbytes) for i, (_, file, p) in enumerate(batch)}
+        run_shared(plan_objects(extents), {}, tiles, store, sink, jobs, None, team)
+        found = sink.fingerprints.join()
+        wrong |= {n for i, (n, _, p) in enumerate(batch) if found.get(str(i)) != p.crc64}
+    return Past([step for n, step in enumerate(steps) if n not in wrong])
