@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.engine.regions import Regions
 from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
 from ckpt_tools.formats import INDEXES, is_ours
 from ckpt_tools.formats.base import attempt_name, attempt_of
@@ -80,12 +81,13 @@ class RemoteDestination:
             if not place.is_published:
                 place.give_up(bool(keeps))
 
-    def join(self, attempt: str, shares_files: bool = False) -> RemotePlace:
-        if shares_files:
-            raise PlanError(
-                "several processes write into a directory that they share, not yet into an object store", hint="run it as one process"
-            )
-        return RemotePlace(RemoteStore(self.url, self._options), attempt, False, "")
+    @property
+    def takes_parts(self) -> bool:
+        return RemoteStore(self.url, self._options).s3 is not None
+
+    def join(self, attempt: str, single: str = "", shares_files: bool = False) -> RemotePlace:
+        del shares_files
+        return RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, False, single)
 
 
 class RemotePlace:
@@ -112,6 +114,12 @@ class RemotePlace:
     def create(self, path: str, nbytes: int) -> Writer:
         """Starts an object; the one that is a whole result waits for `publish`."""
         return self.store.create(path, nbytes, self.how(path))
+
+    def create_shared(self, path: str, nbytes: int, mine: tuple[int, int], upload_id: str) -> Upload:
+        """Starts an object of which several processes send parts; goes on with the upload that one of them has begun."""
+        upload = self.store.create(path, nbytes, replace(self.how(path), mine=mine, upload_id=upload_id))
+        assert isinstance(upload, Upload)
+        return upload
 
     def how(self, path: str) -> How:
         """Returns how an object is to be written: where there is none, or in the place of what an earlier try has left."""
@@ -224,6 +232,34 @@ class RemotePlace:
         if found is None or found.index is None or found.attempt != self.attempt:
             return False
         return hex64(crc64nvme(read(store, found.index[0]))) == found.index[1].crc64nvme
+
+
+class SharedFiles:
+    """The shelf of one of several processes, each of which sends some parts of some files."""
+
+    def __init__(self, place: RemotePlace, regions: Regions) -> None:
+        """Takes where the files go, and which bytes of each this process sends."""
+        self._place, self._regions = place, regions
+        self.capabilities = place.capabilities
+        self.upload_ids: Mapping[str, str] = {}
+        self._begun: dict[str, Upload] = {}
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        """Starts an object, or goes on with one that another process has begun."""
+        if self._regions[path] == (0, nbytes):
+            return self._place.create(path, nbytes)
+        upload = self._begun[path] = self._place.create_shared(path, nbytes, self._regions[path], self.upload_ids.get(path, ""))
+        return upload
+
+    def begin(self) -> dict[str, str]:
+        """Begins what is shared; returns the ids for the others."""
+        return {path: upload.begin() for path, upload in self._begun.items()}
+
+
+def shared_files(place: object, regions: Regions) -> Shelf:
+    """Returns where one of several processes puts its part of the files of a place in an object store."""
+    assert isinstance(place, RemotePlace)
+    return SharedFiles(place, regions)
 
 
 def copies_within(place: object, origin: RemoteStore | None) -> RemotePlace | None:

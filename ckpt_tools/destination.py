@@ -135,8 +135,18 @@ class Destination(Protocol):
         """
         ...
 
-    def join(self, attempt: str, shares_files: bool = False) -> Place:
-        """Returns the place that another process has made; with `shares_files`, to write into the files that it creates there.
+    @property
+    def takes_parts(self) -> bool:
+        """Tells whether several processes can write one file."""
+        ...
+
+    def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Place:
+        """Returns the place that another process has made.
+
+        Args:
+            attempt: its id.
+            single: as for `stage`.
+            shares_files: write into the files that the other one creates there.
 
         Raises:
             StorageError: this one does not see it.
@@ -195,13 +205,15 @@ class LocalDestination:
         with commit.staging(self.path, attempt, keeps, heir_of) as staging:
             yield LocalPlace(staging, overwrite, single)
 
-    def join(self, attempt: str, shares_files: bool = False) -> Place:
+    takes_parts = True
+
+    def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Place:
         folder = commit.staging_path(self.path, attempt)
         if not folder.is_dir():
             raise StorageError(
                 f"this rank does not see what rank 0 made: {printable(str(folder))}", hint="the directory must be shared by all ranks"
             )
-        place = LocalPlace(commit.Staging(attempt, folder, self.path), False, "")
+        place = LocalPlace(commit.Staging(attempt, folder, self.path), False, single)
         if shares_files:
             place.shelf = SharedStore(folder)
         return place

@@ -53,6 +53,7 @@ LEVELS = [
     [
         "engine.kernels",
         "engine.schedule",
+        "engine.regions",
         "engine.sinks",
         "engine.scan",
         "engine.seals",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from tests.dist.test_real_jobs import RESHARDED
 from tests.jobs import torchrun_command
 from tests.servers import servers
 from tests.servers.faults import faulty, serving
-from tests.servers.servers import SECRET, Server
+from tests.servers.servers import SECRET, Server, storage_words
 
 Saved = Callable[[int], Path]
 
@@ -69,24 +68,10 @@ def test_merge_and_reshard_read_a_bucket_as_they_read_a_disk(server: Server, upl
 
 def test_a_team_reads_a_bucket_too(server: Server, uploaded: Path, tmp_path: Path) -> None:
     ckpt_tools.reshard(uploaded, tmp_path / "one", to_ranks=3)
-    options = [word for key, value in flat(server.options) for word in ("--storage-option", f"{key}={value}")]
-    command = torchrun_command(2, "-m", "ckpt_tools", "reshard", URL, tmp_path / "team", "--to", 3, *options)
+    command = torchrun_command(2, "-m", "ckpt_tools", "reshard", URL, tmp_path / "team", "--to", 3, *storage_words(server))
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     assert ckpt_tools.verify(tmp_path / "team").problems == [] and ckpt_tools.diff(tmp_path / "one", tmp_path / "team").is_same
-    done = subprocess.run(
-        [*command[: -len(options) - 4], URL, "s3://bucket/team", "--to", "3", *options], capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode and "not yet into an object store" in done.stderr
-
-
-def flat(options: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yields storage options as the command line takes them."""
-    for key, value in options.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{above}{key}.")
-        else:
-            yield above + key, json.dumps(value)
 
 
 def test_an_object_that_is_replaced_between_two_reads_is_an_error_and_not_a_mix(server: Server) -> None:

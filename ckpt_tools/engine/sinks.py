@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from ckpt_tools.engine.schedule import Step, Tile, Write
 from ckpt_tools.errors import StorageError
 from ckpt_tools.plan import Literal, Target, Trailer
 from ckpt_tools.storage import MemoryStore, Shelf, Writer
+from ckpt_tools.storage.upload import Sent, Upload
 from ckpt_tools.team import Team
 
 _FINISHERS = 16  # each waits for a store
@@ -36,11 +38,15 @@ class Piece(NamedTuple):
 
 
 class Handed(NamedTuple):
-    """What was written, by one step or by a member of a team: the pieces of files, and of tensors, with the bytes of those."""
+    """What was written, by one step or by a member of a team: the pieces of files, and of tensors, with the bytes of those.
+
+    `sent` has the parts of uploads that another process has begun.
+    """
 
     files: dict[str, list[Piece]]
     tensors: dict[str, list[Piece]]
     sizes: dict[str, int]
+    sent: Mapping[str, Mapping[int, Sent]] = MappingProxyType({})
 
 
 class Sink(Protocol):
@@ -158,9 +164,9 @@ class _Frame:
 class WriteSink:
     """Writes a target's files and knows, at the end, the checksum of each without reading it again."""
 
-    def __init__(self, target: Target, store: Shelf, name: Callable[[str], str] = str) -> None:
-        """Takes the files to be, the store that they go to, and under which name each is to lie there."""
-        self.target, self.store, self._name = target, store, name
+    def __init__(self, target: Target, store: Shelf, name: Callable[[str], str] = str, sizes: Mapping[str, int] | None = None) -> None:
+        """Takes what this process writes, where to, under which names, and the bytes of all files where others write some."""
+        self.target, self.store, self._name, self._sizes = target, store, name, sizes or target.file_sizes
         self.fingerprints = Fingerprints()
         self._pieces: dict[str, list[Piece]] = {name: [] for name in target.file_sizes}
         self._with_crc32 = {t.file for t in target.trailers}
@@ -249,7 +255,11 @@ class WriteSink:
             self._surround_rest()
         else:
             self._surround_all()
-        checksums = {name: _join_file(name, pieces, self.target.file_sizes[name]) for name, pieces in self._pieces.items()}
+        checksums = {name: _join_file(name, pieces, self._sizes[name]) for name, pieces in self._pieces.items()}
+        self._finish_writers()
+        return checksums
+
+    def _finish_writers(self) -> None:
         if self._is_stream:
             with ThreadPoolExecutor(_FINISHERS, "ckpt-finish") as pool:
                 for done in [pool.submit(writer.finish) for writer in self._writers.values()]:
@@ -257,7 +267,6 @@ class WriteSink:
         else:
             for writer in self._writers.values():
                 writer.finish()
-        return checksums
 
     def _surround_all(self) -> None:
         """Writes all that stands around payloads, neighbours together."""
@@ -284,15 +293,21 @@ class WriteSink:
         self.slots = self._join_slots()
 
     def hand_over(self) -> Handed:
-        """Makes durable what was written here and returns it: another process, which created the files, finishes them."""
-        for writer in self._writers.values():
-            writer.finish()
-        return Handed({name: pieces for name, pieces in self._pieces.items() if pieces}, self.fingerprints.pieces, self.fingerprints.sizes)
+        """Makes durable what was written here and returns it: another process finishes the files that are not this one's alone."""
+        if self._is_stream:
+            self._surround_rest()
+        self._finish_writers()
+        files = {name: pieces for name, pieces in self._pieces.items() if pieces}
+        sent = {name: writer.sent for name, writer in self._writers.items() if isinstance(writer, Upload)}
+        return Handed(files, self.fingerprints.pieces, self.fingerprints.sizes, sent)
 
     def absorb(self, handed: Handed) -> None:
         """Takes over what another process, or an earlier try, has written into the same files."""
         for name, pieces in handed.files.items():
-            self._pieces[name] += pieces
+            self._pieces.setdefault(name, []).extend(pieces)
+        for name, sent in handed.sent.items():
+            if isinstance(writer := self._writers.get(name), Upload):
+                writer.absorb(sent)
         self.fingerprints.absorb(handed.tensors, handed.sizes)
 
     def abort(self) -> None:

@@ -15,11 +15,12 @@ from functools import wraps
 from itertools import chain
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
-from ckpt_tools.box import whole
-from ckpt_tools.bucket import copies_within
+from ckpt_tools.box import is_flat, whole
+from ckpt_tools.bucket import SharedFiles, copies_within, shared_files
 from ckpt_tools.catalog import Catalog, Extent
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination, Place
+from ckpt_tools.engine.regions import cut_regions, within_regions
 from ckpt_tools.engine.run import Alter, Totals, run
 from ckpt_tools.engine.schedule import ALL, DEFAULT_MEMORY_BYTES, Share, Step, by_files, in_share, read_nbytes, schedule, shares, tile_bytes
 from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
@@ -174,7 +175,7 @@ def transfer(
     agree(team, (sorted(layout.file_sizes.items()), layout.index and layout.index.data))
     if not is_dry_run:
         trail.look_back(dst, operation, plan, source.store, changes)
-    work = _Work(operation, source, catalog, plan, team, options, alter or {}, trail)
+    work = _Work(operation, source, catalog, plan, team, options, alter or {}, trail, dst)
     files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
     totals, notes = Totals(read_nbytes(plan, *work.tiles)) if is_dry_run else Totals(), list(plan.notes)
     if not is_dry_run:
@@ -198,16 +199,23 @@ class _Work:
 
     def __init__(
         self, operation: str, source: Source, catalog: Catalog, plan: Plan, team: Team, options: Options, alter: Mapping[str, Alter],
-        trail: Trail,
+        trail: Trail, dst: Destination,
     ) -> None:  # fmt: skip
         self.operation, self.source, self.catalog, self.plan, self.team, self.alter = operation, source, catalog, plan, team, alter
         self.options = options
         jobs, budget = options.get("jobs") or min(8, os.cpu_count() or 1), options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
         self.tiles, self.jobs = trail.cut(tile_bytes(budget, jobs), jobs, budget)
-        self.share = shares(plan, team.size)[team.rank]
+        self.on_disk = not is_url(dst.url)
+        self.regions = None if team.size == 1 or self.on_disk else cut_regions(plan, team.size, dst.takes_parts)[team.rank]
+        if self.regions is None:
+            self.todo, self.share = plan, shares(plan, team.size)[team.rank]
+            taken = {t.fqn for t in in_share(plan, self.share)}
+        else:
+            self.todo, self.share = within_regions(plan, self.regions), ALL
+            taken = {t.fqn for t in self.todo.tensors}
         self.located: Mapping[Extent, Extent] = {}
         self.prints: Mapping[str, Print] = {}
-        self._part = replace(plan, tensors=tuple(in_share(plan, self.share)))
+        self._part = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in taken))
         self._tensors = [catalog.tensors[t.fqn] for t in self._part.tensors if not t.is_object]
         self._assumes = False
         self.trail = trail
@@ -230,9 +238,12 @@ class _Work:
         with _staged(team, dst, attempt, self.options, single, trail) as place, bar(self.operation, total) as advance:
             trail.begin(place, attempt, layout.file_sizes, self.tiles, self.jobs)
             here = copies_within(place, source.remote)
-            within = plan_within(self.prints, plan, self.located, here, source.remote) if here and source.remote else None
-            seals = Seals({extent: fqn for extent, fqn in read_whole(self._part, self.located).items() if fqn not in self.prints})
-            sink = WriteSink(layout, within or place.shelf)
+            is_sole = team.size == 1
+            notes += ["one process alone would have the store copy by itself what it can"] if here and not is_sole else []
+            within = plan_within(self.prints, plan, self.located, here, source.remote) if here and source.remote and is_sole else None
+            seals = Seals({extent: fqn for extent, fqn in read_whole(self._part, self.located).items() if fqn not in self._printed()})
+            shelf = place.shelf if self.regions is None else shared_files(place, self.regions)
+            sink = WriteSink(self.todo.target, within or shelf, sizes=layout.file_sizes)
             trail.past.tell(None if team.rank else sink, seals, totals.overflowed)
             try:
                 self._fill(sink, place, within, seals, totals, lambda nbytes: advance(nbytes * team.size))
@@ -257,17 +268,27 @@ class _Work:
                 notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
         return True
 
+    def _printed(self) -> set[str]:
+        """Returns the sealed tensors whose fingerprint will be known: streams take pieces, which may not be runs of a tensor."""
+        sealed = [t for t in self.plan.tensors if t.fqn in self.prints]
+        return {t.fqn for t in sealed if self.on_disk or all(is_flat(s.box, t.shape) for s in t.slots)}
+
     def _fill(
         self, sink: WriteSink, place: Place, within: Within | None, seals: Seals, totals: Totals, advance: Callable[[int], None]
     ) -> None:
         """Writes this member's share."""
+        ids: Mapping[str, str] = {}
         with self.team.phase("create files"):
             if self.team.rank == 0:
                 sink.open()
+                ids = sink.store.begin() if isinstance(sink.store, SharedFiles) else {}
+        ids = self.team.broadcast(ids, "uploads")
         with self.team.phase("copy"):
             if self.team.rank:
+                if isinstance(sink.store, SharedFiles):
+                    sink.store.upload_ids = ids
                 sink.open()
-            steps = steps_for(within.rest if within else self.plan, self.located, self.tiles, place.shelf, self.share)
+            steps = steps_for(within.rest if within else self.todo, self.located, self.tiles, place.shelf, self.share)
             left = self.trail.past.without(steps, advance)
             done = run(left, self.source.store, sink, self.jobs, advance, seals=seals, alter=self.alter, note=self.trail.note)
             if within:
@@ -311,7 +332,7 @@ def _staged(team: Team, dst: Destination, attempt: str, options: Options, single
             with team.phase("make room"):
                 pass
             with team.phase("join"):
-                place = dst.join(attempt, shares_files=True)
+                place = dst.join(attempt, single, shares_files=True)
             yield place
         return
     overwrite = options.get("overwrite", False)

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckpt_tools.box import flat_range_boxes, flat_start, is_flat, whole
+from ckpt_tools.box import flat_start, is_flat, whole
 from ckpt_tools.bucket import RemotePlace
 from ckpt_tools.catalog import RAW, Extent
+from ckpt_tools.engine.regions import cut_slot
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.operations.proof import Print
 from ckpt_tools.plan import Plan, Slot, TensorPlan, plan_copies
@@ -114,7 +115,7 @@ def plan_within(
     sent = {file: _sent_ranges(found) for file, found in parts.items()}
     tensors, vouched, trusted = [], [], {}
     for tensor in plan.tensors:
-        left = [piece for slot in tensor.slots for piece in _sent(tensor, slot, sent.get(slot.file))]
+        left = [piece for slot in tensor.slots for piece in (cut_slot(tensor, slot, sent[slot.file]) if slot.file in sent else (slot,))]
         if left == list(tensor.slots):
             tensors.append(tensor)
             continue
@@ -152,21 +153,6 @@ def _sent_ranges(parts: Sequence[Part]) -> list[tuple[int, int]]:
             first = ranges.pop()[0] if ranges and ranges[-1][1] == part.start else part.start
             ranges.append((first, part.start + part.nbytes))
     return ranges
-
-
-def _sent(tensor: TensorPlan, slot: Slot, sent: Sequence[tuple[int, int]] | None) -> Iterator[Slot]:
-    """Yields what of a slot is sent; parts are cut at elements."""
-    if sent is None:
-        yield slot
-        return
-    itemsize, nbytes = tensor.dst_dtype.itemsize, slot.box.numel * tensor.dst_dtype.itemsize
-    for first, last in sent:
-        first, last = max(first, slot.start) - slot.start, min(last, slot.start + nbytes) - slot.start
-        if (first, last) == (0, nbytes):
-            yield slot
-        elif first < last:
-            for box in flat_range_boxes(slot.box.sizes, first // itemsize, last // itemsize):
-                yield Slot(box, slot.file, slot.start + flat_start(box, slot.box.sizes) * itemsize)
 
 
 def cut_parts(nbytes: int, runs: Sequence[Run]) -> list[Part]:

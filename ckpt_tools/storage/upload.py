@@ -58,6 +58,8 @@ class How:
         replaces: it appears only in the place of the object with that ETag.
         crc64: CRC-64/NVME of the whole, if it is known beforehand: then it is noted with the object.
         owner: id of the attempt, noted with the object.
+        mine: several processes send parts of it, this one those from one byte on and before another.
+        upload_id: of the upload that another of them has begun, and ends.
     """
 
     starts: Sequence[int] | None = None
@@ -66,6 +68,8 @@ class How:
     replaces: str = ""
     crc64: int | None = None
     owner: str = ""
+    mine: tuple[int, int] | None = None
+    upload_id: str = ""
 
     @property
     def notes(self) -> dict[str, str]:
@@ -103,13 +107,13 @@ class Upload:
         self._running: list[Future[None]] = []
         self._error: BaseException | None = None
         self._put: Future[None] | None = None  # of a small object, on its way before anybody asks for its end
-        self._upload_id, self._is_over, self.is_complete = "", False, False
+        self._upload_id, self._is_over, self.is_complete = how.upload_id, False, False
         self._lock, self._begin = threading.Lock(), threading.Lock()
 
     @property
     def is_small(self) -> bool:
         """Tells whether it is one PUT."""
-        return len(self._starts) <= 1 and not self._upload_id
+        return len(self._starts) <= 1 and not self._upload_id and self._how.mine is None
 
     # ---- filling ---------------------------------------------------------------------------------------------------------
 
@@ -158,8 +162,8 @@ class Upload:
     def _failed(self, error: BaseException) -> StorageError:
         return StorageError(f"cannot write: {plain(error)} ({printable(self._url)})", hint=hint(error))
 
-    def _open(self) -> str:
-        """Begins the multipart upload, once."""
+    def begin(self) -> str:
+        """Begins the multipart upload, once; returns its id."""
         with self._begin:
             if not self._upload_id:
                 sums = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
@@ -190,7 +194,7 @@ class Upload:
         )  # fmt: skip
 
     def _start(self, number: int, nbytes: int, crc64: int | None, method: str, **kwargs: Any) -> None:
-        upload_id = self._open()
+        upload_id = self.begin()
         held = nbytes if "Body" in kwargs else _COPY_WEIGHT
 
         async def send() -> None:
@@ -218,10 +222,22 @@ class Upload:
         for future in wait(self._running).done:  # each callback has its turn after this
             self._error = self._error or (None if future.cancelled() else future.exception())
         self._raise_early()
-        if not self.is_small and len(self._sent) != len([start for start in self._starts if start < self.nbytes]):
+        low, high = (0, self.nbytes) if self._how.mine is None or not self._how.upload_id else self._how.mine
+        if not self.is_small and len(self._sent) != len([start for start in self._starts if low <= start < high]):
             raise StorageError(f"a file was not written in full: {len(self._sent)} of {len(self._starts)} parts ({printable(self._url)})")
-        if not self._how.is_held:
+        if self._how.upload_id:
+            self._is_over = True  # who has begun it ends it
+        elif not self._how.is_held:
             self.complete()
+
+    @property
+    def sent(self) -> dict[int, Sent]:
+        """The parts that the store has, by their numbers."""
+        return self._sent
+
+    def absorb(self, sent: Mapping[int, Sent]) -> None:
+        """Takes over what another process has sent of the same object."""
+        self._sent |= sent
 
     def complete(self) -> None:
         """Makes the object appear.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -100,3 +101,16 @@ def missing(name: str) -> str:
     """Says why a server cannot be started here, or nothing."""
     absent = [program for program in RADOSGW_NEEDS if shutil.which(program) is None] if name == "radosgw" else []
     return f"not installed: {', '.join(absent)}" if absent else ""
+
+
+def storage_words(server: Server) -> list[str]:
+    """Returns a server's storage options as the command line takes them."""
+    return [word for key, value in _flat(server.options) for word in ("--storage-option", f"{key}={value}")]
+
+
+def _flat(options: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in options.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield above + key, json.dumps(value)
