@@ -88,7 +88,7 @@ def _root(
         )
 
 
-_SHARED = ("merge", "reshard", "convert", "verify")
+_SHARED = ("merge", "reshard", "convert", "verify", "diff", "copy")
 
 
 @app.command(epilog=app.info.epilog)
@@ -253,9 +253,9 @@ def diff(
 
     options = make_options(jobs, memory, False, False, quiet or as_json, storage_option)
     result = run(a, b, select=select or (), atol=atol, rtol=rtol, read_all=read_all, **options)
-    if as_json:
+    if as_json and is_first():
         print(json.dumps(plain(result) | {"is_same": result.is_same}))
-    elif not quiet:
+    elif not quiet and is_first():
         verdicts.show_diff(result)
     if not result.is_same:
         raise SystemExit(1)
@@ -312,9 +312,9 @@ def copy_(
     options = make_options(jobs, memory, False, dry_run, quiet or as_json, storage_option)
     with _kept(True):
         result = run(src, dst, to_storage_options=parse_storage_options(to_storage_option) if to_storage_option else None, **options)
-    if as_json:
+    if as_json and is_first():
         print(json.dumps(plain(result)))
-    elif not quiet:
+    elif not quiet and is_first():
         render.show_copy(result)
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
@@ -82,15 +83,16 @@ class Earlier:
 
 def find(dead: Iterable[Path], work: str) -> Earlier | None:
     """Returns the attempt of those that died that was at a piece of work; one in which others could have written is not looked at."""
-    for path in dead:
-        at = path.lstat()
-        if at.st_uid != os.geteuid() or at.st_mode & _OTHERS_MAY_WRITE:
-            continue
-        for file in sorted(path.glob(GLOB)):
-            head = next(_lines(file), None)
-            if isinstance(head, dict) and work and head.get("work") == work:
+    for path in dead if work else ():
+        with suppress(FileNotFoundError):  # somebody removes it
+            at = path.lstat()
+            if at.st_uid != os.geteuid() or at.st_mode & _OTHERS_MAY_WRITE:
+                continue
+            heads = [next(_lines(file), None) for file in sorted(path.glob(GLOB))]
+            found = next((h for h in heads if isinstance(h, dict) and h.get("work") == work), None)
+            if found is not None:
                 nbytes = sum(f.lstat().st_blocks * 512 for f in path.rglob("*"))
-                return Earlier(path, (head["tiles"][0], head["tiles"][1]), nbytes)
+                return Earlier(path, (found["tiles"][0], found["tiles"][1]), nbytes)
     return None
 
 

@@ -73,6 +73,7 @@ LEVELS = [
         "operations.proof",
         "operations.inspect",
         "operations.within",
+        "operations.joint",
         "operations.trail",
         "operations.move",
         "operations.lora",

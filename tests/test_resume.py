@@ -51,7 +51,10 @@ def command(verb: str, src: Path, dst: Path, *options: str, size: int = 1) -> li
 
 
 def journals(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f".tmp.*/{journal.GLOB}"))
+    for _ in range(5):
+        with suppress(FileNotFoundError):  # one was renamed under the glob's eyes
+            return sorted(folder.glob(f".tmp.*/{journal.GLOB}"))
+    return []
 
 
 def interrupt(words: Sequence[str], folder: Path, share: float, number: int = signal.SIGKILL, member: int | None = None) -> str:

@@ -150,6 +150,31 @@ def test_a_team_verifies(is_sealed: bool, tmp_path: Path) -> None:
     assert done.returncode and found["lost"] == list(alone.lost) and len(found["problems"]) == len(alone.problems) > len(whole.problems)
 
 
+def test_a_team_compares(source: Path, tmp_path: Path) -> None:
+    state = {"model": dict(STATE["model"]), "optimizer": STATE["optimizer"]}  # type: ignore[call-overload]
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    other = STATE["model"]["layers.3.w"].clone()  # type: ignore[index, union-attr, call-overload]
+    other[1, 5:9] += 1.5
+    other[-1, -1] = float("nan")
+    state["model"]["layers.3.w"] = other
+    dcp.save(state, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert team(3, "diff", tmp_path / "a", source / "three", "--memory", "1MiB").returncode == 0
+    done = team(3, "diff", tmp_path / "a", tmp_path / "b", "--memory", "1MiB", "--json")
+    found, alone = json.loads(done.stdout), ckpt_tools.diff(tmp_path / "a", tmp_path / "b")
+    (theirs,), (mine,) = found["differences"], alone.differences
+    assert done.returncode and theirs["fqn"] == mine.fqn == "model.layers.3.w" and theirs["num_different"] == mine.num_different == 5
+    assert tuple(theirs["first"]) == mine.first
+
+
+def test_a_team_copies(source: Path, tmp_path: Path) -> None:
+    done = team(3, "copy", source / "three", tmp_path / "out")
+    assert done.returncode == 0 and done.stdout.count("copied ") == 1, done.stderr
+    for path in (source / "three").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    done = team(2, "copy", source / "three", tmp_path / "out")
+    assert done.returncode and "the destination exists" in done.stderr
+
+
 def _children(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():

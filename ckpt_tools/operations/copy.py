@@ -19,14 +19,15 @@ from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination, Place, open_destination
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
-from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import IntegrityError, NotACheckpointError, PlanError, StorageError, printable
 from ckpt_tools.formats import INDEXES, Source, is_ours, open_source
 from ckpt_tools.formats.base import attempt_of
 from ckpt_tools.manifest import NAME, Manifest, Sealed, file_name, find, of_source
+from ckpt_tools.operations.joint import Division, collect, open_files, staged
 from ckpt_tools.operations.move import Options, Path_, check_apart, no_bar, steps_for
 from ckpt_tools.plan import Literal, plan_files
 from ckpt_tools.storage import LocalStore, RemoteStore, is_url, read
+from ckpt_tools.team import ALONE, Team, agree
 
 _ASKERS = 16
 
@@ -72,12 +73,15 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
     began = time.monotonic()
     if options.get("overwrite"):
         raise PlanError("a copy replaces nothing", hint="copy to another place, or remove what is there first")
-    source = open_source(src, options.get("storage_options"))
-    to_options = options.get("storage_options") if to_storage_options is None else to_storage_options
-    target = open_destination(dst, to_options)
-    check_apart(source.path, target.url)
-    work = _Work(source, target, options)
-    there = work.look_at(to_options) if target.exists() else "nothing"
+    team = options.get("team") or ALONE
+    with team.phase("look at both"):
+        source = open_source(src, options.get("storage_options"))
+        to_options = options.get("storage_options") if to_storage_options is None else to_storage_options
+        target = open_destination(dst, to_options)
+        check_apart(source.path, target.url)
+        work = _Work(source, target, options, team)
+        there = work.look_at(to_options) if target.exists() else "nothing"
+    agree(team, (sorted(work.files.items()), there))
     if there == "all":
         kept, note = sum(work.files.values()), "it is there already"
         return CopyResult(source.path, target.url, work.files, kept, 0, 0, (note,), time.monotonic() - began)
@@ -85,11 +89,12 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
         raise StorageError(f"the destination exists: {printable(target.url)}", hint="choose another, or remove it first")
     if options.get("dry_run"):
         return CopyResult(source.path, target.url, work.files, 0, sum(work.files.values()), 0, (), time.monotonic() - began, True)
-    target.check_room(sum(work.files.values()))
+    with team.phase("look at the room"):
+        target.check_room(sum(work.files.values()))
     try:
         notes = work.do()
     except IntegrityError:
-        if source.remote is None:
+        if source.remote is None or team.size > 1:
             raise
         source.store.close()  # it may have happened on the way
         notes = work.do()
@@ -100,10 +105,10 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
 
 
 class _Work:
-    """One copy: which files there are, what their checksums are, and which of them have to move."""
+    """One copy, or a process's part of it: which files there are, what their checksums are, and which of them have to move."""
 
-    def __init__(self, source: Source, target: Destination, options: Options) -> None:
-        self.source, self.target, self.options = source, target, options
+    def __init__(self, source: Source, target: Destination, options: Options, team: Team) -> None:
+        self.source, self.target, self.options, self.team = source, target, options, team
         self.manifest = of_source(source)
         files = dict(source.store.list_files(below=True))
         if self.manifest:
@@ -166,18 +171,26 @@ class _Work:
 
     def do(self) -> list[str]:
         """Moves what is missing and commits; returns remarks."""
-        attempt, bar = self.attempt, self.options.get("progress") or no_bar
-        with self.target.stage(attempt, single=self.single, keeps="" if self.single else "*") as place:
+        team, bar = self.team, self.options.get("progress") or no_bar
+        attempt = team.broadcast(self.attempt, "begin")
+        with staged(team, self.target, attempt, self.single, keeps="" if self.single else "*") as place:
             crcs = {self.name(name): crc for name, crc in self.crcs.items()}
-            right = place.expect({self.name(name): nbytes for name, nbytes in self.data.items()}, crcs)
+            right: set[str] = set()
+            with team.phase("look at what is there"):
+                if team.rank == 0 or is_url(self.target.url):  # the latter says how objects may be written
+                    right = place.expect({self.name(name): nbytes for name, nbytes in self.data.items()}, crcs)
+            right = team.broadcast(right, "what is there")
             self.missing = {name: nbytes for name, nbytes in self.data.items() if name not in right}
             with bar("copy", sum(self.missing.values())) as advance:
                 within = copies_within(place, self.source.remote) if self.crcs or not self.single else None
                 if within:
                     self.is_within = True
-                    self._within(within, advance)
+                    with team.phase("copy"):
+                        self._within(within, advance)
                 else:
-                    crcs |= self._through(place, advance)
+                    crcs |= self._through(place, lambda nbytes: advance(nbytes * team.size))
+            if team.rank:
+                return []
             place.sync()
             return self.notes + place.publish(*self._last(attempt, crcs))
 
@@ -196,18 +209,29 @@ class _Work:
         return Literal(file_name(attempt, self.single), 0, manifest.render()), None
 
     def _through(self, place: Place, advance: Callable[[int], None]) -> dict[str, int]:
-        """Moves files through this process, and returns their checksums by their new names."""
+        """Moves files through this process, and returns their checksums by their new names, of a team on member 0."""
+        team, checksums = self.team, dict[str, int]()
         jobs = self.options.get("jobs") or min(8, os.cpu_count() or 1)
         tiles = tile_bytes(self.options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
         plan = plan_files(self.missing, self.name)
-        sink = WriteSink(plan.target, place.shelf)
+        division = Division(plan, team, self.target)
+        sink = division.sink(place)
         try:
-            sink.open()
-            run(steps_for(plan, {}, tiles, place.shelf), self.source.store, sink, jobs, advance)
-            checksums = dict(sink.finish())
+            open_files(sink, team)
+            with team.phase("copy"):
+                run(steps_for(division.plan, {}, tiles, place.shelf, division.share), self.source.store, sink, jobs, advance)
+            collect(sink, team, None)
+            with team.phase("prove"):
+                if team.rank == 0:
+                    checksums = dict(sink.finish())
+                self._prove(checksums)
         except BaseException:
             sink.abort()
             raise
+        return checksums
+
+    def _prove(self, checksums: Mapping[str, int]) -> None:
+        """Compares what was read with what was sealed."""
         for name, crc in self.crcs.items():
             if checksums.get(self.name(name), crc) != crc:
                 raise IntegrityError(
@@ -215,7 +239,6 @@ class _Work:
                     f" {hex64(checksums[self.name(name)])} ({printable(name)} in {printable(self.source.path)})",
                     hint="try again in case the network did it, else restore the file or take another step",
                 )
-        return checksums
 
     def _within(self, place: RemotePlace, advance: Callable[[int], None]) -> None:
         """Has the store copy files by itself."""
@@ -224,8 +247,8 @@ class _Work:
 
         def one(name: str) -> None:
             place.copy_file(self.name(name), origin, name, self.missing[name])
-            advance(self.missing[name])
+            advance(self.missing[name] * self.team.size)
 
         with ThreadPoolExecutor(_ASKERS, "ckpt-copy") as pool:
-            for done in [pool.submit(one, name) for name in self.missing]:
+            for done in [pool.submit(one, name) for name in sorted(self.missing)[self.team.rank :: self.team.size]]:
                 done.result()

@@ -17,7 +17,7 @@ from ckpt_tools.catalog import Catalog, Chunk, TensorEntry, keep, matcher
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.compare import CompareSink, Tally
 from ckpt_tools.engine.run import run
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
 from ckpt_tools.operations.move import Options, Path_, no_bar
@@ -25,6 +25,7 @@ from ckpt_tools.operations.parts import Values
 from ckpt_tools.operations.proof import sealed_prints
 from ckpt_tools.operations.transfer import model_view
 from ckpt_tools.plan import plan_values
+from ckpt_tools.team import ALONE, agree
 
 
 class Change(NamedTuple):
@@ -114,9 +115,12 @@ def diff(
         CheckpointError: one of them cannot be read.
     """
     began = time.monotonic()
-    one, two = (open_source(path, options.get("storage_options")) for path in (a, b))
-    left, right, notes = _views(one.catalog, two.catalog, select)
-    alike = _same_objects(one, left, two, right)
+    team = options.get("team") or ALONE
+    with team.phase("look at both"):
+        one, two = (open_source(path, options.get("storage_options")) for path in (a, b))
+        left, right, notes = _views(one.catalog, two.catalog, select)
+        alike = _same_objects(one, left, two, right)
+    agree(team, [[(t.fqn, t.shape) for t in view.tensors.values()] for view in (left, right)])
     mine, theirs = _entries(left), _entries(right)
     both = [(x, theirs[fqn]) for fqn, x in mine.items() if fqn in theirs]
     changes = [
@@ -197,18 +201,31 @@ def _compare(
     """Reads both sides of each pair, and tallies how they differ."""
     jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
     tiles = tile_bytes((options.get("memory_bytes") or DEFAULT_MEMORY_BYTES) // 2, jobs)
-    bar = options.get("progress") or no_bar
+    bar, team = options.get("progress") or no_bar, options.get("team") or ALONE
 
     def go(pairs: Sequence[tuple[TensorEntry, TensorEntry]], is_full: bool) -> dict[str, Tally]:
-        mine, theirs = [x for x, _ in pairs], [y for _, y in pairs]
-        sink = CompareSink(b.store, plan_values(theirs), b.format.locate(b.store, theirs), atol, rtol, is_full)
-        with bar("diff", sum(x.nbytes for x in mine)) as advance:
-            run(sink.pair(schedule(plan_values(mine), a.format.locate(a.store, mine), *tiles)), a.store, sink, jobs, advance)
-        return sink.tallies
+        total, plan = sum(x.nbytes for x, _ in pairs), plan_values(x for x, _ in pairs)
+        share = shares(plan, team.size)[team.rank]
+        taken = {t.fqn for t in in_share(plan, share)}
+        mine, theirs = [x for x, _ in pairs if x.fqn in taken], [y for _, y in pairs if y.fqn in taken]
+        with bar("diff", total) as advance, team.phase("compare"):
+            sink = CompareSink(b.store, plan_values(theirs), b.format.locate(b.store, theirs), atol, rtol, is_full)
+            steps = schedule(plan, a.format.locate(a.store, mine), *tiles, share)
+            run(sink.pair(steps), a.store, sink, jobs, lambda nbytes: advance(nbytes * team.size))
+        return join_tallies(team.all_gather(sink.tallies, "gather differences"))
 
     tallies = go(pairs, is_full=False)
     partial = [(x, y) for x, y in pairs if x.fqn in tallies and tallies[x.fqn].num_different and tallies[x.fqn].is_partial]
     return {**tallies, **(go(partial, is_full=True) if partial else {})}  # where some of it is the same, that counts for the angle too
+
+
+def join_tallies(found: Sequence[Mapping[str, Tally]]) -> dict[str, Tally]:
+    """Returns what several processes have found, each in a part of the tensors."""
+    joined: dict[str, Tally] = {}
+    for tallies in found:
+        for fqn, tally in tallies.items():
+            joined.setdefault(fqn, Tally()).add(tally)
+    return joined
 
 
 def _difference(tensor: TensorEntry, tally: Tally, is_object: bool) -> Difference:

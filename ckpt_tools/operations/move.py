@@ -9,26 +9,26 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import chain
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from ckpt_tools.box import is_flat, whole
-from ckpt_tools.bucket import SharedFiles, copies_within, shared_files
+from ckpt_tools.bucket import copies_within
 from ckpt_tools.catalog import Catalog, Extent
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination, Place
-from ckpt_tools.engine.regions import cut_regions, within_regions
 from ckpt_tools.engine.run import Alter, Totals, run
-from ckpt_tools.engine.schedule import ALL, DEFAULT_MEMORY_BYTES, Share, Step, by_files, in_share, read_nbytes, schedule, shares, tile_bytes
+from ckpt_tools.engine.schedule import ALL, DEFAULT_MEMORY_BYTES, Share, Step, by_files, read_nbytes, schedule, tile_bytes
 from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable
 from ckpt_tools.formats import Request, Source
 from ckpt_tools.formats.base import Format
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
+from ckpt_tools.operations.joint import Division, collect, open_files, staged
 from ckpt_tools.operations.proof import Print, prove_copies, prove_fingerprints, sealed_prints
 from ckpt_tools.operations.trail import Trail, forget
 from ckpt_tools.operations.within import Within, plan_within
@@ -205,17 +205,10 @@ class _Work:
         self.options = options
         jobs, budget = options.get("jobs") or min(8, os.cpu_count() or 1), options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
         self.tiles, self.jobs = trail.cut(tile_bytes(budget, jobs), jobs, budget)
-        self.on_disk = not is_url(dst.url)
-        self.regions = None if team.size == 1 or self.on_disk else cut_regions(plan, team.size, dst.takes_parts)[team.rank]
-        if self.regions is None:
-            self.todo, self.share = plan, shares(plan, team.size)[team.rank]
-            taken = {t.fqn for t in in_share(plan, self.share)}
-        else:
-            self.todo, self.share = within_regions(plan, self.regions), ALL
-            taken = {t.fqn for t in self.todo.tensors}
+        self.division = Division(plan, team, dst)
         self.located: Mapping[Extent, Extent] = {}
         self.prints: Mapping[str, Print] = {}
-        self._part = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in taken))
+        self._part = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in self.division.taken))
         self._tensors = [catalog.tensors[t.fqn] for t in self._part.tensors if not t.is_object]
         self._assumes = False
         self.trail = trail
@@ -235,15 +228,16 @@ class _Work:
         single = next(iter(layout.file_sizes)) if layout.index is None else ""
         bar = self.options.get("progress") or no_bar
         total = sum(_bytes_by_dtype(plan).values())
-        with _staged(team, dst, attempt, self.options, single, trail) as place, bar(self.operation, total) as advance:
+        overwrite = self.options.get("overwrite", False)
+        room = staged(team, dst, attempt, single, overwrite, trail.keeps, trail.heir_of)
+        with room as place, bar(self.operation, total) as advance:
             trail.begin(place, attempt, layout.file_sizes, self.tiles, self.jobs)
             here = copies_within(place, source.remote)
             is_sole = team.size == 1
             notes += ["one process alone would have the store copy by itself what it can"] if here and not is_sole else []
             within = plan_within(self.prints, plan, self.located, here, source.remote) if here and source.remote and is_sole else None
             seals = Seals({extent: fqn for extent, fqn in read_whole(self._part, self.located).items() if fqn not in self._printed()})
-            shelf = place.shelf if self.regions is None else shared_files(place, self.regions)
-            sink = WriteSink(self.todo.target, within or shelf, sizes=layout.file_sizes)
+            sink = self.division.sink(place, within)
             trail.past.tell(None if team.rank else sink, seals, totals.overflowed)
             try:
                 self._fill(sink, place, within, seals, totals, lambda nbytes: advance(nbytes * team.size))
@@ -271,24 +265,16 @@ class _Work:
     def _printed(self) -> set[str]:
         """Returns the sealed tensors whose fingerprint will be known: streams take pieces, which may not be runs of a tensor."""
         sealed = [t for t in self.plan.tensors if t.fqn in self.prints]
-        return {t.fqn for t in sealed if self.on_disk or all(is_flat(s.box, t.shape) for s in t.slots)}
+        return {t.fqn for t in sealed if self.division.on_disk or all(is_flat(s.box, t.shape) for s in t.slots)}
 
     def _fill(
         self, sink: WriteSink, place: Place, within: Within | None, seals: Seals, totals: Totals, advance: Callable[[int], None]
     ) -> None:
         """Writes this member's share."""
-        ids: Mapping[str, str] = {}
-        with self.team.phase("create files"):
-            if self.team.rank == 0:
-                sink.open()
-                ids = sink.store.begin() if isinstance(sink.store, SharedFiles) else {}
-        ids = self.team.broadcast(ids, "uploads")
+        open_files(sink, self.team)
         with self.team.phase("copy"):
-            if self.team.rank:
-                if isinstance(sink.store, SharedFiles):
-                    sink.store.upload_ids = ids
-                sink.open()
-            steps = steps_for(within.rest if within else self.todo, self.located, self.tiles, place.shelf, self.share)
+            division = self.division
+            steps = steps_for(within.rest if within else division.plan, self.located, self.tiles, place.shelf, division.share)
             left = self.trail.past.without(steps, advance)
             done = run(left, self.source.store, sink, self.jobs, advance, seals=seals, alter=self.alter, note=self.trail.note)
             if within:
@@ -301,15 +287,11 @@ class _Work:
     def _gather(self, sink: WriteSink, seals: Seals, crcs: dict[Extent, int], totals: Totals, place: Place) -> Mapping[str, int]:
         """Brings everything that was noted to member 0, which finishes the files; returns the checksum of each there."""
         team = self.team
-        with team.phase("finish"):
-            mine = sink.hand_over() if team.rank else None
         parts = seals.hand_over(crcs) if team.size > 1 else []
-        handed = team.gather((mine, parts, totals.read_nbytes, totals.overflowed), "gather checksums")
+        told = collect(sink, team, (parts, totals.read_nbytes, totals.overflowed))
         checksums: Mapping[str, int] = {}
         with team.phase("prove"), self.trail.forgotten_if_wrong(place):
-            for other, theirs, nbytes, overflowed in handed[1:] if team.size > 1 else ():
-                if other is not None:
-                    sink.absorb(other)
+            for theirs, nbytes, overflowed in told:
                 seals.absorb(theirs, crcs)
                 totals.read_nbytes += nbytes
                 _add(totals.overflowed, overflowed)
@@ -322,26 +304,6 @@ class _Work:
 def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:
     for fqn, count in more.items():
         counts[fqn] = counts.get(fqn, 0) + count
-
-
-@contextmanager
-def _staged(team: Team, dst: Destination, attempt: str, options: Options, single: str, trail: Trail) -> Iterator[Place]:
-    """Yields the place that member 0 makes; everybody leaves it together, when it was published or given up."""
-    if team.rank:
-        with team.phase("publish"):
-            with team.phase("make room"):
-                pass
-            with team.phase("join"):
-                place = dst.join(attempt, single, shares_files=True)
-            yield place
-        return
-    overwrite = options.get("overwrite", False)
-    with team.phase("publish"), dst.stage(attempt, overwrite, single, trail.keeps, trail.heir_of) as place:
-        with team.phase("make room"):
-            pass
-        with team.phase("join"):
-            pass
-        yield place
 
 
 def steps_for(plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Shelf, share: Share = ALL) -> Iterator[Step]:
