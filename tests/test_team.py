@@ -138,8 +138,10 @@ def test_a_team_verifies(is_sealed: bool, tmp_path: Path) -> None:
     dcp.save(STATE, checkpoint_id=tmp_path / "src", no_dist=True)
     if is_sealed:
         ckpt_tools.seal(tmp_path / "src")
-    done = team(3, "verify", tmp_path / "src")
+    done = team(3, "verify", tmp_path / "src", "--deep")
     assert done.returncode == 0 and done.stdout.count("src: ") == 1, done.stderr
+    found = ckpt_tools.verify(tmp_path / "src", deep=True).findings
+    assert [f.fqn for f in found] == ["model.norm"] and "model.norm" in done.stdout and "one value" in done.stdout
     whole = ckpt_tools.verify(tmp_path / "src")
     data = bytearray((tmp_path / "src" / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1

@@ -16,6 +16,7 @@ from ckpt_tools.catalog import TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.schedule import Step, Tile
+from ckpt_tools.team import Team
 
 
 class Pattern(NamedTuple):
@@ -56,6 +57,11 @@ class _Seen:
     first: bytes | None = None
     is_constant: bool = True
 
+    def add(self, other: _Seen) -> None:
+        """Takes in what was seen in another part of the tensor."""
+        self.nans, self.infs = self.nans + other.nans, self.infs + other.infs
+        self.is_constant = self.is_constant and other.is_constant and other.first == self.first
+
 
 class ScanSink:
     """Looks at values and keeps nothing of them."""
@@ -73,11 +79,16 @@ class ScanSink:
         for tile, data in zip(step.tiles, tiles, strict=True):
             nans, infs = count_special(data, tile.tensor.dst_dtype)
             first = data[: tile.tensor.dst_dtype.itemsize].tobytes()
-            is_constant = _is_constant(data, len(first))
+            found = _Seen(nans, infs, first, _is_constant(data, len(first)))
             with self._lock:
-                seen = self._seen.setdefault(tile.tensor.fqn, _Seen(first=first))
-                seen.nans, seen.infs = seen.nans + nans, seen.infs + infs
-                seen.is_constant = seen.is_constant and is_constant and first == seen.first
+                self._seen.setdefault(tile.tensor.fqn, _Seen(first=first)).add(found)
+
+    def share(self, team: Team) -> None:
+        """Brings together what every member of a team has seen."""
+        found = team.all_gather(self._seen, "gather findings")
+        self._seen = {}
+        for fqn, seen in (item for one in found for item in one.items()):
+            self._seen.setdefault(fqn, _Seen(first=seen.first)).add(seen)
 
     def findings(self, tensors: Iterable[TensorEntry]) -> list[Finding]:
         """Returns what is remarkable, of these tensors, in their order; one of a single element is constant and says nothing by it."""

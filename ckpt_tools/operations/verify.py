@@ -17,9 +17,9 @@ from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry
 from ckpt_tools.checksum import hex64
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.scan import Finding, ScanSink
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
-from ckpt_tools.errors import CatalogError, FormatError, PlanError
+from ckpt_tools.errors import CatalogError, FormatError
 from ckpt_tools.formats import Format, detect, folder_of, is_ours
 from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
@@ -76,8 +76,6 @@ def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Un
         StorageError: it cannot be read.
     """
     team: Team = options.get("team") or ALONE
-    if deep and team.size > 1:
-        raise PlanError("--deep is work for one process", hint="start it without the launcher")
     with team.phase("open"):
         work = Verification(src, options)
     agree(team, (sorted(work.sizes.items()), work.manifest))
@@ -297,11 +295,15 @@ class Verification:
 
     def scan(self, lost: set[str]) -> list[Finding]:
         """Looks at the values of all tensors that can be read."""
-        tensors = [t for t in self._whole_tensors() if t.fqn not in lost]
-        located = self.format.locate(self.store, tensors)
+        tensors, team = [t for t in self._whole_tensors() if t.fqn not in lost], self.team
         plan, sink = plan_values(tensors), ScanSink()
-        with self._bar("scan", sum(t.nbytes for t in tensors)) as advance:
-            run(schedule(plan, located, *tile_bytes(self._memory, self._jobs)), self.store, sink, self._jobs, advance)
+        share = shares(plan, team.size)[team.rank]
+        taken = {t.fqn for t in in_share(plan, share)}
+        with self._bar("scan", sum(t.nbytes for t in tensors)) as advance, team.phase("scan"):
+            located = self.format.locate(self.store, [t for t in tensors if t.fqn in taken])
+            steps = schedule(plan, located, *tile_bytes(self._memory, self._jobs), share)
+            run(steps, self.store, sink, self._jobs, self._scaled(advance))
+        sink.share(team)
         return sink.findings(tensors)
 
 
