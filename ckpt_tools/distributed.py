@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckpt_tools.box import Box, is_flat
+from ckpt_tools.box import Box
 from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.destination import Place as Staged
 from ckpt_tools.dtypes import BY_NAME
@@ -44,7 +44,7 @@ from ckpt_tools.formats import Source, dcp, open_source
 from ckpt_tools.live.load import LoadReport, fill
 from ckpt_tools.live.shards import Shard, Stage
 from ckpt_tools.live.state import pack, unpack
-from ckpt_tools.live.write import Offer, commit, plan_file, share_of_print, write_part
+from ckpt_tools.live.write import Offer, commit, plan_file, write_part
 from ckpt_tools.manifest import SealedTensor
 from ckpt_tools.storage import read
 
@@ -150,9 +150,10 @@ class StorageWriter(storage.StorageWriter):
         file = plan_file(order.rank, pieces)
         part = write_part(file, target, place, memory, [v.getvalue() for v in values if isinstance(v, io.BytesIO)], self.jobs)
         name = target.name(dcp.data_file_name(order.rank), order.attempt)
+        shares = dict(part.shares)  # that of all pieces of a tensor goes with the first of them
         results = [
-            _result(item, name, place.start, place.nbytes, share_of_print(piece, crc64), part)
-            for item, piece, place, crc64 in zip(tensors, pieces, file.places, part.crc64s, strict=True)
+            _result(item, name, place.start, place.nbytes, shares.pop(piece.fqn, 0), part)
+            for item, piece, place in zip(tensors, pieces, file.places, strict=True)
         ]
         results += [_result(item, name, *at, 0, part) for item, at in zip(objects, part.objects, strict=True)]
         done: Future[list[WriteResult]] = Future()
@@ -180,7 +181,7 @@ class StorageWriter(storage.StorageWriter):
         tensors = {
             fqn: SealedTensor(str(m.properties.dtype).removeprefix("torch."), tuple(m.size), f"{prints.get(fqn, 0):016x}")
             for fqn, m in metadata.state_dict_metadata.items()
-            if isinstance(m, TensorStorageMetadata) and all(is_flat(_box(c), tuple(m.size)) for c in m.chunks)
+            if isinstance(m, TensorStorageMetadata)
         }
         try:
             commit(self._target(), self._place, pickle.dumps(metadata, protocol=4), parts, tensors, None)

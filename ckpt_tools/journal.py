@@ -21,10 +21,11 @@ from typing import Any
 from ckpt_tools.catalog import Extent, ManyChunks
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.chunks import Chunks
+from ckpt_tools.engine.prints import Piece, Prints
 from ckpt_tools.engine.run import Moved
 from ckpt_tools.engine.schedule import Step
 from ckpt_tools.engine.seals import Seals
-from ckpt_tools.engine.sinks import Handed, HashSink, Piece, WriteSink
+from ckpt_tools.engine.sinks import Handed, HashSink, WriteSink
 from ckpt_tools.integrity import run_shared
 from ckpt_tools.plan import Plan, plan_objects
 from ckpt_tools.storage import Store
@@ -110,7 +111,7 @@ class Journal:
         if wrote is None or not wrote.files:
             return
         line = _line({
-            "files": wrote.files, "tensors": wrote.tensors, "sizes": wrote.sizes, "read": moved.seen, "overflowed": moved.overflowed
+            "files": wrote.files, "prints": wrote.prints, "read": moved.seen, "overflowed": moved.overflowed
         })  # fmt: skip
         with self._lock:
             try:
@@ -181,11 +182,11 @@ class Past:
             for piece in step.seen:
                 seals.take(*piece)
             if sink is not None and step.wrote is not None:
-                sink.fingerprints.absorb(step.wrote.tensors, step.wrote.sizes)
+                sink.fingerprints.absorb(step.wrote.prints)
                 for fqn, count in step.overflowed.items():
                     overflowed[fqn] = overflowed.get(fqn, 0) + count
         if sink is not None:
-            sink.absorb(Handed({name: list(pieces.values()) for name, pieces in self._written.items()}, {}, {}))
+            sink.absorb(Handed({name: list(pieces.values()) for name, pieces in self._written.items()}, Prints({}, {}, {})))
 
 
 def load(folder: Path, work: str) -> list[Moved]:
@@ -200,9 +201,13 @@ def load(folder: Path, work: str) -> list[Moved]:
 
 
 def _step(line: Mapping[str, Any]) -> Moved:
-    files = {name: [Piece(*p) for p in pieces] for name, pieces in line["files"].items()}
-    tensors = {fqn: [Piece(*p) for p in pieces] for fqn, pieces in line["tensors"].items()}
-    return Moved(0, line["overflowed"], [(f, at, n, crc) for f, at, n, crc in line["read"]], Handed(files, tensors, line["sizes"]))
+    pieces, shares, sizes = line["prints"]
+    wrote = Handed(_pieces(line["files"]), Prints(_pieces(pieces), _pieces(shares), sizes))
+    return Moved(0, line["overflowed"], [(f, at, n, crc) for f, at, n, crc in line["read"]], wrote)
+
+
+def _pieces(found: Mapping[str, list[list[int]]]) -> dict[str, list[Piece]]:
+    return {name: [Piece(*p) for p in pieces] for name, pieces in found.items()}
 
 
 def prove(steps: Sequence[Moved], store: Store, tiles: tuple[int, int], jobs: int, team: Team) -> Past:

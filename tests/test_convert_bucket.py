@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
+import pytest
 import torch
 
 import ckpt_tools
+from ckpt_tools.errors import IntegrityError
+from ckpt_tools.formats import open_source
 from tests.servers.servers import Server
+
+Saved = Callable[[int], Path]
 
 
 def test_convert_reads_from_and_writes_to_a_bucket(server: Server, tmp_path: Path) -> None:
@@ -43,3 +49,17 @@ def test_convert_reads_from_and_writes_to_a_bucket(server: Server, tmp_path: Pat
         "convert/hf"
     )
     assert not fs.call_s3("list_multipart_uploads", Bucket="convert").get("Uploads")
+
+
+def test_damage_is_found_where_no_fingerprint_comes_together(saved: Saved, tmp_path: Path) -> None:
+    """Streams are filled some files at a time; of a tensor that is cut along its columns each of them has no run."""
+    ckpt_tools.reshard(saved(16) / "columns", tmp_path / "sealed", to_ranks=16)
+    source = open_source(tmp_path / "sealed")
+    cut = next(t for t in source.catalog.tensors.values() if len(t.chunks) == 16 and len(t.shape) == 2 and t.chunks[1].box.offsets[0] == 0)
+    extent = source.format.locate(source.store, [cut])[cut.chunks[9].extent]
+    path = tmp_path / "sealed" / extent.file
+    data = bytearray(path.read_bytes())
+    data[extent.start + extent.nbytes // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError):
+        ckpt_tools.reshard(tmp_path / "sealed", "memory://columns/out", to_ranks=14)

@@ -53,6 +53,7 @@ LEVELS = [
     [
         "engine.kernels",
         "engine.schedule",
+        "engine.prints",
         "engine.regions",
         "engine.sinks",
         "engine.scan",

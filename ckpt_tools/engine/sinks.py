@@ -9,43 +9,31 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ckpt_tools.box import flat_start, is_flat, whole
 from ckpt_tools.checksum import crc32, crc64nvme, join_crc32, join_crc64
 from ckpt_tools.engine.kernels import Bytes, gather
+from ckpt_tools.engine.prints import Fingerprints, Piece, Prints
 from ckpt_tools.engine.schedule import Step, Tile, Write
 from ckpt_tools.errors import StorageError
 from ckpt_tools.plan import Literal, Target, Trailer
 from ckpt_tools.storage import MemoryStore, Shelf, Writer
 from ckpt_tools.storage.upload import Sent, Upload
-from ckpt_tools.team import Team
 
 _FINISHERS = 16  # each waits for a store
 
 
-class Piece(NamedTuple):
-    """A run of bytes with its checksums; `crc32` is 0 where nobody asks for it."""
-
-    start: int
-    nbytes: int
-    crc64: int
-    crc32: int
-
-
 class Handed(NamedTuple):
-    """What was written, by one step or by a member of a team: the pieces of files, and of tensors, with the bytes of those.
+    """What was written, by one step or by a member of a team: the pieces of files, and what was noted of tensors.
 
     `sent` has the parts of uploads that another process has begun.
     """
 
     files: dict[str, list[Piece]]
-    tensors: dict[str, list[Piece]]
-    sizes: dict[str, int]
+    prints: Prints
     sent: Mapping[str, Mapping[int, Sent]] = MappingProxyType({})
 
 
@@ -62,47 +50,6 @@ class Sink(Protocol):
         Returns what was written of files, where some was.
         """
         ...
-
-
-@dataclass
-class Fingerprints:
-    """CRC-64/NVME (or another, by `joined`) of whole tensors in row-major order, joined from their tiles."""
-
-    joined: Callable[[Iterable[tuple[int, int]]], int] = join_crc64
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-
-    def add(self, tile: Tile, crc64: int) -> None:
-        """Notes one tile of a tensor, if it is one run of it."""
-        tensor = tile.tensor
-        if not is_flat(tile.box, tensor.shape):
-            return
-        start = flat_start(tile.box, tensor.shape) * tensor.dst_dtype.itemsize
-        self.sizes[tensor.fqn] = whole(tensor.shape).numel * tensor.dst_dtype.itemsize
-        self.pieces.setdefault(tensor.fqn, []).append(Piece(start, tile.dst_nbytes, crc64, 0))
-
-    def share(self, team: Team) -> None:
-        """Brings together what every member of a team has noted."""
-        found = team.all_gather((self.pieces, self.sizes), "gather checksums")
-        self.pieces, self.sizes = {}, {}
-        for pieces, sizes in found:
-            self.absorb(pieces, sizes)
-
-    def absorb(self, pieces: Mapping[str, list[Piece]], sizes: Mapping[str, int]) -> None:
-        """Takes over what another process has noted."""
-        self.sizes |= sizes
-        for fqn, more in pieces.items():
-            self.pieces.setdefault(fqn, []).extend(more)
-
-    def join(self) -> dict[str, int]:
-        """Returns the fingerprint of every tensor of which all tiles have passed, some of them perhaps twice."""
-        joined = {}
-        for fqn, pieces in self.pieces.items():
-            ordered = sorted(set(pieces))
-            ends = [p.start + p.nbytes for p in ordered]
-            if [p.start for p in ordered] == [0, *ends[:-1]] and ends[-1] == self.sizes[fqn]:
-                joined[fqn] = self.joined((p.crc64, p.nbytes) for p in ordered)
-        return joined
 
 
 class HashSink:
@@ -122,7 +69,7 @@ class HashSink:
         for tile, data in zip(step.tiles, tiles, strict=True):
             crc = self._checksum(data.data)
             with self._lock:
-                self.fingerprints.add(tile, crc)
+                self.fingerprints.add(tile, crc, data)
 
 
 class FillSink:
@@ -175,7 +122,6 @@ class WriteSink:
         self._starts: dict[str, list[int]] = {}
         self._lock = threading.Lock()
         self._writers: dict[str, Writer] = {}
-        self.slots: dict[tuple[str, int], Piece] = {}
 
     def open(self) -> None:
         """Creates all files."""
@@ -205,7 +151,7 @@ class WriteSink:
         for tile, data in zip(step.tiles, tiles, strict=True):
             crc = crc64nvme(data.data)
             if not tile.tensor.is_object:
-                prints.add(tile, crc)
+                prints.add(tile, crc, data)
             for write in tile.writes:
                 is_all = write.nbytes == tile.dst_nbytes
                 values = data if is_all else _cut_out(tile, data, write, scratch)
@@ -218,10 +164,10 @@ class WriteSink:
                 self._pieces[name].append(piece)
                 frame = self._fill(name, piece)
                 full += [(name, frame)] if frame else []
-            self.fingerprints.absorb(prints.pieces, prints.sizes)
+            self.fingerprints.absorb(prints.noted)
         for name, frame in full:
             self._surround(name, frame)
-        return Handed(files, prints.pieces, prints.sizes)
+        return Handed(files, prints.noted)
 
     def _fill(self, name: str, piece: Piece) -> _Frame | None:
         """Notes a piece of a slot and returns its frame once it is full."""
@@ -273,9 +219,9 @@ class WriteSink:
         frames: dict[str, list[tuple[int, bytes]]] = {name: [] for name in self._writers}
         for literal in self.target.literals:
             frames[literal.file].append((literal.start, literal.data))
-        self.slots = self._join_slots()
+        slots = self._join_slots()
         for trailer in self.target.trailers:
-            frames[trailer.file].append((trailer.start, trailer.render(self.slots[trailer.file, trailer.slot_start].crc32)))
+            frames[trailer.file].append((trailer.start, trailer.render(slots[trailer.file, trailer.slot_start].crc32)))
         for name, found in frames.items():
             for start, data in _joined(found):
                 self._pieces[name].append(self._put(name, start, data))
@@ -290,7 +236,6 @@ class WriteSink:
         for literal in self.target.literals:
             if literal.file in self._frames and (literal.file, literal.start) not in framed:
                 self._pieces[literal.file].append(self._put(literal.file, literal.start, literal.data))
-        self.slots = self._join_slots()
 
     def hand_over(self) -> Handed:
         """Makes durable what was written here and returns it: another process finishes the files that are not this one's alone."""
@@ -299,7 +244,7 @@ class WriteSink:
         self._finish_writers()
         files = {name: pieces for name, pieces in self._pieces.items() if pieces}
         sent = {name: writer.sent for name, writer in self._writers.items() if isinstance(writer, Upload)}
-        return Handed(files, self.fingerprints.pieces, self.fingerprints.sizes, sent)
+        return Handed(files, self.fingerprints.noted, sent)
 
     def absorb(self, handed: Handed) -> None:
         """Takes over what another process, or an earlier try, has written into the same files."""
@@ -308,7 +253,7 @@ class WriteSink:
         for name, sent in handed.sent.items():
             if isinstance(writer := self._writers.get(name), Upload):
                 writer.absorb(sent)
-        self.fingerprints.absorb(handed.tensors, handed.sizes)
+        self.fingerprints.absorb(handed.prints)
 
     def abort(self) -> None:
         """Closes what is open; the staging place is removed by whoever made it."""

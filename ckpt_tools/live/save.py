@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt_tools.box import Box, is_flat
+from ckpt_tools.box import Box
 from ckpt_tools.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.destination import Destination
 from ckpt_tools.dtypes import BY_NAME
@@ -26,7 +26,7 @@ from ckpt_tools.formats.dcp_metadata import Metadata, Place, Template, TensorMet
 from ckpt_tools.formats.zip_write import wrap
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.shards import Shard, alias_key
-from ckpt_tools.live.write import FilePlan, Offer, commit, plan_file, share_of_print, write_part
+from ckpt_tools.live.write import FilePlan, Offer, commit, plan_file, write_part
 from ckpt_tools.manifest import SealedTensor
 from ckpt_tools.soundness import check
 
@@ -42,10 +42,10 @@ class Task(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What only rank 0 keeps: the metadata but for the objects, and per tensor whether its chunks give a fingerprint."""
+    """What only rank 0 keeps: the metadata but for the objects, and what is sealed of each tensor but for its fingerprint."""
 
     template: Template
-    tensors: tuple[tuple[str, SealedTensor, bool], ...]
+    tensors: tuple[tuple[str, SealedTensor], ...]
     aliases: Mapping[str, str]
     objects: tuple[tuple[str, ...], ...]
 
@@ -204,11 +204,7 @@ def _head(
         entries[fqn] = TensorEntry(fqn, BY_NAME[offer.dtype], offer.shape, chunks)
     check(Catalog(dcp.NAME, entries, file_sizes=sizes))
     metadata.objects = [name for names in objects for name in names]
-    tensors = tuple(
-        (fqn, SealedTensor(o.dtype, o.shape, ""), all(is_flat(box, o.shape) for box, _ in placed[fqn]))
-        for fqn, o in first.items()
-        if fqn not in aliases
-    )
+    tensors = tuple((fqn, SealedTensor(o.dtype, o.shape, "")) for fqn, o in first.items() if fqn not in aliases)
     return Head(Template(metadata), tensors, aliases, tuple(objects))
 
 
@@ -245,7 +241,7 @@ def write(
                 place = target.join(attempt)
             part = write_part(layout.file, target, place, memory, list(objects.values()), jobs)
         parts = group.gather(part[:3], f"write {what}")
-        prints = group.xor(_prints(layout, part.crc64s), f"write {what}")
+        prints = group.xor(_prints(layout, part.shares), f"write {what}")
         with group.phase(f"commit {what}"):
             if group.rank == 0:
                 assert layout.head is not None
@@ -259,18 +255,17 @@ def write(
     return SaveReport(target.url, part.nbytes, sum(p[0] for p in parts), time.monotonic() - began, notes)
 
 
-def _prints(layout: Layout, crc64s: Sequence[int]) -> torch.Tensor:
+def _prints(layout: Layout, shares: Mapping[str, int]) -> torch.Tensor:
     """Returns this rank's share of every tensor's fingerprint, as int64."""
     values = [0] * layout.task.num_tensors
-    for number, tensor, crc64 in zip(layout.task.offers, layout.task.numbers, crc64s, strict=True):
-        values[tensor] ^= share_of_print(layout.offers[number], crc64)
+    for number, tensor in zip(layout.task.offers, layout.task.numbers, strict=True):
+        values[tensor] = shares[layout.offers[number].fqn]
     return torch.tensor([v - (1 << 64) if v >= _SIGN else v for v in values], dtype=torch.int64)
 
 
 def _seal(head: Head, prints: torch.Tensor) -> dict[str, SealedTensor]:
     tensors = {
         fqn: sealed._replace(fingerprint=f"{value & ((1 << 64) - 1):016x}")
-        for (fqn, sealed, is_known), value in zip(head.tensors, prints.tolist(), strict=True)
-        if is_known
+        for (fqn, sealed), value in zip(head.tensors, prints.tolist(), strict=True)
     }
     return tensors | {fqn: tensors[other] for fqn, other in head.aliases.items() if other in tensors}

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt_tools.box import Box, flat_start, is_flat, whole
+from ckpt_tools.box import Box
 from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
-from ckpt_tools.checksum import combine_crc64nvme, crc64nvme, hex64
+from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination
 from ckpt_tools.destination import Place as Staged
 from ckpt_tools.dtypes import BY_NAME
@@ -42,22 +42,21 @@ class Offer(NamedTuple):
 class FilePlan(NamedTuple):
     """A rank's file, planned once for as long as its pieces stay the same: objects come behind them.
 
-    `slots` has, piece by piece, where its payload begins, and `places` its archive.
+    `places` has, piece by piece, its archive.
     """
 
     target: Target
     steps: tuple[Step, ...]
-    slots: tuple[int, ...]
     places: tuple[Place, ...]
 
 
 class Part(NamedTuple):
-    """What a rank wrote: bytes and CRC-64 of its file, (start, bytes) of its objects, and the CRC-64 of each piece."""
+    """What a rank wrote: bytes and CRC-64 of its file, (start, bytes) of its objects, and its share of each tensor's fingerprint."""
 
     nbytes: int
     crc64: int
     objects: tuple[tuple[int, int], ...]
-    crc64s: tuple[int, ...]
+    shares: Mapping[str, int]
 
 
 def plan_file(rank: int, pieces: Sequence[Offer]) -> FilePlan:
@@ -65,18 +64,17 @@ def plan_file(rank: int, pieces: Sequence[Offer]) -> FilePlan:
     file = dcp.DataFile(dcp.data_file_name(rank))
     slots: dict[str, list[Slot]] = {}
     chunks: dict[str, list[Chunk]] = {}
-    starts, places = [], []
+    places = []
     for number, piece in enumerate(pieces):
         dtype = BY_NAME[piece.dtype]
         slot, place = file.add_chunk(piece.box, wrap(dtype, piece.box.sizes))
-        starts.append(slot.start)
         places.append(place)
         slots.setdefault(piece.fqn, []).append(slot)
         chunks.setdefault(piece.fqn, []).append(Chunk(piece.box, Extent(str(number), 0, piece.box.numel * dtype.itemsize)))
     entries = {p.fqn: TensorEntry(p.fqn, BY_NAME[p.dtype], p.shape, tuple(chunks[p.fqn])) for p in pieces}
     target = Target(dcp.NAME, {file.name: file.nbytes}, {f: tuple(s) for f, s in slots.items()}, tuple(file.literals), tuple(file.trailers))
     steps = schedule(plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2))
-    return FilePlan(target, tuple(steps), tuple(starts), tuple(places))
+    return FilePlan(target, tuple(steps), tuple(places))
 
 
 def write_part(
@@ -102,7 +100,7 @@ def write_part(
         literals.append(Literal(name, nbytes, data))
         nbytes += len(data)
     if not nbytes:
-        return Part(0, 0, (), ())
+        return Part(0, 0, (), {})
     target.check_room(nbytes + _MANIFEST_ROOM_BYTES)
     whole_file = replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals))
     sink = WriteSink(whole_file, place.shelf, lambda file: target.name(file, place.attempt))
@@ -113,19 +111,7 @@ def write_part(
     finally:
         sink.abort()
     place.sync()
-    return Part(nbytes, checksums[name], tuple(places), tuple(sink.slots[name, start].crc64 for start in plan.slots))
-
-
-def share_of_print(piece: Offer, crc64: int) -> int:
-    """Returns a piece's share of its tensor's fingerprint: its checksum, shifted by the bytes behind it.
-
-    CRCs are linear: the fingerprint is the exclusive-or of all shares, whoever holds them. 0 for a piece that is not one run
-    of its tensor; such tensors have no fingerprint.
-    """
-    if not piece.box.numel or not is_flat(piece.box, piece.shape):
-        return 0
-    behind = whole(piece.shape).numel - flat_start(piece.box, piece.shape) - piece.box.numel
-    return int(combine_crc64nvme(crc64, 0, behind * BY_NAME[piece.dtype].itemsize))
+    return Part(nbytes, checksums[name], tuple(places), {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots})
 
 
 def commit(

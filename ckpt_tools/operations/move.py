@@ -15,7 +15,7 @@ from functools import wraps
 from itertools import chain
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
-from ckpt_tools.box import is_flat, whole
+from ckpt_tools.box import whole
 from ckpt_tools.bucket import copies_within
 from ckpt_tools.catalog import Catalog, Extent
 from ckpt_tools.checksum import crc64nvme, hex64
@@ -236,7 +236,7 @@ class _Work:
             is_sole = team.size == 1
             notes += ["one process alone would have the store copy by itself what it can"] if here and not is_sole else []
             within = plan_within(self.prints, plan, self.located, here, source.remote) if here and source.remote and is_sole else None
-            seals = Seals({extent: fqn for extent, fqn in read_whole(self._part, self.located).items() if fqn not in self._printed()})
+            seals = Seals({extent: fqn for extent, fqn in read_whole(self._part, self.located).items() if fqn not in self.prints})
             sink = self.division.sink(place, within)
             trail.past.tell(None if team.rank else sink, seals, totals.overflowed)
             try:
@@ -261,11 +261,6 @@ class _Work:
                 manifest = _manifest(self.operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
                 notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
         return True
-
-    def _printed(self) -> set[str]:
-        """Returns the sealed tensors whose fingerprint will be known: streams take pieces, which may not be runs of a tensor."""
-        sealed = [t for t in self.plan.tensors if t.fqn in self.prints]
-        return {t.fqn for t in sealed if self.division.on_disk or all(is_flat(s.box, t.shape) for s in t.slots)}
 
     def _fill(
         self, sink: WriteSink, place: Place, within: Within | None, seals: Seals, totals: Totals, advance: Callable[[int], None]

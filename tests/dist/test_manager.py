@@ -77,7 +77,7 @@ def test_every_step_is_sound_and_replicas_are_stored_once(case: str, managed: Pa
         assert step.manifest is not None and step.manifest.step == step.number
 
 
-@pytest.mark.parametrize("case", ["fsdp2", "tied", "ddp", "hsdp"])
+@pytest.mark.parametrize("case", ["fsdp2", "tied", "ddp", "hsdp", "tp"])
 def test_the_fingerprints_of_a_save_are_those_of_whole_tensors(case: str, managed: Path) -> None:
     from awscrt.checksums import crc64nvme
 
