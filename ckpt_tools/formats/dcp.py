@@ -30,6 +30,7 @@ from ckpt_tools.storage import Store, check_path, read
 NAME = "dcp"
 LOOKS_FOR = ".metadata"
 _MANY_BYTES = 1 << 20  # of `.metadata`: some 5,000 chunks
+_COLUMNS_FROM = 16  # chunks of a tensor
 _MAX_MORE_BYTES = 512  # torch adds a hash of the contents, behind the payload
 _DATA_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{8})?\.distcp$")
 _MANIFEST = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
@@ -93,7 +94,11 @@ def _read_many(store: Store, name: str) -> _Read | None:
     objects = {fqn: [Extent(*metadata.places[fqn, None])] for fqn in metadata.objects if (fqn, None) in metadata.places}
     if len(objects) < len(metadata.objects):
         return None  # some are lost
-    entries = {f: TensorEntry(f, by_name(m.dtype, repr(printable(f))), m.shape, chunks[f]) for f, m in metadata.tensors.items()}
+    entries = {}
+    for fqn, meta in metadata.tensors.items():
+        columns = chunks[fqn]  # of few chunks, a question to columns costs more than they save
+        kept = columns if len(columns) >= _COLUMNS_FROM else tuple(columns)
+        entries[fqn] = TensorEntry(fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, kept)
     return entries, objects, [metadata]
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tools.catalog import TORCH_ZIP, Chunk
+from ckpt_tools.catalog import TORCH_ZIP
 from ckpt_tools.chunks import Chunks
 from ckpt_tools.errors import FormatError
 from ckpt_tools.formats.dcp_metadata import FILESYSTEM, METADATA, Metadata, Place, Run, parse
@@ -26,10 +26,9 @@ _CLASSES = (_CHUNK, _INDEX, _INFO)
 _MAX_KEY = 1 << 62
 _MAX_DIMS = 16
 _LEAST = 4  # objects of a run; fewer stay where they are
-_MANY = 16  # chunks of a tensor
 
 
-def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, Sequence[Chunk]]] | None:
+def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, Chunks]] | None:
     """Returns what a `.metadata` says, with the chunks of tensors beside; `boxes` and `places` there are those of objects only.
 
     Returns:
@@ -298,7 +297,7 @@ def _keys(shapes: Sequence[tuple[int, ...]]) -> _Keys:
     return _Keys(bases, strides, table, np.array([len(s) for s in shapes], np.int64))
 
 
-def _join(metadata: Metadata, found: _Runs) -> dict[str, Sequence[Chunk]]:
+def _join(metadata: Metadata, found: _Runs) -> dict[str, Chunks]:
     """Returns the chunks of every tensor, each with its place.
 
     Raises:
@@ -325,12 +324,10 @@ def _join(metadata: Metadata, found: _Runs) -> dict[str, Sequence[Chunk]]:
     which = order[at]
     names = tuple(files)
     numbers, starts, nbytes = place_files[which].astype(np.int32), starts[which], nbytes[which]
-    result: dict[str, Sequence[Chunk]] = {}
-    first = 0
+    result, first = {}, 0
     for fqn, count in zip(fqns, lengths, strict=True):
         rows, dims = slice(first, first + count), len(metadata.tensors[fqn].shape)
-        columns = Chunks(offsets[rows, :dims], sizes[rows, :dims], names, numbers[rows], starts[rows], nbytes[rows], TORCH_ZIP)
-        result[fqn] = columns if count >= _MANY else tuple(columns)  # of few, a question to columns costs more than they save
+        result[fqn] = Chunks(offsets[rows, :dims], sizes[rows, :dims], names, numbers[rows], starts[rows], nbytes[rows], TORCH_ZIP)
         first += count
     return result
 
