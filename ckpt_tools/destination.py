@@ -242,8 +242,8 @@ class LocalPlace:
         return right
 
     def go_on(self, files: Mapping[str, int]) -> None:
-        there = LocalStore(self.folder).list_files(below=True)
         own = LocalStore(self.folder)
+        there = {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in self.folder.rglob("*") if path.is_file()}
         for name, nbytes in files.items():
             if there.get(name) != nbytes:
                 (self.folder / name).unlink(missing_ok=True)

@@ -26,6 +26,7 @@ from ckpt_tools.engine.run import Moved
 from ckpt_tools.engine.schedule import Step
 from ckpt_tools.engine.seals import Seals
 from ckpt_tools.engine.sinks import Handed, HashSink, WriteSink
+from ckpt_tools.errors import StorageError
 from ckpt_tools.integrity import run_shared
 from ckpt_tools.plan import Plan, plan_objects
 from ckpt_tools.storage import Store
@@ -47,24 +48,29 @@ def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
         source: where it is read; with a file that is not the same any more the digest is another.
         changes: what is done to values on the way, other than a cast.
     """
-    files: set[str] = set()
-    digest = sha256(f"{__version__} {operation} {changes}".encode())
+    names: Sequence[str] = ()
+    files, digest = set[str](), sha256()
+
+    def take(*values: object) -> None:
+        digest.update(repr(values).encode("utf-8", "surrogatepass"))
+
+    take(__version__, operation, changes)
     for tensor in plan.tensors:
         chunks = tensor.chunks
-        target = repr((tensor.fqn, tensor.shape, tensor.src_dtype.name, tensor.dst_dtype.name, tensor.slots))
-        digest.update(target.encode("utf-8", "replace"))
+        take(tensor.fqn, tensor.shape, tensor.src_dtype.name, tensor.dst_dtype.name, tensor.slots)
         files |= chunks.file_names() if isinstance(chunks, ManyChunks) else {c.extent.file for c in chunks}
         if isinstance(chunks, Chunks):
+            if chunks.names is not names:  # one table for all tensors
+                names = chunks.names
+                take(names)
+            take(chunks.packing)
             for column in (chunks.offsets, chunks.sizes, chunks.files, chunks.starts, chunks.nbytes):
                 digest.update(column.tobytes())
         else:
-            digest.update(repr(tuple(chunks)).encode("utf-8", "replace"))
-    for file in sorted(files):
-        version = source.version(file)
-        if not version:
-            return ""
-        digest.update(f"{file} {version} ".encode("utf-8", "replace"))
-    return digest.hexdigest()
+            take(*chunks)
+    versions = [(file, source.version(file)) for file in sorted(files)]
+    take(versions)
+    return digest.hexdigest() if all(version for _, version in versions) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +216,18 @@ def _pieces(found: Mapping[str, list[list[int]]]) -> dict[str, list[Piece]]:
     return {name: [Piece(*p) for p in pieces] for name, pieces in found.items()}
 
 
+def _size(store: Store, file: str) -> int:
+    try:
+        return store.size(file)
+    except StorageError:
+        return -1
+
+
 def prove(steps: Sequence[Moved], store: Store, tiles: tuple[int, int], jobs: int, team: Team) -> Past:
     """Reads again what steps have written, a share by each member of a team, and returns those of which every byte is there."""
-    sizes = store.list_files(below=True)
     pieces = [(n, file, p) for n, step in enumerate(steps) if step.wrote for file, ps in step.wrote.files.items() for p in ps]
-    wrong = {n for n, file, p in pieces if p.start + p.nbytes > sizes.get(file, -1)}
+    sizes = {file: _size(store, file) for file in {file for _, file, _ in pieces}}
+    wrong = {n for n, file, p in pieces if p.start + p.nbytes > sizes[file]}
     rest = ((n, file, p) for n, file, p in pieces if n not in wrong and p.nbytes)
     while batch := list(islice(rest, _BATCH)):
         sink = HashSink()
