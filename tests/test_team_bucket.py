@@ -70,49 +70,49 @@ def test_a_team_writes_into_a_bucket_what_one_process_writes(size: int, server: 
 
 @pytest.mark.skipif(not LONG, reason="three more jobs of processes: CKPT_LONG=1")
 def test_from_one_bucket_to_another_and_over_what_is_there(server: Server, source: Path) -> None:
-    fs = server.bucket("origin")
-    fs.put(f"{source}/src/", "origin/src/", recursive=True)
+    fs = server.bucket("team-origin")
+    fs.put(f"{source}/src/", "team-origin/src/", recursive=True)
     for overwrite in ((), ("--overwrite",)):
-        done = team(2, "merge", "s3://origin/src", "s3://origin/out.safetensors", *overwrite, *storage_words(server))
+        done = team(2, "merge", "s3://team-origin/src", "s3://team-origin/out.safetensors", *overwrite, *storage_words(server))
         assert done.returncode == 0, done.stderr
-        out = "s3://origin/out.safetensors"
+        out = "s3://team-origin/out.safetensors"
         assert ckpt_tools.verify(out, storage_options=server.options).problems == []
         assert ckpt_tools.diff(source / "one.safetensors", out, storage_options=server.options).is_same
-    done = team(2, "merge", "s3://origin/src", "s3://origin/out.safetensors", *storage_words(server))
+    done = team(2, "merge", "s3://team-origin/src", "s3://team-origin/out.safetensors", *storage_words(server))
     assert done.returncode and "the destination exists" in done.stderr
 
 
 def test_a_member_that_is_killed_leaves_nothing_that_is_seen(server: Server, source: Path, tmp_path: Path) -> None:
     real(server)
     shutil.copytree(source / "src", tmp_path / "src")
-    fs = server.bucket("killed")
-    command = torchrun_command(3, "-m", "ckpt_tools", "merge", tmp_path / "src", "s3://killed/out.safetensors", *storage_words(server))
+    fs = server.bucket("team-killed")
+    command = torchrun_command(3, "-m", "ckpt_tools", "merge", tmp_path / "src", "s3://team-killed/out.safetensors", *storage_words(server))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as job:
         try:
-            while job.poll() is None and not fs.call_s3("list_multipart_uploads", Bucket="killed").get("Uploads"):
+            while job.poll() is None and not fs.call_s3("list_multipart_uploads", Bucket="team-killed").get("Uploads"):
                 time.sleep(0.01)
             os.kill(_children(job.pid)[2], signal.SIGKILL)
             job.communicate(timeout=120)
         finally:
             if job.poll() is None:
                 os.killpg(job.pid, signal.SIGKILL)
-    assert job.returncode and objects(server, "killed") == []
-    done = team(2, "merge", tmp_path / "src", "s3://killed/out.safetensors", *storage_words(server))
+    assert job.returncode and objects(server, "team-killed") == []
+    done = team(2, "merge", tmp_path / "src", "s3://team-killed/out.safetensors", *storage_words(server))
     assert done.returncode == 0, done.stderr
-    assert fs.cat("killed/out.safetensors") == (source / "one.safetensors").read_bytes()
+    assert fs.cat("team-killed/out.safetensors") == (source / "one.safetensors").read_bytes()
 
 
 @pytest.mark.skipif(not LONG, reason="one more job of processes: CKPT_LONG=1")
 def test_damage_in_what_no_member_reads_in_full_is_found(server: Server, source: Path, tmp_path: Path) -> None:
     """Also of a tensor that is cut along its columns, of which no fingerprint comes together."""
     shutil.copytree(source / "src", tmp_path / "src")
-    server.bucket("damage")
+    server.bucket("team-damage")
     path = max((tmp_path / "src").glob("*.distcp"), key=lambda p: p.stat().st_size)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    done = team(3, "merge", tmp_path / "src", "s3://damage/out.safetensors", *storage_words(server))
-    assert done.returncode and "damaged since they were written" in done.stderr and objects(server, "damage") == []
+    done = team(3, "merge", tmp_path / "src", "s3://team-damage/out.safetensors", *storage_words(server))
+    assert done.returncode and "damaged since they were written" in done.stderr and objects(server, "team-damage") == []
 
 
 def a_plan(shapes: list[tuple[int, int]], dtype: str, shards: int) -> Plan:
