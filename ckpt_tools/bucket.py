@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.engine.regions import Regions
-from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
+from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats import INDEXES, is_ours
 from ckpt_tools.formats.base import attempt_name, attempt_of
 from ckpt_tools.leftovers import GRACE_S
@@ -163,10 +163,6 @@ class RemotePlace:
 
     def sizes(self) -> Mapping[str, int]:
         return self.store.fresh().list_files()
-
-    def go_on(self, files: Mapping[str, int]) -> None:
-        del files
-        raise PlanError("what was begun in an object store is not gone on with")
 
     def sync(self) -> None:
         """An object is durable once it is there."""

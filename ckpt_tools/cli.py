@@ -328,8 +328,10 @@ def _kept(is_kept: bool) -> Iterator[None]:
     """Says of an interrupted command that another run goes on from there, where it does."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(*["what was finished is kept, and the same command goes on from there"] * is_kept) from None
+    except KeyboardInterrupt as stop:
+        if is_kept:
+            stop.args = ("what was finished is kept, and the same command goes on from there",)
+        raise
 
 
 def _report(result: TransferResult, quiet: bool, as_json: bool) -> None:

@@ -59,14 +59,6 @@ class Place(Protocol):
         """
         ...
 
-    def go_on(self, files: Mapping[str, int]) -> None:
-        """Makes ready for a write into what an earlier try has left: each file is there then, and of its size.
-
-        Args:
-            files: bytes of every data file that will be there.
-        """
-        ...
-
     def sync(self) -> None:
         """Makes the names of this process's files durable."""
         ...
@@ -242,6 +234,11 @@ class LocalPlace:
         return right
 
     def go_on(self, files: Mapping[str, int]) -> None:
+        """Makes ready for a write into what an earlier try has left: each file is there then, and of its size.
+
+        Args:
+            files: bytes of every data file that will be there.
+        """
         own = LocalStore(self.folder)
         there = {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in self.folder.rglob("*") if path.is_file()}
         for name, nbytes in files.items():

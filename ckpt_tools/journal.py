@@ -153,7 +153,8 @@ def _lines(path: Path) -> Iterator[object]:
         for line in file:
             crc, _, data = line.rstrip(b"\n").partition(b" ")
             if crc.decode("ascii", "replace") == hex64(crc64nvme(data)):
-                yield json.loads(data)
+                with suppress(ValueError, RecursionError):  # not one of ours
+                    yield json.loads(data)
 
 
 class Past:

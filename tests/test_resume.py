@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 import ckpt_tools
 from ckpt_tools import journal
 from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError
-from tests.jobs import LONG, torchrun_command
+from tests.jobs import LONG, children, torchrun_command
 
 ROOT = Path(__file__).parents[1]
 NBYTES = 200_000_000
@@ -64,7 +64,7 @@ def interrupt(words: Sequence[str], folder: Path, share: float, number: int = si
             while job.poll() is None and sum(map(_size, journals(folder))) < share * NUM_STEPS * STEP_NOTE_BYTES:
                 time.sleep(0.0005)
             with suppress(OSError, IndexError):  # it has ended
-                os.kill(job.pid if member is None else _children(job.pid)[member], number)
+                os.kill(job.pid if member is None else children(job.pid)[member], number)
             return job.communicate(timeout=120)[1]
         finally:
             if job.poll() is None:
@@ -84,10 +84,6 @@ def written(path: Path) -> int:
         return sum(int(p[1]) for line in path.read_bytes().splitlines()[1:] for ps in json.loads(line[17:])["files"].values() for p in ps)
     except (OSError, ValueError):
         return 0
-
-
-def _children(pid: int) -> list[int]:
-    return sorted(int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
 
 def ckpt(words: Sequence[str], code: int = 0) -> subprocess.CompletedProcess[str]:

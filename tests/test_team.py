@@ -26,7 +26,7 @@ from ckpt_tools.errors import PlanError
 from ckpt_tools.formats import Request, TargetTensor, open_source, safetensors
 from ckpt_tools.live.launch import first_host, slurm_variables
 from ckpt_tools.plan import plan_transfer
-from tests.jobs import LONG, torchrun_command
+from tests.jobs import LONG, children, torchrun_command
 
 ROOT = Path(__file__).parents[1]
 STATE = {
@@ -177,18 +177,6 @@ def test_a_team_copies(source: Path, tmp_path: Path) -> None:
     assert done.returncode and "the destination exists" in done.stderr
 
 
-def _children(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                    found.append(int(entry.name))
-            except (OSError, ValueError, IndexError):
-                continue
-    return found
-
-
 @pytest.mark.parametrize("victim", range(4) if LONG else [1])
 def test_a_member_that_is_killed_leaves_nothing_and_the_next_run_completes(victim: int, tmp_path: Path) -> None:
     state = {f"w{i}": torch.randn(2_000_000) for i in range(25)}  # 200 MB
@@ -199,7 +187,7 @@ def test_a_member_that_is_killed_leaves_nothing_and_the_next_run_completes(victi
         while job.poll() is None and not any(tmp_path.glob(".tmp.out.*/*.distcp")):
             time.sleep(0.002)
         time.sleep(0.01 * (victim // 2))
-        members = sorted(_children(job.pid))
+        members = children(job.pid)
         os.kill(members[victim % 2], signal.SIGKILL)
         _, errors = job.communicate(timeout=120)
     finally:

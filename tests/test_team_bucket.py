@@ -21,16 +21,12 @@ from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.regions import cut_regions, within_regions
 from ckpt_tools.formats import Request, TargetTensor, safetensors
-from ckpt_tools.layout import split
 from ckpt_tools.plan import Plan, plan_transfer
 from ckpt_tools.storage.upload import part_starts
-from tests.jobs import LONG, torchrun_command
+from tests.jobs import LONG, children, torchrun_command
 from tests.servers.servers import Server, storage_words
 from tests.test_bucket import real
-from tests.test_resume import _children
 from tests.test_team import ROOT, team
-
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +87,7 @@ def test_a_member_that_is_killed_leaves_nothing_that_is_seen(server: Server, sou
         try:
             while job.poll() is None and not fs.call_s3("list_multipart_uploads", Bucket="team-killed").get("Uploads"):
                 time.sleep(0.01)
-            os.kill(_children(job.pid)[2], signal.SIGKILL)
+            os.kill(children(job.pid)[2], signal.SIGKILL)
             job.communicate(timeout=120)
         finally:
             if job.poll() is None:
@@ -104,7 +100,6 @@ def test_a_member_that_is_killed_leaves_nothing_that_is_seen(server: Server, sou
 
 @pytest.mark.skipif(not LONG, reason="one more job of processes: CKPT_LONG=1")
 def test_damage_in_what_no_member_reads_in_full_is_found(server: Server, source: Path, tmp_path: Path) -> None:
-    """Also of a tensor that is cut along its columns, of which no fingerprint comes together."""
     shutil.copytree(source / "src", tmp_path / "src")
     server.bucket("team-damage")
     path = max((tmp_path / "src").glob("*.distcp"), key=lambda p: p.stat().st_size)
@@ -115,15 +110,16 @@ def test_damage_in_what_no_member_reads_in_full_is_found(server: Server, source:
     assert done.returncode and "damaged since they were written" in done.stderr and objects(server, "team-damage") == []
 
 
-def a_plan(shapes: list[tuple[int, int]], dtype: str, shards: int) -> Plan:
+def a_plan(shapes: list[tuple[int, int]], dtype: str) -> Plan:
+    """A plan of one file."""
     kind, at, tensors = BY_NAME[dtype], 0, {}
     for number, shape in enumerate(shapes):
         nbytes = whole(shape).numel * kind.itemsize
         tensors[f"t{number}"] = TensorEntry(f"t{number}", kind, shape, (Chunk(whole(shape), Extent("f", at, nbytes)),))
         at += nbytes
-    boxes = {shape: tuple(split(whole(shape), 0, shards, r) for r in range(shards)) for shape in shapes}
-    targets = [TargetTensor(f, kind, t.shape, boxes[t.shape] if shards > 1 else (whole(t.shape),)) for f, t in tensors.items()]
-    layout = safetensors.lay_out(Request(targets, shards, with_index=shards > 1))
+    layout = safetensors.lay_out(
+        Request([TargetTensor(f, kind, t.shape, (whole(t.shape),)) for f, t in tensors.items()], 1, with_index=False)
+    )
     return plan_transfer(Catalog("x", tensors, file_sizes={"f": at}), layout)
 
 
@@ -132,7 +128,7 @@ def a_plan(shapes: list[tuple[int, int]], dtype: str, shards: int) -> Plan:
     st.sampled_from(["uint8", "float32", "float64"]), st.integers(1, 9), st.booleans(),
 )  # fmt: skip
 def test_regions_tile_every_file_at_parts_and_elements(shapes: list[tuple[int, int]], dtype: str, count: int, takes_parts: bool) -> None:
-    plan = a_plan(shapes, dtype, 1)
+    plan = a_plan(shapes, dtype)
     ((name, nbytes),) = plan.target.file_sizes.items()
     regions = cut_regions(plan, count, takes_parts)
     ranges = sorted(r[name] for r in regions if name in r and (r[name][0] < r[name][1] or not nbytes))

@@ -66,10 +66,11 @@ class HashSink:
 
     def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
+        found = Fingerprints(self.fingerprints.joined)
         for tile, data in zip(step.tiles, tiles, strict=True):
-            crc = self._checksum(data.data)
-            with self._lock:
-                self.fingerprints.add(tile, crc, data)
+            found.add(tile, self._checksum(data.data), data)
+        with self._lock:
+            self.fingerprints.absorb(found.noted)
 
 
 class FillSink:

@@ -112,8 +112,9 @@ class TransferResult:
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read over bytes needed here."""
-        needed = self.needed_nbytes - self.store_nbytes - self.kept_nbytes
+        """Bytes read over bytes needed here; of what was there already, the needed share is taken to be the written one."""
+        written = sum(self.bytes_by_dtype.values())
+        needed = self.needed_nbytes - self.store_nbytes - (self.needed_nbytes * self.kept_nbytes // written if written else 0)
         return self.read_nbytes / needed if needed > 0 else 1.0
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt_tools import journal
-from ckpt_tools.destination import Destination, Place
+from ckpt_tools.destination import Destination, LocalPlace, Place
 from ckpt_tools.engine.run import Moved
 from ckpt_tools.engine.schedule import tile_bytes
 from ckpt_tools.errors import IntegrityError, PlanError
@@ -80,7 +80,7 @@ class Trail:
 
     def begin(self, place: Place, attempt: str, files: Mapping[str, int], tiles: tuple[int, int], jobs: int) -> None:
         """Looks at what is there of the files to be, and starts to take notes."""
-        if place.folder is None or not self._work:
+        if not isinstance(place, LocalPlace) or not self._work:
             return
         if self._earlier:
             with self._team.phase("look at what is there"):
