@@ -376,6 +376,10 @@ def main(may_share: bool = False) -> None:
         raise SystemExit(0) from None
     except OSError as error:
         _fail(f"{error.strerror or error} ({printable(str(error.filename or ''))})", None, 15)
+    except KeyboardInterrupt:
+        _fail("interrupted", None, 130)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was done is done: the interpreter ends without a word about it
 
 
 def _team(may_share: bool) -> AbstractContextManager[Team | None]:

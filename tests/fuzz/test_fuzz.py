@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,17 @@ from ckpt_tools.formats import dcp_metadata, torch_zip
 from ckpt_tools.storage import MemoryStore
 from tests.fuzz.fuzz import TARGETS, seeds
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_reader_reads_or_refuses_and_does_nothing_else(target: str, tmp_path: Path) -> None:
     runs = 2000 if target in ("zero", "parts", "flats") else 8000  # those write their input with torch
     command = [sys.executable, "-m", "tests.fuzz.fuzz", target, "--runs", str(runs), "--keep", str(tmp_path / "found")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2])
+    (tmp_path / "cwd").mkdir()
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, cwd=tmp_path / "cwd", env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 0 and f"{runs:,} runs" in done.stdout, done.stdout + done.stderr
     assert "'read'" in done.stdout and "Error" in done.stdout, done.stdout  # both happen
 
