@@ -10,6 +10,7 @@ from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import add
 from typing import NamedTuple
 
 
@@ -31,6 +32,8 @@ class Box(NamedTuple):
 
     def intersect(self, other: Box) -> Box | None:
         """Returns what both hold, or None where they share no element (0-d boxes share theirs)."""
+        if self == other:
+            return None if 0 in self.sizes else self
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             low = a if a > b else b
@@ -73,36 +76,42 @@ class ManyCopies(Sequence[Copy]):
     def sources(self) -> list[int]:
         """Returns the sources from which anything is copied, in order."""
 
+    @abstractmethod
+    def taken(self) -> dict[int, int]:
+        """Returns how many elements are copied from each of those sources."""
+
 
 class BoxIndex:
     """Boxes sorted along the dim that cuts them most finely, to be asked which of them reach into a box."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
-        ndim = len(boxes[0].offsets) if boxes else 0
-        self._dim = max(range(ndim), key=lambda d: len({b.offsets[d] for b in boxes}), default=0)
-        self._order = sorted(range(len(boxes)), key=lambda i: boxes[i].offsets[self._dim : self._dim + 1])
         self._boxes = boxes
-        self._low = tuple(map(min, zip(*(b.offsets for b in boxes), strict=True)))
-        self._high = tuple(map(max, zip(*(b.ends for b in boxes), strict=True)))
-        self._starts = [boxes[i].offsets[self._dim] for i in self._order] if ndim else []
-        self._reach = max((b.sizes[self._dim] for b in boxes), default=0) if ndim else 0
+        offsets = list(zip(*[b.offsets for b in boxes], strict=True))  # by dim
+        sizes = list(zip(*[b.sizes for b in boxes], strict=True))
+        self._low = tuple(map(min, offsets))
+        self._high = tuple(max(map(add, o, s)) for o, s in zip(offsets, sizes, strict=True))
+        self._dim = dim = max(range(len(offsets)), key=lambda d: len(set(offsets[d])), default=0)
+        self._order = sorted(range(len(boxes)), key=offsets[dim].__getitem__) if offsets else list(range(len(boxes)))
+        self._starts = sorted(offsets[dim]) if offsets else []
+        self._reach = max(sizes[dim]) if offsets else 0
 
     def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yields the number of every box that shares elements with `box`, and what they share."""
-        if not self._boxes:
-            return
+        boxes, dim = self._boxes, self._dim
         order: Sequence[int] = self._order
-        if all(o <= low and o + s >= high for o, s, low, high in zip(box.offsets, box.sizes, self._low, self._high, strict=True)):
-            yield from ((number, self._boxes[number]) for number in order if self._boxes[number].numel)  # it holds them all
-            return
         if self._starts and len(order) > 1:
-            low, high = box.offsets[self._dim], box.offsets[self._dim] + box.sizes[self._dim]
+            low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+            if low <= self._low[dim] and high >= self._high[dim] and self._are_all_in(box):
+                yield from ((number, boxes[number]) for number in order if boxes[number].numel)
+                return
             order = order[bisect_left(self._starts, low - self._reach + 1) : bisect_left(self._starts, high)]
-        boxes = self._boxes
         for number in order:
             shared = boxes[number].intersect(box)
             if shared is not None:
                 yield number, shared
+
+    def _are_all_in(self, box: Box) -> bool:
+        return all(o <= low and o + s >= high for o, s, low, high in zip(box.offsets, box.sizes, self._low, self._high, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:

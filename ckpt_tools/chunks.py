@@ -183,4 +183,10 @@ class Copies(ManyCopies):
         return int(self.sizes.prod(axis=1).sum())
 
     def sources(self) -> list[int]:
-        return [int(i) for i in np.unique(self.src)]
+        return list(self.taken())
+
+    def taken(self) -> dict[int, int]:
+        numbers, at = np.unique(self.src, return_inverse=True)
+        taken = np.zeros(len(numbers), np.int64)
+        np.add.at(taken, at, self.sizes.prod(axis=1))
+        return dict(zip(numbers.tolist(), taken.tolist(), strict=True))

@@ -254,5 +254,5 @@ def _dense_parts(box: Box, strides: Sequence[int]) -> Iterator[Box]:
 def _writes(slots: Sequence[Slot], targets: BoxIndex, box: Box, itemsize: int) -> Iterator[Write]:
     for number, shared in targets.overlaps(box):
         slot = slots[number]
-        at = flat_start(shared.within(slot.box), slot.box.sizes)
+        at = 0 if shared == slot.box else flat_start(shared.within(slot.box), slot.box.sizes)
         yield Write(slot.file, slot.start + at * itemsize, shared.numel * itemsize, shared)

@@ -10,7 +10,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ckpt_tools.catalog import Extent
+from ckpt_tools.box import Copy, ManyCopies
+from ckpt_tools.catalog import RAW, Extent
 from ckpt_tools.checksum import crc32, join_crc32
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.errors import IntegrityError, printable
@@ -29,9 +30,9 @@ class Part(NamedTuple):
 class Seals:
     """Takes what is read, in any order and from several threads, and proves every range that was read in full."""
 
-    def __init__(self, owners: Mapping[Extent, str]) -> None:
+    def __init__(self, owners: dict[Extent, str]) -> None:
         """Takes the ranges to watch, with the names of the tensors that they belong to, for messages."""
-        self._owners = dict(owners)
+        self._owners = owners
         self._sealed: dict[str, list[Extent]] = {}
         for extent in self._owners:
             self._sealed.setdefault(extent.file, []).append(extent)
@@ -39,14 +40,22 @@ class Seals:
             extents.sort()
         self._starts = {file: [e.start for e in extents] for file, extents in self._sealed.items()}
         self._pieces: dict[Extent, set[tuple[int, int, int]]] = {}
+        self._num_proved = 0
         self._lock = threading.Lock()
 
     def note(self, file: str, start: int, data: Bytes) -> int | None:
-        """Takes bytes of a file, if they lie in a range that is watched; returns their CRC-32 then."""
+        """Takes bytes of a file, if they lie in a range that is watched; returns their CRC-32 where more is to come.
+
+        Raises:
+            IntegrityError: they are all of it, and not what was written.
+        """
         extent = self._around(file, start, len(data))
         if extent is None:
             return None
         crc = crc32(data.data)
+        if extent.crc32 is not None and len(data) == extent.nbytes:
+            self._compare(extent, crc, extent.crc32)
+            return None
         with self._lock:
             self._pieces.setdefault(extent, set()).add((start, len(data), crc))
         return crc
@@ -63,9 +72,9 @@ class Seals:
         return extent if extent is not None and start + nbytes <= extent.start + extent.nbytes else None
 
     def hand_over(self, crcs: Mapping[Extent, int]) -> list[Part]:
-        """Returns what was read of ranges of which another process may have read the rest."""
-        parts = [Part(extent, self._owners[extent], pieces, crcs[extent]) for extent, pieces in self._pieces.items() if extent in crcs]
-        return [part for part in parts if sum(nbytes for _, nbytes, _ in part.pieces) < part.extent.nbytes]
+        """Returns what was read of ranges of which another process may have read the rest, where their CRC-32 is known."""
+        parts = [(e, pieces, _known(e, crcs)) for e, pieces in self._pieces.items() if sum(n for _, n, _ in pieces) < e.nbytes]
+        return [Part(extent, self._owners[extent], pieces, crc) for extent, pieces, crc in parts if crc is not None]
 
     def absorb(self, parts: Iterable[Part], crcs: dict[Extent, int]) -> None:
         """Takes over what another process has read in part, and the CRC-32 that it knows."""
@@ -78,41 +87,53 @@ class Seals:
         """Compares; returns how many ranges are proved. One that was read in part, or with gaps, is passed over.
 
         Args:
-            crcs: CRC-32 of the ranges, as far as known.
+            crcs: CRC-32 of the ranges that do not have it with them, as far as known.
 
         Raises:
             IntegrityError: bytes on disk are not what was written.
         """
-        num_proved = 0
         for extent, pieces in self._pieces.items():
             ordered, end = sorted(pieces), extent.start
             for start, nbytes, _ in ordered:
                 end = end + nbytes if start == end else -1
-            if extent not in crcs or end != extent.start + extent.nbytes:
-                continue
-            crc = join_crc32((crc, nbytes) for _, nbytes, crc in ordered)
-            if crc != crcs[extent]:
-                raise IntegrityError(
-                    f"bytes were damaged since they were written: expected CRC-32 {crcs[extent]:08x}, got {crc:08x}"
-                    f" ({printable(self._owners[extent])!r} in {printable(extent.file)}, bytes {extent.start}:{end})",
-                    hint="take an older step, restore the file, or save the rest: ckpt salvage",
-                )
-            num_proved += 1
-        return num_proved
+            known = _known(extent, crcs)
+            if known is not None and end == extent.start + extent.nbytes:
+                self._compare(extent, join_crc32((crc, nbytes) for _, nbytes, crc in ordered), known)
+        return self._num_proved
+
+    def _compare(self, extent: Extent, crc: int, known: int) -> None:
+        if crc != known:
+            raise IntegrityError(
+                f"bytes were damaged since they were written: expected CRC-32 {known:08x}, got {crc:08x}"
+                f" ({printable(self._owners[extent])!r} in {printable(extent.file)}, bytes {extent.start}:{extent.start + extent.nbytes})",
+                hint="take an older step, restore the file, or save the rest: ckpt salvage",
+            )
+        with self._lock:
+            self._num_proved += 1
+
+
+def _known(extent: Extent, crcs: Mapping[Extent, int]) -> int | None:
+    return extent.crc32 if extent.crc32 is not None else crcs.get(extent)
 
 
 def read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> dict[Extent, str]:
-    """Returns the payloads that a plan reads in full, with the names of their tensors."""
+    """Returns the payloads that a plan reads in full and whose CRC-32 is known or may be learnt, with the names of their tensors."""
     whole: dict[Extent, str] = {}
     for tensor in plan.tensors:
-        taken: dict[int, int] = {}
-        for copy in tensor.copies:
-            taken[copy.src] = taken.get(copy.src, 0) + copy.box.numel
-        for number, numel in taken.items():
-            extent = located.get(tensor.chunks[number].extent, tensor.chunks[number].extent)
-            if extent.strides is None and numel == tensor.chunks[number].box.numel:
+        chunks, copies = list(tensor.chunks), tensor.copies
+        for number, numel in (copies.taken() if isinstance(copies, ManyCopies) else _taken(copies)).items():
+            box, stored = chunks[number]
+            extent = located.get(stored, stored)
+            if extent.strides is None and numel == box.numel and (stored.packing != RAW or extent.crc32 is not None):
                 whole[extent] = tensor.fqn
     return whole
+
+
+def _taken(copies: Iterable[Copy]) -> dict[int, int]:
+    taken: dict[int, int] = {}
+    for copy in copies:
+        taken[copy.src] = taken.get(copy.src, 0) + copy.box.numel
+    return taken
 
 
 def known_crcs(assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]) -> dict[Extent, int]:

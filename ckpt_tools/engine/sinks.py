@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ckpt_tools.checksum import crc32, crc64nvme, join_crc32, join_crc64
+from ckpt_tools.checksum import crc32, crc32_combine, crc64nvme, join_crc32, join_crc64
 from ckpt_tools.engine.kernels import Bytes, gather
 from ckpt_tools.engine.prints import Fingerprints, Piece, Prints
 from ckpt_tools.engine.schedule import Step, Tile, Write
@@ -200,9 +201,13 @@ class WriteSink:
         """
         if self._is_stream:
             self._surround_rest()
-        else:
-            self._surround_all()
-        checksums = {name: _join_file(name, pieces, self._sizes[name]) for name, pieces in self._pieces.items()}
+        literals, trailers = _by_file(self.target.literals), _by_file(self.target.trailers)
+        checksums = {}
+        for name in list(self._pieces):  # a file at a time: there may be a million payloads
+            pieces = sorted(self._pieces.pop(name))
+            if not self._is_stream:
+                pieces += self._put_frames(name, [(lit.start, lit.data) for lit in literals.get(name, ())], trailers.get(name, ()), pieces)
+            checksums[name] = _join_file(name, pieces, self._sizes[name])
         self._finish_writers()
         return checksums
 
@@ -215,17 +220,9 @@ class WriteSink:
             for writer in self._writers.values():
                 writer.finish()
 
-    def _surround_all(self) -> None:
-        """Writes all that stands around payloads, neighbours together."""
-        frames: dict[str, list[tuple[int, bytes]]] = {name: [] for name in self._writers}
-        for literal in self.target.literals:
-            frames[literal.file].append((literal.start, literal.data))
-        slots = self._join_slots()
-        for trailer in self.target.trailers:
-            frames[trailer.file].append((trailer.start, trailer.render(slots[trailer.file, trailer.slot_start].crc32)))
-        for name, found in frames.items():
-            for start, data in _joined(found):
-                self._pieces[name].append(self._put(name, start, data))
+    def _put_frames(self, name: str, before: list[tuple[int, bytes]], trailers: Iterable[Trailer], pieces: Sequence[Piece]) -> list[Piece]:
+        """Writes all that stands around a file's payloads, neighbours together."""
+        return [self._put(name, start, data) for start, data in _joined([*before, *_suffixes(trailers, pieces)])]
 
     def _surround_rest(self) -> None:
         """Writes what no slot has brought with it: around empty ones, and objects that are known beforehand."""
@@ -261,41 +258,43 @@ class WriteSink:
         for writer in self._writers.values():
             writer.abort()
 
-    def _join_slots(self) -> dict[tuple[str, int], Piece]:
-        """Returns the checksums of every slot by file and start, joined from the pieces that fell into it."""
-        slots: dict[tuple[str, int], Piece] = {}
-        for name, found in _by_slot(self.target).items():
-            ordered, at = sorted(self._pieces[name]), 0
-            for trailers in found:
-                start, end = trailers[0].slot_start, trailers[0].start
-                while at < len(ordered) and ordered[at].start < start:
-                    at += 1
-                first = at
-                while at < len(ordered) and ordered[at].start < end:
-                    at += 1
-                parts = ordered[first:at]
-                crc64, crc = join_crc64((p.crc64, p.nbytes) for p in parts), join_crc32((p.crc32, p.nbytes) for p in parts)
-                slots[name, start] = Piece(start, sum(p.nbytes for p in parts), crc64, crc)
-        return slots
+
+P = TypeVar("P", Literal, Trailer)
 
 
-def _by_slot(target: Target) -> dict[str, list[list[Trailer]]]:
-    """Returns the trailers of each slot, by file, in its order; the first one begins where the slot ends."""
-    found: dict[str, dict[int, list[Trailer]]] = {}
-    for trailer in sorted(target.trailers, key=lambda t: (t.slot_start, t.start)):
-        found.setdefault(trailer.file, {}).setdefault(trailer.slot_start, []).append(trailer)
-    return {file: list(slots.values()) for file, slots in found.items()}
+def _by_file(parts: Iterable[P]) -> dict[str, list[P]]:
+    found: dict[str, list[P]] = {}
+    for part in parts:
+        found.setdefault(part.file, []).append(part)
+    return found
+
+
+def _by_slot(trailers: Iterable[Trailer]) -> Iterator[list[Trailer]]:
+    """Yields the trailers of each slot of a file, in its order; the first one begins where the slot ends."""
+    ordered = sorted(trailers, key=lambda t: (t.slot_start, t.start))
+    return (list(group) for _, group in groupby(ordered, key=lambda t: t.slot_start))
+
+
+def _suffixes(trailers: Iterable[Trailer], ordered: Sequence[Piece]) -> Iterator[tuple[int, bytes]]:
+    """Yields where the trailers of a file begin, and them, from the pieces that fell into its slots."""
+    at = 0
+    for behind in _by_slot(trailers):
+        while at < len(ordered) and ordered[at].start < behind[0].slot_start:
+            at += 1
+        crc = 0
+        while at < len(ordered) and ordered[at].start < behind[0].start:
+            crc = crc32_combine(crc, ordered[at].crc32, ordered[at].nbytes)
+            at += 1
+        yield from ((trailer.start, trailer.render(crc)) for trailer in behind)
 
 
 def _frames(target: Target) -> dict[str, list[_Frame]]:
     """Returns what stands around each slot, in the order of the file."""
-    literals: dict[str, list[Literal]] = {}
-    for literal in sorted(target.literals, key=lambda lit: -lit.start):
-        literals.setdefault(literal.file, []).append(literal)
+    literals = _by_file(sorted(target.literals, key=lambda lit: -lit.start))
     frames: dict[str, list[_Frame]] = {}
-    for file, slots in _by_slot(target).items():
+    for file, found in _by_file(target.trailers).items():
         mine = literals.get(file, [])
-        for trailers in slots:
+        for trailers in _by_slot(found):
             before = []
             while mine and mine[-1].start < trailers[0].start:
                 before.append(mine.pop())

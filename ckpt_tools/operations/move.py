@@ -249,7 +249,7 @@ class _Work:
                     sink.abort()
                     forget(place)
                     return False
-                checksums = self._gather(sink, seals, known_crcs(self.located, found), totals, place)
+                checksums = self._gather(sink, seals, known_crcs(self.located, found) if self._assumes else {}, totals, place)
             except BaseException:
                 sink.abort()
                 raise
@@ -272,7 +272,8 @@ class _Work:
             division = self.division
             steps = steps_for(within.rest if within else division.plan, self.located, self.tiles, place.shelf, division.share)
             left = self.trail.past.without(steps, advance)
-            done = run(left, self.source.store, sink, self.jobs, advance, seals=seals, alter=self.alter, note=self.trail.note)
+            with self.trail.forgotten_if_wrong(place):
+                done = run(left, self.source.store, sink, self.jobs, advance, seals=seals, alter=self.alter, note=self.trail.note)
             if within:
                 within.vouch(sink)
                 done.store_nbytes = within.nbytes
