@@ -42,7 +42,10 @@ class Box(NamedTuple):
                 return None
             offsets.append(low)
             sizes.append(size)
-        return Box(tuple(offsets), tuple(sizes))
+        shared = tuple(sizes)
+        if shared == other.sizes:
+            return other
+        return self if shared == self.sizes else Box(tuple(offsets), shared)
 
     def within(self, outer: Box) -> Box:
         """Returns this box in the coordinates of `outer`, i.e. shifted by minus `outer.offsets`."""

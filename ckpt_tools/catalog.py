@@ -47,8 +47,8 @@ class ManyChunks(Sequence[Chunk]):
     """Chunks that are no object each, so that questions about all of them have quick answers; see `chunks`."""
 
     @abstractmethod
-    def boxes(self) -> list[Box]:
-        """Returns what each holds."""
+    def kinds(self) -> list[Box]:
+        """Returns what one of each sizes holds."""
 
     @abstractmethod
     def nbytes_by_file(self, itemsize: int) -> Mapping[str, tuple[int, int]]:
@@ -90,9 +90,9 @@ class TensorEntry:
         return whole(self.shape).numel * self.dtype.itemsize
 
 
-def boxes_of(entry: TensorEntry) -> list[Box]:
-    """Returns what each chunk of a tensor holds."""
-    return entry.chunks.boxes() if isinstance(entry.chunks, ManyChunks) else [c.box for c in entry.chunks]
+def kinds_of(entry: TensorEntry) -> list[Box]:
+    """Returns what chunks of a tensor hold, of those of equal sizes at least one."""
+    return entry.chunks.kinds() if isinstance(entry.chunks, ManyChunks) else [c.box for c in entry.chunks]
 
 
 def nbytes_by_file(entry: TensorEntry) -> Mapping[str, tuple[int, int]]:

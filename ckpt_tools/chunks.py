@@ -52,14 +52,11 @@ class Chunks(ManyChunks):
         box = Box(tuple(self.offsets[key].tolist()), tuple(self.sizes[key].tolist()))
         return Chunk(box, Extent(self.names[self.files[key]], int(self.starts[key]), int(self.nbytes[key]), self.packing))
 
-    def boxes(self) -> list[Box]:
-        """Returns what each chunk holds."""
-        return list(map(Box, map(tuple, self.offsets.tolist()), map(tuple, self.sizes.tolist())))
-
     def __iter__(self) -> Iterator[Chunk]:
         names, packing = self.names, self.packing
+        boxes = map(Box, map(tuple, self.offsets.tolist()), map(tuple, self.sizes.tolist()))
         places = zip(self.files.tolist(), self.starts.tolist(), self.nbytes.tolist(), strict=True)
-        return (Chunk(box, Extent(names[f], at, n, packing)) for box, (f, at, n) in zip(self.boxes(), places, strict=True))
+        return (Chunk(box, Extent(names[f], at, n, packing)) for box, (f, at, n) in zip(boxes, places, strict=True))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Chunks):
@@ -72,6 +69,10 @@ class Chunks(ManyChunks):
         return hash(tuple(self))  # as that of the tuple which it equals
 
     # ---- what `catalog` asks of many at once: the answer "no" is looked into chunk by chunk ------------------------------------
+
+    def kinds(self) -> list[Box]:
+        """Returns what one chunk of each sizes holds."""
+        return [self[int(number)].box for number in np.unique(self.sizes, axis=0, return_index=True)[1]]
 
     def file_names(self) -> set[str]:
         """Returns the files that hold a chunk."""

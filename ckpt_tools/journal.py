@@ -21,7 +21,7 @@ from typing import Any
 from ckpt_tools.catalog import Extent, ManyChunks
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.chunks import Chunks
-from ckpt_tools.engine.prints import Piece, Prints
+from ckpt_tools.engine.prints import Piece, Pieces, Prints
 from ckpt_tools.engine.run import Moved
 from ckpt_tools.engine.schedule import Step
 from ckpt_tools.engine.seals import Seals
@@ -143,7 +143,7 @@ def remove(folder: Path) -> None:
 
 
 def _line(value: object) -> bytes:
-    data = json.dumps(value, separators=(",", ":")).encode()
+    data = json.dumps(value, separators=(",", ":"), default=list).encode()
     return f"{hex64(crc64nvme(data))} ".encode() + data + b"\n"
 
 
@@ -193,7 +193,7 @@ class Past:
                 for fqn, count in step.overflowed.items():
                     overflowed[fqn] = overflowed.get(fqn, 0) + count
         if sink is not None:
-            sink.absorb(Handed({name: list(pieces.values()) for name, pieces in self._written.items()}, Prints({}, {}, {})))
+            sink.absorb(Handed({name: Pieces(pieces.values()) for name, pieces in self._written.items()}, Prints({}, {}, {})))
 
 
 def load(folder: Path, work: str) -> list[Moved]:
@@ -213,8 +213,8 @@ def _step(line: Mapping[str, Any]) -> Moved:
     return Moved(0, line["overflowed"], [(f, at, n, crc) for f, at, n, crc in line["read"]], wrote)
 
 
-def _pieces(found: Mapping[str, list[list[int]]]) -> dict[str, list[Piece]]:
-    return {name: [Piece(*p) for p in pieces] for name, pieces in found.items()}
+def _pieces(found: Mapping[str, list[list[int]]]) -> dict[str, Pieces]:
+    return {name: Pieces(Piece(*p) for p in pieces) for name, pieces in found.items()}
 
 
 def _size(store: Store, file: str) -> int:

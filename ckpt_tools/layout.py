@@ -105,10 +105,9 @@ def reshard_boxes(boxes: Sequence[Box], shape: Sequence[int], num_ranks: int) ->
     if not dims:
         return [whole(shape), *[None] * (num_ranks - 1)]
     dim = dims[0] if len(dims) == 1 else 0
-    parts: list[Box | None] = []
-    seen = set()
-    for rank in range(num_ranks):
-        part = split(whole(shape), dim, num_ranks, rank)
-        parts.append(None if part.offsets in seen else part)
-        seen.add(part.offsets)
+    parts: list[Box | None] = [split(whole(shape), dim, num_ranks, 0)]
+    for rank in range(1, num_ranks):
+        last = parts[-1]
+        part = split(whole(shape), dim, num_ranks, rank) if last else None
+        parts.append(part if part and last and part.offsets != last.offsets else None)
     return parts

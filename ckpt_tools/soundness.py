@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, whole
@@ -70,9 +71,10 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> Cat
 def _are_apart(catalog: Catalog) -> bool:
     """Tells whether no two entries share bytes, where that can be told at once."""
     many = [t.chunks for t in catalog.tensors.values() if isinstance(t.chunks, ManyChunks)]
-    if not many or len(many) < len(catalog.tensors) or catalog.archives or catalog.made:
+    if not many or catalog.archives or catalog.made:
         return False
-    return many[0].are_apart(many, (o.extent for o in catalog.objects.values()))
+    few = (c.extent for t in catalog.tensors.values() if not isinstance(t.chunks, ManyChunks) for c in t.chunks)
+    return many[0].are_apart(many, chain(few, (o.extent for o in catalog.objects.values())))
 
 
 def _overlaps(catalog: Catalog) -> Iterator[Flaw]:

@@ -7,6 +7,7 @@ bytes behind it. May import levels 0 to 3 and the parts of the engine before it.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -36,6 +37,34 @@ class Piece(NamedTuple):
     crc32: int
 
 
+class Pieces:
+    """Pieces in 32 bytes each: of a million chunks there are two million."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
+        self._words = array("Q")
+        self.extend(pieces)
+
+    def append(self, piece: Piece) -> None:
+        """Adds one."""
+        self._words.extend(piece)
+
+    def extend(self, pieces: Iterable[Piece]) -> None:
+        """Adds several."""
+        if isinstance(pieces, Pieces):
+            self._words.extend(pieces._words)
+        else:
+            for piece in pieces:
+                self._words.extend(piece)
+
+    def __len__(self) -> int:
+        return len(self._words) // 4
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(Piece, *(self._words[number::4] for number in range(4)))
+
+
 class Prints(NamedTuple):
     """What was noted of tensors, by name.
 
@@ -45,8 +74,8 @@ class Prints(NamedTuple):
         sizes: bytes of the whole.
     """
 
-    pieces: dict[str, list[Piece]]
-    shares: dict[str, list[Piece]]
+    pieces: dict[str, Pieces]
+    shares: dict[str, Pieces]
     sizes: dict[str, int]
 
 
@@ -63,10 +92,10 @@ class Fingerprints:
         itemsize = tensor.dst_dtype.itemsize
         start = flat_start(tile.box, tensor.shape) * itemsize
         if is_flat(tile.box, tensor.shape):
-            self.noted.pieces.setdefault(tensor.fqn, []).append(Piece(start, tile.dst_nbytes, crc, 0))
+            self.noted.pieces.setdefault(tensor.fqn, Pieces()).append(Piece(start, tile.dst_nbytes, crc, 0))
         elif self.joined is join_crc64:
             share = share_of(data, tile.box, tensor.shape, itemsize)
-            self.noted.shares.setdefault(tensor.fqn, []).append(Piece(start, tile.dst_nbytes, share, 0))
+            self.noted.shares.setdefault(tensor.fqn, Pieces()).append(Piece(start, tile.dst_nbytes, share, 0))
         else:
             return
         self.noted.sizes[tensor.fqn] = whole(tensor.shape).numel * itemsize
@@ -83,7 +112,7 @@ class Fingerprints:
         self.noted.sizes.update(noted.sizes)
         for mine, theirs in ((self.noted.pieces, noted.pieces), (self.noted.shares, noted.shares)):
             for fqn, more in theirs.items():
-                mine.setdefault(fqn, []).extend(more)
+                mine.setdefault(fqn, Pieces()).extend(more)
 
     def join(self) -> dict[str, int]:
         """Returns the fingerprint of every tensor of which all tiles have passed, some of them perhaps twice."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from ckpt_tools.checksum import crc32, crc32_combine, crc64nvme, join_crc32, join_crc64
 from ckpt_tools.engine.kernels import Bytes, gather
-from ckpt_tools.engine.prints import Fingerprints, Piece, Prints
+from ckpt_tools.engine.prints import Fingerprints, Piece, Pieces, Prints
 from ckpt_tools.engine.schedule import Step, Tile, Write
 from ckpt_tools.errors import StorageError
 from ckpt_tools.plan import Literal, Target, Trailer
@@ -33,7 +33,7 @@ class Handed(NamedTuple):
     `sent` has the parts of uploads that another process has begun.
     """
 
-    files: dict[str, list[Piece]]
+    files: dict[str, Pieces]
     prints: Prints
     sent: Mapping[str, Mapping[int, Sent]] = MappingProxyType({})
 
@@ -117,7 +117,7 @@ class WriteSink:
         """Takes what this process writes, where to, under which names, and the bytes of all files where others write some."""
         self.target, self.store, self._name, self._sizes = target, store, name, sizes or target.file_sizes
         self.fingerprints = Fingerprints()
-        self._pieces: dict[str, list[Piece]] = {name: [] for name in target.file_sizes}
+        self._pieces: dict[str, Pieces] = {name: Pieces() for name in target.file_sizes}
         self._with_crc32 = {t.file for t in target.trailers}
         self._is_stream = not store.capabilities.can_write_anywhere
         self._frames: dict[str, list[_Frame]] = {}
@@ -140,7 +140,7 @@ class WriteSink:
     def vouch(self, name: str, start: int, nbytes: int, crc64: int) -> None:
         """Notes the checksum of a range that others write, at least in part."""
         end = start + nbytes
-        self._pieces[name] = [p for p in self._pieces[name] if p.start < start or p.start >= end]
+        self._pieces[name] = Pieces(p for p in self._pieces[name] if p.start < start or p.start >= end)
         self._pieces[name].append(Piece(start, nbytes, crc64, 0))
 
     def room(self, tile: Tile) -> Bytes | None:
@@ -159,10 +159,10 @@ class WriteSink:
                 values = data if is_all else _cut_out(tile, data, write, scratch)
                 noted.append((write.file, self._put(write.file, write.start, values.data, crc if is_all else None)))
         full: list[tuple[str, _Frame]] = []
-        files: dict[str, list[Piece]] = {}
+        files: dict[str, Pieces] = {}
         with self._lock:
             for name, piece in noted:
-                files.setdefault(name, []).append(piece)
+                files.setdefault(name, Pieces()).append(piece)
                 self._pieces[name].append(piece)
                 frame = self._fill(name, piece)
                 full += [(name, frame)] if frame else []
@@ -187,7 +187,7 @@ class WriteSink:
         pieces = [self._put(name, start, data) for start, data in frame.render()]
         frame.left = -1
         with self._lock:
-            self._pieces[name] += pieces
+            self._pieces[name].extend(pieces)
 
     def _put(self, name: str, start: int, data: memoryview | bytes, crc64: int | None = None) -> Piece:
         self._writers[name].write_at(start, data)
@@ -247,7 +247,7 @@ class WriteSink:
     def absorb(self, handed: Handed) -> None:
         """Takes over what another process, or an earlier try, has written into the same files."""
         for name, pieces in handed.files.items():
-            self._pieces.setdefault(name, []).extend(pieces)
+            self._pieces.setdefault(name, Pieces()).extend(pieces)
         for name, sent in handed.sent.items():
             if isinstance(writer := self._writers.get(name), Upload):
                 writer.absorb(sent)

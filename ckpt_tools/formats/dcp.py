@@ -187,8 +187,10 @@ def _collect(
 
 def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
     """Finds the payloads; see `Format.locate`."""
-    items = [torch_zip.Item(c.extent, t.dtype, c.box.sizes) for t in tensors for c in t.chunks if c.extent.packing == TORCH_ZIP]
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}  # a million chunks have few sizes
     with no_gc():
+        packed = ((box.sizes, extent, t.dtype) for t in tensors for box, extent in t.chunks if extent.packing == TORCH_ZIP)
+        items = [torch_zip.Item(extent, dtype, same.setdefault(sizes, sizes)) for sizes, extent, dtype in packed]
         return dict(torch_zip.locate(store, items))
 
 

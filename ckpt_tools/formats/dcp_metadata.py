@@ -342,7 +342,8 @@ def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
     out.put(out.name("size") + out.size(tensor.shape) + out.name("chunks") + b"](")
     for offsets, sizes in tensor.boxes:
         head = out.again("chunk", lambda: out.new(METADATA, "ChunkStorageMetadata") + b"}(" + out.name("offsets"))
-        out.put(head + out.size(offsets) + out.again("sizes", lambda: out.name("sizes")) + out.size(sizes) + b"ub")
+        out.put(head + out.size(offsets) + out.again("sizes", lambda: out.name("sizes")))
+        out.put(out.again(sizes, lambda: out.size(sizes) + b"ub"))  # noqa: B023  (made at once)
     out.put(b"eub")
 
 

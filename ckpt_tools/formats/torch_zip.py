@@ -13,7 +13,8 @@ import functools
 import math
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from ckpt_tools.box import row_major_strides
@@ -62,7 +63,10 @@ def locate(store: Store, items: Sequence[Item]) -> Iterator[tuple[Extent, Extent
 def heads_and_tails(store: Store, extents: Sequence[Extent]) -> Iterator[tuple[int, bytes, bytes]]:
     """Yields the number of each extent with its first and its last 1.5 KiB, in the order of the files."""
     halves: dict[int, bytes] = {}
-    for window in _announced(store, coalesce(_head_and_tail(extents), _GAP_BYTES, _WINDOW_BYTES)):
+    order = sorted(range(len(extents)), key=lambda number: extents[number][:2])
+    files = (numbers for _, numbers in groupby(order, lambda number: extents[number].file))  # one at a time: there may be a million chunks
+    windows = (window for numbers in files for window in coalesce(_head_and_tail(extents, numbers), _GAP_BYTES, _WINDOW_BYTES))
+    for window in _announced(store, windows):
         view = memoryview(bytearray(window.nbytes))
         store.read_into(window.file, window.start, view)
         for part in window.ranges:
@@ -90,9 +94,9 @@ def _announced(store: Store, windows: Iterator[Window]) -> Iterator[Window]:
     yield from waiting
 
 
-def _head_and_tail(extents: Sequence[Extent]) -> Iterator[Range]:
-    for number, extent in enumerate(extents):
-        file, start, nbytes = extent[:3]
+def _head_and_tail(extents: Sequence[Extent], numbers: Iterable[int]) -> Iterator[Range]:
+    for number in numbers:
+        file, start, nbytes = extents[number][:3]
         yield Range(file, start, min(nbytes, _HEAD_BYTES), 2 * number)
         tail = min(nbytes, _TAIL_BYTES)
         yield Range(file, start + nbytes - tail, tail, 2 * number + 1)

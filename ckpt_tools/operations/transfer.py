@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import Catalog, ManyChunks, TensorEntry, boxes_of, keep, key_path, matcher, model_only, rename, strip_wrappers
+from ckpt_tools.catalog import Catalog, ManyChunks, TensorEntry, keep, key_path, kinds_of, matcher, model_only, rename, strip_wrappers
 from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.errors import PlanError, printable
@@ -177,7 +177,7 @@ def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) 
 
 def rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[Box | None]:
     """Returns what each of `to_ranks` ranks saves of a tensor that `world_size` ranks have saved; see `reshard_boxes`."""
-    boxes = boxes_of(entry)
+    boxes = kinds_of(entry)
     if world_size == 1 and entry.shape and to_ranks > 1:  # one rank holds everything whole; FSDP would have split it along dim 0
         boxes = [split(whole(entry.shape), 0, 2, part) for part in range(2)]
     return reshard_boxes(boxes, entry.shape, to_ranks)
