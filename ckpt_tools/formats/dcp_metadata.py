@@ -8,6 +8,7 @@ Source: torch 2.13 `torch/distributed/checkpoint/metadata.py`, `filesystem.py`; 
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,6 +223,9 @@ def _text(value: str) -> bytes:
     return b"\x8c" + bytes([len(raw)]) + raw if len(raw) < 256 else b"X" + struct.pack("<I", len(raw)) + raw
 
 
+_common = functools.lru_cache(maxsize=1 << 14)(integer)  # numbers that recur from tensor to tensor
+
+
 class _Emitter:
     """Opcodes with a memo for what recurs: globals, attribute names, file names, FQNs."""
 
@@ -282,7 +286,7 @@ class _Emitter:
         return self.glob(module, name) + b")\x81"
 
     def size(self, dims: Sequence[int]) -> bytes:
-        body = b"".join(map(integer, dims))
+        body = b"".join(map(_common, dims))
         close = (b")", b"\x85", b"\x86", b"\x87")[len(dims)] if len(dims) < 4 else b"t"
         return self.glob("torch", "Size") + (b"(" if len(dims) > 3 else b"") + body + close + b"\x85R"
 
@@ -350,9 +354,9 @@ def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
 def _emit_place(out: _Emitter, fqn: str, offset: tuple[int, ...] | None, number: int | None, place: Place) -> None:
     head = out.again(("index", fqn), lambda: out.new(METADATA, "MetadataIndex") + b"}(" + out.name("fqn") + out.name(fqn))
     if offset is not None and number is not None:
-        head += out.again("number", lambda: out.name("index")) + integer(number)
+        head += out.again("number", lambda: out.name("index")) + _common(number)
         head += out.again("offset", lambda: out.name("offset")) + out.size(offset)
     out.put(head + out.again("info", lambda: b"ub" + out.new(FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path")))
     out.file(place.file)
     start = out.again("offset", lambda: out.name("offset")) + integer(place.start)
-    out.put(start + out.again("length", lambda: out.name("length")) + integer(place.nbytes) + b"ub")
+    out.put(start + out.again("length", lambda: out.name("length")) + _common(place.nbytes) + b"ub")
