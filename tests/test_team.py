@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +25,7 @@ from ckpt_tools.formats import Request, TargetTensor, open_source, safetensors
 from ckpt_tools.live.launch import first_host, slurm_variables
 from ckpt_tools.plan import plan_transfer
 from tests.jobs import LONG, children, torchrun_command
+from tests.servers.hosts import ended, network, two_by_two
 
 ROOT = Path(__file__).parents[1]
 STATE = {
@@ -199,37 +198,12 @@ def test_a_member_that_is_killed_leaves_nothing_and_the_next_run_completes(victi
     assert ckpt_tools.diff(tmp_path / "src.pt", tmp_path / "out").is_same and not list(tmp_path.glob(".tmp.*"))
 
 
-@pytest.fixture
-def hosts() -> Iterator[list[tuple[str, str]]]:
-    """Two hosts with a network between them: the name of each, and of its interface."""
-    found = [(f"ckpt-{os.getpid()}-{side}", f"veth-{side}") for side in "ab"]
-    (first, a), (second, b) = found
-    setup = [
-        f"netns add {first}", f"netns add {second}", f"link add {a} netns {first} type veth peer name {b} netns {second}",
-        f"-n {first} addr add 10.77.0.1/24 dev {a}", f"-n {second} addr add 10.77.0.2/24 dev {b}",
-        *(f"-n {name} link set {device} up" for name, device in found), *(f"-n {name} link set lo up" for name, _ in found),
-    ]  # fmt: skip
-    try:
-        for line in setup:
-            if not shutil.which("ip") or subprocess.run(["ip", *line.split()], capture_output=True).returncode:
-                pytest.skip("network namespaces cannot be made here")
-        yield found
-    finally:
-        for name, _ in found if shutil.which("ip") else ():
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def test_two_hosts_share_a_directory(hosts: list[tuple[str, str]], source: Path, tmp_path: Path) -> None:
+def test_two_hosts_share_a_directory(source: Path, tmp_path: Path) -> None:
     ckpt_tools.merge(source / "three", tmp_path / "one.safetensors")
-    jobs = []
-    for number, (name, device) in enumerate(hosts):
-        words = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", number, "--master-addr", "10.77.0.1", "--master-port", 29555]
-        words += ["-m", "ckpt_tools", "merge", source / "three", tmp_path / "team.safetensors"]
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *map(str, words)]
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": device}
-        jobs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT))
-    outputs = [job.communicate(timeout=180) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], outputs
+    with network() as net:
+        if net is None:
+            pytest.skip("network namespaces cannot be made here")
+        outputs = ended(two_by_two(net, "merge", source / "three", tmp_path / "team.safetensors"))
     assert sum(out.count("wrote ") for out, _ in outputs) == 1
     assert (tmp_path / "team.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
 

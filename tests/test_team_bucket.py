@@ -24,6 +24,7 @@ from ckpt_tools.formats import Request, TargetTensor, safetensors
 from ckpt_tools.plan import Plan, plan_transfer
 from ckpt_tools.storage.upload import part_starts
 from tests.jobs import LONG, children, torchrun_command
+from tests.servers.hosts import ended, network, reachable, two_by_two
 from tests.servers.servers import Server, storage_words
 from tests.test_bucket import real
 from tests.test_team import ROOT, team
@@ -96,6 +97,24 @@ def test_a_member_that_is_killed_leaves_nothing_that_is_seen(server: Server, sou
     done = team(2, "merge", tmp_path / "src", "s3://team-killed/out.safetensors", *storage_words(server))
     assert done.returncode == 0, done.stderr
     assert fs.cat("team-killed/out.safetensors") == (source / "one.safetensors").read_bytes()
+
+
+def test_two_hosts_write_into_a_bucket(server: Server, source: Path) -> None:
+    real(server)
+    fs = server.bucket("team-hosts")
+    with network() as net:
+        if net is None:
+            pytest.skip("network namespaces cannot be made here")
+        with reachable(net, int(server.endpoint.rpartition(":")[2])) as url:
+            environment = server.environment | {"AWS_ENDPOINT_URL": url}
+            outputs = ended(two_by_two(net, "merge", source / "src", "s3://team-hosts/out.safetensors", environment=environment))
+            if LONG:
+                ended(two_by_two(net, "reshard", source / "src", "s3://team-hosts/four", "--to", 4, environment=environment))
+    assert sum(out.count("wrote ") for out, _ in outputs) == 1
+    fs.invalidate_cache()
+    assert fs.cat("team-hosts/out.safetensors") == (source / "one.safetensors").read_bytes()
+    assert not fs.call_s3("list_multipart_uploads", Bucket="team-hosts").get("Uploads")
+    assert not LONG or ckpt_tools.diff(source / "src", "s3://team-hosts/four", storage_options=server.options).is_same
 
 
 @pytest.mark.skipif(not LONG, reason="one more job of processes: CKPT_LONG=1")
