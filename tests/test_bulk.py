@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -170,3 +170,21 @@ def test_arrays_are_compared_and_counted() -> None:
     assert array.covers((4, 3)) and not array.covers((5, 3)) and not array.covers((4, 3, 1))
     assert array.are_apart([array, array], []) and not array.are_apart([array], [Extent("g", 47, 2)])
     assert whole((4, 3)).numel == sum(c.box.numel for c in array)
+
+
+class Untouched(Chunks):
+    """Chunks of which nobody makes an object each."""
+
+    def __iter__(self) -> Iterator[Chunk]:
+        raise AssertionError("an object was made of every chunk")
+
+
+def test_few_chunks_beside_many_do_not_make_the_proof_of_many_slow() -> None:
+    columns = many([Box((i,), (1,)) for i in range(64)], [4 * i for i in range(64)], [4] * 64, ["f"] * 64)
+    arrays = Untouched(*(getattr(columns, name) for name in ("offsets", "sizes", "names", "files", "starts", "nbytes")))
+    step = Chunk(Box((), ()), Extent("f", 256, 4))
+    entries = {"w": TensorEntry("w", BY_NAME["float32"], (64,), arrays), "step": TensorEntry("step", BY_NAME["float32"], (), (step,))}
+    assert list(soundness.flaws(Catalog("x", entries, file_sizes={"f": 260}))) == []
+    clash = TensorEntry("step", BY_NAME["float32"], (), (step._replace(extent=Extent("f", 254, 4)),))
+    with pytest.raises(AssertionError, match="an object was made"):  # what is wrong is looked into chunk by chunk
+        list(soundness.flaws(Catalog("x", entries | {"step": clash}, file_sizes={"f": 260})))
