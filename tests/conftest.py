@@ -40,23 +40,28 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[int], Path]:
-    """The processes that run the tests share what jobs have written."""
+def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`shared(name, make)` is a folder that `make(folder)` fills once, for all the processes that run the tests."""
     base = tmp_path_factory.getbasetemp()
     base = base if worker_id == "master" else base.parent
 
-    def get(num_ranks: int) -> Path:
-        out = base / f"ranks{num_ranks}"
-        with (base / f"ranks{num_ranks}.lock").open("w") as lock:
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        out = base / name
+        with (base / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not out.exists():
-                making = base / f"ranks{num_ranks}.making"
+                making = base / f"{name}.making"
                 making.mkdir()
-                torchrun(num_ranks, "save.py", str(making), *CASES[num_ranks].split())
+                make(making)
                 making.rename(out)
         return out
 
     return get
+
+
+@pytest.fixture(scope="session")
+def saved(shared: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[int], Path]:
+    return lambda n: shared(f"ranks{n}", lambda out: torchrun(n, "save.py", str(out), *CASES[n].split()))
 
 
 @pytest.fixture

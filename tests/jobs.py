@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 LONG = bool(os.environ.get("CKPT_LONG"))
+EVERY = 1 if LONG else 2  # of the system calls that are made to fail, one by one
 
 
 def torchrun_command(num_ranks: int, *words: object) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda c: f"zero{c[0]}-{c[1]}-{c[2]}ranks")
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(request: pytest.FixtureRequest, shared: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     stage, dtype, ranks = request.param
-    out = tmp_path_factory.mktemp("deepspeed") / "run"
-    out.mkdir()
-    run_job("deepspeed", ranks, "deepspeed_job.py", out, stage, dtype)
-    run_job("deepspeed", 0, "deepspeed_oracle.py", out, out.parent / "oracle")
-    return out
+
+    def make(out: Path) -> None:
+        (out / "run").mkdir()
+        run_job("deepspeed", ranks, "deepspeed_job.py", out / "run", stage, dtype)
+        run_job("deepspeed", 0, "deepspeed_oracle.py", out / "run", out / "oracle")
+
+    return shared(f"zero{stage}-{dtype}-{ranks}", make) / "run"
 
 
 def oracle(saved: Path) -> dict[str, torch.Tensor]:
