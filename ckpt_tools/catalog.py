@@ -17,15 +17,15 @@ from ckpt_tools.box import Box, ManyCopies, whole
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import PlanError, printable
 
-RAW, TORCH_ZIP = "raw", "torch_zip"
+RAW, TORCH_ZIP, ZIP = "raw", "torch_zip", "zip"
 
 
 class Extent(NamedTuple):
     """Bytes `start <= i < start + nbytes` of a file.
 
-    `strides` are in elements and None for row-major order. `packing` is RAW where the range is the payload itself, or
-    TORCH_ZIP where it is a `torch.save` archive within which the payload has yet to be found (`Format.locate`). `crc32` is that
-    of the bytes, where the format keeps one.
+    `strides` are in elements and None for row-major order. `packing` is RAW where the range is the payload itself,
+    TORCH_ZIP where it is a `torch.save` archive within which the payload has yet to be found (`Format.locate`), or ZIP where it
+    is any other zip that holds several entries. `crc32` is that of the bytes, where the format keeps one.
     """
 
     file: str

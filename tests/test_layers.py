@@ -45,6 +45,8 @@ LEVELS = [
         "formats.dcp",
         "formats.accelerate",
         "formats.flat_param",
+        "formats.gguf",
+        "formats.npz",
         "formats.per_rank",
         "formats.deepspeed_universal",
         "formats.deepspeed",

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry
 from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
-from ckpt_tools.formats import accelerate, dcp, deepspeed, per_rank, safetensors, torch_save
+from ckpt_tools.formats import accelerate, dcp, deepspeed, gguf, npz, per_rank, safetensors, torch_save
 from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
 from ckpt_tools.soundness import check
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url
@@ -33,7 +33,7 @@ __all__ = [
     "whole_tensor",
 ]
 
-FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors, deepspeed, per_rank, torch_save)
+FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors, deepspeed, per_rank, npz, gguf, torch_save)
 _SEARCH_DEPTH = 3
 _MAX_SEEN = 10_000
 _MAX_LISTED = 300  # folders a level, where each costs a request
@@ -178,13 +178,16 @@ def _file_format(path: str, name: str) -> Format:
         return safetensors
     if name.endswith(torch_save.SUFFIXES):
         return torch_save
+    for form in (npz, gguf):
+        if name.endswith(form.SUFFIX):
+            return form
     if name == ".metadata" or name.endswith(".distcp"):
         raise NotACheckpointError(
             f"a part of a checkpoint: {printable(path)}", hint=f"give the directory: {path.rpartition('/')[0] or '.'}"
         )
     raise NotACheckpointError(
-        f"not a checkpoint: {printable(path)}; looked for *.safetensors, *.pt, *.pth, *.bin, or a directory with "
-        + " or ".join(f.LOOKS_FOR for f in FORMATS[:-1])
+        f"not a checkpoint: {printable(path)}; looked for *.safetensors, *.pt, *.pth, *.bin, *.npz, *.gguf, or a directory with "
+        + " or ".join(f.LOOKS_FOR for f in FORMATS[:-3])
     )
 
 

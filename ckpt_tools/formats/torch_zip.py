@@ -170,9 +170,17 @@ def _record(records: dict[str, Record], name: str) -> Record:
 
 def read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str, Record], bytes]:
     """Returns the records of an archive by name, without the folder that torch puts in front, and the directory as it stands."""
+    count, data = find_directory(store, extent, tail)
+    cuts, known = _directories.get((len(data), count), ((), {}))
+    records = known.get(b"".join([data[a:b] for a, b in cuts]))
+    return records if records is not None else _parse_directory(data, count), data
+
+
+def find_directory(store: Store, extent: Extent, tail: bytes) -> tuple[int, bytes]:
+    """Returns how many records the directory of a zip has, and it as it stands."""
     end = END.unpack(tail[-END.size :]) if len(tail) >= END.size else None
     if end is None or end[0] != b"PK\x05\x06":
-        raise FormatError("not a torch.save archive: no zip directory at its end", hint="the file is truncated or was overwritten")
+        raise FormatError("no zip directory at its end", hint="the file is truncated or was overwritten")
     count, nbytes, start = end[4], end[5], end[6]
     if count == 0xFFFF or nbytes == HUGE or start == HUGE:
         at = len(tail) - END.size - 20 - END64.size
@@ -183,10 +191,7 @@ def read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str,
     if start + nbytes > extent.nbytes or nbytes > _MAX_CUT:
         raise FormatError(f"a zip directory lies outside its archive: {start}:{start + nbytes} of {extent.nbytes} bytes")
     at = start - (extent.nbytes - len(tail))
-    data = tail[at : at + nbytes] if at >= 0 else cut(store, extent, b"", start, start + nbytes)
-    cuts, known = _directories.get((len(data), count), ((), {}))
-    records = known.get(b"".join([data[a:b] for a, b in cuts]))
-    return records if records is not None else _parse_directory(data, count), data
+    return count, tail[at : at + nbytes] if at >= 0 else cut(store, extent, b"", start, start + nbytes)
 
 
 # Directories that differ in nothing but their CRCs are parsed once: by length and count, where to cut the CRCs out, and the

@@ -13,15 +13,15 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.catalog import RAW, TORCH_ZIP, Extent
+from ckpt_tools.catalog import RAW, ZIP, Extent
 from ckpt_tools.checksum import crc32
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.torch_zip import CENTRAL, END, END64, HUGE, LOCAL, cut, heads_and_tails, read_directory, widen
+from ckpt_tools.formats.torch_zip import CENTRAL, END, END64, HUGE, LOCAL, cut, find_directory, heads_and_tails, widen
 from ckpt_tools.storage import Store
 
 _LOCATOR = struct.Struct("<4sIQI")
 _STREAMED = 8  # the flag of a record whose CRC-32 and sizes stand behind it
-_PADDING = b"FB"
+_PADDING, _WIDE = b"FB", b"\x01\x00"
 _CRC_AT = 16
 
 
@@ -45,7 +45,7 @@ def examine(store: Store, extents: Sequence[Extent]) -> Iterator[Examined]:
     """Yields what is found of each extent, in the order of the files; one that is neither packed nor a zip has no checksum."""
     for number, head, tail in heads_and_tails(store, extents):
         extent = extents[number]
-        if extent.packing != TORCH_ZIP and not head.startswith(b"PK") and not tail[-END.size :].startswith(b"PK"):
+        if extent.packing == RAW and not head.startswith(b"PK") and not tail[-END.size :].startswith(b"PK"):
             yield Examined(extent, (), "", is_sealed=False)
             continue
         try:
@@ -86,8 +86,8 @@ class _Archive(NamedTuple):
         return cut(self.store, self.extent, self.head, start, stop)
 
 
-class _Entry(NamedTuple):
-    """A record as the directory has it, `at` which byte of that."""
+class Entry(NamedTuple):
+    """A record as the directory of a zip has it, `at` which byte of that; `nbytes` of data as they lie there."""
 
     at: int
     name: bytes
@@ -97,6 +97,11 @@ class _Entry(NamedTuple):
     crc: int
     nbytes: int
     header: int
+
+    @property
+    def method(self) -> int:
+        """How it is compressed, 0 for not at all."""
+        return self.common[2]
 
 
 class _Known(NamedTuple):
@@ -146,26 +151,29 @@ def _check_record(archive: _Archive, name: bytes, start: int, nbytes: int, crc: 
 
 
 def _examine(archive: _Archive) -> Examined:
-    records, directory = read_directory(archive.store, archive.extent, archive.tail)
-    entries = list(_entries(directory, len(records)))
+    count, directory = find_directory(archive.store, archive.extent, archive.tail)
+    found = list(entries(directory, count))
     left: list[Extent] = []
     spans: list[tuple[int, int]] = []
     is_sealed, end = True, 0
-    for entry in entries:
+    for entry in found:
+        if entry.method:
+            raise FormatError(f"a zip record is not stored as torch does it: {_shown(entry.name)}, method {entry.method}")
         if entry.header != end:
             raise FormatError(f"a zip record does not follow the one before it: expected byte {end}, got {entry.header}")
         start = _check_header(archive, entry)
         end = start + entry.nbytes + _check_descriptor(archive, entry, start + entry.nbytes)
         is_sealed &= _check_record(archive, entry.name, start, entry.nbytes, entry.crc, left)
         spans.append((start, end))
-    _check_end(archive, len(entries), end, len(directory))
-    if len({(e.name.partition(b"/")[0], e.alike) for e in entries}) != 1:
-        raise FormatError("its records lie in several folders, or are of several writers")
-    _remember(archive, entries, spans, end)
+    _check_end(archive, count, end, len(directory))
+    is_ours = archive.extent.packing != ZIP  # torch's: one folder
+    if len({(e.name.partition(b"/")[0] if is_ours else b"", e.alike) for e in found}) != 1 or len({e.name for e in found}) != count:
+        raise FormatError("its records lie in several folders, are of several writers, or have one name")
+    _remember(archive, found, spans, end)
     return Examined(archive.extent, tuple(left), "", is_sealed)
 
 
-def _remember(archive: _Archive, entries: Sequence[_Entry], spans: Sequence[tuple[int, int]], directory: int) -> None:
+def _remember(archive: _Archive, entries: Sequence[Entry], spans: Sequence[tuple[int, int]], directory: int) -> None:
     """Keeps what a sound archive looks like, if all that stands around its data is at hand."""
     gap = archive.gap
     places = [
@@ -195,7 +203,13 @@ def _shown(name: bytes) -> str:
     return printable(name.decode("utf-8", "replace"))
 
 
-def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
+def entries(directory: bytes, count: int) -> Iterator[Entry]:
+    """Yields the records of a directory.
+
+    Raises:
+        FormatError: it is not as one writer leaves it.
+        struct.error: it is truncated.
+    """
     at = 0
     for _ in range(count):
         fields = CENTRAL.unpack_from(directory, at)
@@ -204,15 +218,17 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
         extra = directory[name_at + name_nbytes : name_at + name_nbytes + extra_nbytes]
         nbytes, packed, header = widen(extra, nbytes, packed, fields[16])
         alike = (fields[1], *fields[14:16])
+        if fields[0] != b"PK\x01\x02" or (method == 0 and packed != nbytes):
+            raise FormatError(f"a zip directory is malformed: its entry at byte {at}")
         if disk or comment_nbytes:
             raise FormatError("a zip directory is not as torch writes it: another disk, or a comment")
-        yield _Entry(at, directory[name_at : name_at + name_nbytes], flags, (needed, flags, method, time, date), alike, crc, nbytes, header)
+        yield Entry(at, directory[name_at : name_at + name_nbytes], flags, (needed, flags, method, time, date), alike, crc, nbytes, header)
         at = name_at + name_nbytes + extra_nbytes
     if at != len(directory):
         raise FormatError(f"a zip directory is longer than its entries: {at} of {len(directory)} bytes")
 
 
-def _check_header(archive: _Archive, entry: _Entry) -> int:
+def _check_header(archive: _Archive, entry: Entry) -> int:
     """Compares a record's local header with the directory; returns where its data starts."""
     front = archive.cut(entry.header, entry.header + LOCAL.size)
     magic, *fields = LOCAL.unpack(front)
@@ -226,22 +242,25 @@ def _check_header(archive: _Archive, entry: _Entry) -> int:
     known = {(0, 0, 0), (0, HUGE, HUGE)} if entry.flags & _STREAMED else {(entry.crc, entry.nbytes, entry.nbytes), (entry.crc, HUGE, HUGE)}
     if behind[:name_nbytes] != entry.name or (crc, packed, nbytes) not in known:
         raise FormatError(f"a zip record has two names or sizes: {_shown(entry.name)} and {_shown(behind[:name_nbytes])}")
-    _check_padding(behind[name_nbytes:], entry)
+    _check_padding(behind[name_nbytes:], entry, is_wide=packed == HUGE and not entry.flags & _STREAMED)
     return int(start)
 
 
-def _check_padding(extra: bytes, entry: _Entry) -> None:
-    """Makes sure that extra fields fill their room; of torch's own, which aligns the data, every byte is known."""
-    at = 0
+def _check_padding(extra: bytes, entry: Entry, is_wide: bool) -> None:
+    """Makes sure that extra fields fill their room; of torch's own, which aligns the data, and of zip64's sizes every byte is known."""
+    at, sizes = 0, b""
     while at < len(extra):
         tag, nbytes = struct.unpack_from("<2sH", extra.ljust(at + 4, b"\0"), at)
         body = extra[at + 4 : at + 4 + nbytes]
         if len(body) != nbytes or (tag == _PADDING and body.strip(b"Z")):
             raise FormatError(f"what stands before the data of its record {_shown(entry.name)} is not padding")
+        sizes = body if tag == _WIDE else sizes
         at += 4 + nbytes
+    if is_wide and sizes != struct.pack("<2Q", entry.nbytes, entry.nbytes):
+        raise FormatError(f"the header of its record {_shown(entry.name)} has other sizes than the directory")
 
 
-def _check_descriptor(archive: _Archive, entry: _Entry, at: int) -> int:
+def _check_descriptor(archive: _Archive, entry: Entry, at: int) -> int:
     """Compares what stands behind a record that was streamed; returns its length."""
     if not entry.flags & _STREAMED:
         return 0

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save
@@ -35,7 +36,7 @@ from ckpt_tools.catalog import TORCH_ZIP, Extent
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import dcp as distributed
-from ckpt_tools.formats import dcp_bulk, dcp_metadata, deepspeed, per_rank, safetensors, torch_save, torch_zip, zip_check
+from ckpt_tools.formats import dcp_bulk, dcp_metadata, deepspeed, gguf, npz, per_rank, safetensors, torch_save, torch_zip, zip_check
 from ckpt_tools.formats.made import Made
 from ckpt_tools.manifest import parse as parse_manifest
 from ckpt_tools.operations.parts import FORMS, put_together, take_apart, unpack_objects
@@ -141,6 +142,19 @@ def file(data: bytes) -> object:
     catalog = torch_save.read_catalog(store)
     check(catalog)
     list(zip_check.examine(store, catalog.archives))
+    return catalog
+
+
+def arrays(data: bytes) -> object:
+    catalog = npz.read_catalog(MemoryStore({"f.npz": data}))
+    check(catalog)
+    list(zip_check.examine(MemoryStore({"f.npz": data}), catalog.archives))
+    return catalog
+
+
+def llama(data: bytes) -> object:
+    catalog = gguf.read_catalog(MemoryStore({"f.gguf": data}))
+    check(catalog)
     return catalog
 
 
@@ -263,6 +277,34 @@ def _saved(value: object) -> bytes:
 ZERO = [_saved(value) for value in _states("zero")]
 
 
+def _text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def _whole_files(name: str) -> list[bytes]:
+    if name in ("item", "file"):
+        buffers = []
+        for value in (
+            torch.arange(12.0).reshape(3, 4),
+            torch.arange(12.0).reshape(4, 3).t(),
+            {"a": 1, "b": [torch.ones(3).t(), {"c": torch.zeros(0)}]},
+        ):
+            buffers.append(io.BytesIO())
+            torch.save(value, buffers[-1])
+        return [b.getvalue() for b in buffers]
+    if name == "arrays":
+        buffers = [io.BytesIO(), io.BytesIO()]
+        np.savez(buffers[0], **{"a/b": np.ones((2, 3), "f4"), "c": np.asfortranarray(np.ones((3, 4)))})
+        np.savez(buffers[1], s=np.int8(1), none=np.zeros((0, 3)))
+        return [b.getvalue() for b in buffers]
+    if name == "llama":
+        head = struct.pack("<2I2Q", 0x46554747, 3, 2, 2) + _text("general.alignment") + struct.pack("<2I", 4, 32)
+        head += _text("words") + struct.pack("<2IQ", 9, 8, 2) + _text("a") + _text("bc")
+        head += _text("w") + struct.pack("<I2QIQ", 2, 4, 3, 0, 0) + _text("b") + struct.pack("<IQIQ", 1, 4, 1, 64)
+        return [head + bytes(-len(head) % 32 + 96)]
+    raise ValueError(name)
+
+
 def seeds(name: str) -> list[bytes]:
     """Returns genuine input of a kind."""
     files = _checkpoint()
@@ -275,16 +317,8 @@ def seeds(name: str) -> list[bytes]:
         shapes = {"a": (40, 3), "b": (70_000,), "s": (), "c": (9, 3, 2, 2)}
         texts = [dcp_metadata.render(written(shapes, ranks), "id") for ranks in (5, 12, 30)]
         return [*texts, *map(as_torch_gathers, texts), files[".metadata"]]
-    if name in ("item", "file"):
-        buffers = []
-        for value in (
-            torch.arange(12.0).reshape(3, 4),
-            torch.arange(12.0).reshape(4, 3).t(),
-            {"a": 1, "b": [torch.ones(3).t(), {"c": torch.zeros(0)}]},
-        ):
-            buffers.append(io.BytesIO())
-            torch.save(value, buffers[-1])
-        return [b.getvalue() for b in buffers]
+    if name in ("item", "file", "arrays", "llama"):
+        return _whole_files(name)
     if name == "header":
         return [save({"a": torch.ones(2, 3), "b": torch.zeros(0), "c": torch.tensor(1)}, {"format": "pt"})]
     if name == "index":
@@ -306,7 +340,7 @@ def seeds(name: str) -> list[bytes]:
 
 
 TARGETS: dict[str, Callable[[bytes], object]] = {
-    "zero": zero, "parts": parts, "flats": flats, "metadata": metadata, "many": many, "item": item, "file": file, "header": header, "index": index, "manifest": manifest, "url": url, "accelerate": accelerate,
+    "zero": zero, "parts": parts, "flats": flats, "metadata": metadata, "many": many, "item": item, "file": file, "arrays": arrays, "llama": llama, "header": header, "index": index, "manifest": manifest, "url": url, "accelerate": accelerate,
 }  # fmt: skip
 
 

@@ -1,0 +1,128 @@
+"""NumPy's `.npz`: a zip with a `.npy` an array, of `numpy.savez`. Read only.
+
+A `.npy` is a short header and then the values, in C or Fortran order; so an array is a range of bytes here too. May import levels 0
+to 2 and the parts of formats before it.
+
+Source: numpy 2 `numpy/lib/format.py` (NEP 1), versions 1.0 to 3.0 of the header; confirmed on files that it wrote.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from operator import mul
+
+from ckpt_tools.box import row_major_strides, whole
+from ckpt_tools.catalog import RAW, ZIP, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.checksum import crc32, crc32_combine
+from ckpt_tools.dtypes import BY_NAME, DType
+from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.formats import torch_save
+from ckpt_tools.formats.base import Request
+from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, find_directory
+from ckpt_tools.formats.zip_check import Entry, entries
+from ckpt_tools.plan import Target
+from ckpt_tools.storage import Store, read
+
+NAME = "npz"
+SUFFIX = ".npz"
+LOOKS_FOR = f"*{SUFFIX}"
+_TAIL_BYTES = 64 << 10
+_MAX_HEADER_BYTES = 64 << 10
+_MAX_NDIM = 64
+_STORED, _ENCRYPTED = 0, 1
+_KINDS = {
+    "f8": "float64", "f4": "float32", "f2": "float16", "i8": "int64", "i4": "int32", "i2": "int16", "i1": "int8", "u8": "uint64",
+    "u4": "uint32", "u2": "uint16", "u1": "uint8", "b1": "bool", "c8": "complex64", "c16": "complex128",
+}  # fmt: skip
+_HEADER = re.compile(
+    r"\{'descr': (?P<descr>'[^']*'|\[.*\]), 'fortran_order': (?P<order>True|False), 'shape': \((?P<shape>[\d, ]*)\), \} *\n?"
+)
+locate, guess = torch_save.locate, torch_save.guess
+
+
+def recognise(files: Mapping[str, int]) -> bool:
+    """Such a file is read where its own path is given: beside checkpoints, arrays lie about for many reasons."""
+    del files
+    return False
+
+
+def read_catalog(store: Store) -> Catalog:
+    """Reads the zip's directory and the header of every array; see `Format.read_catalog`."""
+    ((name, size),) = store.list_files().items()
+    tensors: dict[str, TensorEntry] = {}
+    for entry in _records(store, name, size):
+        fqn = entry.name.decode("utf-8", "replace").removesuffix(".npy")
+        if fqn in tensors:
+            raise FormatError(f"two arrays have one name: {printable(fqn)!r} ({printable(name)})")
+        tensors[fqn] = _read_array(store, Extent(name, 0, size), entry, fqn)
+    return Catalog(NAME, tensors, file_sizes={name: size}, archives=(Extent(name, 0, size, ZIP),))
+
+
+def _records(store: Store, name: str, size: int) -> Iterator[Entry]:
+    tail = read(store, name, max(0, size - _TAIL_BYTES), min(size, _TAIL_BYTES))
+    try:
+        count, directory = find_directory(store, Extent(name, 0, size), tail)
+        yield from entries(directory, count)
+    except (FormatError, struct.error) as error:
+        raise FormatError(f"not a .npz, or a damaged one: {error} ({printable(name)})") from error
+
+
+def _read_array(store: Store, archive: Extent, entry: Entry, fqn: str) -> TensorEntry:
+    """Returns an array, from its record's two headers."""
+    where = f"{printable(fqn)!r} in {printable(archive.file)}"
+    if entry.method != _STORED or entry.flags & _ENCRYPTED:
+        hint = "numpy.load it and numpy.savez it again: what is compressed has no place of its own to be read from"
+        raise FormatError(f"a compressed array, as numpy.savez_compressed writes it ({where})", hint=hint)
+    front = read(store, archive.file, entry.header, max(0, min(archive.nbytes - entry.header, LOCAL.size)))
+    at = entry.header + data_start(front, Record(0, entry.nbytes, 0))
+    if at + entry.nbytes > archive.nbytes:
+        raise FormatError(f"an array runs past its file: {at + entry.nbytes} of {archive.nbytes} bytes ({where})")
+    header = _cut_header(store, archive.file, at, entry.nbytes, where)
+    dtype, is_fortran, shape = _parse(header, where)
+    nbytes = entry.nbytes - len(header)
+    if whole(shape).numel * dtype.itemsize != nbytes:
+        raise FormatError(f"an array has the wrong length: {dtype.name} {list(shape)} in {nbytes} bytes ({where})")
+    columns = tuple(accumulate(shape[:-1], mul, initial=1)) if shape else ()
+    strides = columns if is_fortran and nbytes and columns != row_major_strides(shape) else None
+    crc = entry.crc ^ crc32_combine(crc32(header), 0, nbytes)  # CRCs are linear: what is left is that of the values
+    extent = Extent(archive.file, at + len(header), nbytes, RAW, strides, crc)
+    return TensorEntry(fqn, dtype, shape, (Chunk(whole(shape), extent),))
+
+
+def _cut_header(store: Store, file: str, at: int, nbytes: int, where: str) -> bytes:
+    front = read(store, file, at, min(nbytes, 12))
+    if front[:6] != b"\x93NUMPY" or len(front) < 12 or front[6] not in (1, 2, 3):
+        raise FormatError(f"not an array of numpy, or of a later version than 3.0 ({where})")
+    begin = 10 if front[6] == 1 else 12
+    total = begin + int.from_bytes(front[8:begin], "little")
+    if total > min(nbytes, _MAX_HEADER_BYTES):
+        raise FormatError(f"the header of an array is too long: {total} bytes ({where})")
+    return read(store, file, at, total)
+
+
+def _parse(header: bytes, where: str) -> tuple[DType, bool, tuple[int, ...]]:
+    """Returns element type, whether the order is Fortran's, and shape."""
+    found = _HEADER.fullmatch(header[10 if header[6] == 1 else 12 :].decode("utf-8", "replace"))
+    if found is None:
+        raise FormatError(f"the header of an array is not as numpy writes it ({where})")
+    descr = found["descr"].strip("'")
+    kind = _KINDS.get(descr[1:]) if descr[:1] in "<|=" else None
+    if kind is None:
+        raise FormatError(f"arrays of this type are not read: {printable(descr)[:60]}, expected little-endian numbers ({where})")
+    shape = tuple(int(n) for n in found["shape"].replace(" ", "").split(",") if n and len(n) < 20)
+    if len(shape) > _MAX_NDIM:
+        raise FormatError(f"an array has {len(shape)} dims ({where})")
+    return BY_NAME[kind], found["order"] == "True", shape
+
+
+def lay_out(request: Request) -> Target:
+    """Nothing is written in this layout.
+
+    Raises:
+        PlanError: always.
+    """
+    del request
+    raise PlanError(".npz is only read", hint="write safetensors, and numpy reads it by safetensors.numpy")
