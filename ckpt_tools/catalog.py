@@ -44,7 +44,16 @@ class Chunk(NamedTuple):
 
 
 class ManyChunks(Sequence[Chunk]):
-    """Chunks that are no object each, so that questions about all of them have quick answers; see `chunks`."""
+    """Chunks that are no object each, so that questions about all of them have quick answers; see `chunks`.
+
+    `names` are those of the files that any of the tensors is in, one table for all of a catalog's or a part of it.
+    """
+
+    names: tuple[str, ...]
+
+    @abstractmethod
+    def under(self, names: tuple[str, ...]) -> ManyChunks:
+        """Returns the same chunks with other names for the files, in the same order."""
 
     @abstractmethod
     def kinds(self) -> list[Box]:

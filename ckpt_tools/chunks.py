@@ -39,6 +39,9 @@ class Chunks(ManyChunks):
         self.offsets, self.sizes, self.names, self.files, self.starts, self.nbytes = offsets, sizes, names, files, starts, nbytes
         self.packing = packing
 
+    def under(self, names: tuple[str, ...]) -> Chunks:
+        return Chunks(self.offsets, self.sizes, names, self.files, self.starts, self.nbytes, self.packing)
+
     def __len__(self) -> int:
         return len(self.starts)
 

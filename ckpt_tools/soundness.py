@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, whole
@@ -73,8 +72,13 @@ def _are_apart(catalog: Catalog) -> bool:
     many = [t.chunks for t in catalog.tensors.values() if isinstance(t.chunks, ManyChunks)]
     if not many or catalog.archives or catalog.made:
         return False
-    few = (c.extent for t in catalog.tensors.values() if not isinstance(t.chunks, ManyChunks) for c in t.chunks)
-    return many[0].are_apart(many, chain(few, (o.extent for o in catalog.objects.values())))
+    few = [c.extent for t in catalog.tensors.values() if not isinstance(t.chunks, ManyChunks) for c in t.chunks]
+    few += [o.extent for o in catalog.objects.values()]
+    tables = {id(chunks.names): chunks.names for chunks in many}  # of a model's folder, and an optimizer's
+    if sum(map(len, tables.values())) > len(set().union(*tables.values())):
+        return False
+    groups = ([chunks for chunks in many if id(chunks.names) == table] for table in tables)
+    return all(group[0].are_apart(group, few) for group in groups)
 
 
 def _overlaps(catalog: Catalog) -> Iterator[Flaw]:

@@ -6,6 +6,7 @@ import pickle
 import random
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ckpt_tools.catalog import Catalog, Chunk, Extent, ManyChunks, TensorEntry
 from ckpt_tools.chunks import Chunks
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.formats import dcp
+from ckpt_tools.formats.base import below
 from ckpt_tools.formats.dcp_bulk import read_bulk
 from ckpt_tools.formats.dcp_metadata import Place, TensorMeta, parse, render
 from ckpt_tools.plan import plan_copies
@@ -172,16 +174,39 @@ def test_arrays_are_compared_and_counted() -> None:
     assert whole((4, 3)).numel == sum(c.box.numel for c in array)
 
 
+def test_chunks_of_a_folder_stay_arrays() -> None:
+    boxes = [Box((i,), (1,)) for i in range(20)]
+    catalog = Catalog("x", {"w": TensorEntry("w", BY_NAME["float32"], (20,), Untouched.of(boxes))}, file_sizes={"f": 80, "other": 0})
+    one, two = below(catalog, "model", "model."), below(catalog, "optimizer", "optimizer.")
+    both = Catalog("x", {**one.tensors, **two.tensors}, file_sizes={**one.file_sizes, **two.file_sizes})
+    assert both.tensors["optimizer.w"].chunks[3] == Chunk(boxes[3], Extent("optimizer/f", 12, 4))
+    assert list(soundness.flaws(both)) == []
+    clash = Catalog(
+        "x", {**one.tensors, "b": replace(one.tensors["model.w"], fqn="b", chunks=Untouched.of(boxes, 2))}, file_sizes=both.file_sizes
+    )
+    assert clash.tensors["b"].chunks.names != one.tensors["model.w"].chunks.names  # one file under two tables is not proved by arrays
+    clash.tensors["b"].chunks.names = (*one.tensors["model.w"].chunks.names,)
+    with pytest.raises(AssertionError, match="an object was made"):
+        list(soundness.flaws(clash))
+
+
 class Untouched(Chunks):
     """Chunks of which nobody makes an object each."""
+
+    @staticmethod
+    def of(boxes: list[Box], first: int = 0) -> Untouched:
+        found = many(boxes, [first + 4 * i for i in range(len(boxes))], [4] * len(boxes), ["f"] * len(boxes))
+        return Untouched(*(getattr(found, name) for name in ("offsets", "sizes", "names", "files", "starts", "nbytes")))
+
+    def under(self, names: tuple[str, ...]) -> Untouched:
+        return Untouched(self.offsets, self.sizes, names, self.files, self.starts, self.nbytes)
 
     def __iter__(self) -> Iterator[Chunk]:
         raise AssertionError("an object was made of every chunk")
 
 
 def test_few_chunks_beside_many_do_not_make_the_proof_of_many_slow() -> None:
-    columns = many([Box((i,), (1,)) for i in range(64)], [4 * i for i in range(64)], [4] * 64, ["f"] * 64)
-    arrays = Untouched(*(getattr(columns, name) for name in ("offsets", "sizes", "names", "files", "starts", "nbytes")))
+    arrays = Untouched.of([Box((i,), (1,)) for i in range(64)])
     step = Chunk(Box((), ()), Extent("f", 256, 4))
     entries = {"w": TensorEntry("w", BY_NAME["float32"], (64,), arrays), "step": TensorEntry("step", BY_NAME["float32"], (), (step,))}
     assert list(soundness.flaws(Catalog("x", entries, file_sizes={"f": 260}))) == []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.plan import Target
 from ckpt_tools.storage import Store
@@ -121,16 +121,21 @@ def whole_tensor(entry: TensorEntry, dtype: DType | None = None) -> TargetTensor
 
 def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
     """Returns a catalog as seen from the folder above: files in `folder`, names behind `prefix`, which ends in a dot."""
+    tables: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def at(extent: Extent) -> Extent:
         return extent if extent.file in catalog.made else extent._replace(file=f"{folder}/{extent.file}")
 
+    def moved(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        if not isinstance(chunks, ManyChunks):
+            return tuple(Chunk(c.box, at(c.extent)) for c in chunks)
+        if chunks.names not in tables:
+            tables[chunks.names] = tuple(f"{folder}/{name}" for name in chunks.names)
+        return chunks.under(tables[chunks.names])
+
     return replace(
         catalog,
-        tensors={
-            prefix + n: replace(t, fqn=prefix + n, chunks=tuple(Chunk(c.box, at(c.extent)) for c in t.chunks))
-            for n, t in catalog.tensors.items()
-        },
+        tensors={prefix + n: replace(t, fqn=prefix + n, chunks=moved(t.chunks)) for n, t in catalog.tensors.items()},
         objects={prefix + n: BytesEntry(prefix + n, at(o.extent), tuple(map(at, o.replicas))) for n, o in catalog.objects.items()},
         paths={prefix + n: (prefix.rstrip("."), *path) if prefix else path for n, path in catalog.paths.items()},
         file_sizes={f"{folder}/{f}": size for f, size in catalog.file_sizes.items()},
