@@ -203,11 +203,13 @@ def load(folder: Path, work: str) -> list[Moved]:
         lines = _lines(path)
         head = next(lines, None)
         if isinstance(head, dict) and head.get("work") == work:
-            steps += [_step(line) for line in lines if isinstance(line, dict) and "files" in line]
+            for line in lines:
+                with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):  # not one of ours
+                    steps.append(_step(line))
     return steps
 
 
-def _step(line: Mapping[str, Any]) -> Moved:
+def _step(line: Any) -> Moved:
     pieces, shares, sizes = line["prints"]
     wrote = Handed(_pieces(line["files"]), Prints(_pieces(pieces), _pieces(shares), sizes))
     return Moved(0, line["overflowed"], [(f, at, n, crc) for f, at, n, crc in line["read"]], wrote)

@@ -236,14 +236,16 @@ def test_in_an_object_store_it_is_refused(source: Path) -> None:
 @pytest.mark.parametrize("kill", range(50 if LONG else 1))
 def test_a_team_of_which_one_is_killed_goes_on(kill: int, source: Path, tmp_path: Path) -> None:
     """At any instant, with another number of processes; at most 1.1 times the bytes of one run are read in all."""
-    rng = random.Random(kill)
+    rng = random.Random(kill + 1)
     options = ("--to", "4", "--memory", "1MiB", "--jobs", "1", "--resume")
-    share, member = rng.random(), rng.randrange(3)
-    interrupt(command("reshard", source / "src", tmp_path / "out", *options, size=3), tmp_path, share * 1.8, member=member)
+    for _ in range(10):
+        share, member = rng.random(), rng.randrange(3)
+        interrupt(command("reshard", source / "src", tmp_path / "out", *options, size=3), tmp_path, share * 1.8, member=member)
+        if not (tmp_path / "out").exists():
+            break
+        assert ckpt_tools.diff(source / "src", tmp_path / "out").is_same  # it was too late
+        shutil.rmtree(tmp_path / "out")
     before = sum(map(written, journals(tmp_path)))
-    if (tmp_path / "out").exists():  # it was too late
-        assert ckpt_tools.diff(source / "src", tmp_path / "out").is_same
-        return
     done = ckpt([*command("reshard", source / "src", tmp_path / "out", *options, size=2 + kill % 3), "--json"])
     result = json.loads(done.stdout)
     assert result["kept_nbytes"] >= before and before + result["read_nbytes"] <= 1.1 * NBYTES
