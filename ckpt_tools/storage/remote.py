@@ -206,6 +206,8 @@ class RemoteStore:
                 self._windows.popitem(last=False)[1].future.cancel()  # announced before, and not read yet
                 self._begin(late)
                 found = self._find(path, start, nbytes)
+            if found is not None and not found.future.done() and self._announced_nbytes >= _WINDOW_BYTES:
+                self._start()  # who has to wait need not wait for the rest of a batch as well
             return found
 
     def _find(self, path: str, start: int, nbytes: int) -> Fetched | None:
