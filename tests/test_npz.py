@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import ckpt_tools
-from ckpt_tools import CheckpointError, FormatError, PlanError
+from ckpt_tools import CheckpointError, FormatError, NotACheckpointError, PlanError
 
 KINDS = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?", "c8"]
 
@@ -83,6 +83,12 @@ def test_what_cannot_be_read_is_told(write: object, says: str, tmp_path: Path) -
     write(tmp_path / "a.npz")  # type: ignore[operator]
     with pytest.raises(FormatError, match=says.replace("|", r"\|")):
         ckpt_tools.inspect(tmp_path / "a.npz")
+
+
+def test_a_directory_of_arrays_says_what_to_give(saved: Path) -> None:
+    with pytest.raises(NotACheckpointError, match="looked for (?!.*npz)") as error:
+        ckpt_tools.inspect(saved.parent)
+    assert error.value.hint == "give the path of the file itself"
 
 
 def test_it_is_no_target(saved: Path, tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ __all__ = [
     "whole_tensor",
 ]
 
-FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors, deepspeed, per_rank, npz, gguf, torch_save)
+_ARRAYS = (npz, gguf)  # files that are read where their own path is given
+FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors, deepspeed, per_rank, torch_save, *_ARRAYS)
 _SEARCH_DEPTH = 3
 _MAX_SEEN = 10_000
 _MAX_LISTED = 300  # folders a level, where each costs a request
@@ -178,7 +179,7 @@ def _file_format(path: str, name: str) -> Format:
         return safetensors
     if name.endswith(torch_save.SUFFIXES):
         return torch_save
-    for form in (npz, gguf):
+    for form in _ARRAYS:
         if name.endswith(form.SUFFIX):
             return form
     if name == ".metadata" or name.endswith(".distcp"):
@@ -238,9 +239,11 @@ def _nothing_found(root: Store) -> NotACheckpointError:
         hint = ".distcp files without .metadata: the save was never finished, or .metadata was not copied along"
     elif any(n.endswith(torch_save.SUFFIXES) for n in names):
         hint = "give the path of a torch.save file itself"
+    elif any(n.endswith(tuple(form.SUFFIX for form in _ARRAYS)) for n in names):
+        hint = "give the path of the file itself"
     return NotACheckpointError(
         f"not a checkpoint: {printable(root.url)} holds {inside}; looked for "
-        + " or ".join(f.LOOKS_FOR for f in FORMATS)
+        + " or ".join(f.LOOKS_FOR for f in FORMATS if f not in _ARRAYS)
         + ", three levels down",
         hint=hint,
     )
