@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -111,3 +112,12 @@ def test_headers_of_every_version(shape: list[int], kind: str, is_fortran: bool,
         archive.writestr("w.npy", inner.getvalue())
     catalog = npz.read_catalog(MemoryStore({"a.npz": outer.getvalue()}))
     assert catalog.tensors["w"].shape == tuple(shape) and catalog.tensors["w"].nbytes == array.nbytes
+
+
+def test_from_a_bucket_too(saved: Path, tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/npz/a.npz", saved.read_bytes())
+    ckpt_tools.merge("memory://npz/a.npz", tmp_path / "m.safetensors")
+    got = load_file(tmp_path / "m.safetensors")
+    assert all(np.array_equal(got[n], a) for n, a in arrays().items())
+    assert ckpt_tools.verify("memory://npz/a.npz").problems == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from operator import mul
 
@@ -21,7 +21,7 @@ from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats import torch_save
 from ckpt_tools.formats.base import Request
-from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, find_directory
+from ckpt_tools.formats.torch_zip import Record, data_start, find_directory
 from ckpt_tools.formats.zip_check import Entry, entries
 from ckpt_tools.plan import Target
 from ckpt_tools.storage import Store, read
@@ -29,7 +29,7 @@ from ckpt_tools.storage import Store, read
 NAME = "npz"
 SUFFIX = ".npz"
 LOOKS_FOR = f"*{SUFFIX}"
-_TAIL_BYTES = 64 << 10
+_TAIL_BYTES, _FRONT_BYTES = 64 << 10, 1 << 10
 _MAX_HEADER_BYTES = 64 << 10
 _MAX_NDIM = 64
 _STORED, _ENCRYPTED = 0, 1
@@ -53,7 +53,9 @@ def read_catalog(store: Store) -> Catalog:
     """Reads the zip's directory and the header of every array; see `Format.read_catalog`."""
     ((name, size),) = store.list_files().items()
     tensors: dict[str, TensorEntry] = {}
-    for entry in _records(store, name, size):
+    records = list(_records(store, name, size))
+    store.will_read((name, entry.header, _front_nbytes(entry, size)) for entry in records)
+    for entry in records:
         fqn = entry.name.decode("utf-8", "replace").removesuffix(".npy")
         if fqn in tensors:
             raise FormatError(f"two arrays have one name: {printable(fqn)!r} ({printable(name)})")
@@ -70,17 +72,27 @@ def _records(store: Store, name: str, size: int) -> Iterator[Entry]:
         raise FormatError(f"not a .npz, or a damaged one: {error} ({printable(name)})") from error
 
 
+def _front_nbytes(entry: Entry, size: int) -> int:
+    """Returns how many bytes from the start of a record are read at once: both headers, as a rule."""
+    return max(0, min(size - entry.header, _FRONT_BYTES))
+
+
 def _read_array(store: Store, archive: Extent, entry: Entry, fqn: str) -> TensorEntry:
     """Returns an array, from its record's two headers."""
     where = f"{printable(fqn)!r} in {printable(archive.file)}"
     if entry.method != _STORED or entry.flags & _ENCRYPTED:
         hint = "numpy.load it and numpy.savez it again: what is compressed has no place of its own to be read from"
         raise FormatError(f"a compressed array, as numpy.savez_compressed writes it ({where})", hint=hint)
-    front = read(store, archive.file, entry.header, max(0, min(archive.nbytes - entry.header, LOCAL.size)))
-    at = entry.header + data_start(front, Record(0, entry.nbytes, 0))
+    front = read(store, archive.file, entry.header, _front_nbytes(entry, archive.nbytes))
+    begin = data_start(front, Record(0, entry.nbytes, 0))
+    at = entry.header + begin
     if at + entry.nbytes > archive.nbytes:
         raise FormatError(f"an array runs past its file: {at + entry.nbytes} of {archive.nbytes} bytes ({where})")
-    header = _cut_header(store, archive.file, at, entry.nbytes, where)
+
+    def cut(nbytes: int) -> bytes:
+        return front[begin : begin + nbytes] if begin + nbytes <= len(front) else read(store, archive.file, at, nbytes)
+
+    header = _header(cut, entry.nbytes, where)
     dtype, is_fortran, shape = _parse(header, where)
     nbytes = entry.nbytes - len(header)
     if whole(shape).numel * dtype.itemsize != nbytes:
@@ -92,15 +104,16 @@ def _read_array(store: Store, archive: Extent, entry: Entry, fqn: str) -> Tensor
     return TensorEntry(fqn, dtype, shape, (Chunk(whole(shape), extent),))
 
 
-def _cut_header(store: Store, file: str, at: int, nbytes: int, where: str) -> bytes:
-    front = read(store, file, at, min(nbytes, 12))
+def _header(cut: Callable[[int], bytes], nbytes: int, where: str) -> bytes:
+    """Returns numpy's header; `cut` gives so many bytes from where it starts, of the `nbytes` that there are."""
+    front = cut(min(nbytes, 12))
     if front[:6] != b"\x93NUMPY" or len(front) < 12 or front[6] not in (1, 2, 3):
         raise FormatError(f"not an array of numpy, or of a later version than 3.0 ({where})")
     begin = 10 if front[6] == 1 else 12
     total = begin + int.from_bytes(front[8:begin], "little")
     if total > min(nbytes, _MAX_HEADER_BYTES):
         raise FormatError(f"the header of an array is too long: {total} bytes ({where})")
-    return read(store, file, at, total)
+    return cut(total)
 
 
 def _parse(header: bytes, where: str) -> tuple[DType, bool, tuple[int, ...]]:
