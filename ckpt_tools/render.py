@@ -221,7 +221,7 @@ def show_transfer(result: TransferResult) -> None:
         f"{size(result.written_nbytes)}, {count(len(result.files), 'file')}{took}"
     )
     if result.kept_nbytes:
-        print(f"  {size(result.kept_nbytes)} of it was there from an interrupted run")
+        print(f"  {size(result.kept_nbytes)} of it was there from an earlier run")
     if result.store_nbytes:
         client = max(0, result.written_nbytes - result.store_nbytes)
         print(f"  {size(result.store_nbytes)} copied within the store, {size(client)} through this machine")

@@ -118,7 +118,7 @@ def test_what_is_kept_and_what_not(source: Path, tmp_path: Path) -> None:
     interrupt([*words, "--resume"], tmp_path, 0.8, signal.SIGTERM)
     assert len(journals(tmp_path)) == 2 and not (tmp_path / "out").exists()
     done = ckpt([*words, "--resume"])
-    assert "was there from an interrupted run" in done.stdout
+    assert "was there from an earlier run" in done.stdout
     assert ckpt_tools.diff(source / "src", tmp_path / "out").is_same and ckpt_tools.verify(tmp_path / "out").problems == []
     assert not any(tmp_path.glob(".*")) and not any((tmp_path / "out").glob(".ckpt*"))
 
@@ -138,6 +138,23 @@ def resumed(folder: Path, **how: object) -> ckpt_tools.TransferResult:
 
 def staged(folder: Path) -> Path:
     return next(p for p in folder.glob(".tmp.*/*.safetensors"))
+
+
+@pytest.mark.parametrize("out", ["out.safetensors", "out"])
+def test_what_is_complete_is_left_as_it_is(out: str, source: Path, tmp_path: Path) -> None:
+    words = ["merge", "--dtype", "bf16"] if "." in out else ["reshard", "--to", "2"]
+    one, two = (command(words[0], source / "src", tmp_path / out, *words[1:], *more) for more in ([], ["--resume"]))
+    ckpt(one)
+    before = {path: (path.stat().st_ino, path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
+    done = ckpt(two)
+    assert "it is there since an earlier run; nothing was done" in done.stdout
+    assert {path: (path.stat().st_ino, path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")} == before
+    assert "the destination exists" in ckpt(one, 15).stderr
+    other = command(words[0], source / "src", tmp_path / out, *words[1:-1], {"bf16": "fp16", "2": "3"}[words[-1]], "--resume")
+    assert "the destination exists" in ckpt(other, 15).stderr
+    data = max((p for p in tmp_path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(data, data.stat().st_size - 1)
+    assert "the destination exists" in ckpt(two, 15).stderr
 
 
 def test_another_source_or_another_wish_is_begun_anew(halted: Path, source: Path) -> None:

@@ -168,18 +168,20 @@ def transfer(
     trail = Trail(team, options.get("resume", False))
     attempt = team.broadcast(str(uuid.uuid4()), "begin")
     with team.phase("plan"):
-        trail.check(dst)
         check_apart(source.path, dst.url)
-        dst.check(options.get("overwrite", False) or is_dry_run)
+        trail.check(dst, options.get("overwrite", False) or is_dry_run)
         layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
         plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
     agree(team, (sorted(layout.file_sizes.items()), layout.index and layout.index.data))
     if not is_dry_run:
         trail.look_back(dst, operation, plan, source.store, changes)
     work = _Work(operation, source, catalog, plan, team, options, alter or {}, trail, dst)
+    sizes = _bytes_by_dtype(plan)
     files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
     totals, notes = Totals(read_nbytes(plan, *work.tiles)) if is_dry_run else Totals(), list(plan.notes)
-    if not is_dry_run:
+    if trail.is_done:
+        notes.append("it is there since an earlier run; nothing was done")
+    elif not is_dry_run:
         with team.phase("look at what is to be read"):
             dst.check_room(layout.nbytes + _MANIFEST_ROOM_BYTES - trail.nbytes)
             work.locate(may_assume)
@@ -190,7 +192,8 @@ def transfer(
     return TransferResult(
         source.path, dst.url, form.NAME, files,
         sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
-        totals.read_nbytes, sum(files.values()), plan.payload_bytes, trail.past.nbytes, totals.store_nbytes, _bytes_by_dtype(plan),
+        totals.read_nbytes, sum(files.values()), plan.payload_bytes, sum(sizes.values()) if trail.is_done else trail.past.nbytes,
+        totals.store_nbytes, sizes,
         left_out or {}, stripped or {}, totals.overflowed, tuple(notes), time.monotonic() - began, is_dry_run,
     )  # fmt: skip
 
@@ -259,7 +262,7 @@ class _Work:
                 fingerprints = (dict(within.fingerprints) if within else {}) | sink.fingerprints.join()
                 with trail.forgotten_if_wrong(place):
                     prove_fingerprints(source, self.prints, fingerprints)
-                manifest = _manifest(self.operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums)
+                manifest = _manifest(self.operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums, trail.work)
                 notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
         return True
 
@@ -339,7 +342,13 @@ def check_apart(src: str, dst: str) -> None:
 
 
 def _manifest(
-    operation: str, attempt: str, source: Source, target: Target, tensors: Mapping[str, SealedTensor], checksums: Mapping[str, int]
+    operation: str,
+    attempt: str,
+    source: Source,
+    target: Target,
+    tensors: Mapping[str, SealedTensor],
+    checksums: Mapping[str, int],
+    work: str,
 ) -> Manifest:
     catalog, index = source.catalog, target.index
     return Manifest.now(
@@ -351,7 +360,8 @@ def _manifest(
             "format": catalog.format,
             "world_size": catalog.world_size,
             "save_id": catalog.extras.get("save_id"),
-        },
+        }
+        | ({"work": work} if work else {}),
         world_size=target.world_size,
         files={name: Sealed(nbytes, hex64(checksums[name])) for name, nbytes in target.file_sizes.items()},
         index=(index.file, Sealed(len(index.data), hex64(crc64nvme(index.data)))) if index else None,

@@ -6,16 +6,16 @@ May import levels 0 to 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt_tools import journal
+from ckpt_tools import journal, manifest
 from ckpt_tools.destination import Destination, LocalPlace, Place
 from ckpt_tools.engine.run import Moved
 from ckpt_tools.engine.schedule import tile_bytes
-from ckpt_tools.errors import IntegrityError, PlanError
+from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError, StorageError
 from ckpt_tools.plan import Plan
-from ckpt_tools.storage import Store, is_url
+from ckpt_tools.storage import LocalStore, Store, is_url
 from ckpt_tools.team import Team
 
 
@@ -24,32 +24,51 @@ class Trail:
 
     Attributes:
         past: what is there already.
+        is_done: everything is: the destination is what the work would make.
+        work: what the work is called, "" where it has no name.
         keeps: for `Destination.stage`: what makes it worth to leave the place to a next try.
     """
 
     def __init__(self, team: Team, is_wanted: bool) -> None:
         self.past, self.keeps = journal.Past(()), journal.GLOB if is_wanted else ""
-        self._team, self._is_wanted, self._work = team, is_wanted, ""
+        self.is_done, self.work = False, ""
+        self._team, self._is_wanted = team, is_wanted
+        self._refusal: StorageError | None = None
         self._earlier: journal.Earlier | None = None
         self._journal: journal.Journal | None = None
 
-    def check(self, dst: Destination) -> None:
-        """Refuses early what cannot be gone on with.
+    def check(self, dst: Destination, overwrite: bool) -> None:
+        """Refuses early what cannot be written, or gone on with; of what is there already `look_back` finds out more.
 
         Raises:
             PlanError: the destination is an object store's.
+            StorageError: see `Destination.check`.
         """
         if self._is_wanted and is_url(dst.url):
             hint = "leave --resume out, or write to a disk and then ckpt copy, which goes on from where it was"
             raise PlanError("what was begun in an object store is not gone on with yet", hint=hint)
+        try:
+            dst.check(overwrite)
+        except StorageError as error:
+            if not self._is_wanted or not dst.exists():
+                raise
+            self._refusal = error
 
     def look_back(self, dst: Destination, operation: str, plan: Plan, source: Store, changes: str) -> None:
-        """Finds out what the work is called in journals, and an earlier attempt at it, if that is wanted."""
+        """Finds out what the work is called in journals, and an earlier attempt at it, if that is wanted.
+
+        Raises:
+            StorageError: something else is at the destination.
+        """
         with self._team.phase("look back"):
             if self._team.rank == 0 and not is_url(dst.url):
-                self._work = journal.identify(operation, plan, source, changes)
-                self._earlier = journal.find(dst.dead(), self._work) if self._is_wanted else None
-        self._work, self._earlier = self._team.broadcast((self._work, self._earlier), "look back")
+                self.work = journal.identify(operation, plan, source, changes)
+                self._earlier = journal.find(dst.dead(), self.work) if self._is_wanted else None
+            if self._refusal and self._team.rank == 0:
+                self.is_done = bool(self.work) and _is_made_by(Path(dst.url), self.work)
+                if not self.is_done:
+                    raise self._refusal
+        self.work, self._earlier, self.is_done = self._team.broadcast((self.work, self._earlier, self.is_done), "look back")
 
     @property
     def heir_of(self) -> Path | None:
@@ -80,17 +99,17 @@ class Trail:
 
     def begin(self, place: Place, attempt: str, files: Mapping[str, int], tiles: tuple[int, int], jobs: int) -> None:
         """Looks at what is there of the files to be, and starts to take notes."""
-        if not isinstance(place, LocalPlace) or not self._work:
+        if not isinstance(place, LocalPlace) or not self.work:
             return
         if self._earlier:
             with self._team.phase("look at what is there"):
                 if self._team.rank == 0:
                     place.go_on(files)
             with self._team.phase("read journals"):
-                steps = journal.load(place.folder, self._work)
+                steps = journal.load(place.folder, self.work)
             self.past = journal.prove(steps, place.files(), tiles, jobs, self._team)
         name = f"{journal.GLOB[:-1]}{attempt[:8]}.{self._team.rank}"
-        self._journal = journal.Journal(place.folder / name, self._work, tiles)
+        self._journal = journal.Journal(place.folder / name, self.work, tiles)
 
     @property
     def note(self) -> Callable[[Moved], None] | None:
@@ -110,6 +129,16 @@ class Trail:
         except IntegrityError:
             forget(place)
             raise
+
+
+def _is_made_by(path: Path, work: str) -> bool:
+    """Tells whether what is at a path is the whole result of a piece of work, by its manifest and the sizes of its files."""
+    store, beside = (LocalStore(path), "") if path.is_dir() else (LocalStore(path.parent), path.name)
+    with suppress(CheckpointError):
+        found = manifest.find(store, beside)
+        parts = [*found.files.items(), *([found.index] if found.index else [])] if found else []
+        return found is not None and found.source.get("work") == work and all(store.size(name) == part.nbytes for name, part in parts)
+    return False
 
 
 def forget(place: Place) -> None:
