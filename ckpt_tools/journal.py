@@ -68,6 +68,9 @@ def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
                 digest.update(column.tobytes())
         else:
             take(*chunks)
+    for data in dict.fromkeys(literal.data for literal in plan.target.literals):  # a million frames have few kinds
+        take(len(data))
+        digest.update(data)
     versions = [(file, source.version(file)) for file in sorted(files)]
     take(versions)
     return digest.hexdigest() if all(version for _, version in versions) else ""

@@ -157,6 +157,14 @@ def test_what_is_complete_is_left_as_it_is(out: str, source: Path, tmp_path: Pat
     assert "the destination exists" in ckpt(two, 15).stderr
 
 
+def test_other_files_beside_the_weights_are_another_result(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    words = command("convert", source / "src", tmp_path / "out", "--to", "hf", "--base", str(tmp_path / "base"), "--resume")
+    for number, code in ((1, 0), (1, 0), (2, 15)):
+        (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "x", "layers": number}))
+        ckpt(words, code)
+
+
 def test_another_source_or_another_wish_is_begun_anew(halted: Path, source: Path) -> None:
     kept = next(halted.glob(".tmp.*"))
     shutil.copytree(kept, halted / "kept")
