@@ -22,7 +22,7 @@ from tests.jobs import LONG
 
 def fleet(root: Path, *args: str) -> str:
     command = [sys.executable, "-m", "tests.faults.fleet", str(root), *args]
-    result = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -74,7 +74,7 @@ def training(num_ranks: int, folder: Path, *args: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output = process.communicate(timeout=200)[0]
+    output = process.communicate(timeout=400)[0]
     assert process.returncode == code, output
     return output
 

@@ -65,5 +65,5 @@ def run_job(peer: str, num_ranks: int, script: str, *arguments: object) -> None:
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks else []
     command = [python_of(peer), *launch, str(JOBS / script), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
