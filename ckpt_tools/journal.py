@@ -36,6 +36,7 @@ from ckpt_tools.version import __version__
 
 GLOB = ".ckpt.journal.*"
 _BATCH = 10_000  # pieces that are proved in one go
+_HUGE = 1 << 62
 _OTHERS_MAY_WRITE = 0o022
 
 
@@ -99,10 +100,18 @@ def find(dead: Iterable[Path], work: str) -> Earlier | None:
             if at.st_uid != os.geteuid() or at.st_mode & _OTHERS_MAY_WRITE:
                 continue
             heads = [next(_lines(file), None) for file in sorted(path.glob(GLOB))]
-            found = next((h for h in heads if isinstance(h, dict) and h.get("work") == work), None)
-            if found is not None:
+            tiles = next((cut for head in heads if (cut := _tiles(head, work))), None)
+            if tiles:
                 nbytes = sum(f.lstat().st_blocks * 512 for f in path.rglob("*"))
-                return Earlier(path, (found["tiles"][0], found["tiles"][1]), nbytes)
+                return Earlier(path, tiles, nbytes)
+    return None
+
+
+def _tiles(head: object, work: str) -> tuple[int, int] | None:
+    """Returns how an attempt has cut a piece of work, by the first line of its journal; None where it was at another one."""
+    match head:
+        case {"work": name, "tiles": [int(some), int(most)]} if name == work and 0 < some <= most < _HUGE:
+            return some, most
     return None
 
 
@@ -204,8 +213,7 @@ def load(folder: Path, work: str) -> list[Moved]:
     steps: list[Moved] = []
     for path in sorted(folder.glob(GLOB)):
         lines = _lines(path)
-        head = next(lines, None)
-        if isinstance(head, dict) and head.get("work") == work:
+        if _tiles(next(lines, None), work):
             for line in lines:
                 with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):  # not one of ours
                     steps.append(_step(line))
@@ -214,8 +222,12 @@ def load(folder: Path, work: str) -> list[Moved]:
 
 def _step(line: Any) -> Moved:
     pieces, shares, sizes = line["prints"]
-    wrote = Handed(_pieces(line["files"]), Prints(_pieces(pieces), _pieces(shares), sizes))
-    return Moved(0, line["overflowed"], [(f, at, n, crc) for f, at, n, crc in line["read"]], wrote)
+    wrote = Handed(_pieces(line["files"]), Prints(_pieces(pieces), _pieces(shares), _numbers(sizes)))
+    return Moved(0, _numbers(line["overflowed"]), [(str(f), int(at), int(n), int(crc)) for f, at, n, crc in line["read"]], wrote)
+
+
+def _numbers(found: Mapping[str, int]) -> dict[str, int]:
+    return {name: int(number) for name, number in found.items()}
 
 
 def _pieces(found: Mapping[str, list[list[int]]]) -> dict[str, Pieces]:

@@ -105,9 +105,5 @@ def reshard_boxes(boxes: Sequence[Box], shape: Sequence[int], num_ranks: int) ->
     if not dims:
         return [whole(shape), *[None] * (num_ranks - 1)]
     dim = dims[0] if len(dims) == 1 else 0
-    parts: list[Box | None] = [split(whole(shape), dim, num_ranks, 0)]
-    for rank in range(1, num_ranks):
-        last = parts[-1]
-        part = split(whole(shape), dim, num_ranks, rank) if last else None
-        parts.append(part if part and last and part.offsets != last.offsets else None)
-    return parts
+    num_full = -(-shape[dim] // -(-shape[dim] // num_ranks)) if shape[dim] else 0
+    return [split(whole(shape), dim, num_ranks, rank) if rank <= num_full else None for rank in range(num_ranks)]

@@ -74,6 +74,17 @@ def test_quantised_tensors_are_named(tmp_path: Path) -> None:
         ckpt_tools.inspect(tmp_path / "q.gguf")
 
 
+@pytest.mark.parametrize("alignment", [(8, b"abc"), (8, b"32.0"), (7, True), (6, 32.0), (4, 0), (5, -32), (10, 1 << 40)])
+def test_an_alignment_that_is_no_number_is_refused(alignment: tuple[int, object], tmp_path: Path) -> None:
+    kind, value = alignment
+    forms = {4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q"}
+    data = struct.pack(forms[kind], value) if kind in forms else struct.pack("<Q", len(value)) + value  # type: ignore[arg-type]
+    key = b"general.alignment"
+    (tmp_path / "m.gguf").write_bytes(HEAD + struct.pack("<2Q", 0, 1) + struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + data)
+    with pytest.raises(FormatError, match="alignment of a GGUF file is no number of bytes"):
+        ckpt_tools.inspect(tmp_path / "m.gguf")
+
+
 HEAD = b"GGUF" + struct.pack("<I", 3)
 TEXT = struct.pack("<Q", 1) + b"k"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
+from io import BytesIO
 from pathlib import Path
 
 import fsspec
@@ -14,6 +16,8 @@ from safetensors.numpy import load_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, FormatError, NotACheckpointError, PlanError
+from ckpt_tools.formats import npz
+from ckpt_tools.storage import MemoryStore
 
 KINDS = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?", "c8"]
 
@@ -100,18 +104,16 @@ def test_it_is_no_target(saved: Path, tmp_path: Path) -> None:
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 6), max_size=4), st.sampled_from(KINDS), st.booleans(), st.sampled_from([(1, 0), (2, 0), (3, 0)]))
 def test_headers_of_every_version(shape: list[int], kind: str, is_fortran: bool, version: tuple[int, int]) -> None:
-    from io import BytesIO
-
-    from ckpt_tools.formats import npz
-    from ckpt_tools.storage import MemoryStore
-
-    array = np.ones(shape, kind, order="F" if is_fortran else "C")
+    array = np.arange(math.prod(shape)).reshape(shape, order="F" if is_fortran else "C").astype(kind)
     inner, outer = BytesIO(), BytesIO()
     np.lib.format.write_array(inner, array, version)
     with zipfile.ZipFile(outer, "w") as archive:
         archive.writestr("w.npy", inner.getvalue())
-    catalog = npz.read_catalog(MemoryStore({"a.npz": outer.getvalue()}))
-    assert catalog.tensors["w"].shape == tuple(shape) and catalog.tensors["w"].nbytes == array.nbytes
+    entry = npz.read_catalog(MemoryStore({"a.npz": outer.getvalue()})).tensors["w"]
+    assert entry.shape == tuple(shape) and entry.nbytes == array.nbytes
+    ((_, extent),) = entry.chunks
+    values = np.frombuffer(outer.getvalue(), array.dtype, array.size, extent.start)
+    assert np.array_equal(values.reshape(shape, order="F" if extent.strides else "C"), array)
 
 
 def test_from_a_bucket_too(saved: Path, tmp_path: Path) -> None:

@@ -201,12 +201,12 @@ class WriteSink:
         """
         if self._is_stream:
             self._surround_rest()
-        literals, trailers = _by_file(self.target.literals), _by_file(self.target.trailers)
+        literals, trailers = ({}, {}) if self._is_stream else (_by_file(self.target.literals), _by_file(self.target.trailers))
         checksums = {}
         for name in list(self._pieces):  # a file at a time: there may be a million payloads
             pieces = sorted(self._pieces.pop(name))
-            if not self._is_stream:
-                pieces += self._put_frames(name, [(lit.start, lit.data) for lit in literals.get(name, ())], trailers.get(name, ()), pieces)
+            around = [*((lit.start, lit.data) for lit in literals.get(name, ())), *_suffixes(trailers.get(name, ()), pieces)]
+            pieces += [self._put(name, start, data) for start, data in _joined(around)]
             checksums[name] = _join_file(name, pieces, self._sizes[name])
         self._finish_writers()
         return checksums
@@ -219,10 +219,6 @@ class WriteSink:
         else:
             for writer in self._writers.values():
                 writer.finish()
-
-    def _put_frames(self, name: str, before: list[tuple[int, bytes]], trailers: Iterable[Trailer], pieces: Sequence[Piece]) -> list[Piece]:
-        """Writes all that stands around a file's payloads, neighbours together."""
-        return [self._put(name, start, data) for start, data in _joined([*before, *_suffixes(trailers, pieces)])]
 
     def _surround_rest(self) -> None:
         """Writes what no slot has brought with it: around empty ones, and objects that are known beforehand."""

@@ -33,8 +33,12 @@ __all__ = [
     "whole_tensor",
 ]
 
+_DIRECTORIES: tuple[Format, ...] = (dcp, accelerate, safetensors, deepspeed, per_rank)
 _ARRAYS = (npz, gguf)  # files that are read where their own path is given
-FORMATS: tuple[Format, ...] = (dcp, accelerate, safetensors, deepspeed, per_rank, torch_save, *_ARRAYS)
+FORMATS: tuple[Format, ...] = (*_DIRECTORIES, torch_save, *_ARRAYS)
+_OF_FILES: dict[str, Format] = {
+    safetensors.SUFFIX: safetensors, **dict.fromkeys(torch_save.SUFFIXES, torch_save), **{form.SUFFIX: form for form in _ARRAYS},
+}  # fmt: skip
 _SEARCH_DEPTH = 3
 _MAX_SEEN = 10_000
 _MAX_LISTED = 300  # folders a level, where each costs a request
@@ -175,20 +179,16 @@ def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, st
 
 
 def _file_format(path: str, name: str) -> Format:
-    if path.endswith(".safetensors") or name.endswith(".safetensors"):
-        return safetensors
-    if name.endswith(torch_save.SUFFIXES):
-        return torch_save
-    for form in _ARRAYS:
-        if name.endswith(form.SUFFIX):
+    for suffix, form in _OF_FILES.items():
+        if path.endswith(suffix) or name.endswith(suffix):  # either end of a link
             return form
     if name == ".metadata" or name.endswith(".distcp"):
         raise NotACheckpointError(
             f"a part of a checkpoint: {printable(path)}", hint=f"give the directory: {path.rpartition('/')[0] or '.'}"
         )
     raise NotACheckpointError(
-        f"not a checkpoint: {printable(path)}; looked for *.safetensors, *.pt, *.pth, *.bin, *.npz, *.gguf, or a directory with "
-        + " or ".join(f.LOOKS_FOR for f in FORMATS[:-3])
+        f"not a checkpoint: {printable(path)}; looked for {', '.join(f'*{s}' for s in _OF_FILES)}, or a directory with "
+        + " or ".join(f.LOOKS_FOR for f in _DIRECTORIES)
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from ckpt_tools.box import Box, whole
 from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry
 from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import PlanError
 from ckpt_tools.plan import Target
 from ckpt_tools.storage import Store
 
@@ -112,6 +113,33 @@ def attempt_of(file: str) -> str:
     """Returns the id of the attempt in a data file's name, "" where there is none."""
     match = _ATTEMPT.fullmatch(file)
     return match[1] if match else ""
+
+
+def locate_bare(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    """`Format.locate` of a format that packs nothing."""
+    del store, tensors
+    return {}
+
+
+def guess_bare(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    """`Format.guess` of a format that packs nothing."""
+    del tensors
+    return {}
+
+
+def recognise_none(files: Mapping[str, int]) -> bool:
+    """`Format.recognise` of files that are read where their own path is given: such lie about beside checkpoints for many reasons."""
+    del files
+    return False
+
+
+def only_read(what: str, hint: str) -> Callable[[Request], Target]:
+    """Returns the `Format.lay_out` of a format that is only read; it raises PlanError."""
+
+    def lay_out(request: Request) -> Target:
+        raise PlanError(f"{what} is only read ({len(request.tensors)} tensors)", hint=hint)
+
+    return lay_out
 
 
 def whole_tensor(entry: TensorEntry, dtype: DType | None = None) -> TargetTensor:

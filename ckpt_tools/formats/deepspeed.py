@@ -19,8 +19,8 @@ from ckpt_tools.box import flat_range_boxes, whole
 from ckpt_tools.catalog import RAW, TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CatalogError, FormatError, printable
-from ckpt_tools.formats import deepspeed_universal, torch_save
-from ckpt_tools.formats.base import below
+from ckpt_tools.formats import deepspeed_universal
+from ckpt_tools.formats.base import below, guess_bare, locate_bare
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.state_pickle import Malformed, Path, View, is_scalar, is_value, leaves, shapes_of, want
 from ckpt_tools.formats.torch_save import Opened, join, told
@@ -38,7 +38,7 @@ _TORCH_ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
     "decoupled_weight_decay": True,
 }  # fmt: skip
-locate, guess, lay_out = torch_save.locate, torch_save.guess, deepspeed_universal.lay_out
+locate, guess, lay_out = locate_bare, guess_bare, deepspeed_universal.lay_out
 
 
 def recognise(files: Mapping[str, int]) -> bool:

@@ -8,17 +8,15 @@ Source: github.com/ggml-org/ggml, `docs/gguf.md` and `include/ggml.h`, versions 
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
 
 from ckpt_tools.box import whole
 from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import BY_NAME
-from ckpt_tools.errors import FormatError, PlanError, printable
-from ckpt_tools.formats import torch_save
-from ckpt_tools.formats.base import Request
-from ckpt_tools.plan import Target
+from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats.base import guess_bare, locate_bare, only_read, recognise_none
 from ckpt_tools.storage import Store, read
 
 NAME = "gguf"
@@ -35,13 +33,8 @@ _STRING, _ARRAY = 8, 9
 _WINDOW_BYTES = 1 << 20
 _MAX_ITEMS = 4_000_000  # texts, of vocabularies mostly, and tensors
 _MAX_NAME_BYTES, _MAX_NDIM, _MAX_DEPTH, _MAX_NUMEL = 65_535, 8, 4, 1 << 60
-locate, guess = torch_save.locate, torch_save.guess
-
-
-def recognise(files: Mapping[str, int]) -> bool:
-    """Such a file is read where its own path is given: a directory holds the same model in several types, as a rule."""
-    del files
-    return False
+locate, guess, recognise = locate_bare, guess_bare, recognise_none
+lay_out = only_read("GGUF", hint="write --to hf, and llama.cpp converts that")
 
 
 def read_catalog(store: Store) -> Catalog:
@@ -59,18 +52,18 @@ def read_catalog(store: Store) -> Catalog:
         key = header.text()
         values[key] = header.value(header.number("<I"))
     if values.get("split.count", "1") not in ("0", "1"):
-        raise FormatError(
-            f"one of {values['split.count']} parts of a GGUF model ({printable(name)})", hint="join them with llama-gguf-split --merge"
-        )
-    tensors = _tensors(header, num_tensors, name, size, int(values.get("general.alignment", "32")))
+        hint = "join them with llama-gguf-split --merge"
+        raise FormatError(f"one of {printable(values['split.count'])} parts of a GGUF model ({printable(name)})", hint=hint)
+    alignment = values.get("general.alignment", "32")
+    if not re.fullmatch(r"[1-9]\d{0,6}", alignment):
+        raise FormatError(f"the alignment of a GGUF file is no number of bytes: {printable(alignment)} ({printable(name)})")
+    tensors = _tensors(header, num_tensors, name, size, int(alignment))
     extras = {key.rpartition(".")[2]: values[key] for key in ("general.architecture", "general.name") if key in values}
     return Catalog(NAME, tensors, file_sizes={name: size}, extras={"gguf": f"version {version}, {num_values:,} values"} | extras)
 
 
 def _tensors(header: _Header, count: int, name: str, size: int, alignment: int) -> dict[str, TensorEntry]:
     """Returns what the header says of tensors, once it is known where it ends."""
-    if not 0 < alignment <= 1 << 20:
-        raise FormatError(f"the alignment of a GGUF file is no number of bytes: {alignment} ({printable(name)})")
     found = [(header.text(_MAX_NAME_BYTES), header.shape(), header.number("<I"), header.number("<Q")) for _ in range(count)]
     begin, others = -(-header.at // alignment) * alignment, Counter(kind for _, _, kind, _ in found if kind not in _TYPES)
     if others:
@@ -160,13 +153,3 @@ class _Header:
         if nbytes > self._size - self.at:
             raise FormatError(f"a GGUF header is truncated at byte {self.at} ({printable(self._name)})")
         self.at += nbytes
-
-
-def lay_out(request: Request) -> Target:
-    """Nothing is written in this layout.
-
-    Raises:
-        PlanError: always.
-    """
-    del request
-    raise PlanError("GGUF is only read", hint="write --to hf, and llama.cpp converts that")

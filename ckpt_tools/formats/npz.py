@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from operator import mul
 
@@ -18,12 +18,10 @@ from ckpt_tools.box import row_major_strides, whole
 from ckpt_tools.catalog import RAW, ZIP, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.checksum import crc32, crc32_combine
 from ckpt_tools.dtypes import BY_NAME, DType
-from ckpt_tools.errors import FormatError, PlanError, printable
-from ckpt_tools.formats import torch_save
-from ckpt_tools.formats.base import Request
+from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats.base import guess_bare, locate_bare, only_read, recognise_none
 from ckpt_tools.formats.torch_zip import Record, data_start, find_directory
 from ckpt_tools.formats.zip_check import Entry, entries
-from ckpt_tools.plan import Target
 from ckpt_tools.storage import Store, read
 
 NAME = "npz"
@@ -40,13 +38,8 @@ _KINDS = {
 _HEADER = re.compile(
     r"\{'descr': (?P<descr>'[^']*'|\[.*\]), 'fortran_order': (?P<order>True|False), 'shape': \((?P<shape>[\d, ]*)\), \} *\n?"
 )
-locate, guess = torch_save.locate, torch_save.guess
-
-
-def recognise(files: Mapping[str, int]) -> bool:
-    """Such a file is read where its own path is given: beside checkpoints, arrays lie about for many reasons."""
-    del files
-    return False
+locate, guess, recognise = locate_bare, guess_bare, recognise_none
+lay_out = only_read(".npz", hint="write safetensors, and numpy reads it by safetensors.numpy")
 
 
 def read_catalog(store: Store) -> Catalog:
@@ -129,13 +122,3 @@ def _parse(header: bytes, where: str) -> tuple[DType, bool, tuple[int, ...]]:
     if len(shape) > _MAX_NDIM:
         raise FormatError(f"an array has {len(shape)} dims ({where})")
     return BY_NAME[kind], found["order"] == "True", shape
-
-
-def lay_out(request: Request) -> Target:
-    """Nothing is written in this layout.
-
-    Raises:
-        PlanError: always.
-    """
-    del request
-    raise PlanError(".npz is only read", hint="write safetensors, and numpy reads it by safetensors.numpy")

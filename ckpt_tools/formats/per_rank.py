@@ -19,15 +19,13 @@ from dataclasses import replace
 from ckpt_tools.box import Box, whole
 from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import DType
-from ckpt_tools.errors import CatalogError, FormatError, PlanError, printable
-from ckpt_tools.formats import torch_save
-from ckpt_tools.formats.base import Request
+from ckpt_tools.errors import CatalogError, FormatError, printable
+from ckpt_tools.formats.base import guess_bare, locate_bare, only_read
 from ckpt_tools.formats.flat_param import Held, Raw, has_flats, read_shapes, unfold
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.state_pickle import Kept, Path, Pieces, Sharded, View
 from ckpt_tools.formats.torch_save import join, read_leaves, told
 from ckpt_tools.layout import Placement, Replicate, Shard, StridedShard, rank_boxes
-from ckpt_tools.plan import Target
 from ckpt_tools.storage import Store
 
 NAME = "per_rank"
@@ -36,7 +34,8 @@ _FILE = re.compile(r"(?P<part>.*?)[._-]?(?:world_size_(?P<size>\d{1,7})_)?rank[.
 _NUMBERED = re.compile(r"(?P<part>.+)_(?P<rank>\d{1,7})(?P<size>)\.pt")  # as torch_checkpointing names them
 _PART_NAMES = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}  # Accelerate's, of large jobs
 _OWN = re.compile(r"extra_state|rngs?(_states?)?|random_states?")  # parts of which every rank has its own
-locate, guess = torch_save.locate, torch_save.guess
+locate, guess = locate_bare, guess_bare
+lay_out = only_read("one file a rank, whose DTensors name a mesh of the job's own,", hint="write DCP")
 
 
 def recognise(files: Mapping[str, int]) -> bool:
@@ -55,15 +54,6 @@ def _matches(files: Mapping[str, int]) -> dict[str, re.Match[str]]:
         ranks.setdefault(match["part"], set()).add(int(match["rank"]))
     alike = len({frozenset(r) for r in ranks.values()}) == 1 and all(r == set(range(len(r))) for r in ranks.values())
     return numbered if len(ranks) > 1 and alike else {}
-
-
-def lay_out(request: Request) -> Target:
-    """Not written: its DTensors would name a mesh of devices that is the job's own.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(f"one file a rank is read only ({len(request.tensors)} tensors)", hint="write DCP")
 
 
 class _Ranks:

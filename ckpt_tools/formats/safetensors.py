@@ -20,12 +20,14 @@ from ckpt_tools.box import Box, whole
 from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import by_tag
 from ckpt_tools.errors import CatalogError, FormatError, PlanError, StorageError, printable
-from ckpt_tools.formats.base import Request, attempt_of
+from ckpt_tools.formats.base import Request, attempt_of, guess_bare, locate_bare
 from ckpt_tools.plan import Literal, Slot, Target
 from ckpt_tools.storage import Store, check_path, read
 
 NAME = "safetensors"
-LOOKS_FOR = "*.safetensors"
+SUFFIX = ".safetensors"
+LOOKS_FOR = f"*{SUFFIX}"
+locate, guess = locate_bare, guess_bare
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 1 << 28
@@ -220,18 +222,6 @@ def _entries(header: dict[str, Any], name: str, size: int) -> dict[str, TensorEn
 
 def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < _MAX_SIZE for n in value)
-
-
-def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-    """Nothing to guess; see `Format.guess`."""
-    del tensors
-    return {}
-
-
-def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-    """Payloads lie bare; there is nothing to find."""
-    del store, tensors
-    return {}
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------------

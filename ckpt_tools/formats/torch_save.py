@@ -18,7 +18,7 @@ from typing import Any
 from ckpt_tools.box import row_major_strides, whole
 from ckpt_tools.catalog import RAW, TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.errors import FormatError, PlanError, printable
-from ckpt_tools.formats.base import Request
+from ckpt_tools.formats.base import Request, guess_bare, locate_bare
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.pickle_write import Stored
 from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
@@ -32,6 +32,7 @@ NAME = "torch_save"
 INDEX = "pytorch_model.bin.index.json"
 LOOKS_FOR = "*.pt, *.pth, *.bin"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+locate, guess = locate_bare, guess_bare
 _MAX_PICKLE_BYTES = 256 << 20
 _TAIL_BYTES = 1536
 _ALL_RANKS = "give the directory with the files of all ranks, named …rank_0.pt, …rank_1.pt and so on"
@@ -84,18 +85,6 @@ def told(others: Counter[str]) -> dict[str, str]:
     """Returns what a catalog says of values of types that are not known here."""
     kinds = ", ".join(f"{printable(kind)} ({count:,})" if count else printable(kind) for kind, count in others.most_common(8))
     return {"other values": kinds} if kinds else {}
-
-
-def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-    """Nothing is packed; see `Format.locate`."""
-    del store, tensors
-    return {}
-
-
-def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-    """Nothing is packed; see `Format.guess`."""
-    del tensors
-    return {}
 
 
 # ---- one file ------------------------------------------------------------------------------------------------------------

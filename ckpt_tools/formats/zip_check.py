@@ -158,7 +158,7 @@ def _examine(archive: _Archive) -> Examined:
     is_sealed, end = True, 0
     for entry in found:
         if entry.method:
-            raise FormatError(f"a zip record is not stored as torch does it: {_shown(entry.name)}, method {entry.method}")
+            raise FormatError(f"a zip record is compressed: {_shown(entry.name)}, method {entry.method}")
         if entry.header != end:
             raise FormatError(f"a zip record does not follow the one before it: expected byte {end}, got {entry.header}")
         start = _check_header(archive, entry)
@@ -166,8 +166,8 @@ def _examine(archive: _Archive) -> Examined:
         is_sealed &= _check_record(archive, entry.name, start, entry.nbytes, entry.crc, left)
         spans.append((start, end))
     _check_end(archive, count, end, len(directory))
-    is_ours = archive.extent.packing != ZIP  # torch's: one folder
-    if len({(e.name.partition(b"/")[0] if is_ours else b"", e.alike) for e in found}) != 1 or len({e.name for e in found}) != count:
+    has_folder = archive.extent.packing != ZIP  # torch puts all records into one
+    if len({(e.name.partition(b"/")[0] if has_folder else b"", e.alike) for e in found}) != 1 or len({e.name for e in found}) != count:
         raise FormatError("its records lie in several folders, are of several writers, or have one name")
     _remember(archive, found, spans, end)
     return Examined(archive.extent, tuple(left), "", is_sealed)
@@ -221,7 +221,7 @@ def entries(directory: bytes, count: int) -> Iterator[Entry]:
         if fields[0] != b"PK\x01\x02" or (method == 0 and packed != nbytes):
             raise FormatError(f"a zip directory is malformed: its entry at byte {at}")
         if disk or comment_nbytes:
-            raise FormatError("a zip directory is not as torch writes it: another disk, or a comment")
+            raise FormatError("a zip directory speaks of another disk, or has a comment")
         yield Entry(at, directory[name_at : name_at + name_nbytes], flags, (needed, flags, method, time, date), alike, crc, nbytes, header)
         at = name_at + name_nbytes + extra_nbytes
     if at != len(directory):

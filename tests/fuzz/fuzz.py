@@ -9,45 +9,48 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import io
 import json
 import mmap
 import os
-import pickle
 import random
 import resource
+import shutil
 import struct
 import sys
 import tempfile
 import time
-import warnings
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save
 
 from ckpt_tools.catalog import TORCH_ZIP, Extent
+from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.engine.seals import Seals
+from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import dcp as distributed
 from ckpt_tools.formats import dcp_bulk, dcp_metadata, deepspeed, gguf, npz, per_rank, safetensors, torch_save, torch_zip, zip_check
 from ckpt_tools.formats.made import Made
+from ckpt_tools.journal import find, load, prove
 from ckpt_tools.manifest import parse as parse_manifest
 from ckpt_tools.operations.parts import FORMS, put_together, take_apart, unpack_objects
+from ckpt_tools.plan import Target
 from ckpt_tools.soundness import check
 from ckpt_tools.storage import MemoryStore, Overlay, is_url
 from ckpt_tools.storage.base import check_path
-from tests.many_chunks import as_torch_gathers, written
+from ckpt_tools.team import ALONE
+from tests.fuzz.seeds import SEEDS, WORK, ZERO, odd, saved, states
 from training.accelerate_config import read as read_configuration
 from training.config import ConfigError
 
 CONFIG = Path(tempfile.gettempdir()) / f"fuzz-{os.getpid()}.yaml"
+JOURNAL = Path(tempfile.mkdtemp(prefix="fuzz-journal-"))
 DATA = bytes(1 << 16)
 SECONDS, MEBIBYTES, MAX_BYTES = 5.0, 300, 1 << 16
 INTERESTING = [
@@ -93,18 +96,6 @@ def _allowed() -> Iterator[None]:
     was, _watch[0] = _watch[0], False
     yield
     _watch[0] = was
-
-
-def _checkpoint() -> dict[str, bytes]:
-    path = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    state = {"m": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2).bfloat16(), "s": torch.tensor(1)}, "step": 3}
-    with warnings.catch_warnings(action="ignore"):
-        dcp.save(state, checkpoint_id=path, no_dist=True)
-    files = {p.name: p.read_bytes() for p in path.iterdir()}
-    for file in path.iterdir():
-        file.unlink()
-    path.rmdir()
-    return files
 
 
 def metadata(data: bytes) -> object:
@@ -173,6 +164,20 @@ def manifest(data: bytes) -> object:
     return parse_manifest(data, "fuzz")
 
 
+def journal(data: bytes) -> object:
+    """What the lines say, each with the checksum that belongs to it."""
+    lines = (hex64(crc64nvme(line)).encode() + b" " + line + b"\n" for line in data.split(b"\n"))
+    with _allowed():
+        (JOURNAL / ".ckpt.journal.fuzz").write_bytes(b"".join(lines))
+    earlier = find([JOURNAL], WORK)
+    past = prove(load(JOURNAL, WORK), MemoryStore({"f": DATA, "g": DATA}), (1 << 16, 1 << 16), 1, ALONE)
+    if earlier is None:
+        raise CheckpointError("not gone on with")
+    sink = WriteSink(Target("dcp", {"f": len(DATA), "g": len(DATA)}, {}), MemoryStore({}))
+    past.tell(sink, Seals({}), {})
+    return past, sink.fingerprints.join()
+
+
 def url(data: bytes) -> object:
     text = data.decode("utf-8", "replace")
     return is_url(text), check_path(text, "fuzz")
@@ -221,126 +226,8 @@ def flats(data: bytes) -> object:
     return catalog
 
 
-def _odd(value: object, rng: random.Random) -> object:
-    """Returns a state in which something is replaced by what does not belong there."""
-    if rng.random() < 0.04:
-        return rng.choice(
-            [None, -1, 1 << 70, "x", "9" * 5000, [], {}, [[]], torch.ones(2), torch.Size([3, 4]), 1.5, {"params": 3}, [{"params": [[0]]}]]
-        )
-    if isinstance(value, dict):
-        return {k if rng.random() > 0.02 else rng.choice(["params", "state", "0", "exp_avg", 7]): _odd(v, rng) for k, v in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)(_odd(v, rng) for v in value)
-    return value
-
-
-def _states(kind: str) -> list[object]:
-    flat, group = torch.arange(17.0), {"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}
-    moments = {"step": torch.tensor(2.0), "exp_avg": flat.clone(), "exp_avg_sq": flat.clone()}
-    if kind == "parts":
-        state = {0: {"step": 3, "exp_avg": torch.ones(3, 4)}, 1: {"step": torch.tensor(1.0), "exp_avg": torch.ones(5)}}
-        model = {"a.w": torch.ones(3, 4), "b": torch.ones(5)}
-        by_name = {"state": {"a.w": state[0], "b": state[1]}, "param_groups": [{"lr": 1.0, "params": ["a.w", "b"]}]}
-        return [
-            {"model": model, "optimizer": {"state": state, "param_groups": [{"lr": 1.0, "params": [0, 1]}]}, "epoch": 1},
-            {"model": model, "optimizer": by_name, "optimizer_1": {"param_groups.a.w.lr": 1.0, "state.a.w.step": 3}},
-            {**model, "optimizer.state.a.w.exp_avg": torch.ones(3, 4), "optimizer.param_groups.0": 1, "param_groups": [1]},
-        ]
-    if kind == "flats":
-        return [
-            {
-                "model": {"a._flat_param": torch.ones(12), "_flat_param": flat, "a.w": torch.ones(3), "b": torch.ones(5)},
-                "optim": {"state": {0: moments}, "param_groups": [group]},
-            }
-        ]
-    shapes = [OrderedDict([("a.w", torch.Size([3, 4])), ("b", torch.Size([5]))])]
-    model = {"module": OrderedDict([("a.w", torch.ones(3, 4)), ("s", torch.ones(1))]), "buffer_names": ["s"], "param_shapes": shapes, "shared_params": {"c": "b"},
-             "frozen_param_shapes": {"f": torch.Size([2])}, "frozen_param_fragments": {"f": torch.ones(2)}, "ds_version": "0.19", "epoch": 3}  # fmt: skip
-    base = {"state": {0: moments}, "param_groups": [group]}
-    two = {
-        "zero_stage": 2,
-        "partition_count": [1],
-        "group_paddings": [0],
-        "single_partition_of_fp32_groups": [flat],
-        "base_optimizer_state": base,
-    }
-    three = {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": [flat], "optimizer_state_dict": base}
-    return [model, {"optimizer_state_dict": two}, {"optimizer_state_dict": three}]
-
-
-def _saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-ZERO = [_saved(value) for value in _states("zero")]
-
-
-def _text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
-
-
-def _whole_files(name: str) -> list[bytes]:
-    if name in ("item", "file"):
-        buffers = []
-        for value in (
-            torch.arange(12.0).reshape(3, 4),
-            torch.arange(12.0).reshape(4, 3).t(),
-            {"a": 1, "b": [torch.ones(3).t(), {"c": torch.zeros(0)}]},
-        ):
-            buffers.append(io.BytesIO())
-            torch.save(value, buffers[-1])
-        return [b.getvalue() for b in buffers]
-    if name == "arrays":
-        buffers = [io.BytesIO(), io.BytesIO()]
-        np.savez(buffers[0], **{"a/b": np.ones((2, 3), "f4"), "c": np.asfortranarray(np.ones((3, 4)))})
-        np.savez(buffers[1], s=np.int8(1), none=np.zeros((0, 3)))
-        return [b.getvalue() for b in buffers]
-    if name == "llama":
-        head = struct.pack("<2I2Q", 0x46554747, 3, 2, 2) + _text("general.alignment") + struct.pack("<2I", 4, 32)
-        head += _text("words") + struct.pack("<2IQ", 9, 8, 2) + _text("a") + _text("bc")
-        head += _text("w") + struct.pack("<I2QIQ", 2, 4, 3, 0, 0) + _text("b") + struct.pack("<IQIQ", 1, 4, 1, 64)
-        return [head + bytes(-len(head) % 32 + 96)]
-    raise ValueError(name)
-
-
-def seeds(name: str) -> list[bytes]:
-    """Returns genuine input of a kind."""
-    files = _checkpoint()
-    if name in ("zero", "parts", "flats"):
-        rng = random.Random(0)
-        return [_saved(value) for value in _states(name)] + [_saved(_odd(value, rng)) for _ in range(300) for value in _states(name)]
-    if name == "metadata":
-        return [files[".metadata"], *(pickle.dumps(pickle.loads(files[".metadata"]), protocol) for protocol in (2, 3, 5))]
-    if name == "many":
-        shapes = {"a": (40, 3), "b": (70_000,), "s": (), "c": (9, 3, 2, 2)}
-        texts = [dcp_metadata.render(written(shapes, ranks), "id") for ranks in (5, 12, 30)]
-        return [*texts, *map(as_torch_gathers, texts), files[".metadata"]]
-    if name in ("item", "file", "arrays", "llama"):
-        return _whole_files(name)
-    if name == "header":
-        return [save({"a": torch.ones(2, 3), "b": torch.zeros(0), "c": torch.tensor(1)}, {"format": "pt"})]
-    if name == "index":
-        return [json.dumps({"metadata": {"total_size": 20}, "weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}).encode()]
-    if name == "manifest":
-        from ckpt_tools.manifest import Manifest, Sealed, SealedTensor
-
-        tensors = {"a": SealedTensor("float32", (3, 4), "0" * 16)}
-        sealed = Manifest.now(
-            "f" * 32, "save", "dcp", {}, world_size=2, files={"f": Sealed(3, "0" * 16)}, index=("i", Sealed(3, "1" * 16)), tensors=tensors
-        )
-        text = sealed.render()
-        return [text, text.replace(b'"ckpt_manifest": 2', b'"ckpt_manifest": 1')]
-    if name == "accelerate":
-        return [
-            b"distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_reshard_after_forward: true\n"
-        ]
-    return [b"s3://bucket/run/step-1", b"file:///tmp/x", b"a/b/c.distcp", b"../x", b"filecache::s3://x"]
-
-
 TARGETS: dict[str, Callable[[bytes], object]] = {
-    "zero": zero, "parts": parts, "flats": flats, "metadata": metadata, "many": many, "item": item, "file": file, "arrays": arrays, "llama": llama, "header": header, "index": index, "manifest": manifest, "url": url, "accelerate": accelerate,
+    "zero": zero, "parts": parts, "flats": flats, "metadata": metadata, "many": many, "item": item, "file": file, "arrays": arrays, "llama": llama, "header": header, "index": index, "manifest": manifest, "journal": journal, "url": url, "accelerate": accelerate,
 }  # fmt: skip
 
 
@@ -382,7 +269,8 @@ def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
 
     The input is in the file `last` of `keep` while it is being read, so that it survives a crash.
     """
-    rng, target, pool, seen = random.Random(seed), TARGETS[name], seeds(name), Counter[str]()
+    rng, target, pool, seen = random.Random(seed), TARGETS[name], SEEDS[name](), Counter[str]()
+    genuine = list(pool)
     keep.mkdir(parents=True, exist_ok=True)
     last = keep / f"last-{name}"
     last.write_bytes(bytes(MAX_BYTES + 8))
@@ -393,7 +281,10 @@ def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
             if name == "metadata" and rng.random() < 0.3:
                 data = program(rng)[:MAX_BYTES]
             elif name in ("zero", "parts", "flats") and rng.random() < 0.5:
-                data = _saved(_odd(rng.choice(_states(name)), rng))[:MAX_BYTES]
+                data = saved(odd(rng.choice(states(name)), rng))[:MAX_BYTES]
+            elif name in ("index", "manifest", "journal") and rng.random() < 0.5:
+                texts = rng.choice(genuine).split(b"\n") if name == "journal" else [rng.choice(genuine)]
+                data = b"\n".join(json.dumps(odd(json.loads(text), rng), default=str).encode() for text in texts)[:MAX_BYTES]
             else:
                 data = bytes(mutate(bytearray(rng.choice(pool)), rng, pool))
             shared[: len(data) + 8] = struct.pack("<Q", len(data)) + data
@@ -415,6 +306,7 @@ def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
     assert set(os.listdir()) == before, "files were made"
     last.unlink()
     CONFIG.unlink(missing_ok=True)
+    shutil.rmtree(JOURNAL)
     seen["MiB"] = grown
     return seen
 

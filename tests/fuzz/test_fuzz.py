@@ -14,7 +14,8 @@ from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import FormatError, UnsafePickleError
 from ckpt_tools.formats import dcp_metadata, torch_zip
 from ckpt_tools.storage import MemoryStore
-from tests.fuzz.fuzz import TARGETS, seeds
+from tests.fuzz.fuzz import TARGETS
+from tests.fuzz.seeds import SEEDS
 from tests.jobs import LONG
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def test_a_global_without_its_second_line_is_no_endless_walk() -> None:
 
 
 def test_a_zip64_field_that_is_cut_short_is_refused() -> None:
-    data = bytearray(seeds("item")[0])
+    data = bytearray(SEEDS["item"]()[0])
     entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"version"))
     data[entry + 20 : entry + 28] = b"\xff" * 8
     data[entry + 30 : entry + 32] = b"\x0b\x00"  # eleven bytes of extra field, a number and three bytes of another
