@@ -100,6 +100,7 @@ class CompareSink:
             with self._lock:
                 self._waiting[id(step)] = tiles
             yield step
+        self._store.will_read((), is_all=True)
 
     def _other(self, tile: Tile) -> Tile:
         tensor = self._others[tile.tensor.fqn]

@@ -31,7 +31,7 @@ Alter = Callable[[Box, npt.NDArray[np.float32]], None]  # changes the values of 
 _SINGLE = BY_NAME["float32"]
 _DIRECT_NBYTES = 256 << 10
 _GAP_NBYTES = 8 << 10
-_AHEAD_NBYTES = 96 << 20
+_AHEAD_NBYTES = 128 << 20
 
 
 class Moved(NamedTuple):
@@ -122,10 +122,16 @@ class _Feed:
         self._store, self._lock = store, threading.Lock()
         self._ahead: deque[Step] = deque()
         self._ahead_nbytes = 0
+        self._is_over = False
 
     def take(self) -> Step | None:
         with self._lock:
-            while self._ahead_nbytes < _AHEAD_NBYTES and (step := next(self._steps, None)) is not None:
+            while self._ahead_nbytes < _AHEAD_NBYTES and not self._is_over:
+                step = next(self._steps, None)
+                if step is None:
+                    self._is_over = True
+                    self._store.will_read((), is_all=True)
+                    break
                 if self._looks_ahead:
                     self._store.will_read((r.file, r.start, r.nbytes) for t in step.tiles for r in t.reads)
                 self._ahead.append(step)

@@ -91,6 +91,7 @@ def _announced(store: Store, windows: Iterator[Window]) -> Iterator[Window]:
         waiting.append(window)
         if len(waiting) > _AHEAD_WINDOWS:
             yield waiting.popleft()
+    store.will_read((), is_all=True)
     yield from waiting
 
 

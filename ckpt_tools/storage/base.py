@@ -140,8 +140,8 @@ class Store(Shelf, Protocol):
         """Returns the memory of a range if the file lies in memory; None where it must be read."""
         ...
 
-    def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Hints that `(path, start, nbytes)` ranges are wanted soon; may do nothing."""
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        """Hints that `(path, start, nbytes)` ranges are wanted soon, and whether no more will be named; may do nothing."""
         ...
 
     def close(self) -> None:

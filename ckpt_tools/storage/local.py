@@ -92,7 +92,8 @@ class LocalStore:
         del path, start, nbytes
         return None
 
-    def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        del is_all
         for path, start, nbytes in (
             r for r in ranges if r[2] >= _SHORT_BYTES
         ):  # of a long range, the kernel reads ahead better by itself, once it knows

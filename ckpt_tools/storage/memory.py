@@ -47,8 +47,8 @@ class MemoryStore:
             raise StorageError(f"a file ended early: expected bytes {start}:{start + nbytes}, got up to {len(view)} ({printable(path)})")
         return view[start : start + nbytes]
 
-    def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        del ranges
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        del ranges, is_all
 
     def create(self, path: str, nbytes: int) -> Writer:
         if check_path(path, self.url) in self.files:

@@ -32,8 +32,8 @@ class Overlay:
     def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
         return self._of(path).view(path, start, nbytes)
 
-    def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        self.inner.will_read(r for r in ranges if r[0] not in self._made.files)
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        self.inner.will_read((r for r in ranges if r[0] not in self._made.files), is_all)
 
     def _of(self, path: str) -> Store:
         return self._made if path in self._made.files else self.inner

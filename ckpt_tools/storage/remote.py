@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a loc
 
 _GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
 _WINDOW_BYTES = 8 << 20
-_AHEAD_BYTES = 192 << 20
+_COMING_BYTES, _AHEAD_BYTES = 96 << 20, 192 << 20
 _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
 _THREADS = 16
 
@@ -80,11 +80,11 @@ class RemoteStore:
         self._etags: dict[str, str] = {}  # of S3 objects: every read asks for the very one that was listed
         self._folders: list[str] | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is begun may have come at once
         self._windows: OrderedDict[tuple[str, int, int], Fetched] = OrderedDict()
         self._margins = Margins()
         self._announced: list[Range] = []
-        self._announced_nbytes = 0
+        self._announced_nbytes = self._coming_nbytes = 0
         self._waiting: list[Window] = []
         self._s3: S3 | None = None
         self.written: dict[str, Upload | Stream] = {}
@@ -167,12 +167,15 @@ class RemoteStore:
         del path, start, nbytes
         return None
 
-    def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        ranges = list(ranges)
+        for file in {file for file, _, _ in ranges}:
+            self.size(file)  # asked before the lock is taken: windows come in on the event loop that would have to answer
         with self._lock:
             for file, start, nbytes in (r for r in ranges if self._margins.find(*r) is None):
                 self._announced.append(Range(file, start, nbytes, 0))
                 self._announced_nbytes += nbytes
-            if self._announced_nbytes >= _BATCH_BYTES or len(self._announced) >= _BATCH:
+            if is_all or self._announced_nbytes >= _BATCH_BYTES or len(self._announced) >= _BATCH:
                 self._start()
 
     def _start(self) -> None:
@@ -182,17 +185,31 @@ class RemoteStore:
         self._fetch_waiting()
 
     def _fetch_waiting(self) -> None:
-        """Begins windows as long as there is room for them: holes count, so it can be less than was announced."""
-        while self._waiting and sum(w.nbytes for w in self._windows.values()) < _AHEAD_BYTES:
+        """Begins windows as long as there is room for them: holes count, so it can be less than was announced.
+
+        Less is on its way than there is room for: what has come and waits for its turn should not keep connections idle.
+        """
+        while self._waiting and self._coming_nbytes < _COMING_BYTES and not self._is_full():
             self._begin(self._waiting.pop(0))
+
+    def _is_full(self) -> bool:
+        return sum(w.nbytes for w in self._windows.values()) >= _AHEAD_BYTES
+
+    def _came(self, nbytes: int, done: Future[bytes]) -> None:
+        del done
+        with self._lock:
+            self._coming_nbytes -= nbytes
+            self._fetch_waiting()
 
     def _begin(self, window: Window) -> None:
         start = max(0, window.start - MARGIN_BYTES)
         nbytes = min(window.start + window.nbytes + MARGIN_BYTES, self.size(window.file)) - start
         if (window.file, start, nbytes) not in self._windows and nbytes > 0:
             future = self._submit(window.file, start, nbytes)
-            future.add_done_callback(partial(self._margins.keep, window, start))
             self._windows[window.file, start, nbytes] = Fetched(start, nbytes, sum(r.nbytes for r in window.ranges), future)
+            self._coming_nbytes += nbytes
+            future.add_done_callback(partial(self._margins.keep, window, start))
+            future.add_done_callback(partial(self._came, nbytes))
 
     def _take(self, path: str, start: int, nbytes: int) -> Fetched | None:
         """Returns the window that holds a range, and lets go of it with its last byte."""
@@ -203,7 +220,8 @@ class RemoteStore:
                 found = self._find(path, start, nbytes)
             if found is None and (late := next((w for w in self._waiting if _covers(w, path, start, nbytes)), None)) is not None:
                 self._waiting.remove(late)
-                self._windows.popitem(last=False)[1].future.cancel()  # announced before, and not read yet
+                if self._is_full():
+                    self._windows.popitem(last=False)[1].future.cancel()  # announced before, and not read yet
                 self._begin(late)
                 found = self._find(path, start, nbytes)
             if found is not None and not found.future.done() and self._announced_nbytes >= _WINDOW_BYTES:
