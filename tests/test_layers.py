@@ -21,6 +21,7 @@ LEVELS = [
         "storage.base",
         "storage.ranges",
         "storage.windows",
+        "storage.ahead",
         "storage.failures",
         "storage.s3",
         "storage.upload",

@@ -237,7 +237,7 @@ def test_what_is_announced_is_fetched_once_and_neighbours_together(store: Remote
     assert [read(store, "a", start, n) for start, n in ((0, 10), (20, 10), (50, 50))] == [
         bytes(range(10)), bytes(range(20, 30)), bytes(range(50, 100)),
     ]  # fmt: skip
-    assert store.traffic.requests == before + 1 and not store._windows
+    assert store.traffic.requests == before + 1 and not store._ahead.windows
     assert read(store, "big", 95, 5) == bytes(5)
     assert store.traffic.requests == before + 2
 
@@ -245,9 +245,9 @@ def test_what_is_announced_is_fetched_once_and_neighbours_together(store: Remote
 def test_what_is_announced_and_never_read_is_let_go(store: RemoteStore) -> None:
     for start in range(0, 5 << 20, 1 << 10):
         store.will_read([("big", start, 1 << 10)])
-    assert len(store._windows) == 4 and 1000 < len(store._announced) <= 1024
+    assert len(store._ahead.windows) == 4 and 1000 < len(store._ahead.announced) <= 1024
     store.close()
-    assert not store._windows and not store._announced
+    assert not store._ahead.windows and not store._ahead.announced
 
 
 def test_what_frames_the_payloads_is_fetched_with_them(store: RemoteStore) -> None:

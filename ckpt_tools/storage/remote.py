@@ -1,35 +1,28 @@
 """Object stores and whatever else fsspec knows, as a store: `s3://`, `gs://`, `az://`, `http://`, `memory://`.
 
 Ranges are fetched ahead, as the engine announces them, in parallel and within a budget; nothing is kept on the local disk.
-Credentials, endpoints and the like are fsspec's own business. May import errors and storage.base, .ranges, .failures, .s3, .upload.
+Credentials, endpoints and the like are fsspec's own business. May import errors and storage.base, .ranges, .ahead, .failures, .s3, .upload.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import posixpath
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.storage.ahead import Ahead
 from ckpt_tools.storage.base import Capabilities, Traffic, check_path
 from ckpt_tools.storage.failures import ATTEMPTS, appeared, hint, pause, plain, retry
-from ckpt_tools.storage.ranges import Range, Window, coalesce
 from ckpt_tools.storage.s3 import S3, server_time, stored_crc64
 from ckpt_tools.storage.stream import Stream
 from ckpt_tools.storage.upload import CLAIM, MARK, OWNER, How, Upload, refuses
-from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
 
 if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
     from concurrent.futures import Future, ThreadPoolExecutor
 
-_GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
-_WINDOW_BYTES = 8 << 20
-_COMING_BYTES, _AHEAD_BYTES = 96 << 20, 192 << 20
-_BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
 _THREADS = 16
 
 
@@ -80,12 +73,7 @@ class RemoteStore:
         self._etags: dict[str, str] = {}  # of S3 objects: every read asks for the very one that was listed
         self._folders: list[str] | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.RLock()  # what is begun may have come at once
-        self._windows: OrderedDict[tuple[str, int, int], Fetched] = OrderedDict()
-        self._margins = Margins()
-        self._announced: list[Range] = []
-        self._announced_nbytes = self._coming_nbytes = 0
-        self._waiting: list[Window] = []
+        self._ahead = Ahead(self._submit, self.size)
         self._s3: S3 | None = None
         self.written: dict[str, Upload | Stream] = {}
 
@@ -147,8 +135,8 @@ class RemoteStore:
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         if not len(buffer):
             return
-        window = self._take(path, start, len(buffer))
-        if window is None and (margin := self._margins.find(path, start, len(buffer))) is not None:
+        window = self._ahead.take(path, start, len(buffer))
+        if window is None and (margin := self._ahead.margins.find(path, start, len(buffer))) is not None:
             buffer[:] = margin
             return
         if window is not None:
@@ -170,73 +158,8 @@ class RemoteStore:
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
         ranges = list(ranges)
         for file in {file for file, _, _ in ranges}:
-            self.size(file)  # asked before the lock is taken: windows come in on the event loop that would have to answer
-        with self._lock:
-            for file, start, nbytes in (r for r in ranges if self._margins.find(*r) is None):
-                self._announced.append(Range(file, start, nbytes, 0))
-                self._announced_nbytes += nbytes
-            if is_all or self._announced_nbytes >= _BATCH_BYTES or len(self._announced) >= _BATCH:
-                self._start()
-
-    def _start(self) -> None:
-        """Begins to fetch what was announced: the more at once, the more neighbours become one request."""
-        ranges, self._announced, self._announced_nbytes = self._announced, [], 0
-        self._waiting += coalesce((r for r in ranges if r.nbytes), _GAP_BYTES, _WINDOW_BYTES)
-        self._fetch_waiting()
-
-    def _fetch_waiting(self) -> None:
-        """Begins windows as long as there is room for them: holes count, so it can be less than was announced.
-
-        Less is on its way than there is room for: what has come and waits for its turn should not keep connections idle.
-        """
-        while self._waiting and self._coming_nbytes < _COMING_BYTES and not self._is_full():
-            self._begin(self._waiting.pop(0))
-
-    def _is_full(self) -> bool:
-        return sum(w.nbytes for w in self._windows.values()) >= _AHEAD_BYTES
-
-    def _came(self, nbytes: int, done: Future[bytes]) -> None:
-        del done
-        with self._lock:
-            self._coming_nbytes -= nbytes
-            self._fetch_waiting()
-
-    def _begin(self, window: Window) -> None:
-        start = max(0, window.start - MARGIN_BYTES)
-        nbytes = min(window.start + window.nbytes + MARGIN_BYTES, self.size(window.file)) - start
-        if (window.file, start, nbytes) not in self._windows and nbytes > 0:
-            future = self._submit(window.file, start, nbytes)
-            self._windows[window.file, start, nbytes] = Fetched(start, nbytes, sum(r.nbytes for r in window.ranges), future)
-            self._coming_nbytes += nbytes
-            future.add_done_callback(partial(self._margins.keep, window, start))
-            future.add_done_callback(partial(self._came, nbytes))
-
-    def _take(self, path: str, start: int, nbytes: int) -> Fetched | None:
-        """Returns the window that holds a range, and lets go of it with its last byte."""
-        with self._lock:
-            found = self._find(path, start, nbytes)
-            if found is None and any(r.file == path and r.start <= start < r.start + r.nbytes for r in self._announced):
-                self._start()
-                found = self._find(path, start, nbytes)
-            if found is None and (late := next((w for w in self._waiting if _covers(w, path, start, nbytes)), None)) is not None:
-                self._waiting.remove(late)
-                if self._is_full():
-                    self._windows.popitem(last=False)[1].future.cancel()  # announced before, and not read yet
-                self._begin(late)
-                found = self._find(path, start, nbytes)
-            if found is not None and not found.future.done() and self._announced_nbytes >= _WINDOW_BYTES:
-                self._start()  # who has to wait need not wait for the rest of a batch as well
-            return found
-
-    def _find(self, path: str, start: int, nbytes: int) -> Fetched | None:
-        for key, window in self._windows.items():
-            if key[0] == path and key[1] <= start and start + nbytes <= key[1] + key[2]:
-                window.left -= nbytes
-                if window.left <= 0:
-                    del self._windows[key]
-                    self._fetch_waiting()
-                return window
-        return None
+            self.size(file)  # asked now and not when a window begins, which may be on the event loop that would have to answer
+        self._ahead.announce(ranges, is_all)
 
     def _submit(self, path: str, start: int, nbytes: int) -> Future[bytes]:
         """Starts fetching a range: on the file system's own event loop, or where it has none, on a thread."""
@@ -387,19 +310,10 @@ class RemoteStore:
                     self._call("remove", posixpath.relpath(path, self._root), partial(self._fs.rm_file, path), missing=0)
 
     def close(self) -> None:
-        with self._lock:
-            self._announced.clear()
-            self._waiting.clear()
-            self._margins = Margins()
-            while self._windows:
-                self._windows.popitem()[1].future.cancel()
-            if self._pool is not None:
-                self._pool.shutdown(cancel_futures=True)
-                self._pool = None
-
-
-def _covers(window: Window, path: str, start: int, nbytes: int) -> bool:
-    return window.file == path and window.start <= start and start + nbytes <= window.start + window.nbytes
+        self._ahead.close()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
 
 async def _get_s3(fs: Any, path: str, start: int, nbytes: int, etag: str | None) -> bytes:
