@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.copy import CopyResult, copy
     from ckpt_tools.operations.diff import DiffResult, diff
     from ckpt_tools.operations.inspect import Report, inspect
-    from ckpt_tools.operations.move import TransferResult
+    from ckpt_tools.operations.result import TransferResult
     from ckpt_tools.operations.salvage import SalvageResult, salvage
     from ckpt_tools.operations.seal import SealResult, seal
     from ckpt_tools.operations.transfer import merge, reshard
@@ -71,7 +71,7 @@ __all__ = [
 
 _LAZY = {
     "Report": "operations.inspect", "inspect": "operations.inspect",
-    "TransferResult": "operations.move", "merge": "operations.transfer", "reshard": "operations.transfer",
+    "TransferResult": "operations.result", "merge": "operations.transfer", "reshard": "operations.transfer",
     "convert": "operations.convert",
     "CopyResult": "operations.copy", "copy": "operations.copy",
     "VerifyResult": "operations.verify", "verify": "operations.verify",

@@ -8,12 +8,14 @@ May import levels 0 to 3 and leftovers.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.engine.regions import Regions
@@ -24,10 +26,14 @@ from ckpt_tools.leftovers import GRACE_S
 from ckpt_tools.manifest import NAME, find
 from ckpt_tools.plan import Literal
 from ckpt_tools.storage import RemoteStore, Shelf, Store, Writer, read
+from ckpt_tools.storage.begun import Begun, list_parts
 from ckpt_tools.storage.failures import appeared
-from ckpt_tools.storage.upload import MAX_PARTS, How, Upload
+from ckpt_tools.storage.upload import MAX_PARTS, How, Upload, part_starts
 
-_BESIDE = re.compile(r"\.ckpt\.manifest\.[0-9a-f]{8}\.json")
+_BESIDE = re.compile(r"\.ckpt\.(manifest|uploads)\.[0-9a-f]{8}\.json")
+_NOTES = re.compile(r"ckpt\.uploads\.[0-9a-f]{8}\.json")
+_ASKERS = 16
+_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}")
 _COPY_BYTES = 64 << 20  # one request within a store
 
 
@@ -45,7 +51,7 @@ class RemoteDestination:
             return True, [] if is_ours(self._name) else [self._name]
         files = store.list_files()
         foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
-        return bool(foreign) or not all(attempt_of(n) or NAME.fullmatch(n) for n in files), foreign
+        return bool(foreign) or not all(attempt_of(n) or NAME.fullmatch(n) or _NOTES.fullmatch(n) for n in files), foreign
 
     def exists(self) -> bool:
         return self._look()[0]
@@ -65,6 +71,21 @@ class RemoteDestination:
 
     def dead(self) -> list[Path]:
         return []
+
+    def made(self) -> tuple[Store, str]:
+        store = RemoteStore(self.url, self._options)
+        return (RemoteStore(self._parent, self._options), self._name) if store.is_file() else (store, "")
+
+    def begun(self, work: str, single: str) -> Try | None:
+        """Returns the newest try at a piece of work that noted its uploads; `single` is the one file's name, where there is no index."""
+        store = RemoteStore(self._parent if single else self.url, self._options)
+        front = f"{single}." if single else ""
+        names = [n for n in store.list_files() if n.startswith(front) and _NOTES.fullmatch(n[len(front) :])]
+        for name in sorted(names, key=lambda n: str(store.modified(n)), reverse=True):
+            found = _try(read(store, name), work)
+            if found is not None and name.endswith(f".{found.attempt[:8]}.json"):
+                return found
+        return None
 
     def check_room(self, nbytes: int) -> None:
         del nbytes
@@ -90,6 +111,22 @@ class RemoteDestination:
         return RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, False, single)
 
 
+class Try(NamedTuple):
+    """An attempt that noted what it began: its id, and the id and the mark of the upload of every large object."""
+
+    attempt: str
+    uploads: Mapping[str, tuple[str, str]]
+
+
+def _try(data: bytes, work: str) -> Try | None:
+    """Returns what notes tell, None where they are of other work or not as they were written."""
+    with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        body = json.loads(data)
+        if body["work"] == work and _ID.fullmatch(body["attempt"]):
+            return Try(body["attempt"], {str(file): (str(upload_id), str(mark)) for file, (upload_id, mark) in body["uploads"].items()})
+    return None
+
+
 class RemotePlace:
     """See `destination.Place`; `store` is where its files lie."""
 
@@ -104,6 +141,7 @@ class RemotePlace:
             there = store.list_files()
             self._replaces = store.version(next((n for n in (single, *INDEXES) if n in there), ""))
         self.folder = None
+        self.begun: Mapping[str, Begun] = {}  # uploads that are left to the next try if this one fails
         self._is_exclusive = not overwrite or (store.s3 is not None and not self._replaces)  # nothing to replace
         self.capabilities = store.capabilities
 
@@ -124,10 +162,44 @@ class RemotePlace:
     def how(self, path: str) -> How:
         """Returns how an object is to be written: where there is none, or in the place of what an earlier try has left."""
         crc = self._crcs.get(path)
+        begun = self.begun.get(path)
         if path == self._single:
-            return How(None, True, self._is_exclusive, self._replaces, crc, self.attempt)
+            return How(None, True, self._is_exclusive, self._replaces, crc, self.attempt, begun=begun)
         there = self.store.version(path) if path in self._expected else ""
-        return How(None, False, path in self._expected and not there, there, crc, self.attempt)
+        return How(None, False, path in self._expected and not there, there, crc, self.attempt, begun=begun)
+
+    def begin(self, work: str, files: Mapping[str, int], earlier: Try | None) -> Mapping[str, Begun]:
+        """Begins the uploads of all files that are sent in parts, or goes on with those of an earlier try, and notes them for a next one.
+
+        Args:
+            work: what the work is called.
+            files: bytes of every data file that will be there.
+            earlier: the try to go on from.
+        """
+        store, s3 = self.store, self.store.s3
+        assert s3 is not None
+
+        def one(name: str) -> Begun:
+            path, url = f"{store.root}/{name}", f"{store.url}/{name}"
+            found = earlier.uploads.get(name) if earlier else None
+            parts = list_parts(s3, url, path, found[0]) if found else None
+            if found and parts is not None:
+                return Begun(*found, parts)
+            upload = Upload(s3, path, url, files[name], self.how(name))
+            return Begun(upload.begin(), upload.mark, {})
+
+        large = [name for name, nbytes in files.items() if len(part_starts(nbytes)) > 1]
+        with ThreadPoolExecutor(_ASKERS, "ckpt-begin") as pool:
+            self.begun = dict(zip(large, pool.map(one, large), strict=True))
+        notes = {"work": work, "attempt": self.attempt, "uploads": {name: (b.upload_id, b.mark) for name, b in self.begun.items()}}
+        front = f"{self._single}." if self._single else ""
+        store.put(f"{front}ckpt.uploads.{self.attempt[:8]}.json", json.dumps(notes).encode())
+        return self.begun
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of this process's parts that an earlier try had sent."""
+        return sum(w.kept_nbytes for w in self.store.written.values() if isinstance(w, Upload))
 
     def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
         self._expected, self._crcs = set(files), crcs
@@ -206,6 +278,8 @@ class RemotePlace:
             return name != self._manifest and name.startswith(self._single) and bool(_BESIDE.fullmatch(name[len(self._single) :]))
         if name in INDEXES or name == self._manifest or attempt_of(name) == self.attempt[:8]:
             return False
+        if _NOTES.fullmatch(name):
+            return True
         return bool(attempt_of(name) or NAME.fullmatch(name)) or (bool(self._overwrite or self._expected) and is_ours(name))
 
     def give_up(self, is_kept: bool) -> None:

@@ -43,7 +43,7 @@ from ckpt_tools.team import Team, is_launched
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt_tools.operations.move import TransferResult
+    from ckpt_tools.operations.result import TransferResult
 
 EXIT_STATUS = """EXIT STATUS
 

@@ -112,6 +112,10 @@ class Destination(Protocol):
         """Returns the directories in which attempts gathered files until they died; nothing for an object store."""
         ...
 
+    def made(self) -> tuple[Store, str]:
+        """Returns where what is there lies, to be read, and its name if it is one file."""
+        ...
+
     def stage(
         self, attempt: str, overwrite: bool = False, single: str = "", keeps: str = "", heir_of: Path | None = None
     ) -> AbstractContextManager[Place]:
@@ -189,6 +193,9 @@ class LocalDestination:
 
     def dead(self) -> list[Path]:
         return commit.find_dead(self.path)
+
+    def made(self) -> tuple[Store, str]:
+        return (LocalStore(self.path), "") if self.path.is_dir() else (LocalStore(self.path.parent), self.path.name)
 
     @contextmanager
     def stage(

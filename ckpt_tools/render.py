@@ -17,7 +17,7 @@ from ckpt_tools.errors import printable
 if TYPE_CHECKING:
     from ckpt_tools.operations.copy import CopyResult
     from ckpt_tools.operations.inspect import Report, Total
-    from ckpt_tools.operations.move import TransferResult
+    from ckpt_tools.operations.result import TransferResult
     from ckpt_tools.steps import Step
 
 _MAX_ROWS = 40

@@ -253,11 +253,6 @@ def test_less_memory_than_the_interrupted_run_is_refused(halted: Path) -> None:
     assert resumed(halted, jobs=8).kept_nbytes > 0
 
 
-def test_in_an_object_store_it_is_refused(source: Path) -> None:
-    with pytest.raises(PlanError, match="object store"):
-        ckpt_tools.merge(source / "src", "memory://out.safetensors", resume=True)
-
-
 @pytest.mark.parametrize("kill", range(50 if LONG else 1))
 def test_a_team_of_which_one_is_killed_goes_on(kill: int, source: Path, tmp_path: Path) -> None:
     """At any instant, with another number of processes; at most 1.1 times the bytes of one run are read in all."""

@@ -22,7 +22,8 @@ from ckpt_tools.engine.schedule import Step, Tile, Write
 from ckpt_tools.errors import StorageError
 from ckpt_tools.plan import Literal, Target, Trailer
 from ckpt_tools.storage import MemoryStore, Shelf, Writer
-from ckpt_tools.storage.upload import Sent, Upload
+from ckpt_tools.storage.begun import Sent
+from ckpt_tools.storage.upload import Upload
 
 _FINISHERS = 16  # each waits for a store
 

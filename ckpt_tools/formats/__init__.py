@@ -279,4 +279,4 @@ _OURS = (".distcp", ".metadata", ".safetensors", ".safetensors.index.json")
 
 def is_ours(name: str) -> bool:
     """Tells whether a file of that name may be part of a checkpoint that this tool writes."""
-    return name.endswith(_OURS) or ".ckpt.manifest." in f".{name}"
+    return name.endswith(_OURS) or any(part in f".{name}" for part in (".ckpt.manifest.", ".ckpt.uploads."))

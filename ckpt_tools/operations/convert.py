@@ -34,8 +34,9 @@ from ckpt_tools.formats.torch_save import join, nested
 from ckpt_tools.operations.huggingface import adapter_config, base_files, check_loads, head_counts, untie
 from ckpt_tools.operations.keymap import apply_map, read_map
 from ckpt_tools.operations.lora import adapter_of
-from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
+from ckpt_tools.operations.move import Options, Path_, transfer
 from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, unpack_objects
+from ckpt_tools.operations.result import TransferResult
 from ckpt_tools.operations.transfer import left_out, rank_boxes, shards, target_dtype
 from ckpt_tools.soundness import check as check_catalog
 from ckpt_tools.storage import is_url, read

@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import wraps
+from dataclasses import replace
+from functools import partial, wraps
 from itertools import chain
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
-from ckpt_tools.box import whole
-from ckpt_tools.bucket import copies_within
+from ckpt_tools.bucket import RemotePlace, copies_within
 from ckpt_tools.catalog import Catalog, Extent
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination, Place
@@ -30,6 +29,7 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
 from ckpt_tools.operations.joint import Division, collect, open_files, staged
 from ckpt_tools.operations.proof import Print, prove_copies, prove_fingerprints, sealed_prints
+from ckpt_tools.operations.result import TransferResult, bytes_by_dtype, result_of
 from ckpt_tools.operations.trail import Trail, forget
 from ckpt_tools.operations.within import Within, plan_within
 from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
@@ -54,7 +54,7 @@ class Options(TypedDict, total=False):
         overwrite: replace a checkpoint at the destination, once the new one is complete.
         dry_run: plan only, write nothing.
         resume: go on from what an earlier, interrupted run of the same operation has finished at the destination, and leave to the next
-            what this one finishes, should it be interrupted. On a disk only; `copy` does so anyway.
+            what this one finishes, should it be interrupted. On a disk or in S3; `copy` does so anyway.
         storage_options: of the source's object store, as fsspec takes them; the rest is its own configuration's.
         team: the processes that share the work; this one alone where absent. All call the operation with the same arguments.
         progress: called with a label and a total in bytes; gives a context with a callable that takes bytes done.
@@ -68,54 +68,6 @@ class Options(TypedDict, total=False):
     progress: ProgressBar | None
     team: Team | None
     resume: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """What a merge or reshard did, or with `dry_run` would do.
-
-    Attributes:
-        source, destination, format: from where, to where, in which format.
-        files: bytes of every file written, the index included, the manifest not.
-        num_tensors, num_objects, num_copies: counts of the plan; a copy is one overlap of a source and a target chunk.
-        read_nbytes, written_nbytes, needed_nbytes: bytes read, written, and of the elements that were needed.
-        kept_nbytes: bytes of those written that an earlier, interrupted run had written already.
-        store_nbytes: bytes of those written that an object store copied by itself, without their passing through this process.
-        bytes_by_dtype: bytes written, by element type.
-        left_out: top-level keys that were not taken, with their bytes.
-        stripped: how many names lost a prefix, by prefix.
-        overflowed: finite values that a cast made infinite, by tensor.
-        notes: remarks.
-        seconds: wall-clock time.
-        is_dry_run: whether nothing was written.
-    """
-
-    source: str
-    destination: str
-    format: str
-    files: Mapping[str, int]
-    num_tensors: int
-    num_objects: int
-    num_copies: int
-    read_nbytes: int
-    written_nbytes: int
-    needed_nbytes: int
-    kept_nbytes: int
-    store_nbytes: int
-    bytes_by_dtype: Mapping[str, int]
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    stripped: Mapping[str, int] = field(default_factory=dict)
-    overflowed: Mapping[str, int] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    seconds: float = 0.0
-    is_dry_run: bool = False
-
-    @property
-    def read_amplification(self) -> float:
-        """Bytes read over bytes needed here; of what was there already, the needed share is taken to be the written one."""
-        written = sum(self.bytes_by_dtype.values())
-        needed = self.needed_nbytes - self.store_nbytes - (self.needed_nbytes * self.kept_nbytes // written if written else 0)
-        return self.read_nbytes / needed if needed > 0 else 1.0
 
 
 def _fetched_again(work: Callable[P, T]) -> Callable[P, T]:
@@ -163,21 +115,23 @@ def transfer(
         alter: by tensor, what is done to its values on the way.
         changes: a text that is another one when `alter` does anything else.
     """
-    began = time.monotonic()
     team, is_dry_run = options.get("team") or ALONE, options.get("dry_run", False)
     trail = Trail(team, options.get("resume", False))
-    attempt = team.broadcast(str(uuid.uuid4()), "begin")
-    with team.phase("plan"):
+    with team.phase("begin"):
+        pass
+    began = time.monotonic()  # all are here
+
+    def planned(attempt: str) -> Plan:
+        layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
+        return plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
+
+    with team.phase("check"):
         check_apart(source.path, dst.url)
         trail.check(dst, options.get("overwrite", False) or is_dry_run)
-        layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
-        plan = plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
-    agree(team, (sorted(layout.file_sizes.items()), layout.index and layout.index.data))
-    if not is_dry_run:
-        trail.look_back(dst, operation, plan, source.store, changes)
+    look_back = partial(trail.look_back, dst, operation, source.store, changes)
+    attempt, plan = _planned(team, planned, None if is_dry_run else look_back, trail.adopts(dst))
+    layout = plan.target
     work = _Work(operation, source, catalog, plan, team, options, alter or {}, trail, dst)
-    sizes = _bytes_by_dtype(plan)
-    files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
     totals, notes = Totals(read_nbytes(plan, *work.tiles)) if is_dry_run else Totals(), list(plan.notes)
     if trail.is_done:
         notes.append("it is there since an earlier run; nothing was done")
@@ -189,13 +143,29 @@ def transfer(
             source.store.close()
             return transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, False, alter, changes)
         source.store.close()
-    return TransferResult(
-        source.path, dst.url, form.NAME, files,
-        sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
-        totals.read_nbytes, sum(files.values()), plan.payload_bytes, sum(sizes.values()) if trail.is_done else trail.past.nbytes,
-        totals.store_nbytes, sizes,
-        left_out or {}, stripped or {}, totals.overflowed, tuple(notes), time.monotonic() - began, is_dry_run,
-    )  # fmt: skip
+    kept = sum(bytes_by_dtype(plan).values()) if trail.is_done else trail.kept_nbytes
+    done = replace(result_of(source, dst, plan, totals, kept), format=form.NAME, notes=tuple(notes), is_dry_run=is_dry_run)
+    return replace(done, left_out=left_out or {}, stripped=stripped or {}, seconds=time.monotonic() - began)
+
+
+def _planned(team: Team, planned: Callable[[str], Plan], look_back: Callable[[Plan], str] | None, adopts: bool) -> tuple[str, Plan]:
+    """Returns the id of the attempt and its plan, the same for all members.
+
+    Args:
+        team: the members.
+        planned: makes the plan of an attempt, whose id is in the names of files.
+        look_back: finds out from a plan without one the id of an earlier try to go on with, "" for none.
+        adopts: that id is to be this attempt's.
+    """
+    attempt = team.broadcast(str(uuid.uuid4()), "begin")
+    with team.phase("plan"):
+        plan = planned("" if adopts else attempt)
+    earlier = look_back(plan) if look_back else ""
+    if adopts:
+        attempt = earlier or attempt
+        plan = planned(attempt)
+    agree(team, (sorted(plan.target.file_sizes.items()), plan.target.index and plan.target.index.data))
+    return attempt, plan
 
 
 class _Work:
@@ -231,7 +201,7 @@ class _Work:
         layout = plan.target
         single = next(iter(layout.file_sizes)) if layout.index is None else ""
         bar = self.options.get("progress") or no_bar
-        total = sum(_bytes_by_dtype(plan).values())
+        total = sum(bytes_by_dtype(plan).values())
         overwrite = self.options.get("overwrite", False)
         room = staged(team, dst, attempt, single, overwrite, trail.keeps, trail.heir_of)
         with room as place, bar(self.operation, total) as advance:
@@ -288,15 +258,18 @@ class _Work:
         """Brings everything that was noted to member 0, which finishes the files; returns the checksum of each there."""
         team = self.team
         parts = seals.hand_over(crcs) if team.size > 1 else []
-        told = collect(sink, team, (parts, totals.read_nbytes, totals.overflowed))
+        kept = place.kept_nbytes if isinstance(place, RemotePlace) else 0
+        told = collect(sink, team, (parts, totals.read_nbytes, totals.overflowed, kept))
         checksums: Mapping[str, int] = {}
         with team.phase("prove"), self.trail.forgotten_if_wrong(place):
-            for theirs, nbytes, overflowed in told:
+            for theirs, nbytes, overflowed, sent in told:
                 seals.absorb(theirs, crcs)
+                self.trail.kept_nbytes += sent
                 totals.read_nbytes += nbytes
                 _add(totals.overflowed, overflowed)
             if team.rank == 0:
                 checksums = sink.finish()
+                self.trail.kept_nbytes += place.kept_nbytes if isinstance(place, RemotePlace) else 0
             seals.prove(crcs)
         return checksums
 
@@ -320,14 +293,6 @@ def _is_as_assumed(assumed: Mapping[Extent, Extent], found: Mapping[Extent, Exte
 def no_bar(label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
     del label, total
     return nullcontext(lambda _: None)
-
-
-def _bytes_by_dtype(plan: Plan) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for tensor in plan.tensors:
-        key = "objects" if tensor.is_object else tensor.dst_dtype.name
-        sizes[key] = sizes.get(key, 0) + whole(tensor.shape).numel * tensor.dst_dtype.itemsize
-    return sizes
 
 
 def check_apart(src: str, dst: str) -> None:

@@ -15,7 +15,8 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Request, Source, TargetTensor, dcp, safetensors, whole_tensor
 from ckpt_tools.integrity import Problem
 from ckpt_tools.layout import reshard_boxes
-from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
+from ckpt_tools.operations.move import Options, Path_, transfer
+from ckpt_tools.operations.result import TransferResult
 from ckpt_tools.operations.verify import Verification
 
 

@@ -10,12 +10,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt_tools import journal, manifest
+from ckpt_tools.bucket import RemoteDestination, RemotePlace, Try
 from ckpt_tools.destination import Destination, LocalPlace, Place
 from ckpt_tools.engine.run import Moved
 from ckpt_tools.engine.schedule import tile_bytes
 from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError, StorageError
 from ckpt_tools.plan import Plan
-from ckpt_tools.storage import LocalStore, Store, is_url
+from ckpt_tools.storage import Store, is_url
 from ckpt_tools.team import Team
 
 
@@ -23,7 +24,8 @@ class Trail:
     """One member's: the journal that it keeps on a disk, always, and what earlier ones tell, where that is wanted.
 
     Attributes:
-        past: what is there already.
+        past: what is there already, on a disk.
+        kept_nbytes: bytes of what is written that were there already.
         is_done: everything is: the destination is what the work would make.
         work: what the work is called, "" where it has no name.
         keeps: for `Destination.stage`: what makes it worth to leave the place to a next try.
@@ -31,22 +33,23 @@ class Trail:
 
     def __init__(self, team: Team, is_wanted: bool) -> None:
         self.past, self.keeps = journal.Past(()), journal.GLOB if is_wanted else ""
-        self.is_done, self.work = False, ""
+        self.is_done, self.work, self.kept_nbytes = False, "", 0
         self._team, self._is_wanted = team, is_wanted
         self._refusal: StorageError | None = None
         self._earlier: journal.Earlier | None = None
+        self._try: Try | None = None
         self._journal: journal.Journal | None = None
 
     def check(self, dst: Destination, overwrite: bool) -> None:
         """Refuses early what cannot be written, or gone on with; of what is there already `look_back` finds out more.
 
         Raises:
-            PlanError: the destination is an object store's.
+            PlanError: the destination is in an object store that cannot go on with what was begun.
             StorageError: see `Destination.check`.
         """
-        if self._is_wanted and is_url(dst.url):
+        if self._is_wanted and is_url(dst.url) and not dst.takes_parts:
             hint = "leave --resume out, or write to a disk and then ckpt copy, which goes on from where it was"
-            raise PlanError("what was begun in an object store is not gone on with yet", hint=hint)
+            raise PlanError("what was begun in this store cannot be gone on with: it is no S3", hint=hint)
         try:
             dst.check(overwrite)
         except StorageError as error:
@@ -54,21 +57,29 @@ class Trail:
                 raise
             self._refusal = error
 
-    def look_back(self, dst: Destination, operation: str, plan: Plan, source: Store, changes: str) -> None:
-        """Finds out what the work is called in journals, and an earlier attempt at it, if that is wanted.
+    def look_back(self, dst: Destination, operation: str, source: Store, changes: str, plan: Plan) -> str:
+        """Finds out what the work is called, and an earlier attempt at it, if that is wanted; returns its id if that can be taken over.
 
         Raises:
             StorageError: something else is at the destination.
         """
         with self._team.phase("look back"):
-            if self._team.rank == 0 and not is_url(dst.url):
+            if self._team.rank == 0 and (self._is_wanted or not is_url(dst.url)):
                 self.work = journal.identify(operation, plan, source, changes)
-                self._earlier = journal.find(dst.dead(), self.work) if self._is_wanted else None
-            if self._refusal and self._team.rank == 0:
-                self.is_done = bool(self.work) and _is_made_by(Path(dst.url), self.work)
-                if not self.is_done:
-                    raise self._refusal
-        self.work, self._earlier, self.is_done = self._team.broadcast((self.work, self._earlier, self.is_done), "look back")
+            if self._team.rank == 0 and self._is_wanted and self.work:
+                self.is_done = self._refusal is not None and _is_made_by(dst, self.work)
+                self._earlier = journal.find(dst.dead(), self.work)
+                single = next(iter(plan.target.file_sizes)) if plan.target.index is None else ""
+                self._try = dst.begun(self.work, single) if isinstance(dst, RemoteDestination) else None
+            if self._refusal and self._team.rank == 0 and not self.is_done:
+                raise self._refusal
+        told = (self.work, self._earlier, self._try, self.is_done)
+        self.work, self._earlier, self._try, self.is_done = self._team.broadcast(told, "look back")
+        return self._try.attempt if self._try else ""
+
+    def adopts(self, dst: Destination) -> bool:
+        """Tells whether an earlier attempt's id is to be this one's, should there be one: in an object store files are named after it."""
+        return self._is_wanted and is_url(dst.url)
 
     @property
     def heir_of(self) -> Path | None:
@@ -99,6 +110,10 @@ class Trail:
 
     def begin(self, place: Place, attempt: str, files: Mapping[str, int], tiles: tuple[int, int], jobs: int) -> None:
         """Looks at what is there of the files to be, and starts to take notes."""
+        if isinstance(place, RemotePlace) and self._is_wanted and self.work:
+            with self._team.phase("begin uploads"):
+                begun = place.begin(self.work, files, self._try) if self._team.rank == 0 else {}
+            place.begun = self._team.broadcast(begun, "uploads begun")
         if not isinstance(place, LocalPlace) or not self.work:
             return
         if self._earlier:
@@ -108,6 +123,7 @@ class Trail:
             with self._team.phase("read journals"):
                 steps = journal.load(place.folder, self.work)
             self.past = journal.prove(steps, place.files(), tiles, jobs, self._team)
+            self.kept_nbytes = self.past.nbytes
         name = f"{journal.GLOB[:-1]}{attempt[:8]}.{self._team.rank}"
         self._journal = journal.Journal(place.folder / name, self.work, tiles)
 
@@ -131,10 +147,10 @@ class Trail:
             raise
 
 
-def _is_made_by(path: Path, work: str) -> bool:
-    """Tells whether what is at a path is the whole result of a piece of work, by its manifest and the sizes of its files."""
-    store, beside = (LocalStore(path), "") if path.is_dir() else (LocalStore(path.parent), path.name)
+def _is_made_by(dst: Destination, work: str) -> bool:
+    """Tells whether what is at a destination is the whole result of a piece of work, by its manifest and the sizes of its files."""
     with suppress(CheckpointError):
+        store, beside = dst.made()
         found = manifest.find(store, beside)
         parts = [*found.files.items(), *([found.index] if found.index else [])] if found else []
         return found is not None and found.source.get("work") == work and all(store.size(name) == part.nbytes for name, part in parts)

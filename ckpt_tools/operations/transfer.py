@@ -17,7 +17,8 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Request, TargetTensor, dcp, deepspeed, open_source, safetensors, torch_save, whole_tensor
 from ckpt_tools.layout import reshard_boxes, split
 from ckpt_tools.operations import lora as adapters
-from ckpt_tools.operations.move import Options, Path_, TransferResult, transfer
+from ckpt_tools.operations.move import Options, Path_, transfer
+from ckpt_tools.operations.result import TransferResult
 from ckpt_tools.storage import is_url
 from ckpt_tools.storage.upload import MIN_PART_BYTES
 

@@ -30,7 +30,7 @@ from ckpt_tools.soundness import flaws
 from ckpt_tools.storage import Overlay, RemoteStore, Store
 from ckpt_tools.team import ALONE, Team, agree
 
-_MANIFEST_PART = ".ckpt.manifest."
+_BESIDE = (".ckpt.manifest.", ".ckpt.uploads.")  # an attempt at another one may be at work
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,8 @@ def _extra(manifest: Manifest, files: Iterable[str]) -> list[Problem]:
     if manifest.index is None:
         return []
     known = {*manifest.files, manifest.index[0]}
-    return [Problem(n, "is no part of this checkpoint") for n in files if is_ours(n) and _MANIFEST_PART not in f".{n}" and n not in known]
+    strange = [n for n in files if is_ours(n) and n not in known and not any(part in f".{n}" for part in _BESIDE)]
+    return [Problem(n, "is no part of this checkpoint") for n in strange]
 
 
 def _is_within(extent: Extent, sizes: Mapping[str, int]) -> bool:

@@ -1,7 +1,7 @@
 """Writing to S3: parts go up in parallel while the next ones fill, and nothing is visible before the last step.
 
 A file is a multipart upload (one PUT if it is small), with checksums that the server compares.
-May import errors, checksum, storage.failures and storage.s3.
+May import errors, checksum, storage.begun, storage.failures and storage.s3.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt_tools.checksum import crc64nvme, hex64, join_crc64
 from ckpt_tools.errors import IntegrityError, StorageError, printable
+from ckpt_tools.storage.begun import Begun, Sent
 from ckpt_tools.storage.failures import ATTEMPTS, appeared, delay, hint, may_pass, pause, plain, status
 from ckpt_tools.storage.s3 import S3, encoded, stored_crc64
 
@@ -39,14 +40,6 @@ class _Part:
         self.data, self.left = bytearray(nbytes), nbytes
 
 
-class Sent(NamedTuple):
-    """A part that the store has."""
-
-    etag: str
-    nbytes: int
-    crc64: int | None
-
-
 @dataclass(frozen=True, slots=True)
 class How:
     """What is special about a new object.
@@ -60,6 +53,7 @@ class How:
         owner: id of the attempt, noted with the object.
         mine: several processes send parts of it, this one those from one byte on and before another.
         upload_id: of the upload that another of them has begun, and ends.
+        begun: the upload is to be gone on with, and left to the next try if this one fails.
     """
 
     starts: Sequence[int] | None = None
@@ -70,12 +64,13 @@ class How:
     owner: str = ""
     mine: tuple[int, int] | None = None
     upload_id: str = ""
+    begun: Begun | None = None
 
     @property
     def notes(self) -> dict[str, str]:
         """What is noted with the object."""
         claim = {} if self.crc64 is None else {CLAIM: hex64(self.crc64)}
-        return {MARK: uuid.uuid4().hex, **claim, **({OWNER: self.owner} if self.owner else {})}
+        return {MARK: self.begun.mark if self.begun else uuid.uuid4().hex, **claim, **({OWNER: self.owner} if self.owner else {})}
 
     @property
     def condition(self) -> dict[str, str]:
@@ -107,7 +102,8 @@ class Upload:
         self._running: list[Future[None]] = []
         self._error: BaseException | None = None
         self._put: Future[None] | None = None  # of a small object, on its way before anybody asks for its end
-        self._upload_id, self._is_over, self.is_complete = how.upload_id, False, False
+        self._upload_id, self._is_over, self.is_complete = how.upload_id or (how.begun.upload_id if how.begun else ""), False, False
+        self.kept_nbytes = 0  # that an earlier try has sent
         self._lock, self._begin = threading.Lock(), threading.Lock()
 
     @property
@@ -162,6 +158,11 @@ class Upload:
     def _failed(self, error: BaseException) -> StorageError:
         return StorageError(f"cannot write: {plain(error)} ({printable(self._url)})", hint=hint(error))
 
+    @property
+    def mark(self) -> str:
+        """What is noted with the object, by which it is known."""
+        return self._metadata[MARK]
+
     def begin(self) -> str:
         """Begins the multipart upload, once; returns its id."""
         with self._begin:
@@ -173,6 +174,12 @@ class Upload:
 
     def _send(self, number: int, data: bytes) -> None:
         crc = crc64nvme(data)
+        there = self._how.begun.parts.get(number) if self._how.begun else None
+        if there is not None and there.holds(data, crc):
+            self._sent[number] = there._replace(crc64=crc)
+            with self._lock:
+                self.kept_nbytes += len(data)
+            return
         sums = self._s3.seal(data, crc)
         self._s3.server.flight.enter(len(data))
         self._start(number, len(data), crc, "upload_part", Body=data, **sums)
@@ -346,7 +353,7 @@ class Upload:
             future.cancel()
         wait(running, 30)
         self._parts.clear()
-        if self._upload_id:
+        if self._upload_id and self._how.begun is None:
             try:
                 self._s3.call("give up", self._url, "abort_multipart_upload", missing={}, **self._at, UploadId=self._upload_id)
             except StorageError:
