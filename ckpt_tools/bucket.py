@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -44,20 +44,21 @@ class RemoteDestination:
         self.url, self._options = url.rstrip("/"), options
         self._parent, _, self._name = self.url.rpartition("/")
 
-    def _look(self) -> tuple[bool, list[str]]:
-        """Tells whether something is there, and names what of it belongs to no checkpoint."""
+    def _look(self, known: Container[str] = ()) -> tuple[bool, list[str]]:
+        """Tells whether something is there, but for files that are known, and names what of it belongs to no checkpoint."""
         store = RemoteStore(self.url, self._options)
         if store.is_file():
             return True, [] if is_ours(self._name) else [self._name]
-        files = store.list_files()
+        files = [n for n in store.list_files() if n not in known]
         foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
         return bool(foreign) or not all(attempt_of(n) or NAME.fullmatch(n) or _NOTES.fullmatch(n) for n in files), foreign
 
     def exists(self) -> bool:
         return self._look()[0]
 
-    def check(self, overwrite: bool) -> None:
-        exists, foreign = self._look()
+    def check(self, overwrite: bool, known: Container[str] = ()) -> None:
+        """See `Destination.check`; `known` are the files of a try that is gone on with."""
+        exists, foreign = self._look(known)
         if exists and not overwrite:
             raise StorageError(f"the destination exists: {printable(self.url)}", hint="choose another, or replace it with --overwrite")
         if foreign:
@@ -112,9 +113,10 @@ class RemoteDestination:
 
 
 class Try(NamedTuple):
-    """An attempt that noted what it began: its id, and the id and the mark of the upload of every large object."""
+    """An attempt that noted what it began: its id, its data files, and the id and the mark of the upload of every large one."""
 
     attempt: str
+    files: Sequence[str]
     uploads: Mapping[str, tuple[str, str]]
 
 
@@ -123,7 +125,8 @@ def _try(data: bytes, work: str) -> Try | None:
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         body = json.loads(data)
         if body["work"] == work and _ID.fullmatch(body["attempt"]):
-            return Try(body["attempt"], {str(file): (str(upload_id), str(mark)) for file, (upload_id, mark) in body["uploads"].items()})
+            uploads = {str(file): (str(upload_id), str(mark)) for file, (upload_id, mark) in body["uploads"].items()}
+            return Try(body["attempt"], list(map(str, body["files"])), uploads)
     return None
 
 
@@ -191,7 +194,8 @@ class RemotePlace:
         large = [name for name, nbytes in files.items() if len(part_starts(nbytes)) > 1]
         with ThreadPoolExecutor(_ASKERS, "ckpt-begin") as pool:
             self.begun = dict(zip(large, pool.map(one, large), strict=True))
-        notes = {"work": work, "attempt": self.attempt, "uploads": {name: (b.upload_id, b.mark) for name, b in self.begun.items()}}
+        uploads = {name: (begun.upload_id, begun.mark) for name, begun in self.begun.items()}
+        notes = {"work": work, "attempt": self.attempt, "files": list(files), "uploads": uploads}
         front = f"{self._single}." if self._single else ""
         store.put(f"{front}ckpt.uploads.{self.attempt[:8]}.json", json.dumps(notes).encode())
         return self.begun

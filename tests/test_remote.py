@@ -242,6 +242,20 @@ def test_what_is_announced_is_fetched_once_and_neighbours_together(store: Remote
     assert store.traffic.requests == before + 2
 
 
+def test_the_last_ranges_come_in_pieces(store: RemoteStore) -> None:
+    whole = bytes(range(256)) * (20 << 10)  # 5 MiB
+    fsspec.filesystem("memory").pipe("/store/big", whole)
+    before = store.traffic.requests
+    store.will_read([("big", 100, 5_000_000)])
+    store.will_read((), is_all=True)
+    assert read(store, "big", 100, 5_000_000) == whole[100:5_000_100]
+    assert store.traffic.requests == before + 4  # one of them for its size
+    fsspec.filesystem("memory").pipe("/store/big", whole[:3_000_000])
+    store.will_read([("big", 100, 5_000_000)], is_all=True)
+    with pytest.raises(StorageError, match="a file ended early"):
+        read(store, "big", 100, 5_000_000)
+
+
 def test_what_is_announced_and_never_read_is_let_go(store: RemoteStore) -> None:
     for start in range(0, 5 << 20, 1 << 10):
         store.will_read([("big", start, 1 << 10)])

@@ -152,6 +152,23 @@ def test_an_upload_that_is_gone_is_begun_again(server: Server, source: Path) -> 
     assert ckpt_tools.diff(source / "src", f"s3://{bucket}/two", storage_options=server.options).is_same
 
 
+def test_small_files_that_are_there_already_are_written_again(server: Server, source: Path, tmp_path: Path) -> None:
+    fs, bucket = server.bucket("resume-small"), "resume-small"
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "x"}')
+    more = ("--to", "hf", "--base", str(tmp_path / "base"), "--jobs", "1")
+    words = command("convert", source / "src", f"s3://{bucket}/hf", server, *more)
+    interrupt(words, fs, bucket, 3 * PART)
+    assert f"{bucket}/hf/config.json" in names(fs, bucket) and sum(parts(fs, bucket).values()) >= 2 * PART
+    fs.pipe(f"{bucket}/hf/notes.txt", b"somebody's")
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 15 and "the destination exists" in done.stderr
+    fs.rm(f"{bucket}/hf/notes.txt")
+    assert resumed(words)["kept_nbytes"] >= 2 * PART
+    assert ckpt_tools.diff(source / "one.safetensors", f"s3://{bucket}/hf", storage_options=server.options).is_same
+    assert not any("uploads" in name for name in names(fs, bucket))
+
+
 @pytest.mark.skipif(not LONG, reason="ten kills: CKPT_LONG=1")
 def test_kills_one_after_the_other_always_come_to_an_end(server: Server, source: Path) -> None:
     real(server)
@@ -178,6 +195,6 @@ def test_notes_that_are_not_ours_are_passed_over(text: str) -> None:
     attempt = "01234567-89ab-cdef-0123-456789abcdef"
     assert _try(text.encode(), "w") is None
     for odd in ([], {"a": 3}, {"a": [1]}, {"a": ["x", "y", "z"]}):
-        assert _try(json.dumps({"work": "w", "attempt": attempt, "uploads": odd}).encode(), "w") is None
-    good = json.dumps({"work": "w", "attempt": attempt, "uploads": {"a": ["x", "y"]}}).encode()
-    assert _try(good, "w") == (attempt, {"a": ("x", "y")}) and _try(good, "other") is None
+        assert _try(json.dumps({"work": "w", "attempt": attempt, "files": [], "uploads": odd}).encode(), "w") is None
+    good = json.dumps({"work": "w", "attempt": attempt, "files": ["a"], "uploads": {"a": ["x", "y"]}}).encode()
+    assert _try(good, "w") == (attempt, ["a"], {"a": ("x", "y")}) and _try(good, "other") is None

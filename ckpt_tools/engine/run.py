@@ -31,7 +31,7 @@ Alter = Callable[[Box, npt.NDArray[np.float32]], None]  # changes the values of 
 _SINGLE = BY_NAME["float32"]
 _DIRECT_NBYTES = 256 << 10
 _GAP_NBYTES = 8 << 10
-_AHEAD_NBYTES = 128 << 20
+_AHEAD_NBYTES, _KNOWN_AHEAD_NBYTES = 96 << 20, 224 << 20
 
 
 class Moved(NamedTuple):
@@ -123,10 +123,12 @@ class _Feed:
         self._ahead: deque[Step] = deque()
         self._ahead_nbytes = 0
         self._is_over = False
+        # a store that fetches ahead has its own limit; the earlier it knows the end, the better it spreads what is left
+        self._most_nbytes = _KNOWN_AHEAD_NBYTES if store.capabilities.fetches_ahead else _AHEAD_NBYTES
 
     def take(self) -> Step | None:
         with self._lock:
-            while self._ahead_nbytes < _AHEAD_NBYTES and not self._is_over:
+            while self._ahead_nbytes < self._most_nbytes and not self._is_over:
                 step = next(self._steps, None)
                 if step is None:
                     self._is_over = True

@@ -36,6 +36,7 @@ class Trail:
         self.is_done, self.work, self.kept_nbytes = False, "", 0
         self._team, self._is_wanted = team, is_wanted
         self._refusal: StorageError | None = None
+        self._overwrite = False
         self._earlier: journal.Earlier | None = None
         self._try: Try | None = None
         self._journal: journal.Journal | None = None
@@ -50,6 +51,7 @@ class Trail:
         if self._is_wanted and is_url(dst.url) and not dst.takes_parts:
             hint = "leave --resume out, or write to a disk and then ckpt copy, which goes on from where it was"
             raise PlanError("what was begun in this store cannot be gone on with: it is no S3", hint=hint)
+        self._overwrite = overwrite
         try:
             dst.check(overwrite)
         except StorageError as error:
@@ -72,7 +74,9 @@ class Trail:
                 single = next(iter(plan.target.file_sizes)) if plan.target.index is None else ""
                 self._try = dst.begun(self.work, single) if isinstance(dst, RemoteDestination) else None
             if self._refusal and self._team.rank == 0 and not self.is_done:
-                raise self._refusal
+                if self._try is None or not isinstance(dst, RemoteDestination):
+                    raise self._refusal
+                dst.check(self._overwrite, self._try.files)  # small files are there as soon as they are written
         told = (self.work, self._earlier, self._try, self.is_done)
         self.work, self._earlier, self._try, self.is_done = self._team.broadcast(told, "look back")
         return self._try.attempt if self._try else ""

@@ -16,7 +16,8 @@ from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
 
 _GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
 _WINDOW_BYTES = 8 << 20
-_COMING_BYTES, _AHEAD_BYTES = 96 << 20, 192 << 20
+_COMING_BYTES, _AHEAD_BYTES = 96 << 20, 128 << 20
+_LAST_BYTES = 2 << 20  # of a request where no more are to come: connections would be idle otherwise
 _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
 
 
@@ -32,10 +33,12 @@ class Ahead:
         self.announced: list[Range] = []
         self._announced_nbytes = self._coming_nbytes = 0
         self._waiting: list[Window] = []
+        self._is_all = False
 
     def announce(self, ranges: Iterable[tuple[str, int, int]], is_all: bool) -> None:
         """Takes ranges that are wanted soon, and whether no more will follow."""
         with self._lock:
+            self._is_all = is_all
             for file, start, nbytes in (r for r in ranges if self.margins.find(*r) is None):
                 self.announced.append(Range(file, start, nbytes, 0))
                 self._announced_nbytes += nbytes
@@ -89,11 +92,16 @@ class Ahead:
         start = max(0, window.start - MARGIN_BYTES)
         nbytes = min(window.start + window.nbytes + MARGIN_BYTES, self._size(window.file)) - start
         if (window.file, start, nbytes) not in self.windows and nbytes > 0:
-            future = self._fetch(window.file, start, nbytes)
+            future = self._fetch_in_pieces(window.file, start, nbytes) if self._is_all else self._fetch(window.file, start, nbytes)
             self.windows[window.file, start, nbytes] = Fetched(start, nbytes, sum(r.nbytes for r in window.ranges), future)
             self._coming_nbytes += nbytes
             future.add_done_callback(partial(self.margins.keep, window, start))
             future.add_done_callback(partial(self._came, nbytes))
+
+    def _fetch_in_pieces(self, path: str, start: int, nbytes: int) -> Future[bytes]:
+        """Fetches a range by several requests at once."""
+        parts = [self._fetch(path, start + at, min(_LAST_BYTES, nbytes - at)) for at in range(0, nbytes, _LAST_BYTES)]
+        return parts[0] if len(parts) == 1 else _together(parts)
 
     def _came(self, nbytes: int, done: Future[bytes]) -> None:
         del done
@@ -110,6 +118,30 @@ class Ahead:
                     self._begin_waiting()
                 return window
         return None
+
+
+def _together(parts: list[Future[bytes]]) -> Future[bytes]:
+    """Returns what will be the bytes of all parts, or the error of one of them."""
+    whole: Future[bytes] = Future()
+    left, lock = [len(parts)], threading.Lock()
+
+    def came(done: Future[bytes]) -> None:
+        del done
+        with lock:
+            left[0] -= 1
+            is_last = not left[0]
+        if not is_last:
+            return
+        try:
+            if whole.set_running_or_notify_cancel():
+                whole.set_result(b"".join([part.result() for part in parts]))
+        except BaseException as error:  # noqa: BLE001  # told to whoever asks for it
+            whole.set_exception(error)
+        parts.clear()  # they know this function, and it them
+
+    for part in parts:
+        part.add_done_callback(came)
+    return whole
 
 
 def _covers(window: Window, path: str, start: int, nbytes: int) -> bool:
