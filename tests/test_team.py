@@ -25,6 +25,7 @@ from ckpt_tools.formats import Request, TargetTensor, open_source, safetensors
 from ckpt_tools.live.launch import first_host, slurm_variables
 from ckpt_tools.plan import plan_transfer
 from tests.jobs import LONG, children, torchrun_command
+from tests.servers import slurm
 from tests.servers.hosts import ended, network, two_by_two
 
 ROOT = Path(__file__).parents[1]
@@ -222,11 +223,42 @@ def by_slurm(size: int, *words: object, **environment: str) -> list[subprocess.P
     return jobs
 
 
-def test_slurm_starts_them_too(source: Path, tmp_path: Path) -> None:
-    jobs = by_slurm(2, "merge", source / "three", tmp_path / "out.safetensors")
-    outputs = [job.communicate(timeout=120) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0] and ["wrote" in out for out, _ in outputs] == [True, False], outputs
+@pytest.mark.skipif(bool(slurm.missing()), reason=f"no Slurm here: {slurm.missing()}")
+def test_slurm_starts_them_too(source: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A real one: three tasks write one file, an error of all ends the step with its code, and a task that is killed ends the others."""
+    torch.save({f"w{i}": torch.randn(2_000_000) for i in range(25)}, tmp_path / "large.pt")  # 200 MB
+    with slurm.cluster(tmp_path_factory.mktemp("slurm")) as environment:
+
+        def srun(size: int, *words: object) -> subprocess.Popen[str]:
+            command = ["srun", f"--ntasks={size}", "--kill-on-bad-exit=1", sys.executable, "-m", "ckpt_tools", *map(str, words)]
+            own = os.environ | environment | {"PYTHONPATH": str(ROOT)}
+            return subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+        for code, says in ((0, "wrote "), (15, "the destination exists")):
+            job = srun(3, "merge", source / "three", tmp_path / "out.safetensors")
+            out, errors = job.communicate(timeout=180)
+            assert job.returncode == code and out.count("wrote ") == (code == 0) and says in out + errors, errors
+        job = srun(2, "reshard", tmp_path / "large.pt", tmp_path / "four", "--to", 4, "--memory", "1MiB")
+        while job.poll() is None and not any(tmp_path.glob(".tmp.four.*/*.distcp")):
+            time.sleep(0.002)
+        victim = next(pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _procid(pid) == "1")
+        os.kill(victim, signal.SIGKILL)
+        _, errors = job.communicate(timeout=180)
+        assert job.returncode and not (tmp_path / "four").exists(), errors
+        job = srun(2, "reshard", tmp_path / "large.pt", tmp_path / "four", "--to", 4, "--resume")
+        assert job.communicate(timeout=180) and job.returncode == 0
     assert ckpt_tools.verify(tmp_path / "out.safetensors").problems == []
+    assert ckpt_tools.diff(tmp_path / "large.pt", tmp_path / "four").is_same
+
+
+def _procid(pid: int) -> str:
+    """Returns the number of a task of a `reshard` among those of its step, "" for any other process."""
+    try:
+        words, environment = (Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+    except OSError:
+        return ""
+    number = next((e.partition(b"=")[2] for e in environment if e.startswith(b"SLURM_PROCID=")), b"")
+    return number.decode() if b"reshard" in words and b"srun" not in words[0] else ""
 
 
 def test_a_member_that_hangs_is_given_up(tmp_path: Path) -> None:
