@@ -50,6 +50,7 @@ def remove_leftovers(
     assert now is not None
     before = now - dt.timedelta(seconds=grace_s)
     objects = [name for folder in store.folders() for name in _unfinished(store.enter(folder), folder, before)]
+    objects += [name for name in store.list_files() if ".ckpt.uploads." in name and (store.modified(name) or now) <= before]
     if not dry_run:
         store.remove(objects)
     return [Leftover(f"{store.url}/{name}", "object") for name in objects] + _uploads(store.s3, store, before, dry_run)
