@@ -115,6 +115,7 @@ def test_a_team_goes_on_with_what_another_number_of_processes_has_begun(server: 
 
 
 def test_a_part_that_is_not_what_it_should_be_is_sent_again(server: Server, source: Path) -> None:
+    real(server)
     fs, bucket = server.bucket("resume-part"), "resume-part"
     words = command("merge", source / "src", f"s3://{bucket}/out.safetensors", server, "--jobs", "1")
     errors = interrupt(words, fs, bucket, 4 * PART, signal.SIGINT)
@@ -159,6 +160,7 @@ def test_an_upload_that_is_gone_is_begun_again(server: Server, source: Path) -> 
 
 
 def test_small_files_that_are_there_already_are_written_again(server: Server, source: Path, tmp_path: Path) -> None:
+    real(server)
     fs, bucket = server.bucket("resume-small"), "resume-small"
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"model_type": "x"}')
