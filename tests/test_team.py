@@ -238,10 +238,12 @@ def test_slurm_starts_them_too(source: Path, tmp_path: Path, tmp_path_factory: p
             job = srun(3, "merge", source / "three", tmp_path / "out.safetensors")
             out, errors = job.communicate(timeout=180)
             assert job.returncode == code and out.count("wrote ") == (code == 0) and says in out + errors, errors
-        job = srun(2, "reshard", tmp_path / "large.pt", tmp_path / "four", "--to", 4, "--memory", "1MiB")
+        job = srun(2, "reshard", tmp_path / "large.pt", tmp_path / "four", "--to", 4, "--memory", "1MiB", "--jobs", 1)
+        victim = 0
+        while job.poll() is None and not victim:
+            victim = next((pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_task(pid, 1, tmp_path / "four")), 0)
         while job.poll() is None and not any(tmp_path.glob(".tmp.four.*/*.distcp")):
-            time.sleep(0.002)
-        victim = next(pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _procid(pid) == "1")
+            time.sleep(0.001)
         os.kill(victim, signal.SIGKILL)
         _, errors = job.communicate(timeout=180)
         assert job.returncode and not (tmp_path / "four").exists(), errors
@@ -251,14 +253,13 @@ def test_slurm_starts_them_too(source: Path, tmp_path: Path, tmp_path_factory: p
     assert ckpt_tools.diff(tmp_path / "large.pt", tmp_path / "four").is_same
 
 
-def _procid(pid: int) -> str:
-    """Returns the number of a task of a `reshard` among those of its step, "" for any other process."""
+def _is_task(pid: int, number: int, dst: Path) -> bool:
+    """Tells whether a process is the task of that number that srun has started to write there."""
     try:
         words, environment = (Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0") for name in ("cmdline", "environ"))
     except OSError:
-        return ""
-    number = next((e.partition(b"=")[2] for e in environment if e.startswith(b"SLURM_PROCID=")), b"")
-    return number.decode() if b"reshard" in words and b"srun" not in words[0] else ""
+        return False
+    return f"SLURM_PROCID={number}".encode() in environment and str(dst).encode() in words and b"srun" not in words[0]
 
 
 def test_a_member_that_hangs_is_given_up(tmp_path: Path) -> None:
