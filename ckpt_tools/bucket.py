@@ -21,17 +21,15 @@ from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.engine.regions import Regions
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats import INDEXES, is_ours
-from ckpt_tools.formats.base import attempt_name, attempt_of
+from ckpt_tools.formats.base import UPLOADS, attempt_name, attempt_of, is_note, note_name, note_of
 from ckpt_tools.leftovers import GRACE_S
-from ckpt_tools.manifest import NAME, find
+from ckpt_tools.manifest import find
 from ckpt_tools.plan import Literal
 from ckpt_tools.storage import RemoteStore, Shelf, Store, Writer, read
 from ckpt_tools.storage.begun import Begun, list_parts
 from ckpt_tools.storage.failures import appeared
 from ckpt_tools.storage.upload import MAX_PARTS, How, Upload, part_starts
 
-_BESIDE = re.compile(r"\.ckpt\.(manifest|uploads)\.[0-9a-f]{8}\.json")
-_NOTES = re.compile(r"ckpt\.uploads\.[0-9a-f]{8}\.json")
 _ASKERS = 16
 _ID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}")
 _COPY_BYTES = 64 << 20  # one request within a store
@@ -51,7 +49,7 @@ class RemoteDestination:
             return True, [] if is_ours(self._name) else [self._name]
         files = [n for n in store.list_files() if n not in known]
         foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
-        return bool(foreign) or not all(attempt_of(n) or NAME.fullmatch(n) or _NOTES.fullmatch(n) for n in files), foreign
+        return bool(foreign) or not all(attempt_of(n) or is_note(n) for n in files), foreign
 
     def exists(self) -> bool:
         return self._look()[0]
@@ -77,14 +75,13 @@ class RemoteDestination:
         store = RemoteStore(self.url, self._options)
         return (RemoteStore(self._parent, self._options), self._name) if store.is_file() else (store, "")
 
-    def begun(self, work: str, single: str) -> Try | None:
+    def find_try(self, work: str, single: str) -> Try | None:
         """Returns the newest try at a piece of work that noted its uploads; `single` is the one file's name, where there is no index."""
         store = RemoteStore(self._parent if single else self.url, self._options)
-        front = f"{single}." if single else ""
-        names = [n for n in store.list_files() if n.startswith(front) and _NOTES.fullmatch(n[len(front) :])]
+        names = [n for n in store.list_files() if note_of(n) == (UPLOADS, single)]
         for name in sorted(names, key=lambda n: str(store.modified(n)), reverse=True):
             found = _try(read(store, name), work)
-            if found is not None and name.endswith(f".{found.attempt[:8]}.json"):
+            if found is not None and name == note_name(UPLOADS, found.attempt, single):
                 return found
         return None
 
@@ -196,13 +193,11 @@ class RemotePlace:
             self.begun = dict(zip(large, pool.map(one, large), strict=True))
         uploads = {name: (begun.upload_id, begun.mark) for name, begun in self.begun.items()}
         notes = {"work": work, "attempt": self.attempt, "files": list(files), "uploads": uploads}
-        front = f"{self._single}." if self._single else ""
-        store.put(f"{front}ckpt.uploads.{self.attempt[:8]}.json", json.dumps(notes).encode())
+        store.put(note_name(UPLOADS, self.attempt, self._single), json.dumps(notes).encode())
         return self.begun
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of this process's parts that an earlier try had sent."""
         return sum(w.kept_nbytes for w in self.store.written.values() if isinstance(w, Upload))
 
     def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
@@ -279,12 +274,10 @@ class RemotePlace:
 
     def _is_stale(self, name: str, index: Literal | None) -> bool:
         if index is None:
-            return name != self._manifest and name.startswith(self._single) and bool(_BESIDE.fullmatch(name[len(self._single) :]))
+            return name != self._manifest and is_note(name, self._single)
         if name in INDEXES or name == self._manifest or attempt_of(name) == self.attempt[:8]:
             return False
-        if _NOTES.fullmatch(name):
-            return True
-        return bool(attempt_of(name) or NAME.fullmatch(name)) or (bool(self._overwrite or self._expected) and is_ours(name))
+        return bool(attempt_of(name)) or is_note(name) or (bool(self._overwrite or self._expected) and is_ours(name))
 
     def give_up(self, is_kept: bool) -> None:
         """Removes what this attempt has put there, unless it was committed after all: a reply can be lost, a signal can come late."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.formats.base import MANIFEST, note_of
 from ckpt_tools.storage import LocalStore, write_file
 from ckpt_tools.storage.local import failed
 
@@ -274,8 +275,8 @@ def publish_file(place: Staging, name: str, manifest: str, overwrite: bool) -> N
             (target.parent / manifest).unlink(missing_ok=True)
         raise
     _confirm(target)
-    for old in target.parent.glob(f"{_escape_glob(target.name)}.ckpt.manifest.????????.json"):
-        if old.name != manifest:
+    for old in target.parent.iterdir():
+        if note_of(old.name) == (MANIFEST, target.name) and old.name != manifest:
             old.unlink(missing_ok=True)
 
 

@@ -47,6 +47,11 @@ class Place(Protocol):
         """Looks at what lies there now: bytes by name."""
         ...
 
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of this process's parts of objects that an earlier try had sent; on a disk the journal knows."""
+        ...
+
     def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
         """Goes on from what an earlier try has left there: returns which files are right already; the others may be written.
 
@@ -225,6 +230,8 @@ class LocalPlace:
         self.attempt, self.folder = staging.attempt, staging.path
         self.shelf = LocalStore(staging.path)
         self._staging, self._overwrite, self._single = staging, overwrite, single
+
+    kept_nbytes = 0
 
     def files(self) -> Store:
         return LocalStore(self.shelf.root)

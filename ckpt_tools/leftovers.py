@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.commit import remove_dead
 from ckpt_tools.formats import INDEXES, is_ours
+from ckpt_tools.formats.base import UPLOADS, note_of
 from ckpt_tools.storage import RemoteStore, is_url
 from ckpt_tools.storage.s3 import S3
 
@@ -50,7 +51,7 @@ def remove_leftovers(
     assert now is not None
     before = now - dt.timedelta(seconds=grace_s)
     objects = [name for folder in store.folders() for name in _unfinished(store.enter(folder), folder, before)]
-    objects += [name for name in store.list_files() if ".ckpt.uploads." in name and (store.modified(name) or now) <= before]
+    objects += _abandoned_notes(store, before)
     if not dry_run:
         store.remove(objects)
     return [Leftover(f"{store.url}/{name}", "object") for name in objects] + _uploads(store.s3, store, before, dry_run)
@@ -63,6 +64,13 @@ def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str
     if any(name in INDEXES for name in files) or any(step.modified(name) is None or step.modified(name) > before for name in ours):
         return []
     return [f"{folder}/{name}" for name, about in step.about_all(ours).items() if about.is_marked]
+
+
+def _abandoned_notes(store: RemoteStore, before: dt.datetime) -> list[str]:
+    """Returns the notes that single files' attempts left in a prefix, and that nobody has touched for long."""
+    notes = [n for n in store.list_files() if (note := note_of(n)) and note[0] == UPLOADS]
+    old = [n for n in notes if (when := store.modified(n)) is not None and when <= before]
+    return [n for n, about in store.about_all(old).items() if about.is_marked]
 
 
 def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> list[Leftover]:

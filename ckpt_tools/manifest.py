@@ -16,12 +16,12 @@ from ckpt_tools.box import whole
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats import Source, folder_of
+from ckpt_tools.formats.base import MANIFEST, note_name, note_of
 from ckpt_tools.plan import Plan
 from ckpt_tools.storage import Store, read
 from ckpt_tools.version import __version__
 
 VERSION = 2  # 1 had no checksum of its own
-NAME = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
 CHECKSUM = "crc64nvme"
 
 
@@ -80,8 +80,8 @@ def _table(entries: Mapping[str, Sealed | SealedTensor]) -> str:
 
 
 def file_name(attempt: str, beside: str = "") -> str:
-    """Returns the manifest's name: unique per attempt; with the data file's name in front where it stands beside one."""
-    return f"{beside}.ckpt.manifest.{attempt[:8]}.json" if beside else f"ckpt.manifest.{attempt[:8]}.json"
+    """Returns the manifest's name; see `note_name`."""
+    return note_name(MANIFEST, attempt, beside)
 
 
 _HEX = re.compile(r"[0-9a-f]{16}")
@@ -120,8 +120,7 @@ def parse(data: bytes, where: str) -> Manifest:
 
 def names_in(store: Store, beside: str = "") -> list[str]:
     """Returns the names of the manifests in a directory, or of those of one file in it."""
-    prefix = f"{beside}." if beside else ""
-    return [name for name in store.list_files() if name.startswith(prefix) and NAME.fullmatch(name[len(prefix) :])]
+    return [name for name in store.list_files() if note_of(name) == (MANIFEST, beside)]
 
 
 def find(store: Store, beside: str = "") -> Manifest | None:

@@ -23,8 +23,7 @@ from ckpt_tools.commit import sync_directory, trash_path
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import INDEXES, detect_in
 from ckpt_tools.integrity import first_problem
-from ckpt_tools.manifest import NAME as MANIFEST_NAME
-from ckpt_tools.manifest import Manifest, find
+from ckpt_tools.manifest import Manifest, find, names_in
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url
 from ckpt_tools.storage.local import failed
 
@@ -230,7 +229,7 @@ def remove(step: Step) -> None:
     assert step.manifest is not None
     if isinstance(step.store, RemoteStore):
         files = step.store.list_files()
-        for part in ([n for n in files if n in INDEXES], [n for n in files if MANIFEST_NAME.fullmatch(n)], list(files)):
+        for part in ([n for n in files if n in INDEXES], names_in(step.store), list(files)):
             step.store.remove(part)
         return
     path = Path(step.path)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 LONG = bool(os.environ.get("CKPT_LONG"))
 EVERY = 1 if LONG else 2  # of the system calls that are made to fail, one by one
 
@@ -18,3 +24,20 @@ def torchrun_command(num_ranks: int, *words: object) -> list[str]:
 def children(pid: int) -> list[int]:
     """Returns the ids of a process's children, the oldest first."""
     return sorted(int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+
+def interrupt(
+    words: Sequence[str], is_time: Callable[[], bool], number: int = signal.SIGKILL, member: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Starts a command and sends it, or that one of the processes that it starts, a signal once it is time; returns what it came to."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as job:
+        try:
+            while job.poll() is None and not is_time():
+                time.sleep(0.001)
+            with suppress(OSError, IndexError):  # it has ended
+                os.kill(job.pid if member is None else children(job.pid)[member], number)
+            out, errors = job.communicate(timeout=300)
+            return subprocess.CompletedProcess(words, job.returncode, out, errors)
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)

@@ -254,6 +254,7 @@ def test_what_lies_in_a_bucket_is_compared_without_a_download(server: Server, tm
 def test_what_others_wrote_is_never_removed(server: Server, tmp_path: Path) -> None:
     fs, options = server.bucket("others"), {"storage_options": server.options}
     fs.pipe({f"others/run/step-00000001/{n}": b"mine" for n in ("x.deadbeef.safetensors", "ckpt.manifest.deadbeef.json")})
+    fs.pipe({f"others/run/{n}": b"mine" for n in ("x.safetensors.ckpt.uploads.deadbeef.json", "my.ckpt.uploads.txt")})
     with CheckpointManager("s3://others/run", **options) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
     assert remove_leftovers("s3://others/run", grace_s=-5, options=server.options) == []

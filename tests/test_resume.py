@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 import ckpt_tools
 from ckpt_tools import journal
 from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError
-from tests.jobs import LONG, children, torchrun_command
+from tests import jobs
+from tests.jobs import LONG, torchrun_command
 
 ROOT = Path(__file__).parents[1]
 NBYTES = 200_000_000
@@ -59,16 +59,8 @@ def journals(folder: Path) -> list[Path]:
 
 def interrupt(words: Sequence[str], folder: Path, share: float, number: int = signal.SIGKILL, member: int | None = None) -> str:
     """Starts a command and sends it, or one of the processes that it starts, a signal once so much of the bytes is written."""
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as job:
-        try:
-            while job.poll() is None and sum(map(_size, journals(folder))) < share * NUM_STEPS * STEP_NOTE_BYTES:
-                time.sleep(0.0005)
-            with suppress(OSError, IndexError):  # it has ended
-                os.kill(job.pid if member is None else children(job.pid)[member], number)
-            return job.communicate(timeout=120)[1]
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
+    done = jobs.interrupt(words, lambda: sum(map(_size, journals(folder))) >= share * NUM_STEPS * STEP_NOTE_BYTES, number, member)
+    return done.stderr
 
 
 def _size(path: Path) -> int:

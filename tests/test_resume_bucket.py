@@ -23,7 +23,8 @@ import ckpt_tools
 from ckpt_tools import PlanError
 from ckpt_tools.bucket import _try
 from ckpt_tools.leftovers import remove_leftovers
-from tests.jobs import LONG, children, torchrun_command
+from tests import jobs
+from tests.jobs import LONG, torchrun_command
 from tests.servers.servers import Server, storage_words
 from tests.test_bucket import names, real, uploads
 
@@ -54,7 +55,7 @@ def parts(fs: Any, bucket: str, data: bytes = b"") -> dict[tuple[str, str], int]
 
     What was on its way at the instant of a kill may be there in part.
     """
-    right = [hashlib.md5(data[at : at + PART]).hexdigest() for at in range(0, len(data), PART)]
+    right = digests(data)
     found = {}
     for upload in fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads") or ():
         with suppress(FileNotFoundError):  # it has just ended
@@ -65,18 +66,14 @@ def parts(fs: Any, bucket: str, data: bytes = b"") -> dict[tuple[str, str], int]
     return found
 
 
+def digests(data: bytes) -> list[str]:
+    """The ETags of the parts of a file."""
+    return [hashlib.md5(data[at : at + PART]).hexdigest() for at in range(0, len(data), PART)]
+
+
 def interrupt(words: Sequence[str], fs: Any, bucket: str, nbytes: int, number: int = signal.SIGKILL, member: int | None = None) -> str:
     """Starts a command and sends it, or one of the processes that it starts, a signal once so many bytes are there."""
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as job:
-        try:
-            while job.poll() is None and sum(parts(fs, bucket).values()) < nbytes:
-                time.sleep(0.01)
-            with suppress(OSError, IndexError):  # it has ended
-                os.kill(job.pid if member is None else children(job.pid)[member], number)
-            return job.communicate(timeout=300)[1]
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
+    return jobs.interrupt(words, lambda: sum(parts(fs, bucket).values()) >= nbytes, number, member).stderr
 
 
 def resumed(words: Sequence[str]) -> dict[str, Any]:
@@ -120,10 +117,13 @@ def test_a_part_that_is_not_what_it_should_be_is_sent_again(server: Server, sour
     words = command("merge", source / "src", f"s3://{bucket}/out.safetensors", server, "--jobs", "1")
     errors = interrupt(words, fs, bucket, 4 * PART, signal.SIGINT)
     assert "the same command goes on from there" in errors
-    ((key, upload_id), before), *none = parts(fs, bucket, (source / "one.safetensors").read_bytes()).items()
+    data = (source / "one.safetensors").read_bytes()
+    ((key, upload_id), before), *none = parts(fs, bucket, data).items()
     assert before >= 3 * PART and not none
-    fs.call_s3("upload_part", Bucket=bucket, Key=key, UploadId=upload_id, PartNumber=2, Body=bytes(PART))
-    fs.call_s3("upload_part", Bucket=bucket, Key=key, UploadId=upload_id, PartNumber=3, Body=b"short")
+    listed = fs.call_s3("list_parts", Bucket=bucket, Key=key, UploadId=upload_id)["Parts"]
+    one, two, *_ = (p["PartNumber"] for p in listed if p["Size"] == PART and p["ETag"].strip('"') in digests(data))
+    fs.call_s3("upload_part", Bucket=bucket, Key=key, UploadId=upload_id, PartNumber=one, Body=bytes(PART))
+    fs.call_s3("upload_part", Bucket=bucket, Key=key, UploadId=upload_id, PartNumber=two, Body=b"short")
     assert resumed(words)["kept_nbytes"] == before - 2 * PART
     assert fs.cat(f"{bucket}/out.safetensors") == (source / "one.safetensors").read_bytes()
 

@@ -24,7 +24,7 @@ from ckpt_tools.errors import PlanError
 from ckpt_tools.formats import Request, TargetTensor, open_source, safetensors
 from ckpt_tools.live.launch import first_host, slurm_variables
 from ckpt_tools.plan import plan_transfer
-from tests.jobs import LONG, children, torchrun_command
+from tests.jobs import LONG, interrupt, torchrun_command
 from tests.servers import slurm
 from tests.servers.hosts import ended, network, two_by_two
 
@@ -182,18 +182,9 @@ def test_a_member_that_is_killed_leaves_nothing_and_the_next_run_completes(victi
     state = {f"w{i}": torch.randn(2_000_000) for i in range(25)}  # 200 MB
     torch.save(state, tmp_path / "src.pt")
     command = torchrun_command(2, "-m", "ckpt_tools", "reshard", tmp_path / "src.pt", tmp_path / "out", "--to", 4, "--memory", "1MiB")
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
-    try:
-        while job.poll() is None and not any(tmp_path.glob(".tmp.out.*/*.distcp")):
-            time.sleep(0.002)
-        time.sleep(0.01 * (victim // 2))
-        members = children(job.pid)
-        os.kill(members[victim % 2], signal.SIGKILL)
-        _, errors = job.communicate(timeout=120)
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-    assert job.returncode and not (tmp_path / "out").exists(), errors
+    few = 1 + victim // 2 * (20 << 11)  # blocks of 512 bytes
+    job = interrupt(command, lambda: sum(p.stat().st_blocks for p in tmp_path.glob(".tmp.out.*/*.distcp")) >= few, member=victim % 2)
+    assert job.returncode and not (tmp_path / "out").exists(), job.stderr
     done = team(2, "reshard", tmp_path / "src.pt", tmp_path / "out", "--to", "4")
     assert done.returncode == 0, done.stderr
     assert ckpt_tools.diff(tmp_path / "src.pt", tmp_path / "out").is_same and not list(tmp_path.glob(".tmp.*"))
@@ -244,6 +235,7 @@ def test_slurm_starts_them_too(source: Path, tmp_path: Path, tmp_path_factory: p
             victim = next((pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_task(pid, 1, tmp_path / "four")), 0)
         while job.poll() is None and not any(tmp_path.glob(".tmp.four.*/*.distcp")):
             time.sleep(0.001)
+        assert victim, job.communicate(timeout=180)
         os.kill(victim, signal.SIGKILL)
         _, errors = job.communicate(timeout=180)
         assert job.returncode and not (tmp_path / "four").exists(), errors

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -23,11 +19,11 @@ from ckpt_tools.engine.regions import cut_regions, within_regions
 from ckpt_tools.formats import Request, TargetTensor, safetensors
 from ckpt_tools.plan import Plan, plan_transfer
 from ckpt_tools.storage.upload import part_starts
-from tests.jobs import LONG, children, torchrun_command
+from tests.jobs import LONG, interrupt, torchrun_command
 from tests.servers.hosts import ended, network, reachable, two_by_two
 from tests.servers.servers import Server, storage_words
 from tests.test_bucket import real
-from tests.test_team import ROOT, team
+from tests.test_team import team
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +80,7 @@ def test_a_member_that_is_killed_leaves_nothing_that_is_seen(server: Server, sou
     shutil.copytree(source / "src", tmp_path / "src")
     fs = server.bucket("team-killed")
     command = torchrun_command(3, "-m", "ckpt_tools", "merge", tmp_path / "src", "s3://team-killed/out.safetensors", *storage_words(server))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as job:
-        try:
-            while job.poll() is None and not fs.call_s3("list_multipart_uploads", Bucket="team-killed").get("Uploads"):
-                time.sleep(0.01)
-            os.kill(children(job.pid)[2], signal.SIGKILL)
-            job.communicate(timeout=120)
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
+    job = interrupt(command, lambda: bool(fs.call_s3("list_multipart_uploads", Bucket="team-killed").get("Uploads")), member=2)
     assert job.returncode and objects(server, "team-killed") == []
     done = team(2, "merge", tmp_path / "src", "s3://team-killed/out.safetensors", *storage_words(server))
     assert done.returncode == 0, done.stderr

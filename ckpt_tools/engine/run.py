@@ -132,7 +132,8 @@ class _Feed:
                 step = next(self._steps, None)
                 if step is None:
                     self._is_over = True
-                    self._store.will_read((), is_all=True)
+                    if self._looks_ahead:
+                        self._store.will_read((), is_all=True)
                     break
                 if self._looks_ahead:
                     self._store.will_read((r.file, r.start, r.nbytes) for t in step.tiles for r in t.reads)

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry
 from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import accelerate, dcp, deepspeed, gguf, npz, per_rank, safetensors, torch_save
-from ckpt_tools.formats.base import Format, Request, TargetTensor, whole_tensor
+from ckpt_tools.formats.base import Format, Request, TargetTensor, note_of, whole_tensor
 from ckpt_tools.soundness import check
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url
 
@@ -279,4 +279,4 @@ _OURS = (".distcp", ".metadata", ".safetensors", ".safetensors.index.json")
 
 def is_ours(name: str) -> bool:
     """Tells whether a file of that name may be part of a checkpoint that this tool writes."""
-    return name.endswith(_OURS) or any(part in f".{name}" for part in (".ckpt.manifest.", ".ckpt.uploads."))
+    return name.endswith(_OURS) or note_of(name) is not None

@@ -115,6 +115,27 @@ def attempt_of(file: str) -> str:
     return match[1] if match else ""
 
 
+MANIFEST, UPLOADS = "manifest", "uploads"  # what an attempt notes beside its data: the result's seal, and what it has begun to send
+_NOTE = re.compile(r"(?:(.+)\.)?ckpt\.(manifest|uploads)\.[0-9a-f]{8}\.json", re.DOTALL)
+
+
+def note_name(kind: str, attempt: str, file: str = "") -> str:
+    """Returns the name of a note: unique per attempt, with the data file's name in front where it stands beside one."""
+    return f"{file}.ckpt.{kind}.{attempt[:8]}.json" if file else f"ckpt.{kind}.{attempt[:8]}.json"
+
+
+def note_of(name: str) -> tuple[str, str] | None:
+    """Returns the kind of a note and the file beside which it stands, "" for a directory; None for any other name."""
+    match = _NOTE.fullmatch(name)
+    return (match[2], match[1] or "") if match else None
+
+
+def is_note(name: str, file: str = "") -> bool:
+    """Tells whether a name is that of a note that stands beside a file, or of one in a directory for all of it."""
+    note = note_of(name)
+    return note is not None and note[1] == file
+
+
 def locate_bare(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
     """`Format.locate` of a format that packs nothing."""
     del store, tensors

@@ -21,8 +21,8 @@ from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
 from ckpt_tools.errors import IntegrityError, NotACheckpointError, PlanError, StorageError, printable
 from ckpt_tools.formats import INDEXES, Source, is_ours, open_source
-from ckpt_tools.formats.base import attempt_of
-from ckpt_tools.manifest import NAME, Manifest, Sealed, file_name, find, of_source
+from ckpt_tools.formats.base import MANIFEST, attempt_of, note_of
+from ckpt_tools.manifest import Manifest, Sealed, file_name, find, of_source
 from ckpt_tools.operations.joint import Division, collect, open_files, staged
 from ckpt_tools.operations.move import Options, Path_, check_apart, no_bar, steps_for
 from ckpt_tools.plan import Literal, plan_files
@@ -114,7 +114,7 @@ class _Work:
         if self.manifest:
             files = {name: nbytes for name, nbytes in files.items() if not self._is_stale(name)}
         self.index = next((name for name in INDEXES if name in files), "")
-        self.seal = next((name for name in files if NAME.fullmatch(name)), "")
+        self.seal = next((name for name in files if note_of(name) == (MANIFEST, "")), "")
         self.single = target.url.rpartition("/")[2] if source.is_file else ""
         if not self.index and not source.is_file:
             raise NotACheckpointError(
@@ -131,7 +131,7 @@ class _Work:
 
     def _is_stale(self, name: str) -> bool:
         assert self.manifest is not None
-        is_foreign = bool(NAME.fullmatch(name)) and name != file_name(self.manifest.attempt)
+        is_foreign = note_of(name) == (MANIFEST, "") and name != file_name(self.manifest.attempt)
         return is_foreign or bool(attempt_of(name) and name not in self.manifest.files)
 
     @property

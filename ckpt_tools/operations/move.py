@@ -15,7 +15,7 @@ from functools import partial, wraps
 from itertools import chain
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
-from ckpt_tools.bucket import RemotePlace, copies_within
+from ckpt_tools.bucket import copies_within
 from ckpt_tools.catalog import Catalog, Extent
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination, Place
@@ -129,7 +129,7 @@ def transfer(
         check_apart(source.path, dst.url)
         trail.check(dst, options.get("overwrite", False) or is_dry_run)
     look_back = partial(trail.look_back, dst, operation, source.store, changes)
-    attempt, plan = _planned(team, planned, None if is_dry_run else look_back, trail.adopts(dst))
+    attempt, plan = _settle(team, planned, None if is_dry_run else look_back, trail.adopts(dst))
     layout = plan.target
     work = _Work(operation, source, catalog, plan, team, options, alter or {}, trail, dst)
     totals, notes = Totals(read_nbytes(plan, *work.tiles)) if is_dry_run else Totals(), list(plan.notes)
@@ -144,11 +144,13 @@ def transfer(
             return transfer(operation, source, catalog, dst, form, request, options, left_out, stripped, False, alter, changes)
         source.store.close()
     kept = sum(bytes_by_dtype(plan).values()) if trail.is_done else trail.kept_nbytes
-    done = replace(result_of(source, dst, plan, totals, kept), format=form.NAME, notes=tuple(notes), is_dry_run=is_dry_run)
-    return replace(done, left_out=left_out or {}, stripped=stripped or {}, seconds=time.monotonic() - began)
+    return replace(
+        result_of(source, dst, plan, totals, kept), left_out=left_out or {}, stripped=stripped or {}, notes=tuple(notes),
+        seconds=time.monotonic() - began, is_dry_run=is_dry_run,
+    )  # fmt: skip
 
 
-def _planned(team: Team, planned: Callable[[str], Plan], look_back: Callable[[Plan], str] | None, adopts: bool) -> tuple[str, Plan]:
+def _settle(team: Team, planned: Callable[[str], Plan], look_back: Callable[[Plan], str] | None, adopts: bool) -> tuple[str, Plan]:
     """Returns the id of the attempt and its plan, the same for all members.
 
     Args:
@@ -163,7 +165,8 @@ def _planned(team: Team, planned: Callable[[str], Plan], look_back: Callable[[Pl
     earlier = look_back(plan) if look_back else ""
     if adopts:
         attempt = earlier or attempt
-        plan = planned(attempt)
+        with team.phase("name files"):
+            plan = planned(attempt)
     agree(team, (sorted(plan.target.file_sizes.items()), plan.target.index and plan.target.index.data))
     return attempt, plan
 
@@ -258,8 +261,7 @@ class _Work:
         """Brings everything that was noted to member 0, which finishes the files; returns the checksum of each there."""
         team = self.team
         parts = seals.hand_over(crcs) if team.size > 1 else []
-        kept = place.kept_nbytes if isinstance(place, RemotePlace) else 0
-        told = collect(sink, team, (parts, totals.read_nbytes, totals.overflowed, kept))
+        told = collect(sink, team, (parts, totals.read_nbytes, totals.overflowed, place.kept_nbytes))
         checksums: Mapping[str, int] = {}
         with team.phase("prove"), self.trail.forgotten_if_wrong(place):
             for theirs, nbytes, overflowed, sent in told:
@@ -269,7 +271,7 @@ class _Work:
                 _add(totals.overflowed, overflowed)
             if team.rank == 0:
                 checksums = sink.finish()
-                self.trail.kept_nbytes += place.kept_nbytes if isinstance(place, RemotePlace) else 0
+                self.trail.kept_nbytes += place.kept_nbytes
             seals.prove(crcs)
         return checksums
 

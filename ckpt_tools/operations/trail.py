@@ -72,7 +72,7 @@ class Trail:
                 self.is_done = self._refusal is not None and _is_made_by(dst, self.work)
                 self._earlier = journal.find(dst.dead(), self.work)
                 single = next(iter(plan.target.file_sizes)) if plan.target.index is None else ""
-                self._try = dst.begun(self.work, single) if isinstance(dst, RemoteDestination) else None
+                self._try = dst.find_try(self.work, single) if isinstance(dst, RemoteDestination) else None
             if self._refusal and self._team.rank == 0 and not self.is_done:
                 if self._try is None or not isinstance(dst, RemoteDestination):
                     raise self._refusal

@@ -21,6 +21,7 @@ from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule,
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import CatalogError, FormatError
 from ckpt_tools.formats import Format, detect, folder_of, is_ours
+from ckpt_tools.formats.base import note_of
 from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
 from ckpt_tools.manifest import Manifest, names_in, of_store
@@ -29,8 +30,6 @@ from ckpt_tools.plan import plan_objects, plan_values
 from ckpt_tools.soundness import flaws
 from ckpt_tools.storage import Overlay, RemoteStore, Store
 from ckpt_tools.team import ALONE, Team, agree
-
-_BESIDE = (".ckpt.manifest.", ".ckpt.uploads.")  # an attempt at another one may be at work
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +311,7 @@ def _extra(manifest: Manifest, files: Iterable[str]) -> list[Problem]:
     if manifest.index is None:
         return []
     known = {*manifest.files, manifest.index[0]}
-    strange = [n for n in files if is_ours(n) and n not in known and not any(part in f".{n}" for part in _BESIDE)]
+    strange = [n for n in files if is_ours(n) and n not in known and not note_of(n)]  # an attempt at another one may be at work
     return [Problem(n, "is no part of this checkpoint") for n in strange]
 
 

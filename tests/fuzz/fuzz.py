@@ -50,7 +50,7 @@ from training.accelerate_config import read as read_configuration
 from training.config import ConfigError
 
 CONFIG = Path(tempfile.gettempdir()) / f"fuzz-{os.getpid()}.yaml"
-JOURNAL = Path(tempfile.mkdtemp(prefix="fuzz-journal-"))
+JOURNAL = Path(tempfile.gettempdir()) / f"fuzz-{os.getpid()}-journal"
 DATA = bytes(1 << 16)
 SECONDS, MEBIBYTES, MAX_BYTES = 5.0, 300, 1 << 16
 INTERESTING = [
@@ -168,6 +168,7 @@ def journal(data: bytes) -> object:
     """What the lines say, each with the checksum that belongs to it."""
     lines = (hex64(crc64nvme(line)).encode() + b" " + line + b"\n" for line in data.split(b"\n"))
     with _allowed():
+        JOURNAL.mkdir(exist_ok=True)
         (JOURNAL / ".ckpt.journal.fuzz").write_bytes(b"".join(lines))
     earlier = find([JOURNAL], WORK)
     past = prove(load(JOURNAL, WORK), MemoryStore({"f": DATA, "g": DATA}), (1 << 16, 1 << 16), 1, ALONE)
@@ -306,7 +307,7 @@ def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
     assert set(os.listdir()) == before, "files were made"
     last.unlink()
     CONFIG.unlink(missing_ok=True)
-    shutil.rmtree(JOURNAL)
+    shutil.rmtree(JOURNAL, ignore_errors=True)
     seen["MiB"] = grown
     return seen
 
