@@ -58,7 +58,7 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
         jobs: int | None = None,
-        read_once: bool = False,
+        read_once: bool | None = None,
         handle_signals: bool = True,
         mirror: str | None = None,
         mirror_every: int | None = None,
@@ -76,7 +76,8 @@ class CheckpointManager:
             process_group: the ranks that save together; all where None. One process where torch.distributed is not initialised.
             timeout_s: how long ranks wait for each other before the missing one is named.
             jobs: threads a rank writes and reads with; its share of the machine's processors, at most 4, where None.
-            read_once: of what several ranks need (DDP, HSDP, buffers), one reads and sends; where the store is slower than the network.
+            read_once: of what several ranks need (DDP, HSDP, columns of rows), one reads and sends: among all ranks, or among nobody;
+                None, from an object store among the ranks of a host.
             handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once.
             mirror: a URL to which complete steps are copied in the background; they outlive the machine, and `resume` takes the
                 newest of both.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.utils.serialization import config
 
+import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager
 from ckpt_tools.leftovers import remove_leftovers
 from ckpt_tools.steps import damage, latest, list_steps
@@ -235,3 +238,30 @@ def test_a_clock_that_is_an_hour_off_is_said(server: Server) -> None:
     done = subprocess.run(command, env=os.environ | server.environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 15 and "clock is wrong" in done.stderr and "Traceback" not in done.stderr, done.stdout + done.stderr
     assert len(names(fs, "skewed")) == 3
+
+
+def test_what_the_ranks_of_a_host_need_is_fetched_once(server: Server, tmp_path: Path) -> None:
+    """Rows, columns, replicas, of three ranks' files; also where payloads lie elsewhere, bits are wrong, or an object is short or gone."""
+    real(server)
+    fs, generator = server.bucket("together"), torch.Generator().manual_seed(3)
+    whole = {
+        "large": torch.randn(3001, 2000, generator=generator),  # 24 MB: several rounds
+        "deep": torch.randn(5, 67, 301, generator=generator),
+        "half": torch.randn(1003, 77, generator=generator).bfloat16(),
+        "ids": torch.randint(0, 1 << 40, (50, 9), generator=generator),
+        "vector": torch.randn(1001, generator=generator),
+        "scalar": torch.tensor(3.5),
+    }
+    torch.save(whole, tmp_path / "whole.pt")
+    with warnings.catch_warnings(), config.patch({"save.storage_alignment": 4096}):
+        warnings.simplefilter("ignore")
+        dcp.save({"model": dict(whole)}, checkpoint_id=tmp_path / "elsewhere", no_dist=True)
+    ckpt_tools.reshard(tmp_path / "elsewhere", tmp_path / "good", to_ranks=3)
+    fs.put(f"{tmp_path}/elsewhere/", "together/elsewhere/", recursive=True)
+    for name in ("good", "flipped", "short", "gone"):
+        fs.put(f"{tmp_path}/good/", f"together/{name}/", recursive=True)
+    data = (tmp_path / "good" / "__1_0.distcp").read_bytes()
+    fs.pipe("together/flipped/__1_0.distcp", data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
+    fs.pipe("together/short/__1_0.distcp", data[: len(data) // 2])
+    fs.rm("together/gone/__1_0.distcp")
+    torchrun(4, "together.py", "s3://together", str(tmp_path / "whole.pt"), GLOO_SOCKET_IFNAME="lo", **server.environment)

@@ -124,9 +124,14 @@ def read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> dict[Extent, str
         for number, numel in (copies.taken() if isinstance(copies, ManyCopies) else _taken(copies)).items():
             box, stored = chunks[number]
             extent = located.get(stored, stored)
-            if extent.strides is None and numel == box.numel and (stored.packing != RAW or extent.crc32 is not None):
+            if numel == box.numel and is_watched(stored, extent):
                 whole[extent] = tensor.fqn
     return whole
+
+
+def is_watched(stored: Extent, extent: Extent) -> bool:
+    """Tells whether the CRC-32 of a payload is known or may be learnt: as it is in the catalog, and where it lies."""
+    return extent.strides is None and (stored.packing != RAW or extent.crc32 is not None)
 
 
 def _taken(copies: Iterable[Copy]) -> dict[int, int]:

@@ -7,7 +7,10 @@ for a rank that is not coming. A group of its own keeps this apart from the coll
 from __future__ import annotations
 
 import datetime as dt
+import pickle
+import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -21,21 +24,29 @@ T = TypeVar("T")
 _ROLL_CALL_S = 3.0
 
 
-class Group:
-    """All ranks of a job, or one process alone. Every method but `rank` and `size` is called by all ranks in the same order."""
+class Ranks(ABC):
+    """Some ranks that do things in step: every method is called by all of them in the same order."""
 
-    def __init__(self, timeout_s: float, pg: dist.ProcessGroup | None = None) -> None:
-        """Opens a gloo group over the ranks of `pg` (all ranks where None); alone where torch.distributed is not initialised."""
-        self._is_alone = not (dist.is_available() and dist.is_initialized())
-        self.rank, self.size = (0, 1) if self._is_alone else (dist.get_rank(pg), dist.get_world_size(pg))
-        self._timeout_s, self._count = timeout_s, 0
-        if self.size == 1:
-            self._is_alone = True
-        if not self._is_alone:
-            ranks = None if pg is None else dist.get_process_group_ranks(pg)
-            self._pg = dist.new_group(ranks, timeout=dt.timedelta(seconds=timeout_s), backend="gloo")
-            self._root = 0 if ranks is None else ranks[0]
-            self._name = f"ckpt/{dist.get_world_size()}/{self._root}"
+    rank: int
+    size: int
+
+    @abstractmethod
+    def sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """Returns the element-wise sum over all ranks of an int64 tensor, on every rank."""
+
+    @abstractmethod
+    def gather(self, value: T, what: str) -> list[T]:
+        """Returns every rank's value on rank 0, and an empty list on the others."""
+
+    @abstractmethod
+    def all_gather(self, value: T, what: str) -> list[T]:
+        """Returns every rank's value on every rank."""
+
+    @abstractmethod
+    def exchange(
+        self, sends: Sequence[tuple[int, int, torch.Tensor]], receives: Sequence[tuple[int, int, torch.Tensor]], what: str
+    ) -> None:
+        """Sends tensors to ranks and fills others from ranks, all at once: `(rank, tag, tensor)`, tags the same at both ends."""
 
     @contextmanager
     def phase(self, what: str) -> Iterator[None]:
@@ -62,7 +73,7 @@ class Group:
             raise own
 
     def _settle(self, what: str, own: BaseException | None) -> None:
-        if self._is_alone:
+        if self.size == 1:
             return
         failed = self.sum(torch.tensor([own is not None], dtype=torch.int64), what)
         if not int(failed[0]):
@@ -73,8 +84,24 @@ class Group:
         shown = "\n".join(f"  rank {rank}: {t}" for rank, t in texts[:8]) + (f"\n  and {len(texts) - 8} more" if len(texts) > 8 else "")
         raise PeerError(f"{what} failed on {len(texts)} of {self.size} ranks:\n{shown}", hint=hint)
 
+
+class Group(Ranks):
+    """All ranks of a job, or one process alone."""
+
+    def __init__(self, timeout_s: float, pg: dist.ProcessGroup | None = None) -> None:
+        """Opens a gloo group over the ranks of `pg` (all ranks where None); alone where torch.distributed is not initialised."""
+        self._is_alone = not (dist.is_available() and dist.is_initialized())
+        self.rank, self.size = (0, 1) if self._is_alone else (dist.get_rank(pg), dist.get_world_size(pg))
+        self._timeout_s, self._count = timeout_s, 0
+        if self.size == 1:
+            self._is_alone = True
+        if not self._is_alone:
+            ranks = None if pg is None else dist.get_process_group_ranks(pg)
+            self._pg = dist.new_group(ranks, timeout=dt.timedelta(seconds=timeout_s), backend="gloo")
+            self._root = 0 if ranks is None else ranks[0]
+            self._name = f"ckpt/{dist.get_world_size()}/{self._root}"
+
     def sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Returns the element-wise sum over all ranks of an int64 tensor, on every rank."""
         if not self._is_alone:
             self._call(what, lambda: dist.all_reduce(values, group=self._pg))
         return values
@@ -86,7 +113,6 @@ class Group:
         return values
 
     def gather(self, value: T, what: str) -> list[T]:
-        """Returns every rank's value on rank 0, and an empty list on the others."""
         if self._is_alone:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -94,7 +120,6 @@ class Group:
         return values or []
 
     def all_gather(self, value: T, what: str) -> list[T]:
-        """Returns every rank's value on every rank."""
         if self._is_alone:
             return [value]
         values: list[Any] = [None] * self.size
@@ -120,7 +145,6 @@ class Group:
     def exchange(
         self, sends: Sequence[tuple[int, int, torch.Tensor]], receives: Sequence[tuple[int, int, torch.Tensor]], what: str
     ) -> None:
-        """Sends tensors to ranks and fills others from ranks, all at once: `(rank, tag, tensor)`, tags the same at both ends."""
         if self._is_alone:
             return
 
@@ -132,6 +156,12 @@ class Group:
                     work.wait()
 
         self._call(what, move)
+
+    def of_host(self) -> Ranks:
+        """Returns those of this rank's host."""
+        hosts = self.all_gather(socket.gethostname(), "find the ranks of each host")
+        near = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        return self if len(near) == self.size else Near(self, near)
 
     def _call(self, what: str, collective: Callable[[], object]) -> None:
         self._count += 1
@@ -165,3 +195,34 @@ class Group:
         if not self._is_alone and dist.is_initialized():
             dist.destroy_process_group(self._pg)
         self._is_alone = True
+
+
+class Near(Ranks):
+    """Some ranks of a group, by messages through it: one of their own would have to be made by all, or under a name that is not unique."""
+
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+        self._all, self._ranks = group, ranks
+        self.rank, self.size = ranks.index(group.rank), len(ranks)
+
+    def sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        return torch.stack(self.all_gather(values, what)).sum(dim=0)
+
+    def gather(self, value: T, what: str) -> list[T]:
+        values = self.all_gather(value, what)
+        return [] if self.rank else values
+
+    def all_gather(self, value: T, what: str) -> list[T]:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in others}
+        self.exchange([(r, 0, torch.tensor([len(data)])) for r in others], [(r, 0, size) for r, size in sizes.items()], what)
+        rooms = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
+        self.exchange([(r, 1, data) for r in others], [(r, 1, room) for r, room in rooms.items()], what)
+        told = {rank: pickle.loads(room.numpy().tobytes()) for rank, room in rooms.items()}  # noqa: S301  # by this very job
+        return [value if rank == self.rank else told[rank] for rank in range(self.size)]
+
+    def exchange(
+        self, sends: Sequence[tuple[int, int, torch.Tensor]], receives: Sequence[tuple[int, int, torch.Tensor]], what: str
+    ) -> None:
+        there, here = ([(self._ranks[rank], tag, tensor) for rank, tag, tensor in moves] for moves in (sends, receives))
+        self._all.exchange(there, here, what)

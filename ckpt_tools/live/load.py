@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,11 +24,12 @@ from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.match import Match, match, root_of
-from ckpt_tools.live.shards import Shard, alias_key, as_bytes, local_shards
-from ckpt_tools.live.share import divide, send_around
+from ckpt_tools.live.shards import Shard, alias_key, local_shards, on_host
+from ckpt_tools.live.share import Room, divide, read_together
 from ckpt_tools.live.state import PerRank, export, name_of_rank, restore, unpack
 from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore, read
+from ckpt_tools.storage.ahead import GAP_BYTES
 
 
 @dataclass(slots=True)
@@ -37,7 +39,8 @@ class LoadReport:
     Attributes:
         path: the checkpoint.
         num_tensors, num_objects: how many of the state's entries were loaded.
-        read_nbytes, needed_nbytes, received_nbytes: bytes read, bytes of the shards that this rank read, bytes from other ranks.
+        read_nbytes, needed_nbytes, received_nbytes: bytes read, those of them that were wanted, here or by another rank, and bytes that
+            came from other ranks.
         num_proved: chunks that were read in full and whose checksum was right.
         notes: what did not carry over and what became of it; names that were mapped; what was left out.
     """
@@ -60,7 +63,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     trust_pickle: bool = False,
-    read_once: bool = False,
+    read_once: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout_s: float = 600.0,
@@ -98,7 +101,7 @@ def load_into(
     strict: bool = True,
     cast: bool = False,
     trust_pickle: bool = False,
-    read_once: bool = False,
+    read_once: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     jobs: int | None = None,
 ) -> LoadReport:
@@ -112,7 +115,8 @@ def load_into(
         strict: refuse where the checkpoint lacks something of the state or has more under the same keys; else note it.
         cast: let floating-point tensors change their type on the way.
         trust_pickle: run the code that objects of the checkpoint ask for.
-        read_once: of what several ranks need, one reads and sends.
+        read_once: of what several ranks need, one reads and sends: among all ranks, or among nobody; None, from an object store among
+            those of a host.
         storage_options: of the object store, as fsspec takes them.
         jobs: threads.
 
@@ -129,7 +133,7 @@ def load_into(
         shards = _distinct(local_shards(tensors))
     report = LoadReport(str(source.path), notes=found.notes)
     jobs = jobs or min(4, max(1, (os.cpu_count() or 1)))
-    shards, moves = divide(group, shards) if read_once else (shards, [])
+    shards = _share(group, source, shards, found.tensors, read_once, jobs, report)
     with group.phase(f"read {printable(str(path))}"):
         report.num_tensors = len(tensors)
         _read_shards(source, shards, found.tensors, jobs, DEFAULT_MEMORY_BYTES, report)
@@ -139,7 +143,6 @@ def load_into(
         report.num_objects = len(values)
         ranks = {n: _per_rank(source, n, w, group, trust_pickle, report) for n, w in exported.per_rank.items() if not select}
         source.store.close()
-    report.received_nbytes = send_around(group, moves) if read_once else 0
     with group.phase(f"restore {printable(str(path))}"):
         touched = {root_of(n) for n in (*tensors, *values)}
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
@@ -149,6 +152,30 @@ def load_into(
             if value is not None:
                 _set_per_rank(state, name, value[0])
     return report
+
+
+def _share(
+    group: Group, source: Source, shards: list[Shard], names: Mapping[str, str], read_once: bool | None, jobs: int, report: LoadReport
+) -> list[Shard]:
+    """Reads together with other ranks what is worth it; returns the shards that this one is to read by itself."""
+    is_remote = source.store.capabilities.fetches_ahead
+    if group.size == 1 or not (is_remote if read_once is None else read_once):
+        return shards
+    near = group if read_once else group.of_host()
+    division = divide(near, source.catalog, shards, names, GAP_BYTES if is_remote else 0)
+    if not division.areas:
+        return shards
+    shared = {number: shard for number, shard in enumerate(shards) if number not in division.alone}
+    with on_host(list(shared.values())) as views:
+        rooms = {
+            number: Room(shard.box, np.frombuffer(view, np.uint8)) for (number, shard), view in zip(shared.items(), views, strict=True)
+        }
+        done = read_together(near, source, division, rooms, jobs, DEFAULT_MEMORY_BYTES)
+    if done is None:
+        source.store.close()  # it may have happened on the way: ask again
+        return shards
+    report.read_nbytes, report.needed_nbytes, report.received_nbytes, report.num_proved = done
+    return [shard for number, shard in enumerate(shards) if number in division.alone]
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------------
@@ -179,30 +206,21 @@ def fill(source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, 
         IntegrityError: a range that was read in full is not what was written.
         CheckpointError: it cannot be read.
     """
-    memory: dict[str, memoryview] = {}
-    bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
+    catalog = source.catalog
     slots: dict[str, list[Slot]] = {}
     for number, shard in enumerate(shards):
-        view = as_bytes(shard.tensor)
-        if view is None:  # on a device, or strided: by way of the host
-            host = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, pin_memory=shard.tensor.device.type == "cuda")
-            bounced.append((shard.tensor, host))
-            view = as_bytes(host)
-        assert view is not None
-        memory[str(number)] = view
         slots.setdefault(shard.fqn, []).append(Slot(shard.box, str(number), 0))
-    catalog = source.catalog
-    target = Target("memory", {name: len(view) for name, view in memory.items()}, {n: tuple(s) for n, s in slots.items()})
-    plan = plan_transfer(replace(catalog, tensors={n: catalog.tensors[n] for n in slots}), target, {s.fqn: s.dtype for s in shards})
-    try:
-        _read(source, plan, MemoryStore(memory), jobs, memory_bytes, report)
-    except IntegrityError:
-        if source.remote is None:
-            raise
-        source.store.close()  # it may have happened on the way: ask again for everything
-        _read(source, plan, MemoryStore(memory), jobs, memory_bytes, report)
-    for tensor, host in bounced:
-        tensor.copy_(host)
+    with on_host(shards) as views:
+        memory = MemoryStore({str(number): view for number, view in enumerate(views)})
+        target = Target("memory", memory.list_files(), {n: tuple(s) for n, s in slots.items()})
+        plan = plan_transfer(replace(catalog, tensors={n: catalog.tensors[n] for n in slots}), target, {s.fqn: s.dtype for s in shards})
+        try:
+            _read(source, plan, memory, jobs, memory_bytes, report)
+        except IntegrityError:
+            if source.remote is None:
+                raise
+            source.store.close()  # it may have happened on the way: ask again for everything
+            _read(source, plan, memory, jobs, memory_bytes, report)
     report.needed_nbytes += plan.payload_bytes
 
 

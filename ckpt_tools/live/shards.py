@@ -5,7 +5,8 @@ The one place that knows DTensor, ShardedTensor and plain tensors apart. Imports
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,24 @@ def as_bytes(tensor: torch.Tensor) -> memoryview | None:
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+@contextmanager
+def on_host(shards: Sequence[Shard]) -> Iterator[list[memoryview]]:
+    """Yields host memory in which the elements of shards are to be put, row-major: their own, where it is such."""
+    views: list[memoryview] = []
+    bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for shard in shards:
+        view = as_bytes(shard.tensor)
+        if view is None:  # on a device, or strided
+            host = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, pin_memory=shard.tensor.device.type == "cuda")
+            bounced.append((shard.tensor, host))
+            view = as_bytes(host)
+        assert view is not None
+        views.append(view)
+    yield views
+    for tensor, host in bounced:
+        tensor.copy_(host)
 
 
 class Stage:

@@ -1,82 +1,397 @@
-"""Of what several ranks need, one reads and sends: for stores that are slower than the network between the ranks.
+"""Of what several ranks need, each byte is read once and sent to whoever needs it.
 
-Every rank knows what all of them need, so all come to the same division without asking again. Each byte that is needed somewhere is
-read once, and every rank reads and sends about as much. Imports torch. May import levels 0 to 2, shards and group.
+For stores that are slower than what is between the ranks. Every rank knows what all of them need, so all come to the same division
+without asking again. It goes in rounds: while the parts of one are sent around the next are being read, so that memory is that of two
+rounds, whatever is loaded. Imports torch. May import levels 0 to 4, shards and group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from ckpt_tools.box import Box
-from ckpt_tools.live.group import Group
-from ckpt_tools.live.shards import Shard, as_bytes
+from ckpt_tools.box import Box, bands, flat_start, is_flat, row_major_strides
+from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.dtypes import BY_NAME, DType
+from ckpt_tools.engine.kernels import Bytes, gather, scatter
+from ckpt_tools.engine.run import Totals, run
+from ckpt_tools.engine.schedule import Step, Tile, schedule, tile_bytes
+from ckpt_tools.engine.seals import Part, Seals, is_watched, known_crcs
+from ckpt_tools.engine.sinks import FillSink, empty_bytes
+from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError
+from ckpt_tools.formats import Source
+from ckpt_tools.live.group import Ranks
+from ckpt_tools.live.shards import Shard
+from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
+from ckpt_tools.storage import MemoryStore
 
-Key = tuple[str, str, Box]
+_LEAST_PIECE_BYTES, _PIECE_BYTES = 64 << 10, 4 << 20
+_ROUND_BYTES = 16 << 20  # read by one rank
+_BUFFERS = range(2)
+_WORTH = 1.25  # times what has to be read once
 
 
-class Move(NamedTuple):
-    """A piece that one rank has read and others need; `number` is the same on all of them."""
+class Wanted(NamedTuple):
+    """Elements that a rank needs for its shard of that number."""
 
+    rank: int
     number: int
-    shard: Shard
-    reader: int
-    others: tuple[int, ...]
+    box: Box
 
 
-def divide(group: Group, shards: Sequence[Shard]) -> tuple[list[Shard], list[Move]]:
-    """Decides who reads what; called by all ranks.
+class Room(NamedTuple):
+    """The memory of a shard, row-major."""
+
+    box: Box
+    data: Bytes
+
+
+class Area(NamedTuple):
+    """What is needed of a stored chunk: the smallest box around it, and by whom which part; `dtype` is the type in memory."""
+
+    entry: TensorEntry
+    dtype: DType
+    chunk: Chunk
+    box: Box
+    wanted: tuple[Wanted, ...]
+
+
+class Piece(NamedTuple):
+    """Part of an area that one rank reads in a round, to `start` in its buffer."""
+
+    area: Area
+    box: Box
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.box.numel * self.area.dtype.itemsize
+
+
+Round = list[list[Piece]]  # by the rank that reads
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Who reads what.
+
+    Attributes:
+        alone: numbers of the shards that this rank reads by itself.
+        areas: what is read together.
+        size: number of ranks.
+    """
+
+    alone: frozenset[int]
+    areas: Sequence[Area]
+    size: int
+
+    def rounds(self) -> Iterator[Round]:
+        """Yields the rounds, the same on every rank; each reads a run of pieces in each, and about as much as the others."""
+        share_nbytes = -(-sum(area.box.numel * area.dtype.itemsize for area in self.areas) // self.size)
+        most_nbytes, piece_nbytes = min(_ROUND_BYTES, share_nbytes), min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, share_nbytes // 4))
+        reader, end, found = 0, 0, self._nothing()
+        for area in self.areas:
+            for box in bands(area.box, piece_nbytes // area.dtype.itemsize):
+                found[reader].append(Piece(area, box, end))
+                end += found[reader][-1].nbytes
+                if end >= most_nbytes:
+                    reader, end = reader + 1, 0
+                if reader == self.size:
+                    yield found
+                    reader, found = 0, self._nothing()
+        if any(found):
+            yield found
+
+    def _nothing(self) -> Round:
+        return [[] for _ in range(self.size)]
+
+
+def divide(group: Ranks, catalog: Catalog, shards: Sequence[Shard], names: Mapping[str, str], gap_nbytes: int) -> Division:
+    """Decides what is read together; called by all ranks of the group.
 
     Args:
-        group: all ranks.
+        group: the ranks that read together.
+        catalog: of the checkpoint.
         shards: what this rank needs.
+        names: those that are stored under another name.
+        gap_nbytes: holes up to this are read along where a rank reads alone, because that is cheaper than to ask twice.
+    """
+    mine = [(names.get(s.fqn, s.fqn), s.dtype.name, s.box) for s in shards]
+    wanted: dict[str, list[Wanted]] = {}
+    dtypes: dict[str, set[str]] = {}
+    for rank, needs in enumerate(group.all_gather(mine, "divide the reading")):
+        for number, (name, dtype, box) in enumerate(needs):
+            wanted.setdefault(name, []).append(Wanted(rank, number, box))
+            dtypes.setdefault(name, set()).add(dtype)
+    areas: list[Area] = []
+    together: set[str] = set()
+    for name, parts in wanted.items():
+        if len({w.rank for w in parts}) == 1 or len(dtypes[name]) > 1:
+            continue
+        found = _areas(catalog.tensors[name], BY_NAME[min(dtypes[name])], parts)
+        alone = sum(_read_nbytes(w.box, a, gap_nbytes) for a in found for w in a.wanted)
+        if alone > _WORTH * sum(_read_nbytes(a.box, a, gap_nbytes) for a in found):
+            areas += found
+            together.add(name)
+    return Division(frozenset(i for i, (name, _, _) in enumerate(mine) if name not in together), areas, group.size)
+
+
+def _areas(entry: TensorEntry, dtype: DType, wanted: Sequence[Wanted]) -> list[Area]:
+    slots = tuple(Slot(w.box, "", 0) for w in wanted)
+    plan = plan_transfer(Catalog("", {entry.fqn: entry}), Target("", {}, {entry.fqn: slots}))
+    found: dict[int, list[Wanted]] = {}
+    for copy in plan.tensors[0].copies:
+        found.setdefault(copy.src, []).append(wanted[copy.dst]._replace(box=copy.box))
+    return [Area(entry, dtype, entry.chunks[n], _around([w.box for w in parts]), tuple(parts)) for n, parts in sorted(found.items())]
+
+
+def _around(boxes: Sequence[Box]) -> Box:
+    low = tuple(map(min, zip(*(b.offsets for b in boxes), strict=True)))
+    high = tuple(map(max, zip(*(b.ends for b in boxes), strict=True)))
+    return Box(low, tuple(h - o for h, o in zip(high, low, strict=True)))
+
+
+def _read_nbytes(box: Box, area: Area, gap_nbytes: int) -> int:
+    """Returns how many bytes are read for a box of a chunk: with what lies between its runs, where the holes are small."""
+    inner, full, itemsize = box.within(area.chunk.box), area.chunk.box.sizes, area.entry.dtype.itemsize
+    if is_flat(inner, full):
+        return box.numel * itemsize
+    dim, run = len(full) - 1, 1
+    while inner.sizes[dim] == full[dim]:
+        run *= full[dim]
+        dim -= 1
+    if (full[dim] - inner.sizes[dim]) * run * itemsize > gap_nbytes:
+        return box.numel * itemsize
+    last = Box(tuple(e - 1 for e in inner.ends), (1,) * len(full))
+    return (flat_start(last, full) + 1 - flat_start(inner, full)) * itemsize
+
+
+class _RoundSink(FillSink):
+    """Takes what is read into the buffers of two rounds, and lets nobody write into one before it has been sent."""
+
+    def __init__(self, rounds: Sequence[int]) -> None:
+        """Takes the bytes of each round."""
+        self._left, self._num_free, self._is_over = list(rounds), len(_BUFFERS), False
+        self._changed = threading.Condition()
+        buffers = [empty_bytes(max(rounds, default=0)) for _ in _BUFFERS]
+        self.buffers = [buffers[number % len(buffers)][:nbytes] for number, nbytes in enumerate(rounds)]
+        super().__init__(MemoryStore({str(number): buffer.data for number, buffer in enumerate(self.buffers)}))
+
+    def room(self, tile: Tile) -> Bytes | None:
+        self._wait(tile)
+        return super().room(tile)
+
+    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+        for tile in step.tiles:
+            self._wait(tile)
+        super().take(step, tiles, scratch)
+        with self._changed:
+            for write in (w for t in step.tiles for w in t.writes):
+                self._left[int(write.file)] -= write.nbytes
+            self._changed.notify_all()
+
+    def _wait(self, tile: Tile) -> None:
+        last = max(int(write.file) for write in tile.writes)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or last < self._num_free)
+        if self._is_over:
+            raise CheckpointError("another rank failed")
+
+    def wait_for(self, number: int, reading: Future[Totals]) -> None:
+        """Waits until a round is in its buffer, or nothing more will come."""
+        with self._changed:
+            while self._left[number] and not reading.done():
+                self._changed.wait(0.02)
+
+    def sent(self) -> None:
+        """Gives the buffer of the oldest round free."""
+        with self._changed:
+            self._num_free += 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Ends the reading."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+
+class Together(NamedTuple):
+    """What a common reading did on this rank: bytes read, bytes of pieces, bytes from other ranks, chunks proved."""
+
+    read_nbytes: int
+    needed_nbytes: int
+    received_nbytes: int
+    num_proved: int
+
+
+def read_together(
+    group: Ranks, source: Source, division: Division, rooms: Mapping[int, Room], jobs: int, memory_bytes: int
+) -> Together | None:
+    """Reads this rank's pieces and sends them around; called by all ranks of the group.
+
+    Args:
+        group: as for `divide`.
+        source: the checkpoint.
+        division: who reads what.
+        rooms: where this rank's shards go, by number.
+        jobs, memory_bytes: threads, and the budget of their buffers.
 
     Returns:
-        What this rank reads, and the pieces that it is to send or to receive after that.
+        What was done; None on all ranks where bytes were wrong, or lay elsewhere than they were assumed to: each had better read by itself.
+
+    Raises:
+        CheckpointError: it cannot be read; or another rank failed.
     """
-    mine: dict[Key, Shard] = {(s.fqn, s.dtype.name, s.box): s for s in shards if s.nbytes}
-    sizes: dict[Key, int] = {}
-    holders: dict[Key, list[int]] = {}
-    for rank, needs in enumerate(group.all_gather([(key, shard.nbytes) for key, shard in mine.items()], "divide the reading")):
-        for key, nbytes in needs:
-            sizes[key] = nbytes
-            holders.setdefault(key, []).append(rank)
-    load = [0] * group.size
-    reads: list[Shard] = []
-    moves: list[Move] = []
-    for number, key in enumerate(sorted(holders, key=lambda k: (-sizes[k], k))):
-        ranks = holders[key]
-        reader = min(ranks, key=lambda rank: (load[rank], rank))
-        load[reader] += sizes[key]
-        if reader == group.rank:
-            reads.append(mine[key])
-        if group.rank in ranks and len(ranks) > 1:
-            moves.append(Move(number, mine[key], reader, tuple(r for r in ranks if r != reader)))
-    return reads, moves
+    with group.phase("begin to read together"):
+        reading = _Reading(group, source, division, jobs, memory_bytes)
+    received_nbytes = 0
+    try:
+        for number, pieces in enumerate(division.rounds()):
+            with group.phase("read together"):
+                buffer = reading.get(number)
+            received_nbytes += _send_around(group, pieces, buffer, rooms)
+            reading.sink.sent()
+    finally:
+        reading.end()
+    num_proved = reading.prove()
+    if any(group.all_gather(reading.is_spoiled, "compare what was read")):
+        return None
+    return Together(reading.result.read_nbytes, reading.needed_nbytes, received_nbytes, num_proved)
 
 
-def send_around(group: Group, moves: Sequence[Move]) -> int:
-    """Sends what this rank has read to those that need it, and receives the rest; returns the bytes received."""
+class _Reading:
+    """This rank's part of it, in a thread of its own."""
+
+    def __init__(self, group: Ranks, source: Source, division: Division, jobs: int, memory_bytes: int) -> None:
+        self._group, self._source, self._division = group, source, division
+        mine = [pieces[group.rank] for pieces in division.rounds()]
+        areas = {piece.area.chunk.extent: piece.area for pieces in mine for piece in pieces}
+        self._entries = _entries(areas.values())
+        self._assumed = source.assume(self._entries)
+        places = {self._assumed.get(extent, extent): (extent, area) for extent, area in areas.items()}
+        self._seals = Seals({p: a.entry.fqn for p, (stored, a) in places.items() if a.box == a.chunk.box and is_watched(stored, p)})
+        self.needed_nbytes = sum(p.box.numel * p.area.entry.dtype.itemsize for pieces in mine for p in pieces)
+        self.sink = _RoundSink([sum(piece.nbytes for piece in pieces) for pieces in mine])
+        self.is_spoiled = False
+        tiles = tile_bytes(memory_bytes, jobs)
+        steps = chain.from_iterable(schedule(_plan(pieces, str(number)), self._assumed, *tiles) for number, pieces in enumerate(mine))
+        self._thread = ThreadPoolExecutor(1, "ckpt-together")
+        self._future = self._thread.submit(run, steps, source.store, self.sink, jobs, seals=self._seals)
+
+    def get(self, number: int) -> Bytes:
+        """Returns the buffer of a round once it is full; where bytes were wrong, as it is."""
+        self.sink.wait_for(number, self._future)
+        if self._future.done():
+            error = self._future.exception()
+            self.is_spoiled = isinstance(error, IntegrityError | FormatError)
+            if error is not None and not self.is_spoiled:
+                raise error
+        return self.sink.buffers[number]
+
+    def end(self) -> None:
+        """Waits for the thread, which stops where not everything was read."""
+        self.sink.stop()
+        self._thread.shutdown()
+
+    @property
+    def result(self) -> Totals:
+        """What the reading did."""
+        return self._future.result()
+
+    def prove(self) -> int:
+        """Looks whether payloads lie where they were read, and compares checksums, also of what several ranks have read together."""
+        crcs: dict[Extent, int] = {}
+        parts: list[Part] = []
+        with self._group.phase("look at what was read"):
+            if not self.is_spoiled:
+                found = self._source.format.locate(self._source.store, self._entries)
+                self.is_spoiled = any(extent[:5] != self._assumed[at][:5] for at, extent in found.items() if at in self._assumed)
+                crcs = known_crcs(self._assumed, found)
+                parts = self._seals.hand_over(crcs) if self._group.rank else []
+        for theirs in self._group.gather(parts, "gather checksums"):
+            self._seals.absorb(theirs, crcs)
+        try:
+            return self._seals.prove(crcs)
+        except IntegrityError:
+            self.is_spoiled = True
+            return 0
+
+
+def _entries(areas: Iterable[Area]) -> list[TensorEntry]:
+    """Returns the tensors of some areas with the chunks of these only."""
+    chunks: dict[str, dict[Chunk, None]] = {}
+    entries = {}
+    for area in areas:
+        entries[area.entry.fqn] = area.entry
+        chunks.setdefault(area.entry.fqn, {})[area.chunk] = None
+    return [replace(entry, chunks=tuple(chunks[name])) for name, entry in entries.items()]
+
+
+def _plan(pieces: Sequence[Piece], file: str) -> Plan:
+    """Plans the reading of a round's pieces into a file of that name."""
+    slots: dict[str, list[Slot]] = {}
+    for piece in pieces:
+        slots.setdefault(piece.area.entry.fqn, []).append(Slot(piece.box, file, piece.start))
+    target = Target("memory", {file: sum(p.nbytes for p in pieces)}, {name: tuple(s) for name, s in slots.items()})
+    entries = {entry.fqn: entry for entry in _entries(p.area for p in pieces)}
+    return plan_transfer(Catalog("pieces", entries), target, {p.area.entry.fqn: p.area.dtype for p in pieces})
+
+
+def _send_around(group: Ranks, pieces: Round, buffer: Bytes, rooms: Mapping[int, Room]) -> int:
+    """Brings the parts of a round's pieces to those that need them; returns the bytes that came from other ranks."""
     sends: list[tuple[int, int, torch.Tensor]] = []
     receives: list[tuple[int, int, torch.Tensor]] = []
-    bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for number, shard, reader, others in moves:
-        view = as_bytes(shard.tensor)
-        host = torch.frombuffer(view, dtype=torch.uint8) if view is not None else _on_host(shard.tensor)
-        if reader == group.rank:
-            sends += [(rank, number, host) for rank in others]
-        else:
-            receives.append((reader, number, host))
-            if view is None:
-                bounced.append((shard.tensor, host))
+    packed: list[tuple[Bytes, Box, Room, int]] = []
+    tag = 0  # the same at both ends
+    for reader, piece, wanted, box in _parts(pieces):
+        tag += 1
+        itemsize = piece.area.dtype.itemsize
+        data = buffer[piece.start : piece.start + piece.nbytes] if reader == group.rank else None
+        if wanted.rank == group.rank:
+            frame, into = rooms[wanted.number]
+            if data is not None:
+                scatter(data[flat_start(box.within(piece.box), piece.box.sizes) * itemsize :], box, into, frame, itemsize,
+                        row_major_strides(piece.box.sizes))  # fmt: skip
+                continue
+            there = _flat(into, frame, box, itemsize)
+            if there is None:
+                there = empty_bytes(box.numel * itemsize)
+                packed.append((there, box, rooms[wanted.number], itemsize))
+            receives.append((reader, tag, torch.from_numpy(there)))
+        elif data is not None:
+            part = _flat(data, piece.box, box, itemsize)
+            if part is None:
+                part = empty_bytes(box.numel * itemsize)
+                gather(data, piece.box, part, box, itemsize)
+            sends.append((wanted.rank, tag, torch.from_numpy(part)))
     group.exchange(sends, receives, "send what was read")
-    for tensor, host in bounced:
-        tensor.copy_(host.view(tensor.dtype).view(tensor.shape))
-    return sum(host.numel() for _, _, host in receives)
+    for values, box, (frame, into), itemsize in packed:
+        scatter(values, box, into, frame, itemsize)
+    return sum(values.numel() for _, _, values in receives)
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+def _parts(pieces: Round) -> Iterator[tuple[int, Piece, Wanted, Box]]:
+    """Yields who reads it, the piece, who needs of it, and what; in the same order on all ranks."""
+    for reader, own in enumerate(pieces):
+        for piece in own:
+            for wanted in piece.area.wanted:
+                box = piece.box.intersect(wanted.box)
+                if box is not None:
+                    yield reader, piece, wanted, box
+
+
+def _flat(data: Bytes, frame: Box, box: Box, itemsize: int) -> Bytes | None:
+    """Returns the elements of `box` within `frame`, a row-major buffer, where they lie together."""
+    inner = box.within(frame)
+    if not is_flat(inner, frame.sizes):
+        return None
+    start = flat_start(inner, frame.sizes) * itemsize
+    return data[start : start + box.numel * itemsize]

@@ -14,7 +14,7 @@ from functools import partial
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
 
-_GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
+GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
 _WINDOW_BYTES = 8 << 20
 _COMING_BYTES, _AHEAD_BYTES = 96 << 20, 128 << 20
 _LAST_BYTES = 2 << 20  # of a request where no more are to come: connections would be idle otherwise
@@ -74,7 +74,7 @@ class Ahead:
     def _start(self) -> None:
         """Begins to fetch what was announced: the more at once, the more neighbours become one request."""
         ranges, self.announced, self._announced_nbytes = self.announced, [], 0
-        self._waiting += coalesce((r for r in ranges if r.nbytes), _GAP_BYTES, _WINDOW_BYTES)
+        self._waiting += coalesce((r for r in ranges if r.nbytes), GAP_BYTES, _WINDOW_BYTES)
         self._begin_waiting()
 
     def _begin_waiting(self) -> None:
