@@ -256,7 +256,8 @@ class RemotePlace:
             self.store.put(index.file, index.data, self._is_exclusive, self._replaces)
         self.is_published = True
         self._tidy(index)
-        unsure = f"{printable(self.store.url)} does not refuse a second writer: one at the same instant would not be noticed"
+        where = "/".join(self.store.url.split("/")[:3])
+        unsure = f"{printable(where)} does not refuse a second writer: one at the same instant would not be noticed"
         return [] if is_sure else [unsure]
 
     def _check_absent(self, target: str) -> None:

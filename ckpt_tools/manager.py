@@ -96,6 +96,7 @@ class CheckpointManager:
         self._jobs = jobs or min(4, max(1, (os.cpu_count() or 1) // ranks_here))
         self._group, self._writers = Group(timeout_s, process_group), Group(timeout_s, process_group)
         self._stage, self._layout = Stage(), None
+        self._told: set[str] = set()  # a remark on the store is made once, not at each step
         try:
             self._claim(mirror_every)
         except BaseException:
@@ -190,7 +191,9 @@ class CheckpointManager:
     def _write(self, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], group: Group) -> SaveReport:
         report = write(group, self._target(step), step, layout, memory, objects, self._jobs)
         for note in report.notes:
-            log.warning("%s: %s", step_name(step), note)
+            if note not in self._told:
+                log.warning("%s: %s", step_name(step), note)
+        self._told.update(report.notes)
         if group.rank == 0:
             if self._mirror is not None:
                 self._mirror.offer(step, Path(report.path))

@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -285,6 +286,35 @@ def test_more_files_than_are_written_side_by_side_are_the_same(tmp_path: Path) -
     sealed = [find(store) for store in (RemoteStore("memory://grouped/thirty"), LocalStore(tmp_path / "thirty"))]
     assert sealed[0] is not None and sealed[1] is not None and sealed[0].tensors == sealed[1].tensors and len(sealed[0].tensors) == 10
     fs.rm("/grouped", recursive=True)
+
+
+class Listing(MemoryFileSystem):
+    """A store whose package remembers listings, as those of Azure and Google do, and learns of no writer's work."""
+
+    protocol, store, pseudo_dirs = "listing", {}, [""]
+
+    def ls(self, path: str, detail: bool = True, refresh: bool = False, **options: Any) -> Any:
+        del refresh
+        found = self._ls_from_cache(path)
+        if found is None:
+            found = self.dircache[path] = super().ls(path, detail=True, **options)
+        return found if detail else [item["name"] for item in found]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("listing://").strip("/")
+
+
+def test_what_a_package_has_listed_once_does_not_stay_true_for_ever(tmp_path: Path) -> None:
+    fsspec.register_implementation("listing", Listing, clobber=True)
+    with CheckpointManager("listing://run", keep_last=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"w": torch.full((3,), float(step))}, asynchronous=False)
+        checkpoints.wait()
+        assert [s.number for s in checkpoints.steps()][-2:] == [2, 3]  # the first goes in the background
+    state = {"w": torch.zeros(3)}
+    with CheckpointManager("listing://run") as checkpoints:
+        assert checkpoints.resume(state) == 3 and state["w"].tolist() == [3.0] * 3
 
 
 def test_a_stream_store_takes_what_s3_takes(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a loc
     from concurrent.futures import Future, ThreadPoolExecutor
 
 _THREADS = 16
+_CREATE_ONCE = {"az", "abfs", "gs", "gcs"}  # kinds whose packages send a condition with a PUT that is to create
 
 
 class About(NamedTuple):
@@ -62,9 +63,8 @@ class RemoteStore:
             raise StorageError(f"a chained URL is not opened: {printable(url)}", hint="give the URL of the checkpoint itself")
         self.url, self.traffic = url.rstrip("/"), traffic or Traffic()
         try:
-            kind = url.split("://")[0]
-            fresh = {"use_listings_cache": False} if kind.startswith("s3") else {}  # what was listed once must not stay true for ever
-            self._fs = fs or fsspec.filesystem(kind, **fresh, **(options or {}))
+            fresh = {"use_listings_cache": False}  # what was listed once must not stay true for ever
+            self._fs = fs or fsspec.filesystem(url.split("://")[0], **(fresh | dict(options or {})))
         except (ImportError, ValueError) as error:
             raise StorageError(f"cannot open {printable(self.url)}: {plain(error)}", hint="is the store's package installed?") from error
         self._root = self._fs._strip_protocol(self.url)
@@ -245,9 +245,20 @@ class RemoteStore:
     def excludes(self, path: str, data: bytes, writer: Upload | Stream | None) -> bool:
         """Tells whether of two writers of one name the second is refused; tried on an object, which is written again as it is."""
         if self.s3 is None:
-            return False
+            return writer is None and self._creates_once(path, data)
         is_small = not isinstance(writer, Upload) or writer.is_small
         return refuses(self.s3, self._full(path), f"{self.url}/{path}", data, is_small)
+
+    def _creates_once(self, path: str, data: bytes) -> bool:
+        """Tells whether a second writer of a small object is refused by the store itself; most packages only look before they write."""
+        kinds = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        if not kinds & _CREATE_ONCE:
+            return False
+        try:
+            self._fs.pipe_file(self._full(path), data, mode="create")
+        except Exception:  # noqa: BLE001  # every package has exceptions of its own
+            return True
+        return False
 
     def version(self, path: str) -> str:
         """Returns the ETag of an object that was listed, "" where there is none."""

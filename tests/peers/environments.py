@@ -23,6 +23,10 @@ _PEERS = {
     "megatron": "megatron-core==0.16.1",
     "torch_checkpointing": "torch_checkpointing==0.1.1",
     "peft": "peft==0.21.2",
+    "clouds": "adlfs azure-core azure-identity azure-storage-blob msal msal-extensions isodate pyjwt decorator gcsfs gcp-storage-emulator"
+    " google-api-core google-auth google-auth-oauthlib google-cloud-core google-cloud-storage google-cloud-storage-control google-crc32c"
+    " google-resumable-media googleapis-common-protos grpc-google-iam-v1 grpcio grpcio-status oauthlib proto-plus protobuf pyasn1"
+    " pyasn1-modules requests-oauthlib opentelemetry-api fs appdirs six",
 }
 
 
