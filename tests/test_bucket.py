@@ -288,6 +288,32 @@ def test_more_files_than_are_written_side_by_side_are_the_same(tmp_path: Path) -
     fs.rm("/grouped", recursive=True)
 
 
+def test_encryption_and_who_pays_are_told_with_every_request(server: Server, tmp_path: Path) -> None:
+    if server.name != "moto":
+        pytest.skip("a RadosGW without a vault does not encrypt")
+    server.bucket("encrypted")
+    options = server.options | {"s3_additional_kwargs": {"ServerSideEncryption": "AES256"}, "requester_pays": True}
+    fs = fsspec.filesystem("s3", use_listings_cache=False, **options)  # the one that the store uses
+    fs.connect()
+    seen: dict[str, set[str | None]] = {}
+
+    def note(request: Any, operation_name: str, **more: Any) -> None:
+        payer = request.headers.get("x-amz-request-payer")
+        seen.setdefault(operation_name, set()).add(payer.decode() if isinstance(payer, bytes) else payer)
+
+    fs.s3.meta.events.register("request-created.s3", note)
+    source = save_locally(tmp_path / "run", tensors(3, 5_000_000))
+    ckpt_tools.merge(source, "s3://encrypted/out.safetensors", storage_options=options)
+    ckpt_tools.copy(source, "s3://encrypted/step", storage_options=options)
+    ckpt_tools.merge("s3://encrypted/step", tmp_path / "back.safetensors", storage_options=options)
+    assert ckpt_tools.diff("s3://encrypted/out.safetensors", tmp_path / "back.safetensors", storage_options=options).is_same
+    for name in names(fs, "encrypted"):
+        bucket, _, key = name.partition("/")
+        assert fs.call_s3("head_object", Bucket=bucket, Key=key)["ServerSideEncryption"] == "AES256", name
+    told = {"GetObject", "PutObject", "UploadPart", "CreateMultipartUpload", "CompleteMultipartUpload", "HeadObject", "ListObjectsV2"}
+    assert {name: seen.get(name) for name in told} == {name: {"requester"} for name in told}
+
+
 class Listing(MemoryFileSystem):
     """A store whose package remembers listings, as those of Azure and Google do, and learns of no writer's work."""
 

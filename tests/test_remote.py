@@ -198,6 +198,20 @@ def test_what_is_not_there_is_one_clear_line(url: str, message: str, server: Ser
     assert done.stdout == ""
 
 
+def test_a_wrapper_is_opened_where_that_is_asked_for(server: Server, uploaded: Path, tmp_path: Path) -> None:
+    cached = f"filecache::{URL}"
+    options = {"chained": True, "s3": server.options, "filecache": {"cache_storage": str(tmp_path / "cache")}}
+    ckpt_tools.merge(uploaded, tmp_path / "right.safetensors")
+    for name in ("first", "from the cache"):
+        ckpt_tools.merge(cached, tmp_path / f"{name}.safetensors", storage_options=options)
+        assert (tmp_path / f"{name}.safetensors").read_bytes() == (tmp_path / "right.safetensors").read_bytes()
+    assert sum(p.stat().st_size for p in (tmp_path / "cache").iterdir()) > (tmp_path / "right.safetensors").stat().st_size
+    with pytest.raises(StorageError, match="a chained URL is only read"):
+        ckpt_tools.reshard(uploaded, f"filecache::{URL}-two", to_ranks=2, storage_options=options)
+    with pytest.raises(StorageError, match="a chained URL is not opened"):
+        ckpt_tools.inspect("zip://run::s3://bucket/run.zip", {"chained": True})
+
+
 def test_credentials_that_are_wrong_or_missing_are_named_and_never_printed(server: Server, uploaded: Path) -> None:
     nowhere = {k: v for k, v in server.environment.items() if "KEY" not in k} | {"AWS_EC2_METADATA_DISABLED": "true"}
     done = run_ckpt("inspect", URL, **nowhere)

@@ -51,23 +51,29 @@ class RemoteStore:
 
         Args:
             url: such as `s3://bucket/run/step-00000500`.
-            options: as `fsspec.filesystem` takes them; what is left out comes from its own configuration and the environment.
+            options: as `fsspec.filesystem` takes them; what is left out comes from its own configuration and the environment. With
+                `chained`, wrappers such as `filecache::s3://…` are opened; the options of each are under its protocol then.
             fs, traffic: of the store that this is a part of.
 
         Raises:
             StorageError: the URL is chained, or fsspec has no package for it.
         """
         import fsspec
+        from fsspec.core import url_to_fs
 
-        if "::" in url:
-            raise StorageError(f"a chained URL is not opened: {printable(url)}", hint="give the URL of the checkpoint itself")
+        options = dict(options or {})
+        wrappers, _, inner = url.rpartition("::")
+        if (wrappers and not (fs or options.pop("chained", False))) or "://" in wrappers:
+            hint = "give the URL of the checkpoint itself; a wrapper without a path of its own is opened with --storage-option chained=true"
+            raise StorageError(f"a chained URL is not opened: {printable(url)}", hint=hint)
         self.url, self.traffic = url.rstrip("/"), traffic or Traffic()
+        self._is_wrapped = bool(wrappers)  # a wrapper passes on what it does not know, past what it is there for
         try:
             fresh = {"use_listings_cache": False}  # what was listed once must not stay true for ever
-            self._fs = fs or fsspec.filesystem(url.split("://")[0], **(fresh | dict(options or {})))
+            self._fs = fs or (url_to_fs(url, **options)[0] if wrappers else fsspec.filesystem(url.split("://")[0], **(fresh | options)))
         except (ImportError, ValueError) as error:
             raise StorageError(f"cannot open {printable(self.url)}: {plain(error)}", hint="is the store's package installed?") from error
-        self._root = self._fs._strip_protocol(self.url)
+        self._root = self._fs._strip_protocol(inner.rstrip("/"))
         self._sizes: dict[str, int] = {}
         self._modified: dict[str, Any] = {}
         self._etags: dict[str, str] = {}  # of S3 objects: every read asks for the very one that was listed
@@ -168,7 +174,7 @@ class RemoteStore:
 
         full = self._full(path)
         future: Future[bytes]
-        if getattr(self._fs, "async_impl", False) and not self._fs.asynchronous:
+        if not self._is_wrapped and getattr(self._fs, "async_impl", False) and not self._fs.asynchronous:
             if hasattr(self._fs, "call_s3"):
                 get = _get_s3(self._fs, full, start, nbytes, self._etags.get(path))
             else:
@@ -207,12 +213,13 @@ class RemoteStore:
     @property
     def s3(self) -> S3 | None:
         """The calls of S3 itself, None for another kind of store."""
-        if self._s3 is None and hasattr(self._fs, "call_s3"):
+        if self._s3 is None and hasattr(self._fs, "call_s3") and not self._is_wrapped:
             self._s3 = S3(self._fs, self.traffic)
         return self._s3
 
     def create(self, path: str, nbytes: int, how: How | None = None) -> Upload | Stream:
         full, url = self._full(path), f"{self.url}/{path}"
+        self._check_direct()
         writer = Upload(self.s3, full, url, nbytes, how) if self.s3 else Stream(self._fs, full, url, nbytes, how)
         self.written[path] = writer
         return writer
@@ -229,6 +236,7 @@ class RemoteStore:
         Raises:
             StorageError: another writer was first, or the store refuses.
         """
+        self._check_direct()
         if self.s3:
             writer = Upload(self.s3, self._full(path), f"{self.url}/{path}", len(data), How((0,), True, is_exclusive, replaces))
             writer.write_at(0, data)
@@ -241,6 +249,10 @@ class RemoteStore:
             if is_exclusive and self._fs.exists(self._full(path)):
                 raise appeared(f"{self.url}/{path}") from None
             raise
+
+    def _check_direct(self) -> None:
+        if self._is_wrapped:
+            raise StorageError(f"a chained URL is only read: {printable(self.url)}", hint="write to the store itself")
 
     def excludes(self, path: str, data: bytes, writer: Upload | Stream | None) -> bool:
         """Tells whether of two writers of one name the second is refused; tried on an object, which is written again as it is."""
