@@ -128,7 +128,7 @@ def staging(target: Path, attempt: str, keeps: str = "", heir_of: Path | None = 
     try:  # from here on, so that a signal at any instant finds its way to the cleaning
         remove_dead(target.parent, _escape_glob(target.name), spared=heir_of or (path if keeps else None))
         try:
-            target.absolute().parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.absolute().parent)
             lock = _inherit(heir_of, path) if heir_of is not None else -1
             for number in range(_TRIES if lock < 0 else 0):
                 path.mkdir(0o700, exist_ok=bool(keeps) or number > 0)
@@ -233,6 +233,18 @@ def sync_directory(path: Path) -> None:
             os.close(fd)
     except OSError as error:
         raise failed("make durable", path, error) from error
+
+
+def make_folder(path: Path) -> None:
+    """Makes a directory, and those above it that are missing, durably: else a power cut could take everything that is put there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [p for p in (path, *path.parents) if not os.path.lexists(p)]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_directory(folder.parent)
 
 
 def publish_directory(place: Staging, overwrite: bool) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.commit import sync_directory, trash_path
+from ckpt_tools.commit import make_folder, sync_directory, trash_path
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import INDEXES, detect_in
 from ckpt_tools.integrity import first_problem
@@ -253,7 +253,7 @@ def lock(root: Path) -> int:
     """
     path = root / LOCK
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root.absolute())
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise failed("create", path, error) from error

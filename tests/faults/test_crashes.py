@@ -1,0 +1,126 @@
+"""A power cut at any call of a save, merge, reshard, copy, prune: the old or the new is there, whole, and the new for sure once it was said so."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckpt_tools
+from ckpt_tools import CheckpointManager
+from ckpt_tools.steps import latest
+from tests.faults.crashes import Disk, crash, record
+from tests.jobs import LONG
+
+pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+STATES = 4000 if LONG else 250
+Files = dict[str, bytes]
+SAVE = """
+import sys, torch
+from ckpt_tools import CheckpointManager
+with CheckpointManager(sys.argv[1], keep_last=1) as checkpoints:
+    newest = checkpoints.latest()
+    step = newest.number if newest else 0
+    checkpoints.save(step + 1, {"w": torch.arange(4000.0) + step, "b": torch.ones(3)}, asynchronous=False)
+"""
+
+
+def contents(path: Path) -> Files:
+    """Every file below a directory, or a file by itself."""
+    if path.is_file():
+        return {"": path.read_bytes()}
+    return {p.relative_to(path).as_posix(): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    state = {f"layer{i}.w": torch.randn(50, 31) for i in range(4)} | {"step": torch.tensor(3)}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "source", no_dist=True)
+    return tmp_path / "source"
+
+
+def run(tmp_path: Path, *words: object) -> Disk:
+    return record([sys.executable, *map(str, words)], tmp_path / "disk", tmp_path / "trace")
+
+
+def old_or_new(name: str, old: Files | None, new: Files, seen: set[str]) -> Callable[[Path, bool], None]:
+    """Checks that what bears the name is one or the other, byte by byte."""
+
+    def check(folder: Path, is_over: bool) -> None:
+        found = contents(folder / name) if (folder / name).exists() else None
+        assert found == new or (found == old and not is_over), (folder, is_over, found and {n: len(d) for n, d in found.items()})
+        seen.add("new" if found == new else "old")
+
+    return check
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+@pytest.mark.parametrize("verb", ["merge", "reshard", "copy"])
+def test_a_result_is_there_whole_or_not_at_all(verb: str, overwrite: bool, source: Path, tmp_path: Path) -> None:
+    if verb == "copy" and overwrite:
+        pytest.skip("a copy replaces nothing")
+    (tmp_path / "disk").mkdir()
+    name = "out.safetensors" if verb == "merge" else "out"
+    words = ["-m", "ckpt_tools", verb, str(source), str(tmp_path / "disk" / name), *(("--to", "2") if verb == "reshard" else ())]
+    old = None
+    if overwrite:
+        dcp.save({"model": {"x": torch.ones(700)}}, checkpoint_id=tmp_path / "before", no_dist=True)
+        if verb == "merge":
+            ckpt_tools.merge(tmp_path / "before", tmp_path / "disk" / name)
+        else:
+            ckpt_tools.reshard(tmp_path / "before", tmp_path / "disk" / name, to_ranks=3)
+        old, words = contents(tmp_path / "disk" / name), [*words, "--overwrite"]
+    disk = run(tmp_path, *words)
+    new, seen = contents(tmp_path / "disk" / name), set[str]()
+    assert crash(disk, STATES, 1, tmp_path, old_or_new(name, old, new, seen)) == STATES and seen == {"old", "new"}
+
+
+def test_a_run_has_a_newest_step_that_is_right(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    right: dict[str, Files] = {}
+    for number in (1, 2):
+        disk = run(tmp_path, "-c", SAVE, tmp_path / "disk" / "run")
+        right[f"step-{number:08d}"] = contents(tmp_path / "disk" / "run" / f"step-{number:08d}")
+        seen = set[str]()
+
+        def check(folder: Path, is_over: bool, number: int = number, seen: set[str] = seen) -> None:
+            found = latest(folder / "run").step if (folder / "run").exists() else None
+            name = Path(found.path).name if found else ""
+            assert name in ([f"step-{number:08d}"] if is_over else ["", *right][number - 1 :]), (folder, name)
+            assert not name or contents(folder / "run" / name) == right[name], (folder, name)
+            seen.add(name)
+
+        assert crash(disk, STATES, 2, tmp_path / f"states{number}", check) == STATES and len(seen) == 2
+
+
+def test_what_is_pruned_goes_and_the_newest_stays(tmp_path: Path) -> None:
+    run_folder = tmp_path / "disk" / "run"
+    with CheckpointManager(run_folder, keep_last=9) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"w": torch.arange(2000.0) + step}, asynchronous=False)
+    right = {path.name: contents(path) for path in run_folder.glob("step-*")}
+    disk = run(tmp_path, "-m", "ckpt_tools", "prune", run_folder, "--keep-last", "1")
+
+    def check(folder: Path, is_over: bool) -> None:
+        found = latest(folder / "run").step
+        assert found is not None and Path(found.path).name == "step-00000003"
+        assert all(contents(path) == right[path.name] for path in (folder / "run").glob("step-*"))
+
+    assert crash(disk, STATES, 3, tmp_path, check) == STATES
+
+
+@pytest.mark.parametrize("kind", ["files", "folders"])
+def test_the_states_are_bad_enough_to_show_a_missing_fsync(kind: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    disk = run(tmp_path, "-m", "ckpt_tools", "reshard", source, tmp_path / "disk" / "out", "--to", "2")
+    for inode in disk.inodes:
+        if inode.is_folder == (kind == "folders"):
+            inode.syncs.clear()
+    with pytest.raises(AssertionError):
+        crash(disk, STATES, 4, tmp_path, old_or_new("out", None, contents(tmp_path / "disk" / "out"), set()))
