@@ -236,6 +236,34 @@ def test_what_is_whole_is_salvaged(is_sealed: bool, saved: Saved, tmp_path: Path
     assert done.returncode == 0 and "lost" in done.stdout and result.lost[0] in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("harm", ["header", "renamed", "gone"])
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_shards_around_one_that_cannot_be_read_are_salvaged(is_sealed: bool, harm: str, tmp_path: Path) -> None:
+    whole = {f"layer{i}.w": torch.randn(100, 30) for i in range(6)}
+    dcp.save({"model": dict(whole)}, checkpoint_id=tmp_path / "one", no_dist=True)
+    ckpt_tools.merge(tmp_path / "one", tmp_path / "c", max_shard_bytes=24_100)
+    shards = sorted((tmp_path / "c").glob("*.safetensors"))
+    gone = set(load_file(shards[1]))
+    assert len(shards) == 3 and len(gone) == 2
+    if not is_sealed:
+        next((tmp_path / "c").glob("ckpt.manifest.*")).unlink()
+    if harm == "gone":
+        shards[1].unlink()
+    else:
+        data = bytearray(shards[1].read_bytes())
+        at = 8 if harm == "header" else data.index(b"layer") + 3  # "lay" + one bit
+        data[at] ^= 1
+        shards[1].write_bytes(data)
+    told = ckpt_tools.verify(tmp_path / "c")
+    assert set(told.lost) == gone and {p.file for p in told.problems} == {shards[1].name}
+    result = ckpt_tools.salvage(tmp_path / "c", tmp_path / "rest")
+    assert set(result.lost) == gone
+    found = {n: v for p in (tmp_path / "rest").glob("*.safetensors") for n, v in load_file(p).items()}
+    assert found.keys() == whole.keys() - gone and all(torch.equal(v, whole[n]) for n, v in found.items())
+    with pytest.raises(IntegrityError, match="is not sealed") if not is_sealed else pytest.raises(PlanError, match="it has a manifest"):
+        ckpt_tools.seal(tmp_path / "c")
+
+
 def test_a_damaged_file_of_tensors_is_salvaged_into_another(saved: Saved, tmp_path: Path) -> None:
     ckpt_tools.merge(saved(4) / "adamw", tmp_path / "m.safetensors")
     flip(tmp_path / "m.safetensors", (tmp_path / "m.safetensors").stat().st_size - 3, 2)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ckpt_tools.box import Box, whole
 from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import by_tag
-from ckpt_tools.errors import CatalogError, FormatError, PlanError, StorageError, printable
+from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, PlanError, StorageError, printable
 from ckpt_tools.formats.base import Request, attempt_of, guess_bare, locate_bare
 from ckpt_tools.plan import Literal, Slot, Target
 from ckpt_tools.storage import Store, check_path, read
@@ -51,20 +51,50 @@ def _data_files(files: Mapping[str, int]) -> list[str]:
 
 def read_catalog(store: Store) -> Catalog:
     """Reads the headers; see `Format.read_catalog`."""
+    return _read_shards(store, *_shards_of(store))
+
+
+def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], dict[str, str]]:
+    """Reads the shards that can be read.
+
+    Returns:
+        What these hold; why each of the others cannot be read; and what the index places in those, with the file.
+
+    Raises:
+        FormatError: none can be read, or the index cannot.
+    """
+    names, weight_map = _shards_of(store)
+    broken: dict[str, CheckpointError] = {}
+    for name in names:
+        try:
+            entries = _read_shard(store, name)[-1]
+            compare_index({fqn: at for fqn, at in weight_map.items() if at == name}, entries, INDEX)
+        except (FormatError, CatalogError) as error:
+            broken[name] = error
+    if len(broken) == len(names):
+        raise FormatError(f"no shard can be read: {next(iter(broken.values()), 'there is none')}")
+    catalog = _read_shards(store, [n for n in names if n not in broken], {f: n for f, n in weight_map.items() if n not in broken})
+    return catalog, broken, {fqn: name for fqn, name in weight_map.items() if name in broken}
+
+
+def _shards_of(store: Store) -> tuple[list[str], dict[str, str]]:
+    """Returns the data files, and the file of each tensor where an index says so."""
     files = store.list_files()
-    weight_map = read_index(store, INDEX) if INDEX in files else None
-    names = sorted(set(weight_map.values())) if weight_map is not None else _data_files(files)
+    if INDEX not in files:
+        return _data_files(files), {}
+    weight_map = read_index(store, INDEX)
+    return sorted(set(weight_map.values())), weight_map
+
+
+def _read_shards(store: Store, names: Sequence[str], weight_map: Mapping[str, str]) -> Catalog:
     tensors: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}
     extras: dict[str, str] = {}
     pieces: dict[str, list[TensorEntry]] = {}
     for name in names:
-        sizes[name] = size_of(store, name)
-        header = _read_header(store, name, sizes[name])
-        more = _read_extras(header.pop("__metadata__", {}), name)
-        offsets = _read_offsets(more.pop(_SHARDING, "{}"), name)
+        sizes[name], more, offsets, entries = _read_shard(store, name)
         extras.update(more)
-        for fqn, entry in _entries(header, name, sizes[name]).items():
+        for fqn, entry in entries.items():
             if fqn in offsets and fqn not in tensors:
                 pieces.setdefault(fqn, []).append(_piece(entry, offsets[fqn], name))
             elif fqn in tensors or fqn in pieces:
@@ -74,10 +104,19 @@ def read_catalog(store: Store) -> Catalog:
                 )
             else:
                 tensors[fqn] = entry
-    compare_index(weight_map or {}, tensors, INDEX)
+    compare_index(weight_map, tensors, INDEX)
     tensors |= {fqn: _whole(fqn, parts) for fqn, parts in pieces.items()}
     ranks = {name: int(m[1]) - 1 for name in names if (m := _RANK.fullmatch(name))} if pieces else {}
     return Catalog(NAME, tensors, file_sizes=sizes, extras=extras, ranks=ranks, world_size=max(ranks.values()) + 1 if ranks else None)
+
+
+def _read_shard(store: Store, name: str) -> tuple[int, dict[str, str], dict[str, tuple[int, ...]], dict[str, TensorEntry]]:
+    """Returns a file's bytes, what its header says for people, where its parts of tensors begin, and its tensors."""
+    size = size_of(store, name)
+    header = _read_header(store, name, size)
+    more = _read_extras(header.pop("__metadata__", {}), name)
+    offsets = _read_offsets(more.pop(_SHARDING, "{}"), name)
+    return size, more, offsets, _entries(header, name, size)
 
 
 def _read_offsets(text: str, name: str) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import CatalogError, FormatError
-from ckpt_tools.formats import Format, detect, folder_of, is_ours
+from ckpt_tools.formats import Format, detect, folder_of, is_ours, safetensors
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
@@ -117,10 +117,12 @@ class Verification:
             self.catalog = self._read_catalog(self.format)
             self.store = Overlay(self.store, self.catalog.made)
         except (FormatError, CatalogError) as error:
-            if self.manifest is None and not self._unreadable:
+            self.catalog = self._read_rest()
+            if self.catalog is None and self.manifest is None and not self._unreadable:
                 raise
             index = self.manifest.index[0] if self.manifest and self.manifest.index else next(iter(self.store.list_files()))
-            self._unreadable.append(Problem(index, f"cannot be read: {error}"))
+            if self.catalog is None:
+                self._unreadable.append(Problem(index, f"cannot be read: {error}"))
         self._flaws = list(flaws(self.catalog)) if self.catalog else []
         self._jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
         self._memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
@@ -134,6 +136,19 @@ class Verification:
             if self.remote is None:
                 raise
             return form.read_catalog(self.store)  # a bit may have flipped on the way
+
+    def _read_rest(self) -> Catalog | None:
+        """Returns what can be read where some files cannot, each of which says by itself what it holds; None for nothing."""
+        if self.format is not safetensors:
+            return None
+        try:
+            catalog, broken, lost = safetensors.read_readable(self.store)
+        except (FormatError, CatalogError):
+            return None
+        for file, error in broken.items():
+            names = [fqn for fqn, at in lost.items() if at == file]
+            self._unreadable += [Problem(file, f"cannot be read: {error}", fqn) for fqn in names or [""]]
+        return catalog
 
     @property
     def num_entries(self) -> int:
