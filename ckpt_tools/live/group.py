@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -159,7 +160,7 @@ class Group(Ranks):
 
     def of_host(self) -> Ranks:
         """Returns those of this rank's host."""
-        hosts = self.all_gather(socket.gethostname(), "find the ranks of each host")
+        hosts = self.all_gather(_host(), "find the ranks of each host")
         near = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         return self if len(near) == self.size else Near(self, near)
 
@@ -195,6 +196,15 @@ class Group(Ranks):
         if not self._is_alone and dist.is_initialized():
             dist.destroy_process_group(self._pg)
         self._is_alone = True
+
+
+def _host() -> str:
+    """Returns what tells this machine from others; many a container is called localhost."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
 
 
 class Near(Ranks):
