@@ -47,6 +47,7 @@ LEVELS = [
         "formats.dcp",
         "formats.accelerate",
         "formats.flat_param",
+        "formats.xla_shards",
         "formats.gguf",
         "formats.npz",
         "formats.per_rank",

@@ -152,12 +152,12 @@ def unfold(raw: Raw, shapes: Shapes, num_ranks: int, others: Counter[str]) -> di
         by_name = [name for name in names if name in shapes]
         for name in by_name:  # what a rank has of it; the vector has it too
             del raw[(*container, name)]
-        for root in _optimizers(raw, container):
+        for root in optimizers(raw, container):
             if by_name:
                 owners = [(dict([item]), {item[0]: 0}) for item in shapes.items() if item[0] in by_name]
             else:
                 owners = [(parts[name], starts[name]) for name in names if name in parts]
-            result |= _unfold_optimizer(raw, root, owners, bool(by_name), others)
+            result |= unfold_optimizer(raw, root, owners, bool(by_name), others)
     order = {fqn: number for number, fqn in enumerate(shapes)}
     return dict(sorted(result.items(), key=lambda item: order.get(str(item[0][-1]), len(order))))  # the model's own
 
@@ -176,13 +176,13 @@ def _vector(name: str, held: Mapping[int, Held]) -> TensorEntry:
     return TensorEntry(name, dtype, shape, tuple(chunks))
 
 
-def _optimizers(raw: Raw, container: Path) -> list[Path]:
+def optimizers(raw: Raw, container: Path) -> list[Path]:
     """Returns the paths of optimizers that number flat parameters and stand beside a model: they have one group, or units for groups."""
     roots = dict.fromkeys(path[:-3] for path in raw if len(path) > 2 and path[-3] == "state" and is_number(path[-2]))
     return [root for root in roots if root[:-1] == container[:-1] or not container[:-1]]
 
 
-def _unfold_optimizer(
+def unfold_optimizer(
     raw: Raw, root: Path, owners: Sequence[tuple[Shapes, Mapping[str, int]]], is_local: bool, others: Counter[str]
 ) -> dict[Path, TensorEntry]:
     """Takes an optimizer's vectors out; number n is that of `owners[n]`. Its groups' numbers become names.

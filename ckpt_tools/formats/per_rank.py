@@ -20,6 +20,7 @@ from ckpt_tools.box import Box, whole
 from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CatalogError, FormatError, printable
+from ckpt_tools.formats import xla_shards
 from ckpt_tools.formats.base import guess_bare, locate_bare, only_read
 from ckpt_tools.formats.flat_param import Held, Raw, has_flats, read_shapes, unfold
 from ckpt_tools.formats.made import Made
@@ -30,8 +31,10 @@ from ckpt_tools.storage import Store
 
 NAME = "per_rank"
 LOOKS_FOR = "*rank_0.pt"
-_FILE = re.compile(r"(?P<part>.*?)[._-]?(?:world_size_(?P<size>\d{1,7})_)?rank[._-]?(?P<rank>\d{1,7})\.(?:pt|pth|bin)")
-_NUMBERED = re.compile(r"(?P<part>.+)_(?P<rank>\d{1,7})(?P<size>)\.pt")  # as torch_checkpointing names them
+_FILE = re.compile(
+    r"(?P<part>.*?)[._-]?(?:world_size_(?P<size>\d{1,7})_)?rank[._-]?(?P<rank>0{0,8}\d{1,7})(?:[_-]of[_-](?P<of>0{0,8}\d{1,7}))?\.(?:pt|pth|bin)"
+)
+_NUMBERED = re.compile(r"(?P<part>.+)_(?P<rank>\d{1,7})(?P<size>)(?P<of>)\.pt")  # as torch_checkpointing names them
 _PART_NAMES = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}  # Accelerate's, of large jobs
 _OWN = re.compile(r"extra_state|rngs?(_states?)?|random_states?")  # parts of which every rank has its own
 locate, guess = locate_bare, guess_bare
@@ -117,7 +120,10 @@ def read_catalog(store: Store) -> Catalog:
                 above = (*above, f"rank_{rank}")
             for path, value, extents in read_leaves(store, name, files[name], others):
                 raw.setdefault((*above, *path), {})[rank] = Held(value, extents)
-    named = unfold(raw, read_shapes(store, files), max(ranks.values()) + 1, others) if has_flats(raw) else {}
+    num_ranks = max(ranks.values()) + 1
+    named = unfold(raw, read_shapes(store, files), num_ranks, others) if has_flats(raw) else {}
+    if xla_shards.has_shards(raw):
+        named |= xla_shards.unfold(raw, num_ranks, others)
     for path, by_rank in raw.items():
         for rank, held in by_rank.items():
             found.add(path, rank, held.value, held.extents)
@@ -129,7 +135,7 @@ def read_catalog(store: Store) -> Catalog:
         found.paths[join(path)] = path
     sizes = {name: files[name] for name in ranks}
     return Catalog(
-        NAME, entries, objects, found.paths, sizes, max(ranks.values()) + 1, ranks, told(others),
+        NAME, entries, objects, found.paths, sizes, num_ranks, ranks, told(others),
         tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), made.files,
     )  # fmt: skip
 
@@ -140,7 +146,7 @@ def _parts(files: Mapping[str, int]) -> dict[str, list[str]]:
     sizes: dict[str, set[int]] = {}
     for name, match in _matches(files).items():
         found.setdefault(match["part"], {})[int(match["rank"])] = name
-        sizes.setdefault(match["part"], set()).update([int(match["size"])] if match["size"] else [])
+        sizes.setdefault(match["part"], set()).update([int(size)] if (size := match["size"] or match["of"]) else [])
     for part, names in found.items():
         world_size = max([*sizes[part], max(names) + 1])
         missing = [rank for rank in range(world_size) if rank not in names]

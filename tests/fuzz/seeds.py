@@ -75,7 +75,20 @@ def states(kind: str) -> list[object]:
             {
                 "model": {"a._flat_param": torch.ones(12), "_flat_param": flat, "a.w": torch.ones(3), "b": torch.ones(5)},
                 "optim": {"state": {0: moments}, "param_groups": [group]},
-            }
+            },
+            {
+                "model": OrderedDict([("_fsdp_shard_w", flat), ("u._fsdp_shard_f", flat), ("_fsdp_wrapped_module.s", torch.ones(2))]),
+                "optimizer": {"state": {0: moments, 1: moments}, "param_groups": [group | {"params": [0, 1]}]},
+                "shard_metadata": {
+                    "shard_info": {
+                        "": {"_fsdp_shard_w": {"_orig_size": torch.Size([3, 4]), "_orig_name": "_fsdp_wrapped_module.w"}},
+                        "u": {"_fsdp_shard_f": {"_orig_size": torch.Size([17]), "_orig_name": "_fsdp_wrapped_module.flat_param_0"}},
+                    },
+                    "flatten_info": {"u._fsdp_wrapped_module.flat_param_0": (["a", "b"], [torch.Size([3, 4]), torch.Size([5])], [12, 5])},
+                    "world_size": 1,
+                    "rank": 0,
+                },
+            },
         ]
     shapes = [OrderedDict([("a.w", torch.Size([3, 4])), ("b", torch.Size([5]))])]
     model = {"module": OrderedDict([("a.w", torch.ones(3, 4)), ("s", torch.ones(1))]), "buffer_names": ["s"], "param_shapes": shapes, "shared_params": {"c": "b"},
