@@ -93,7 +93,7 @@ class Group(Ranks):
         """Opens a gloo group over the ranks of `pg` (all ranks where None); alone where torch.distributed is not initialised."""
         self._is_alone = not (dist.is_available() and dist.is_initialized())
         self.rank, self.size = (0, 1) if self._is_alone else (dist.get_rank(pg), dist.get_world_size(pg))
-        self._timeout_s, self._count = timeout_s, 0
+        self._timeout_s = timeout_s
         if self.size == 1:
             self._is_alone = True
         if not self._is_alone:
@@ -165,7 +165,6 @@ class Group(Ranks):
         return self if len(near) == self.size else Near(self, near)
 
     def _call(self, what: str, collective: Callable[[], object]) -> None:
-        self._count += 1
         try:
             collective()
         except (RuntimeError, ValueError) as error:
@@ -177,19 +176,23 @@ class Group(Ranks):
             ) from error
 
     def _missing(self) -> list[int]:
-        """Returns the ranks that do not answer a roll call: those that live have seen the same exchange fail by now."""
+        """Returns the ranks that do not answer a roll call: those that live have seen an exchange fail by now, this one or another."""
         try:
             store = dist.distributed_c10d._get_default_store()
-            key = f"{self._name}/roll/{self._count}"
-            store.set(f"{key}/{self.rank}", "here")
+            store.set(f"{self._name}/roll/{self.rank}", str(time.time()))
             deadline = time.monotonic() + _ROLL_CALL_S
             missing = list(range(self.size))
             while missing and time.monotonic() < deadline:
-                missing = [r for r in missing if not store.check([f"{key}/{r}"])]
+                missing = [rank for rank in missing if not self._is_here(store, rank)]
                 time.sleep(0.05)
         except (RuntimeError, ValueError):  # the store died with the rank that served it
             return []
         return missing
+
+    def _is_here(self, store: Any, rank: int) -> bool:
+        """Tells whether a rank has answered, not long ago: an exchange may have failed before, and the job gone on."""
+        key = f"{self._name}/roll/{rank}"
+        return bool(store.check([key])) and time.time() - float(store.get(key)) < self._timeout_s + 2 * _ROLL_CALL_S
 
     def close(self) -> None:
         """Gives the group up."""
