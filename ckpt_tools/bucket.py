@@ -276,7 +276,7 @@ class RemotePlace:
     def _is_stale(self, name: str, index: Literal | None) -> bool:
         if index is None:
             return name != self._manifest and is_note(name, self._single)
-        if name in INDEXES or name == self._manifest or attempt_of(name) == self.attempt[:8]:
+        if name in (*INDEXES, index.file, self._manifest) or attempt_of(name) == self.attempt[:8]:
             return False
         return bool(attempt_of(name)) or is_note(name) or (bool(self._overwrite or self._expected) and is_ours(name))
 

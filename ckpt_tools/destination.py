@@ -73,7 +73,7 @@ class Place(Protocol):
 
         Args:
             manifest: None for a copy of what has none.
-            index: None where a single file is its own.
+            index: None where a single file is its own, or on a disk, where a directory needs none.
 
         Raises:
             StorageError: another writer was first, or the store refuses; nothing is visible then.
@@ -274,7 +274,7 @@ class LocalPlace:
             if literal is not None:
                 write_file(LocalStore(self.folder), literal.file, literal.data)
         journal.remove(self.folder)
-        if index is None:
+        if self._single:
             commit.publish_file(self._staging, self._single, manifest.file if manifest else "", self._overwrite)
         else:
             commit.publish_directory(self._staging, self._overwrite)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
-from ckpt_tools.errors import IntegrityError
+from ckpt_tools.errors import IntegrityError, PlanError, StorageError
 from ckpt_tools.formats import open_source
 from tests.servers.servers import Server
+from tests.test_bucket import real
 
 Saved = Callable[[int], Path]
 
@@ -49,6 +52,57 @@ def test_convert_reads_from_and_writes_to_a_bucket(server: Server, tmp_path: Pat
         "convert/hf"
     )
     assert not fs.call_s3("list_multipart_uploads", Bucket="convert").get("Uploads")
+
+
+def made_by_others(kind: str, folder: Path) -> None:
+    """Checkpoints without an index of ours."""
+    torch.manual_seed(1)
+    model = {f"w{i}": torch.randn(400, 700) for i in range(6)}
+    if kind == "accelerate":
+        for part, state in (
+            ("pytorch_model_fsdp_0", {"model": model}),
+            ("optimizer_0", {"optimizer": {"state": {"w0": {"step": torch.ones(1)}}}}),
+        ):
+            dcp.save(state, checkpoint_id=folder / part, no_dist=True)
+        (folder / "trainer_state.json").write_text('{"global_step": 7}')
+    elif kind == "bin":
+        names = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+        folder.mkdir()
+        for number, name in enumerate(names):
+            torch.save({f: v for f, v in model.items() if int(f[1:]) % 2 == number}, folder / name)
+        placed = {f: names[int(f[1:]) % 2] for f in model}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": placed}))
+    else:
+        folder.mkdir()
+        for rank in range(2):
+            torch.save({"model": model, "rank": rank}, folder / f"ckpt_rank_{rank}.pt")
+
+
+@pytest.mark.parametrize("kind", ["accelerate", "bin", "ranks"])
+def test_a_directory_without_an_index_is_copied_to_a_disk_and_into_a_bucket(kind: str, server: Server, tmp_path: Path) -> None:
+    real(server)
+    made_by_others(kind, tmp_path / "src")
+    right = {p.relative_to(tmp_path / "src").as_posix(): p.read_bytes() for p in (tmp_path / "src").rglob("*") if p.is_file()}
+    server.bucket(f"others-{kind}")
+    at, options = f"s3://others-{kind}/copy", {"storage_options": server.options}
+    ckpt_tools.copy(tmp_path / "src", at, **options)
+    ckpt_tools.copy(at, tmp_path / "back", **options)
+    ckpt_tools.copy(tmp_path / "back", tmp_path / "again")
+    assert {p.relative_to(tmp_path / "again").as_posix(): p.read_bytes() for p in (tmp_path / "again").rglob("*") if p.is_file()} == right
+    assert ckpt_tools.diff(tmp_path / "src", at, **options).is_same and ckpt_tools.verify(at, **options).problems == []
+    with pytest.raises(StorageError, match="the destination exists"):
+        ckpt_tools.copy(tmp_path / "src", tmp_path / "again")
+    assert not list(tmp_path.glob(".tmp.*"))
+
+
+def test_what_no_small_file_makes_a_checkpoint_is_not_copied_into_a_bucket(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    for rank in range(2):
+        torch.save({"model": {"w": torch.zeros(17_000_000)}}, tmp_path / "src" / f"ckpt_rank_{rank}.pt")
+    with pytest.raises(PlanError, match="an object store would show it before it is whole"):
+        ckpt_tools.copy(tmp_path / "src", "memory://large/copy")
+    ckpt_tools.copy(tmp_path / "src", tmp_path / "copy")
+    assert ckpt_tools.diff(tmp_path / "src", tmp_path / "copy").is_same
 
 
 def test_damage_is_found_where_no_fingerprint_comes_together(saved: Saved, tmp_path: Path) -> None:

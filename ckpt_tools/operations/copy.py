@@ -19,7 +19,7 @@ from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination, Place, open_destination
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
-from ckpt_tools.errors import IntegrityError, NotACheckpointError, PlanError, StorageError, printable
+from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats import INDEXES, Source, is_ours, open_source
 from ckpt_tools.formats.base import MANIFEST, attempt_of, note_of
 from ckpt_tools.manifest import Manifest, Sealed, file_name, find, of_source
@@ -30,6 +30,7 @@ from ckpt_tools.storage import LocalStore, RemoteStore, is_url, read
 from ckpt_tools.team import ALONE, Team, agree
 
 _ASKERS = 16
+_MAX_LAST_BYTES = 64 << 20  # of a file that is held in memory to come last
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +114,13 @@ class _Work:
         files = dict(source.store.list_files(below=True))
         if self.manifest:
             files = {name: nbytes for name, nbytes in files.items() if not self._is_stale(name)}
-        self.index = next((name for name in INDEXES if name in files), "")
+        self.index = self._last_file(files)
         self.seal = next((name for name in files if note_of(name) == (MANIFEST, "")), "")
         self.single = target.url.rpartition("/")[2] if source.is_file else ""
-        if not self.index and not source.is_file:
-            raise NotACheckpointError(
-                f"a directory without an index is not copied yet: {printable(source.path)}", hint="copy its parts one by one"
+        if not self.index and not source.is_file and is_url(target.url):
+            raise PlanError(
+                f"an object store would show it before it is whole: no small file makes it a checkpoint ({printable(source.path)})",
+                hint="copy it to a disk, or reshard it into the bucket",
             )
         self.files = files
         self.data = {name: nbytes for name, nbytes in files.items() if name not in (self.index, self.seal)}
@@ -128,6 +130,14 @@ class _Work:
             self.crcs = {} if crc is None else {next(iter(files)): crc}
         self.missing = dict(self.data)
         self.is_within = False
+
+    def _last_file(self, files: Mapping[str, int]) -> str:
+        """Returns the file that comes last: the index, else a small one without which the rest is no checkpoint; "" for none."""
+        found = next((name for name in INDEXES if name in files), "")
+        if found or self.source.is_file:
+            return found
+        small = sorted((nbytes, name) for name, nbytes in files.items() if nbytes <= _MAX_LAST_BYTES)
+        return next((name for _, name in small if not self.source.format.recognise({n: s for n, s in files.items() if n != name})), "")
 
     def _is_stale(self, name: str) -> bool:
         assert self.manifest is not None
@@ -152,7 +162,8 @@ class _Work:
             return str(uuid.uuid4())
         if self.manifest:
             return self.manifest.attempt
-        return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{crc64nvme(read(self.source.store, self.index))} {sorted(self.data.items())}"))
+        last = crc64nvme(read(self.source.store, self.index)) if self.index else self.source.path
+        return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{last} {sorted(self.data.items())}"))
 
     def look_at(self, options: Mapping[str, Any] | None) -> str:
         """Tells whether the destination holds "all" of this very checkpoint, a "part" that is not committed, or "another" thing."""
@@ -199,7 +210,7 @@ class _Work:
         store = self.source.store
         if not self.single:
             seal = Literal(self.seal, 0, read(store, self.seal)) if self.seal else None
-            return seal, Literal(self.index, 0, read(store, self.index))
+            return seal, Literal(self.index, 0, read(store, self.index)) if self.index else None
         (nbytes,) = self.files.values()
         manifest = Manifest.now(
             attempt, "copy", self.source.format.NAME, {"name": self.source.name, "format": self.source.format.NAME}, world_size=None,
