@@ -150,6 +150,17 @@ def flat_start(box: Box, shape: Sequence[int]) -> int:
     return index
 
 
+def flat_span(box: Box, frame: Box) -> tuple[int, int] | None:
+    """Returns the elements of `frame`, a row-major buffer, that hold `box`, if they are one run."""
+    if box == frame:
+        return 0, frame.numel
+    inner = box.within(frame)
+    if not is_flat(inner, frame.sizes):
+        return None
+    start = flat_start(inner, frame.sizes)
+    return start, start + box.numel
+
+
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Returns the elements `start <= i < stop` of a row-major tensor of `shape` as boxes, in order: at most 2N-1."""
     if not 0 <= start <= stop <= math.prod(shape):

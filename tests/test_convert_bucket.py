@@ -59,11 +59,7 @@ def made_by_others(kind: str, folder: Path) -> None:
     torch.manual_seed(1)
     model = {f"w{i}": torch.randn(400, 700) for i in range(6)}
     if kind == "accelerate":
-        for part, state in (
-            ("pytorch_model_fsdp_0", {"model": model}),
-            ("optimizer_0", {"optimizer": {"state": {"w0": {"step": torch.ones(1)}}}}),
-        ):
-            dcp.save(state, checkpoint_id=folder / part, no_dist=True)
+        dcp.save({"model": model}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
         (folder / "trainer_state.json").write_text('{"global_step": 7}')
     elif kind == "bin":
         names = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
@@ -103,6 +99,12 @@ def test_what_no_small_file_makes_a_checkpoint_is_not_copied_into_a_bucket(tmp_p
         ckpt_tools.copy(tmp_path / "src", "memory://large/copy")
     ckpt_tools.copy(tmp_path / "src", tmp_path / "copy")
     assert ckpt_tools.diff(tmp_path / "src", tmp_path / "copy").is_same
+    made_by_others("accelerate", tmp_path / "two")  # with an optimizer there are two indexes: neither can be the only last one
+    dcp.save({"optimizer": {"state": {"w0": {"step": torch.ones(1)}}}}, checkpoint_id=tmp_path / "two" / "optimizer_0", no_dist=True)
+    with pytest.raises(PlanError, match="an object store would show it before it is whole"):
+        ckpt_tools.copy(tmp_path / "two", "memory://two/copy")
+    ckpt_tools.copy(tmp_path / "two", tmp_path / "two-copied")
+    assert ckpt_tools.diff(tmp_path / "two", tmp_path / "two-copied").is_same
 
 
 def test_damage_is_found_where_no_fingerprint_comes_together(saved: Saved, tmp_path: Path) -> None:

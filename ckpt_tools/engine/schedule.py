@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckpt_tools.box import Box, BoxIndex, bands, flat_start, is_flat, row_major_strides, whole
+from ckpt_tools.box import Box, BoxIndex, bands, flat_span, flat_start, is_flat, row_major_strides, whole
 from ckpt_tools.catalog import Chunk, Extent, ManyChunks
 from ckpt_tools.plan import Plan, Slot, TensorPlan
 
@@ -60,13 +60,8 @@ class Tile(NamedTuple):
 
     def flat_range(self, box: Box) -> tuple[int, int] | None:
         """Returns the bytes of the tile's source values that hold `box`, if they are one run."""
-        if box is self.box or box == self.box:
-            return 0, self.src_nbytes
-        inner = box.within(self.box)
-        if not is_flat(inner, self.box.sizes):
-            return None
-        start = flat_start(inner, self.box.sizes) * self.tensor.src_dtype.itemsize
-        return start, start + box.numel * self.tensor.src_dtype.itemsize
+        span, itemsize = flat_span(box, self.box), self.tensor.src_dtype.itemsize
+        return None if span is None else (span[0] * itemsize, span[1] * itemsize)
 
 
 class Step(NamedTuple):

@@ -44,7 +44,7 @@ def unfold(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Path, TensorE
     root = next(path[:-2] for path in raw if path[-2:] == (_METADATA, "world_size"))
     for path in [p for p in raw if root and p[: len(root)] == root]:  # the files' own name says nothing
         raw[path[len(root) :]] = raw.pop(path)
-    told = {path[1:]: raw.pop(path) for path in [p for p in raw if p[0] == _METADATA]}
+    told = {path[1:]: raw.pop(path) for path in [p for p in raw if p[:1] == (_METADATA,)]}
     ranks = [(rank, held.value) for rank, held in told["rank",].items()] if ("rank",) in told else []
     if any(h.value != num_ranks for h in told["world_size",].values()) or any(rank != value for rank, value in ranks):
         raise FormatError(f"files of other ranks than {_METADATA} says: expected rank 0 to {num_ranks - 1} of {num_ranks}")
@@ -55,7 +55,8 @@ def unfold(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Path, TensorE
     for path in [p for p in raw if p[:-1] == model]:
         name = str(path[-1])
         if not any(part.startswith(_MARK) for part in name.split(".")):
-            raw[*model, _clean(name)] = raw.pop(path)
+            held = raw.pop(path)  # a buffer: every rank may have its own, and its own tool takes that of rank 0
+            raw[*model, _clean(name)] = {min(held): held[min(held)]}
             continue
         cuts.append(_cut(name, values))
         result |= {(*model, t.fqn): t for t in unflatten(_vector(name, raw.pop(path), cuts[-1]), *cuts[-1])}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt_tools.box import Box, bands, flat_start, is_flat, row_major_strides
+from ckpt_tools.box import Box, bands, flat_span, flat_start, is_flat, row_major_strides
 from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.engine.kernels import Bytes, gather, scatter
@@ -390,8 +390,5 @@ def _parts(pieces: Round) -> Iterator[tuple[int, Piece, Wanted, Box]]:
 
 def _flat(data: Bytes, frame: Box, box: Box, itemsize: int) -> Bytes | None:
     """Returns the elements of `box` within `frame`, a row-major buffer, where they lie together."""
-    inner = box.within(frame)
-    if not is_flat(inner, frame.sizes):
-        return None
-    start = flat_start(inner, frame.sizes) * itemsize
-    return data[start : start + box.numel * itemsize]
+    span = flat_span(box, frame)
+    return None if span is None else data[span[0] * itemsize : span[1] * itemsize]

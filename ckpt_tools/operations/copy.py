@@ -119,7 +119,7 @@ class _Work:
         self.single = target.url.rpartition("/")[2] if source.is_file else ""
         if not self.index and not source.is_file and is_url(target.url):
             raise PlanError(
-                f"an object store would show it before it is whole: no small file makes it a checkpoint ({printable(source.path)})",
+                f"an object store would show it before it is whole: no single small file makes it a checkpoint ({printable(source.path)})",
                 hint="copy it to a disk, or reshard it into the bucket",
             )
         self.files = files
@@ -136,6 +136,8 @@ class _Work:
         found = next((name for name in INDEXES if name in files), "")
         if found or self.source.is_file:
             return found
+        if sum(name.rpartition("/")[2] in INDEXES for name in files) > 1:
+            return ""  # each makes its own folder a checkpoint, and only one can be the last
         small = sorted((nbytes, name) for name, nbytes in files.items() if nbytes <= _MAX_LAST_BYTES)
         return next((name for _, name in small if not self.source.format.recognise({n: s for n, s in files.items() if n != name})), "")
 

@@ -120,8 +120,8 @@ class Verification:
             self.catalog = self._read_rest()
             if self.catalog is None and self.manifest is None and not self._unreadable:
                 raise
-            index = self.manifest.index[0] if self.manifest and self.manifest.index else next(iter(self.store.list_files()))
             if self.catalog is None:
+                index = self.manifest.index[0] if self.manifest and self.manifest.index else next(iter(self.store.list_files()))
                 self._unreadable.append(Problem(index, f"cannot be read: {error}"))
         self._flaws = list(flaws(self.catalog)) if self.catalog else []
         self._jobs = options.get("jobs") or min(8, os.cpu_count() or 1)

@@ -268,8 +268,8 @@ class RemoteStore:
             return False
         try:
             self._fs.pipe_file(self._full(path), data, mode="create")
-        except Exception:  # noqa: BLE001  # every package has exceptions of its own
-            return True
+        except Exception as error:  # noqa: BLE001  # every package has exceptions of its own; anything else says nothing of the condition
+            return isinstance(error, FileExistsError) or getattr(error, "code", None) in (409, 412)
         return False
 
     def version(self, path: str) -> str:

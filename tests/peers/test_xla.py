@@ -71,9 +71,9 @@ class Job:
                 continue
             for name, own in zip(names, inner, strict=True):
                 self.add(prefix, f"_fsdp_wrapped_module.{own}", parameters[name].detach(), [name], [parameters[name].shape])
-        for state in self.states:
+        for rank, state in enumerate(self.states):
             for name, buffer in net.named_buffers():
-                state[f"_fsdp_wrapped_module.{name}"] = buffer.clone()
+                state[f"_fsdp_wrapped_module.{name}"] = buffer.clone() + rank  # each rank has seen other batches
 
     def add(self, prefix: str, own: str, whole: torch.Tensor, names: list[str], shapes: list[torch.Size]) -> None:
         suffix = f"_fsdp_shard.{own}".replace(".", SEPARATOR)
