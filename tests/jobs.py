@@ -16,9 +16,14 @@ LONG = bool(os.environ.get("CKPT_LONG"))
 EVERY = 1 if LONG else 2  # of the system calls that are made to fail, one by one
 
 
-def torchrun_command(num_ranks: int, *words: object) -> list[str]:
-    """Returns the command that runs a script on so many gloo processes of this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *map(str, words)]
+def torchrun_command(num_ranks: int, *words: object, is_forked: bool = True) -> list[str]:
+    """Returns the command that runs a script on so many gloo processes of this machine.
+
+    They are forked by torchrun's own agent from one process, because most of a short job's time goes into importing torch; a command line
+    of torchrun itself where `is_forked` is false.
+    """
+    launcher = [str(ROOT / "tests" / "launch.py")] if is_forked else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    return [sys.executable, *launcher, str(num_ranks), *map(str, words)]
 
 
 def children(pid: int) -> list[int]:

@@ -190,6 +190,7 @@ def test_the_command_takes_urls_and_storage_options(server: Server, uploaded: Pa
         ("s3://bucket/run/step-7/.metadata", "a part of a checkpoint: s3://bucket/run/step-7/.metadata"),
         ("filecache::s3://bucket/run", "a chained URL is not opened: filecache::s3://bucket/run"),
         ("nosuch://bucket/run", "cannot open nosuch://bucket/run: Protocol not known: nosuch"),
+        ("reference://x", "cannot open reference://x: ReferenceFileSystem"),
     ],
 )
 def test_what_is_not_there_is_one_clear_line(url: str, message: str, server: Server, uploaded: Path) -> None:

@@ -71,8 +71,10 @@ class RemoteStore:
         try:
             fresh = {"use_listings_cache": False}  # what was listed once must not stay true for ever
             self._fs = fs or (url_to_fs(url, **options)[0] if wrappers else fsspec.filesystem(url.split("://")[0], **(fresh | options)))
-        except (ImportError, ValueError) as error:
-            raise StorageError(f"cannot open {printable(self.url)}: {plain(error)}", hint="is the store's package installed?") from error
+        except Exception as error:  # every package has exceptions of its own
+            is_missing = isinstance(error, ImportError | ValueError)
+            hint = "is the store's package installed?" if is_missing else "its own options go by --storage-option key=value"
+            raise StorageError(f"cannot open {printable(self.url)}: {plain(error)}", hint=hint) from error
         self._root = self._fs._strip_protocol(inner.rstrip("/"))
         self._sizes: dict[str, int] = {}
         self._modified: dict[str, Any] = {}

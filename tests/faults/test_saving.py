@@ -17,7 +17,7 @@ import torch
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.steps import damage, list_steps, prune
 from tests.conftest import HERE
-from tests.jobs import LONG
+from tests.jobs import LONG, torchrun_command
 
 
 def fleet(root: Path, *args: str) -> str:
@@ -65,10 +65,11 @@ def test_a_disk_that_is_full_fails_the_save_and_once_there_is_room_saving_goes_o
 # ---- the training program ----------------------------------------------------------------------------------------------------
 
 
-def training(num_ranks: int, folder: Path, *args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m", "training"]
+def training(num_ranks: int, folder: Path, *args: str, is_forked: bool = True) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*command, *(word for option in (f"run.dir={folder}", *args) for word in ("--set", option))],
+        torchrun_command(
+            num_ranks, "-m", "training", *(word for option in (f"run.dir={folder}", *args) for word in ("--set", option)), is_forked=is_forked
+        ),
         cwd=HERE.parent, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -98,9 +99,9 @@ SMALL = ("data.batch_size=4", "data.seq_len=32")
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_the_step_saves_it_and_exits_with_its_code(number: signal.Signals, tmp_path: Path) -> None:
-    process = training(2, tmp_path, "run.steps=100000", *SMALL)
+    process = training(2, tmp_path, "run.steps=100000", *SMALL, is_forked=number != signal.SIGTERM)
     wait_for(tmp_path / "metrics.jsonl", process)
-    if number == signal.SIGTERM:  # as a spot instance gets it: torchrun passes it on
+    if number == signal.SIGTERM:  # as a spot instance gets it: torchrun itself passes it on
         process.send_signal(number)
     else:  # as Slurm sends it to one of the tasks
         os.kill(ranks_of(process)[1], number)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs import torchrun_command
+
 ROOT = Path(__file__).parent.parent.parent
 JOBS = Path(__file__).parent
 FOLDER = ROOT / ".peers"
@@ -67,7 +69,7 @@ def run_job(peer: str, num_ranks: int, script: str, *arguments: object) -> None:
     """Runs one of the scripts of this folder in a peer's environment, under torchrun where it has several ranks."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks else []
-    command = [python_of(peer), *launch, str(JOBS / script), *map(str, arguments)]
+    words = [JOBS / script, *arguments]
+    command = [python_of(peer), *(torchrun_command(num_ranks, *words)[1:] if num_ranks else map(str, words))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

@@ -19,7 +19,7 @@ import ckpt_tools
 from tests.conftest import HERE
 from tests.dist.strategies import VARIANTS
 from tests.dist.test_real_jobs import assert_same, stock_load
-from tests.jobs import LONG
+from tests.jobs import LONG, torchrun_command
 from training.data import prepare
 
 TINY = (
@@ -29,8 +29,7 @@ TINY = (
 
 
 def command(num_ranks: int, *arguments: object, script: str = "") -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [*launcher, *([str(HERE / "dist" / script)] if script else ["-m", "training"]), *map(str, arguments)]
+    return torchrun_command(num_ranks, *([HERE / "dist" / script] if script else ["-m", "training"]), *arguments)
 
 
 def sets(*overrides: str) -> list[str]:
