@@ -21,6 +21,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 HERE = Path(__file__).parent
+_SERVERS = "servers"
+_FIRST = (_SERVERS, "training/", "faults/test_saving", "peers/", "faults/", "test_team")
 ALL_CASES = "adamw sgd hsdp tp columns dtypes strided names fsdp1 compiled titan flat headless local differ"
 CASES = {8: ALL_CASES, 4: "adamw columns tp hsdp", 3: "adamw columns", 1: "adamw columns", 16: "adamw columns"}
 
@@ -35,8 +37,14 @@ def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> Non
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Where tests run side by side, a file's stay together, and all that need an S3 server share one."""
-    name = "servers" if "server" in getattr(item, "fixturenames", ()) else str(item.path)
+    name = _SERVERS if "server" in getattr(item, "fixturenames", ()) else str(item.path.relative_to(HERE))
     item.add_marker(pytest.mark.xdist_group(name))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with what takes longest, so that no process is left with it at the end."""
+    groups = {item: next(item.iter_markers("xdist_group")).args[0] for item in items}
+    items.sort(key=lambda item: next((n for n, first in enumerate(_FIRST) if groups[item].startswith(first)), len(_FIRST)))
 
 
 @pytest.fixture(scope="session")
