@@ -31,7 +31,7 @@ from ckpt_tools.formats import (
 )
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.torch_save import join, nested
-from ckpt_tools.operations.huggingface import adapter_config, base_files, check_loads, head_counts, untie
+from ckpt_tools.operations.huggingface import adapter_config, base_files, check_loads, find_base, head_counts, untie
 from ckpt_tools.operations.keymap import apply_map, read_map
 from ckpt_tools.operations.lora import adapter_of
 from ckpt_tools.operations.move import Options, Path_, transfer
@@ -184,6 +184,8 @@ class _Job:
         if to == "safetensors":
             return catalog, safetensors, shards(self._targets(catalog), most, dst.rstrip("/").rpartition("/")[2])
         base = self.how.get("base")
+        if base is None:
+            self.parts.notes.append(f"no config and no tokenizer go along: --base {find_base(self.source.path)} would bring them")
         config, files = base_files(base, [self._dtype(t).name for t in catalog.tensors.values()]) if base is not None else ({}, {})
         catalog = untie(self.source, catalog, config, self.parts.notes)
         return catalog, safetensors, replace(shards(self._targets(catalog), most or _MAX_SHARD_BYTES, ""), files=files)
@@ -273,6 +275,8 @@ def _check(to: str, dst: str, how: Conversion) -> None:
         raise PlanError(f"{to} is one file: expected a name that ends in {' or '.join(suffixes)}, got {printable(dst)!r}")
     if check and to != "hf":
         raise PlanError("--check is for --to hf", hint="it loads the directory with transformers")
+    if check and how.get("base") is None:
+        raise PlanError("--check needs --base DIR, whose config.json says which model it is")
     if check and is_url(dst):
         raise PlanError("--check loads the result from a disk", hint="write it locally, then ckpt copy")
     if to in ("accelerate", "deepspeed-universal") and is_url(dst):

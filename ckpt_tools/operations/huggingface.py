@@ -21,6 +21,7 @@ from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import Source
 from ckpt_tools.plan import plan_values
+from ckpt_tools.storage import is_url
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".distcp", ".index.json")
 _MAX_FILE_BYTES = 256 << 20
@@ -58,6 +59,14 @@ def read_config(base: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise PlanError(f"--base: config.json holds no table ({printable(str(base))})")
     return config
+
+
+def find_base(src: str) -> str:
+    """Returns the directory that has a model's config beside or within a checkpoint, as a person would give it; DIR where there is none."""
+    for folder in (Path(src), Path(src) / "huggingface", Path(src).parent):  # verl keeps it in the second
+        if not is_url(src) and (folder / "config.json").is_file():
+            return printable(str(folder))
+    return "DIR"
 
 
 def adapter_config(base: str | os.PathLike[str]) -> bytes:
@@ -150,8 +159,9 @@ def check_loads(folder: str) -> None:
     done = subprocess.run([sys.executable, "-c", _CHECK, folder], capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        advice = "; pip install transformers" if last.startswith("ModuleNotFoundError") else ""
         raise PlanError(
-            f"transformers does not load the result: {printable(last)}", hint=f"it is complete at {folder}; pip install transformers"
+            f"transformers does not load the result: {printable(last)}", hint=f"what was written is complete at {folder}{advice}"
         )
     wrong = json.loads(done.stdout.strip().splitlines()[-1])
     if wrong:

@@ -25,6 +25,8 @@ _PEERS = {
     "megatron": "megatron-core==0.16.1",
     "torch_checkpointing": "torch_checkpointing==0.1.1",
     "peft": "peft==0.21.2",
+    "verl": "verl==0.9.1 tensordict pyvers orjson omegaconf hydra-core antlr4-python3-runtime==4.9.3 peft==0.21.2 ray msgpack cloudpickle codetiming"
+    " protobuf datasets multiprocess dill xxhash pandas pytz tzdata python-dateutil six pyarrow",
     "clouds": "adlfs azure-core azure-identity azure-storage-blob msal msal-extensions isodate pyjwt decorator gcsfs gcp-storage-emulator"
     " google-api-core google-auth google-auth-oauthlib google-cloud-core google-cloud-storage google-cloud-storage-control google-crc32c"
     " google-resumable-media googleapis-common-protos grpc-google-iam-v1 grpcio grpcio-status oauthlib proto-plus protobuf pyasn1"

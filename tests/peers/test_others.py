@@ -1,7 +1,8 @@
-"""Checkpoints of Lightning, Megatron-Core and torch_checkpointing, written by them."""
+"""Checkpoints of Lightning, Megatron-Core, torch_checkpointing, verl and PEFT, written by them."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_tools
-from ckpt_tools import PlanError
+from ckpt_tools import IntegrityError, PlanError
 from tests.jobs import LONG
-from tests.peers.environments import run_job
+from tests.peers.environments import python_of, run_job
 
 
 @pytest.mark.parametrize("kind", ["sharded", "file"] if LONG else ["sharded"])
@@ -64,6 +65,32 @@ def test_torch_checkpointing(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "s.pt")
     assert state["model"].keys() == want["model"].keys() and all(torch.equal(state["model"][n], v) for n, v in want["model"].items())
     assert all(torch.equal(state["optim"]["state"][i][k], v) for i, s in want["state"].items() for k, v in s.items())
+
+
+@pytest.mark.skipif(not LONG, reason="600 MB to install: CKPT_LONG=1")
+@pytest.mark.parametrize(
+    ("kind", "dtype", "ranks"), [("fsdp2", "float32", 2), ("fsdp2", "bfloat16", 3), ("hsdp", "float32", 4), ("fsdp1", "float32", 2)]
+)
+def test_verl(kind: str, dtype: str, ranks: int, tmp_path: Path) -> None:
+    """A tied model of transformers; merged by verl's own merger, which makes bfloat16 of everything."""
+    actor = tmp_path / "actor"
+    run_job("verl", ranks, "verl_job.py", actor, kind, dtype)
+    merger = ["-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", actor, "--target_dir", tmp_path / "merged"]
+    subprocess.run([python_of("verl"), *map(str, merger)], capture_output=True)  # it wants a tokenizer, when all is written
+    assert ckpt_tools.verify(actor).problems == [] and ckpt_tools.inspect(actor).world_size == ranks
+    ckpt_tools.convert(actor, tmp_path / "hf", to="hf", base=actor / "huggingface", dtype="bf16", check=True)
+    assert ckpt_tools.diff(tmp_path / "hf", tmp_path / "merged").is_same
+    if kind == "fsdp1":  # each rank's flat moments under the same number
+        with pytest.raises(IntegrityError, match=r"replicas differ: 'optim\.state\.0\.exp_avg'"):
+            ckpt_tools.convert(actor, tmp_path / "s.pt", to="torch")
+        return
+    want = torch.load(tmp_path / "whole.pt")
+    ckpt_tools.convert(actor, tmp_path / "s.pt", to="torch", optimizer="ids")
+    got = torch.load(tmp_path / "s.pt")
+    assert got["model"].keys() == want["model"].keys() and all(torch.equal(got["model"][n], v) for n, v in want["model"].items())
+    assert len(got["optim"]["state"]) == len(want["state"])
+    for number, values in enumerate(want["state"].values()):
+        assert all(torch.equal(got["optim"]["state"][number][key], value) for key, value in values.items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if LONG else ["float32"])
