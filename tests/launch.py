@@ -22,10 +22,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 def load_imports(script: Path) -> None:
     """Imports the modules that a script imports."""
     for node in ast.parse(script.read_text()).body:
-        for name in (
-            [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
-        ):
-            importlib.import_module(name)
+        if isinstance(node, ast.ImportFrom):
+            importlib.import_module(str(node.module))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                importlib.import_module(alias.name)
 
 
 def rank(*words: str) -> None:

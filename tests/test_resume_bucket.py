@@ -101,11 +101,11 @@ def test_a_team_goes_on_with_what_another_number_of_processes_has_begun(server: 
     real(server)
     fs, bucket = server.bucket("resume-team"), "resume-team"
     words = command("reshard", source / "src", f"s3://{bucket}/four", server, "--to", "4", size=3)
-    interrupt(words, fs, bucket, 8 * PART, member=1)
+    interrupt(words, fs, bucket, 4 * PART, member=1)
     before = sum(parts(fs, bucket).values())
-    assert before >= 8 * PART and all("uploads" in name for name in names(fs, bucket))
+    assert before and not any(".metadata" in n or ".manifest." in n for n in names(fs, bucket))  # a file of one member may have ended
     result = resumed(command("reshard", source / "src", f"s3://{bucket}/four", server, "--to", "4", size=2))
-    assert result["kept_nbytes"] == before
+    assert 0 < result["kept_nbytes"] <= before
     assert uploads(fs, bucket) == [] and not any("uploads" in name for name in names(fs, bucket))
     assert ckpt_tools.verify(f"s3://{bucket}/four", storage_options=server.options).problems == []
     assert ckpt_tools.diff(source / "src", f"s3://{bucket}/four", storage_options=server.options).is_same
