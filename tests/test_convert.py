@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,11 @@ def test_a_directory_for_transformers_gives_the_same_logits(tied: bool, tmp_path
     assert ("lm_head.weight" in ckpt_tools.inspect(tmp_path / "hf").catalog.tensors) != tied
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert torch.equal(logits(again), logits(model))
+    result = ckpt_tools.convert(tmp_path / "dcp", tmp_path / "bare", to="hf")
+    assert "no config and no tokenizer go along: --base DIR would bring them" in result.notes
+    shutil.copytree(tmp_path / "base", tmp_path / "dcp" / "huggingface")
+    result = ckpt_tools.convert(tmp_path / "dcp", tmp_path / "bare-too", to="hf", dry_run=True)
+    assert f"no config and no tokenizer go along: --base {tmp_path / 'dcp' / 'huggingface'} would bring them" in result.notes
     ckpt_tools.convert(tmp_path / "dcp", tmp_path / "half", to="hf", base=tmp_path / "base", dtype="bf16")
     config = json.loads((tmp_path / "half" / "config.json").read_text())
     assert "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))

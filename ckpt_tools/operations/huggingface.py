@@ -63,10 +63,8 @@ def read_config(base: str | os.PathLike[str]) -> dict[str, Any]:
 
 def find_base(src: str) -> str:
     """Returns the directory that has a model's config beside or within a checkpoint, as a person would give it; DIR where there is none."""
-    for folder in (Path(src), Path(src) / "huggingface", Path(src).parent):  # verl keeps it in the second
-        if not is_url(src) and (folder / "config.json").is_file():
-            return printable(str(folder))
-    return "DIR"
+    folders = () if is_url(src) else (Path(src), Path(src) / "huggingface", Path(src).parent)  # verl keeps it in the second
+    return next((printable(str(f)) for f in folders if (f / "config.json").is_file()), "DIR")
 
 
 def adapter_config(base: str | os.PathLike[str]) -> bytes:
