@@ -21,7 +21,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 HERE = Path(__file__).parent
+SERVERS, CLIENTS = ("moto", "radosgw"), ("s3fs", "obstore")
 _SERVERS = "servers"
+_WITH_BOTH = ("test_remote.py", "test_fast.py")
 _FIRST = (_SERVERS, "training/", "faults/test_saving", "peers/", "faults/", "test_team")
 ALL_CASES = "adamw sgd hsdp tp columns dtypes strided names fsdp1 compiled titan flat headless local differ"
 CASES = {8: ALL_CASES, 4: "adamw columns tp hsdp", 3: "adamw columns", 1: "adamw columns", 16: "adamw columns"}
@@ -35,14 +37,32 @@ def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> Non
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Whatever needs an S3 server is read by either client."""
+    if "server" in metafunc.fixturenames:
+        if "client" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("client")
+        metafunc.parametrize("client", CLIENTS, indirect=True)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Where tests run side by side, a file's stay together, and all that need an S3 server share one."""
     name = _SERVERS if "server" in getattr(item, "fixturenames", ()) else str(item.path.relative_to(HERE))
     item.add_marker(pytest.mark.xdist_group(name))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _is_wanted(item: pytest.Item) -> bool:
+    """All that reads S3 is tried with both clients on both servers; of the rest, each on one, unless there is time."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    is_pair = (params.get("server"), params.get("client")) in {("moto", "obstore"), ("radosgw", "s3fs")}
+    return "server" not in params or is_pair or "CKPT_LONG" in os.environ or item.path.name in _WITH_BOTH
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with what takes longest, so that no process is left with it at the end."""
+    if spared := [item for item in items if not _is_wanted(item)]:
+        items[:] = [item for item in items if _is_wanted(item)]
+        config.hook.pytest_deselected(items=spared)
     groups = {item: next(item.iter_markers("xdist_group")).args[0] for item in items}
     items.sort(key=lambda item: next((n for n, first in enumerate(_FIRST) if groups[item].startswith(first)), len(_FIRST)))
 
@@ -83,7 +103,16 @@ def ckpt() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-@pytest.fixture(scope="session", params=["moto", "radosgw"])
+@pytest.fixture
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The package that reads S3, here and in the processes of a test."""
+    if request.param == "obstore":
+        pytest.importorskip("obstore")
+    monkeypatch.setenv("CKPT_S3_CLIENT", request.param)
+    return str(request.param)
+
+
+@pytest.fixture(scope="session", params=SERVERS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real S3 server on loopback."""
     if why := servers.missing(request.param):

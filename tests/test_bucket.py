@@ -288,7 +288,8 @@ def test_more_files_than_are_written_side_by_side_are_the_same(tmp_path: Path) -
     fs.rm("/grouped", recursive=True)
 
 
-def test_encryption_and_who_pays_are_told_with_every_request(server: Server, tmp_path: Path) -> None:
+def test_encryption_and_who_pays_are_told_with_every_request(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_S3_CLIENT", "s3fs")  # whose events tell; of the other: tests/test_fast.py
     if server.name != "moto":
         pytest.skip("a RadosGW without a vault does not encrypt")
     server.bucket("encrypted")

@@ -23,6 +23,7 @@ LEVELS = [
         "storage.windows",
         "storage.ahead",
         "storage.failures",
+        "storage.fast",
         "storage.s3",
         "storage.begun",
         "storage.upload",

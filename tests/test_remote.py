@@ -92,7 +92,7 @@ def test_faults_on_the_way_end_in_the_right_bytes_or_in_a_clear_error(server: Se
     server.bucket("faults").put(f"{tmp_path}/run/step-00000001/", "faults/step-00000001/", recursive=True)
     ckpt_tools.merge(tmp_path / "run", tmp_path / "right.safetensors")
     right, faults, failed = (tmp_path / "right.safetensors").read_bytes(), [], 0
-    for seed in range(10):
+    for seed in range(6):
         out = tmp_path / f"{seed}.safetensors"
         with faulty(server.endpoint, 0.3, seed) as (url, log):
             options = server.options | {"endpoint_url": url, "skip_instance_cache": True}
@@ -107,7 +107,7 @@ def test_faults_on_the_way_end_in_the_right_bytes_or_in_a_clear_error(server: Se
             assert "corrupt" in log and not out.exists(), (told, log)
             failed += 1
         faults += log
-    assert set(faults) == {"503", "reset", "truncate", "corrupt", "late"} and failed < 6, (faults, failed)
+    assert set(faults) == {"503", "reset", "truncate", "corrupt", "late"} and failed < 4, (faults, failed)
 
 
 def test_a_bit_that_flips_once_on_the_way_is_fetched_again(server: Server, uploaded: Path, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_the_last_ranges_come_in_pieces(store: RemoteStore) -> None:
     store.will_read([("big", 100, 5_000_000)])
     store.will_read((), is_all=True)
     assert read(store, "big", 100, 5_000_000) == whole[100:5_000_100]
-    assert store.traffic.requests == before + 4  # one of them for its size
+    assert store.traffic.requests == before + 3  # one of them for its size
     fsspec.filesystem("memory").pipe("/store/big", whole[:3_000_000])
     store.will_read([("big", 100, 5_000_000)], is_all=True)
     with pytest.raises(StorageError, match="a file ended early"):

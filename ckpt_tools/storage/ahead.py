@@ -1,6 +1,6 @@
 """Fetching ahead: what was announced comes in windows, in parallel and within a budget, before it is asked for.
 
-May import storage.ranges and storage.windows.
+May import storage.base, storage.ranges and storage.windows.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 
+from ckpt_tools.storage.base import Data
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
 
 GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
 _WINDOW_BYTES = 8 << 20
 _COMING_BYTES, _AHEAD_BYTES = 96 << 20, 128 << 20
-_LAST_BYTES = 2 << 20  # of a request where no more are to come: connections would be idle otherwise
+_LAST_BYTES = 2 << 20  # and more, of a request where no more are to come: connections would be idle otherwise
 _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
 
 
 class Ahead:
     """The windows of one store, and the margins around them."""
 
-    def __init__(self, fetch: Callable[[str, int, int], Future[bytes]], size: Callable[[str], int]) -> None:
+    def __init__(self, fetch: Callable[[str, int, int], Future[Data]], size: Callable[[str], int]) -> None:
         """Takes what starts to fetch a range of a file, and what tells the size of one that was announced."""
         self._fetch, self._size = fetch, size
         self._lock = threading.RLock()  # what is begun may have come at once
@@ -98,12 +99,13 @@ class Ahead:
             future.add_done_callback(partial(self.margins.keep, window, start))
             future.add_done_callback(partial(self._came, nbytes))
 
-    def _fetch_in_pieces(self, path: str, start: int, nbytes: int) -> Future[bytes]:
+    def _fetch_in_pieces(self, path: str, start: int, nbytes: int) -> Future[Data]:
         """Fetches a range by several requests at once."""
-        parts = [self._fetch(path, start + at, min(_LAST_BYTES, nbytes - at)) for at in range(0, nbytes, _LAST_BYTES)]
+        step = -(-nbytes // max(1, nbytes // _LAST_BYTES))
+        parts = [self._fetch(path, start + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
         return parts[0] if len(parts) == 1 else _together(parts)
 
-    def _came(self, nbytes: int, done: Future[bytes]) -> None:
+    def _came(self, nbytes: int, done: Future[Data]) -> None:
         del done
         with self._lock:
             self._coming_nbytes -= nbytes
@@ -120,12 +122,12 @@ class Ahead:
         return None
 
 
-def _together(parts: list[Future[bytes]]) -> Future[bytes]:
+def _together(parts: list[Future[Data]]) -> Future[Data]:
     """Returns what will be the bytes of all parts, or the error of one of them."""
-    whole: Future[bytes] = Future()
+    whole: Future[Data] = Future()
     left, lock = [len(parts)], threading.Lock()
 
-    def came(done: Future[bytes]) -> None:
+    def came(done: Future[Data]) -> None:
         del done
         with lock:
             left[0] -= 1

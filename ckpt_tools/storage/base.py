@@ -13,6 +13,8 @@ from typing import Protocol, TypeGuard
 
 from ckpt_tools.errors import StorageError, printable
 
+Data = bytes | memoryview  # what was read
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:

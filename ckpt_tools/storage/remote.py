@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import datetime as dt
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.ahead import Ahead
-from ckpt_tools.storage.base import Capabilities, Traffic, check_path
+from ckpt_tools.storage.base import Capabilities, Data, Traffic, check_path
 from ckpt_tools.storage.failures import ATTEMPTS, appeared, hint, pause, plain, retry
 from ckpt_tools.storage.s3 import S3, server_time, stored_crc64
 from ckpt_tools.storage.stream import Stream
@@ -82,7 +82,7 @@ class RemoteStore:
         self._folders: list[str] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._ahead = Ahead(self._submit, self.size)
-        self._s3: S3 | None = None
+        self.s3 = S3(self._fs, self.traffic) if hasattr(self._fs, "call_s3") and not wrappers else None  # the calls of S3 itself
         self.written: dict[str, Upload | Stream] = {}
 
     # ---- names ---------------------------------------------------------------------------------------------------------
@@ -169,31 +169,35 @@ class RemoteStore:
             self.size(file)  # asked now and not when a window begins, which may be on the event loop that would have to answer
         self._ahead.announce(ranges, is_all)
 
-    def _submit(self, path: str, start: int, nbytes: int) -> Future[bytes]:
-        """Starts fetching a range: on the file system's own event loop, or where it has none, on a thread."""
+    def _submit(self, path: str, start: int, nbytes: int) -> Future[Data]:
+        """Starts fetching a range: on the file system's own event loop, or what has none, on a thread."""
         import asyncio
-        from concurrent.futures import ThreadPoolExecutor
 
-        full = self._full(path)
-        future: Future[bytes]
-        if not self._is_wrapped and getattr(self._fs, "async_impl", False) and not self._fs.asynchronous:
-            if hasattr(self._fs, "call_s3"):
-                get = _get_s3(self._fs, full, start, nbytes, self._etags.get(path))
-            else:
-                get = self._fs._cat_file(full, start=start, end=start + nbytes)
+        full, etag = self._full(path), self._etags.get(path)
+        has_loop = not self._is_wrapped and getattr(self._fs, "async_impl", False) and not self._fs.asynchronous
+        future: Future[Data]
+        if has_loop and self.s3 and self.s3.reads_fast(nbytes):
+            future = self._on_thread(partial(self.s3.get, full, start, nbytes, etag))
+        elif has_loop:
+            get = self.s3.ask_for(full, start, nbytes, etag) if self.s3 else self._fs._cat_file(full, start=start, end=start + nbytes)
             future = asyncio.run_coroutine_threadsafe(get, self._fs.loop)
         else:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_THREADS, "ckpt-get")
-            future = self._pool.submit(self._fs.cat_file, full, start=start, end=start + nbytes)
+            future = self._on_thread(partial(self._fs.cat_file, full, start=start, end=start + nbytes))
         future.add_done_callback(lambda done: self.traffic.add(0 if done.cancelled() or done.exception() else len(done.result())))
         return future
 
-    def _fetch(self, path: str, start: int, nbytes: int) -> bytes:
+    def _on_thread(self, get: Callable[[], Data]) -> Future[Data]:
+        from concurrent.futures import ThreadPoolExecutor
+
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREADS, "ckpt-get")
+        return self._pool.submit(get)
+
+    def _fetch(self, path: str, start: int, nbytes: int) -> Data:
         """Fetches a range, several times where the store fails in a way that may pass."""
         got = 0
         for attempt in range(ATTEMPTS):
-            data: bytes = self._call("read", path, lambda: self._submit(path, start, nbytes).result())
+            data: Data = self._call("read", path, lambda: self._submit(path, start, nbytes).result())
             if len(data) == nbytes:
                 return data
             got = len(data)
@@ -211,13 +215,6 @@ class RemoteStore:
         return retry(operation, f"{self.url}/{path}" if path else self.url, call, missing, count)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
-
-    @property
-    def s3(self) -> S3 | None:
-        """The calls of S3 itself, None for another kind of store."""
-        if self._s3 is None and hasattr(self._fs, "call_s3") and not self._is_wrapped:
-            self._s3 = S3(self._fs, self.traffic)
-        return self._s3
 
     def create(self, path: str, nbytes: int, how: How | None = None) -> Upload | Stream:
         full, url = self._full(path), f"{self.url}/{path}"
@@ -337,19 +334,5 @@ class RemoteStore:
     def close(self) -> None:
         self._ahead.close()
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
-
-
-async def _get_s3(fs: Any, path: str, start: int, nbytes: int, etag: str | None) -> bytes:
-    """Fetches a range of an S3 object, of the version that was listed: s3fs's own call takes no condition."""
-    bucket, key, _ = fs.split_path(path)
-    condition = {"IfMatch": etag} if etag else {}
-    response = await fs._call_s3(
-        "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{start + nbytes - 1}", **condition, **fs.req_kw
-    )
-    try:
-        data: bytes = await response["Body"].read()
-        return data
-    finally:
-        response["Body"].close()

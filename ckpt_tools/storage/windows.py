@@ -1,6 +1,6 @@
 """What was fetched ahead of an object store: windows that wait to be read, and the margins around and between them.
 
-May import storage.ranges.
+May import storage.base and storage.ranges.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from bisect import bisect_right
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from ckpt_tools.storage.base import Data
 from ckpt_tools.storage.ranges import Range, Window
 
 MARGIN_BYTES, _MARGINS_BYTES = 4 << 10, 64 << 20
@@ -26,7 +27,7 @@ class Margins:
         self._parts: dict[str, list[bytes]] = {}
         self._nbytes, self._lock = 0, threading.Lock()
 
-    def keep(self, window: Window, start: int, done: Future[bytes]) -> None:
+    def keep(self, window: Window, start: int, done: Future[Data]) -> None:
         """Keeps the holes of a window that was fetched from byte `start`, each with a margin on both sides."""
         if done.cancelled() or done.exception() is not None or self._nbytes > _MARGINS_BYTES:
             return
@@ -34,7 +35,7 @@ class Margins:
         for item in (*window.ranges, Range(window.file, start + len(done.result()), 0, 0)):
             if item.start > end:
                 first, last = max(start, end - MARGIN_BYTES), min(start + len(data), item.start + MARGIN_BYTES)
-                self._add(window.file, first, data[first - start : last - start])
+                self._add(window.file, first, bytes(data[first - start : last - start]))
             end = max(end, item.start + item.nbytes)
 
     def _add(self, path: str, start: int, data: bytes) -> None:
@@ -62,4 +63,4 @@ class Fetched:
     start: int
     nbytes: int
     left: int
-    future: Future[bytes]
+    future: Future[Data]

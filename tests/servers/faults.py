@@ -37,6 +37,7 @@ class Breaker:
     most: int
     rng: random.Random
     log: list[str] = field(default_factory=list)
+    passed: list[tuple[web.Request, int]] = field(default_factory=list)
 
     def choose(self, request: web.Request) -> str:
         is_hit = request.method in ("PUT", "POST") if self.writes else request.method == "GET" and "Range" in request.headers
@@ -77,6 +78,7 @@ class Breaker:
         return await self.answer(request, answer, data, kind)
 
     async def answer(self, request: web.Request, answer: ClientResponse, data: bytearray, kind: str) -> web.StreamResponse:
+        self.passed.append((request, answer.status))
         headers = {k: v for k, v in answer.headers.items() if k.lower() not in ("transfer-encoding", "connection", "content-length")}
         response = web.StreamResponse(status=answer.status, headers=headers)
         response.content_length = int(answer.headers.get("Content-Length", len(data)))
@@ -95,10 +97,24 @@ def faulty(
 ) -> Iterator[tuple[str, list[str]]]:
     """Yields the proxy's URL, and the list of faults that grows as they are done."""
     breaker = Breaker(endpoint, share, kinds, writes, most, random.Random(seed))
+    with before(breaker) as url:
+        yield url, breaker.log
+
+
+@contextmanager
+def watched(endpoint: str) -> Iterator[tuple[str, list[tuple[web.Request, int]]]]:
+    """Yields a proxy's URL that breaks nothing, and the list of requests with the status of each answer."""
+    breaker = Breaker(endpoint, 0.0, (), False, 0, random.Random(0))
+    with before(breaker) as url:
+        yield url, breaker.passed
+
+
+@contextmanager
+def before(breaker: Breaker) -> Iterator[str]:
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", breaker.handle)
     with serving(app) as url:
-        yield url, breaker.log
+        yield url
 
 
 @contextmanager
