@@ -16,8 +16,8 @@ from ckpt_tools.storage.ranges import Range, Window, coalesce
 from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
 
 GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
-_WINDOW_BYTES = 8 << 20
-_COMING_BYTES, _AHEAD_BYTES = 96 << 20, 128 << 20
+WINDOW_BYTES = 8 << 20
+ROOMY, FRUGAL = (96 << 20, 128 << 20), (64 << 20, 80 << 20)  # bytes on their way, and those together with what waits to be read
 _LAST_BYTES = 2 << 20  # and more, of a request where no more are to come: connections would be idle otherwise
 _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
 
@@ -25,9 +25,10 @@ _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are loo
 class Ahead:
     """The windows of one store, and the margins around them."""
 
-    def __init__(self, fetch: Callable[[str, int, int], Future[Data]], size: Callable[[str], int]) -> None:
-        """Takes what starts to fetch a range of a file, and what tells the size of one that was announced."""
+    def __init__(self, fetch: Callable[[str, int, int], Future[Data]], size: Callable[[str], int], bounds: tuple[int, int] = ROOMY) -> None:
+        """Takes what starts to fetch a range of a file, what tells the size of one that was announced, and the bounds in bytes."""
         self._fetch, self._size = fetch, size
+        self._most_coming, self._most = bounds
         self._lock = threading.RLock()  # what is begun may have come at once
         self.windows: OrderedDict[tuple[str, int, int], Fetched] = OrderedDict()
         self.margins = Margins()
@@ -59,7 +60,7 @@ class Ahead:
                     self.windows.popitem(last=False)[1].future.cancel()  # announced before, and not read yet
                 self._begin(late)
                 found = self._find(path, start, nbytes)
-            if found is not None and not found.future.done() and self._announced_nbytes >= _WINDOW_BYTES:
+            if found is not None and not found.future.done() and self._announced_nbytes >= WINDOW_BYTES:
                 self._start()  # who has to wait need not wait for the rest of a batch as well
             return found
 
@@ -75,7 +76,7 @@ class Ahead:
     def _start(self) -> None:
         """Begins to fetch what was announced: the more at once, the more neighbours become one request."""
         ranges, self.announced, self._announced_nbytes = self.announced, [], 0
-        self._waiting += coalesce((r for r in ranges if r.nbytes), GAP_BYTES, _WINDOW_BYTES)
+        self._waiting += coalesce((r for r in ranges if r.nbytes), GAP_BYTES, WINDOW_BYTES)
         self._begin_waiting()
 
     def _begin_waiting(self) -> None:
@@ -83,11 +84,11 @@ class Ahead:
 
         Less is on its way than there is room for: what has come and waits for its turn should not keep connections idle.
         """
-        while self._waiting and self._coming_nbytes < _COMING_BYTES and not self._is_full():
+        while self._waiting and self._coming_nbytes < self._most_coming and not self._is_full():
             self._begin(self._waiting.pop(0))
 
     def _is_full(self) -> bool:
-        return sum(w.nbytes for w in self.windows.values()) >= _AHEAD_BYTES
+        return sum(w.nbytes for w in self.windows.values()) >= self._most
 
     def _begin(self, window: Window) -> None:
         start = max(0, window.start - MARGIN_BYTES)

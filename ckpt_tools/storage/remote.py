@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.storage.ahead import Ahead
+from ckpt_tools.storage.ahead import FRUGAL, ROOMY, WINDOW_BYTES, Ahead
 from ckpt_tools.storage.base import Capabilities, Data, Traffic, check_path
 from ckpt_tools.storage.failures import ATTEMPTS, appeared, hint, pause, plain, retry
 from ckpt_tools.storage.s3 import S3, server_time, stored_crc64
@@ -23,7 +23,7 @@ from ckpt_tools.storage.upload import CLAIM, MARK, OWNER, How, Upload, refuses
 if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
     from concurrent.futures import Future, ThreadPoolExecutor
 
-_THREADS = 16
+_THREADS, _READERS = 16, 8  # of the second kind each keeps memory for what it reads
 _CREATE_ONCE = {"az", "abfs", "gs", "gcs"}  # kinds whose packages send a condition with a PUT that is to create
 
 
@@ -81,8 +81,9 @@ class RemoteStore:
         self._etags: dict[str, str] = {}  # of S3 objects: every read asks for the very one that was listed
         self._folders: list[str] | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._ahead = Ahead(self._submit, self.size)
         self.s3 = S3(self._fs, self.traffic) if hasattr(self._fs, "call_s3") and not wrappers else None  # the calls of S3 itself
+        has_threads = self.s3 is not None and self.s3.reads_fast(WINDOW_BYTES)  # which keep memory of what they have read
+        self._ahead = Ahead(self._submit, self.size, FRUGAL if has_threads else ROOMY)
         self.written: dict[str, Upload | Stream] = {}
 
     # ---- names ---------------------------------------------------------------------------------------------------------
@@ -177,9 +178,9 @@ class RemoteStore:
         has_loop = not self._is_wrapped and getattr(self._fs, "async_impl", False) and not self._fs.asynchronous
         future: Future[Data]
         if has_loop and self.s3 and self.s3.reads_fast(nbytes):
-            future = self._on_thread(partial(self.s3.get, full, start, nbytes, etag))
+            future = self._on_thread(partial(self.s3.fetch_fast, full, start, nbytes, etag))
         elif has_loop:
-            get = self.s3.ask_for(full, start, nbytes, etag) if self.s3 else self._fs._cat_file(full, start=start, end=start + nbytes)
+            get = self.s3.fetch(full, start, nbytes, etag) if self.s3 else self._fs._cat_file(full, start=start, end=start + nbytes)
             future = asyncio.run_coroutine_threadsafe(get, self._fs.loop)
         else:
             future = self._on_thread(partial(self._fs.cat_file, full, start=start, end=start + nbytes))
@@ -190,7 +191,7 @@ class RemoteStore:
         from concurrent.futures import ThreadPoolExecutor
 
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_THREADS, "ckpt-get")
+            self._pool = ThreadPoolExecutor(_READERS if self.s3 else _THREADS, "ckpt-get")
         return self._pool.submit(get)
 
     def _fetch(self, path: str, start: int, nbytes: int) -> Data:

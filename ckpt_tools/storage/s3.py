@@ -59,16 +59,16 @@ class S3:
         return {"Bucket": bucket, "Prefix": f"{key.rstrip('/')}/" if key else ""}
 
     def reads_fast(self, nbytes: int) -> bool:
-        """Tells whether `get` is to be called for a range of so many bytes, and not `ask_for`."""
+        """Tells whether `fetch_fast` is to be called for a range of so many bytes, and not `fetch`."""
         return self._reader == OBSTORE or (self._reader == "" and nbytes >= WORTH_BYTES)
 
-    def get(self, path: str, start: int, nbytes: int, etag: str | None) -> Data:
-        """Does as `ask_for` with the second client, on the thread that calls; and what that does not get, with s3fs."""
+    def fetch_fast(self, path: str, start: int, nbytes: int, etag: str | None) -> Data:
+        """Does as `fetch` with the second client, on the thread that calls; and what that does not get, with s3fs."""
         bucket, key, _ = self.fs.split_path(path)
         data = self.server.fast.get(self.fs, bucket, key, start, nbytes, etag)
-        return self.run(self.ask_for(path, start, nbytes, etag)).result() if data is None else data
+        return self.run(self.fetch(path, start, nbytes, etag)).result() if data is None else data
 
-    async def ask_for(self, path: str, start: int, nbytes: int, etag: str | None) -> Data:
+    async def fetch(self, path: str, start: int, nbytes: int, etag: str | None) -> Data:
         """Fetches a range of an object, of one version if told: s3fs's own call takes no condition.
 
         Args:

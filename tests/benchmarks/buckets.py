@@ -1,5 +1,7 @@
 """Saving to S3 and loading from it, beside DCP's own fsspec writer and reader, in turn, by ranks of one job.
 
+`s3fs` is ours without obstore. `replicas` is a model that each of 4 ranks holds whole.
+
     python tests/benchmarks/buckets.py DIR --gb 1 --runs 5
 
 Starts a RadosGW in DIR on this machine. `save` is by 4 ranks, blocking; `load` is of what 4 ranks saved along dim 0, by 3 ranks along dim 0 and by
@@ -90,20 +92,26 @@ def save(args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace) -> None:
-    values = state(args.gb, args.dim, 1000)
+    values: dict[str, Any] = dict(state(args.gb, args.dim, 1000))
+    if args.mode == "replicas":
+        values = {name: torch.zeros(value.shape) for name, value in values.items()}
+        for value in values.values():
+            value.fill_(1.0)  # so that it lies in memory
     before = watch()
-    runs: dict[str, list[float]] = {"ours": [], "dcp": []}
-    fetched: dict[str, list[int]] = {"ours": [], "dcp": []}
+    runs: dict[str, list[float]] = {"ours": [], "s3fs": [], "dcp": []}
+    fetched: dict[str, list[int]] = {who: [] for who in runs}
     for number in range(args.runs + 1):
-        for who in [w for w in (("ours", "dcp") if number % 2 else ("dcp", "ours")) if args.only in ("", w)]:
-            if who == "ours":
+        for who in [w for w in (runs if number % 2 else reversed(runs)) if args.only in ("", w)]:
+            if who != "dcp":
+                os.environ["CKPT_S3_CLIENT"] = "s3fs" if who == "s3fs" else ""
                 took, nbytes = timed(lambda: ckpt_tools.load("s3://bench/dcp/0", {"model": values}))
             else:
                 reader = FsspecReader("s3://bench/dcp/0", **options())
                 took, nbytes = timed(lambda reader=reader: dcp.load({"model": values}, storage_reader=reader))
             runs[who] += [took] if number else []
             fetched[who].append(nbytes)
-    tell(args, f"load, dim 0 of 4 ranks to dim {args.dim} of {dist.get_world_size()}", before, runs, fetched)
+    there = "all of it on each" if args.mode == "replicas" else f"dim {args.dim}"
+    tell(args, f"load, dim 0 of 4 ranks to {there} of {dist.get_world_size()}", before, runs, fetched)
 
 
 def tell(args: argparse.Namespace, what: str, before: float, runs: dict[str, list[float]], fetched: dict[str, list[int]]) -> None:
@@ -142,21 +150,21 @@ def main() -> None:
     parser.add_argument("dir", type=Path)
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--mode", choices=["save", "load"])
+    parser.add_argument("--mode", choices=["save", "load", "replicas"])
     parser.add_argument("--dim", type=int, default=0)
     parser.add_argument("--only", default="")
     args = parser.parse_args()
     if args.mode:
         dist.init_process_group("gloo")
-        {"save": save, "load": load}[args.mode](args)
+        {"save": save, "load": load, "replicas": load}[args.mode](args)
         dist.destroy_process_group()
         return
     args.dir.mkdir(parents=True, exist_ok=True)
     with servers.running("radosgw", args.dir) as server:
         server.bucket("bench")
         print("| | median s | min – max s | against ours | fetched / size |\n|---|---:|---:|---:|---:|", flush=True)
-        jobs = [(4, "save", 0, ""), (3, "load", 0, ""), (4, "load", 1, "")]
-        jobs += [(n, mode, dim, who) for who in ("ours", "dcp") for n, mode, dim, _ in jobs]
+        jobs = [(4, "save", 0, ""), (3, "load", 0, ""), (4, "load", 1, ""), (4, "replicas", 0, "")]
+        jobs += [(n, mode, dim, who) for who in ("ours", "s3fs", "dcp") for n, mode, dim, _ in jobs if (mode, who) != ("save", "s3fs")]
         for num_ranks, mode, dim, who in jobs:
             command = torchrun_command(num_ranks, __file__, args.dir)
             command += ["--mode", mode, "--gb", str(args.gb), "--runs", str(1 if who else args.runs), "--dim", str(dim), "--only", who]
