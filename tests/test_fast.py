@@ -30,8 +30,6 @@ ODD = "__0_0 ü#%?+&=~.distcp"
 @pytest.fixture
 def automatic(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is where nobody has chosen."""
-    if client == "s3fs":
-        pytest.skip("there is nothing to choose")
     monkeypatch.delenv("CKPT_S3_CLIENT")
 
 
