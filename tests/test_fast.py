@@ -108,14 +108,20 @@ def test_credentials_are_those_that_s3fs_has_and_not_the_environments(
 
 
 def test_credentials_that_a_program_gives_out_are_renewed(
-    automatic: None, asked: Asked, objects: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    automatic: None, server: Server, objects: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    until = (dt.datetime.now(dt.UTC) + dt.timedelta(hours=1)).isoformat()
+    until = (dt.datetime.now(dt.UTC) + dt.timedelta(minutes=1)).isoformat()  # so soon that botocore asks the program every time
     (tmp_path / "given.json").write_text(json.dumps({"Version": 1, "AccessKeyId": KEY, "SecretAccessKey": SECRET, "Expiration": until}))
-    (tmp_path / "config").write_text(f"[profile given]\ncredential_process = cat {tmp_path}/given.json\nregion = us-east-1\n")
+    (tmp_path / "give").write_text(f"echo asked >> {tmp_path}/asked\ncat {tmp_path}/given.json\n")
+    (tmp_path / "config").write_text(f"[profile given]\ncredential_process = sh {tmp_path}/give\nregion = us-east-1\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    came, reads = asked(key=None, secret=None, profile="given")
-    assert came == objects and "obstore" in {who for who, _, _ in reads} and {status for _, _, status in reads} == {206}
+    monkeypatch.setattr(fast, "_FRESH", dt.timedelta(0))
+    fs = fsspec.filesystem("s3", skip_instance_cache=True, **server.options | {"key": None, "secret": None, "profile": "given"})
+    client, asked = S3(fs, Traffic()).server.fast, []
+    for _ in range(3):
+        assert client.get(fs, "fast", "run/big", 0, MIB, None) == objects["big"][:MIB]
+        asked.append(len((tmp_path / "asked").read_text().splitlines()))
+    assert asked[0] < asked[1] < asked[2]
 
 
 def test_a_public_object_is_read_without_credentials(automatic: None, asked: Asked, server: Server, objects: dict[str, bytes]) -> None:
@@ -156,6 +162,7 @@ def test_what_it_cannot_be_told_is_read_by_s3fs(automatic: None, asked: Asked, o
         ({"client_kwargs": {"region_name": "cn-north-1"}}, "plain", "https://plain.s3.cn-north-1.amazonaws.com.cn"),
         ({"client_kwargs": {"region_name": "eu-west-1", "verify": "/own/ca.pem"}}, "plain", None),
         ({"config_kwargs": {"proxies": {"https": "http://proxy:1"}}}, "plain", None),
+        ({}, "through-a-proxy", None),
         ({}, "fast--euw1-az1--x-s3", None),
         ({}, "arn:aws:s3:eu-west-1:123456789012:accesspoint/mine", None),
     ],
@@ -164,6 +171,7 @@ def test_a_bucket_is_reached_where_botocore_reaches_it(
     options: dict[str, Any], bucket: str, endpoint: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:1" if bucket == "through-a-proxy" else "")
     options = {"key": "a", "secret": "b", "client_kwargs": {"region_name": "eu-west-1"}, "skip_instance_cache": True} | options
     fs = fsspec.filesystem("s3", **options)
     client = asyncio.run_coroutine_threadsafe(fast._open(fs, bucket), fs.loop).result()

@@ -1,4 +1,4 @@
-"""A second client for reading S3, where the package obstore is installed (the extra `s3-fast`): half the time, a third of the processor.
+"""A second client for reading S3, where the package obstore is installed (the extra `s3-fast`): it needs half the time.
 
 It is told whatever s3fs has made of its options, the configuration and the environment: endpoint, region, credentials. What it cannot be
 told, and whatever fails with it, is asked again by s3fs, which knows how to wait and what to tell a person. May import errors.
@@ -92,21 +92,22 @@ def reader() -> str:
 
 async def _open(fs: Any, bucket: str) -> Any:
     """Returns a client for a bucket as s3fs would reach it; None where that has something that cannot be told."""
+    from botocore import UNSIGNED  # type: ignore[import-untyped]
+    from botocore.utils import get_environ_proxies  # type: ignore[import-untyped]
+
     await fs.set_session()
     known = await fs.get_s3(bucket)
     config, extra = known.meta.config, fs._get_s3_method_kwargs(known.get_object).keys() - {"RequestPayer"}
     is_plain = known.meta.endpoint_url.startswith("http:")
     has_own_trust = config.client_cert or "verify" in fs.client_kwargs or fs.session.get_config_variable("ca_bundle")
-    if (has_own_trust and not is_plain) or extra or config.proxies or not _BUCKET.fullmatch(bucket) or bucket.endswith(_EXPRESS):
+    is_odd = not _BUCKET.fullmatch(bucket) or bucket.endswith(_EXPRESS)
+    if (has_own_trust and not is_plain) or extra or is_odd or config.proxies or get_environ_proxies(known.meta.endpoint_url):
         return None
     import obstore.store
-    from botocore import UNSIGNED  # type: ignore[import-untyped]
 
     make: Any = obstore.store.S3Store
     get = known.meta.service_model.operation_model("GetObject")
-    there = await known._ruleset_resolver.construct_endpoint(
-        get, {"Bucket": bucket, "Key": "k"}, {}
-    )  # botocore knows all styles of addressing
+    there = await known._ruleset_resolver.construct_endpoint(get, {"Bucket": bucket, "Key": "k"}, {})  # botocore knows all styles
     credentials = None if config.signature_version is UNSIGNED else known._get_credentials()
     patience = {"timeout": f"{_SECONDS}s", "connect_timeout": f"{config.connect_timeout:g}s"}
     return make(
