@@ -44,7 +44,7 @@ from ckpt_tools.formats import Source, dcp, open_source
 from ckpt_tools.live.load import LoadReport, fill
 from ckpt_tools.live.shards import Shard, Stage
 from ckpt_tools.live.state import pack, unpack
-from ckpt_tools.live.write import Offer, commit, plan_file, write_part
+from ckpt_tools.live.write import NOTHING, Offer, Part, commit, plan_file, write_part
 from ckpt_tools.manifest import SealedTensor
 from ckpt_tools.storage import read
 
@@ -59,12 +59,11 @@ class _Order(NamedTuple):
 
 
 class _Wrote(NamedTuple):
-    """What a rank tells the coordinator about an item, and with it about its file."""
+    """What a rank tells the coordinator about an item, and with the first one about its file."""
 
     info: _StorageInfo
     share: int
-    file_nbytes: int
-    file_crc64: int
+    part: Part | None
 
 
 class StorageWriter(storage.StorageWriter):
@@ -151,13 +150,19 @@ class StorageWriter(storage.StorageWriter):
         part = write_part(file, target, place, memory, [v.getvalue() for v in values if isinstance(v, io.BytesIO)], self.jobs)
         name = target.name(dcp.data_file_name(order.rank), order.attempt)
         shares = dict(part.shares)  # that of all pieces of a tensor goes with the first of them
-        results = [
-            _result(item, name, place.start, place.nbytes, shares.pop(piece.fqn, 0), part)
+        told = [
+            (item, place.start, place.nbytes, shares.pop(piece.fqn, 0))
             for item, piece, place in zip(tensors, pieces, file.places, strict=True)
         ]
-        results += [_result(item, name, *at, 0, part) for item, at in zip(objects, part.objects, strict=True)]
+        told += [(item, *at, 0) for item, at in zip(objects, part.objects, strict=True)]
+        alone = part._replace(objects=(), shares={})
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result(
+            [
+                WriteResult(item.index, nbytes, _Wrote(_StorageInfo(name, start, nbytes), share, None if number else alone))
+                for number, (item, start, nbytes, share) in enumerate(told)
+            ]
+        )
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -167,13 +172,13 @@ class StorageWriter(storage.StorageWriter):
             StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is visible then.
         """
         assert self._place is not None
-        parts = [(0, 0)] * self._num_ranks
+        parts = [NOTHING] * self._num_ranks
         prints: dict[str, int] = {}
         metadata.storage_data = {}
         for rank, wrote in enumerate(results):
             for result in wrote:
-                info, share, *part = result.storage_data
-                parts[rank] = (part[0], part[1])
+                info, share, part = result.storage_data
+                parts[rank] = part or parts[rank]
                 prints[result.index.fqn] = prints.get(result.index.fqn, 0) ^ share
                 metadata.storage_data[result.index] = info
         metadata.version = _VERSION
@@ -204,10 +209,6 @@ def _offer(item: WriteItem) -> Offer:
     if dtype not in BY_NAME:
         raise PlanError(f"a tensor of this kind cannot be stored: {dtype} ({printable(item.index.fqn)!r})")
     return Offer(item.index.fqn, dtype, tuple(data.size), _box(data.chunk))
-
-
-def _result(item: WriteItem, file: str, start: int, nbytes: int, share: int, part: Any) -> WriteResult:
-    return WriteResult(item.index, nbytes, _Wrote(_StorageInfo(file, start, nbytes), share, part.nbytes, part.crc64))
 
 
 class StorageReader(storage.StorageReader):

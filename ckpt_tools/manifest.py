@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -25,11 +25,20 @@ VERSION = 2  # 1 had no checksum of its own
 CHECKSUM = "crc64nvme"
 
 
+class SealedRun(NamedTuple):
+    """A range of a file, a payload, with its checksum as 16 hex digits."""
+
+    start: int
+    nbytes: int
+    crc64nvme: str
+
+
 class Sealed(NamedTuple):
-    """A file or tensor with its checksum as 16 hex digits."""
+    """A file with its checksum as 16 hex digits, and those of its long payloads."""
 
     nbytes: int
     crc64nvme: str
+    runs: tuple[SealedRun, ...] = ()
 
 
 class SealedTensor(NamedTuple):
@@ -66,7 +75,7 @@ class Manifest:
         """Returns the JSON text: ASCII, a line for every file and tensor, keys in a fixed order."""
         body: dict[str, Any] = {"ckpt_manifest": VERSION, "checksum": CHECKSUM}
         body |= {f.name: getattr(self, f.name) for f in fields(self)}
-        body["index"] = {"name": self.index[0], **self.index[1]._asdict()} if self.index else None
+        body["index"] = {"name": self.index[0], **_fields(self.index[1])} if self.index else None
         lines = [
             f" {json.dumps(key)}: {_table(value) if key in ('files', 'tensors') else json.dumps(value)}" for key, value in body.items()
         ]
@@ -75,8 +84,12 @@ class Manifest:
 
 
 def _table(entries: Mapping[str, Sealed | SealedTensor]) -> str:
-    lines = [f"  {json.dumps(name)}: {json.dumps(entry._asdict())}" for name, entry in entries.items()]
+    lines = [f"  {json.dumps(name)}: {json.dumps(_fields(entry))}" for name, entry in entries.items()]
     return "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
+
+
+def _fields(entry: Sealed | SealedTensor) -> dict[str, Any]:
+    return {key: value for key, value in entry._asdict().items() if key != "runs" or value}
 
 
 def file_name(attempt: str, beside: str = "") -> str:
@@ -160,13 +173,30 @@ def of_store(store: Store) -> Manifest | None:
 def _sealed(entry: Mapping[str, Any]) -> Sealed:
     if type(entry["nbytes"]) is not int or entry["nbytes"] < 0:
         raise ValueError(f"nbytes is {entry['nbytes']!r}")
-    return Sealed(entry["nbytes"], _hex(entry["crc64nvme"]))
+    return Sealed(entry["nbytes"], _hex(entry["crc64nvme"]), tuple(_run(run, entry["nbytes"]) for run in entry.get("runs", ())))
+
+
+def _run(run: Sequence[Any], file_nbytes: int) -> SealedRun:
+    start, nbytes, crc64 = run
+    if type(start) is not int or type(nbytes) is not int or not 0 <= start < start + nbytes <= file_nbytes:
+        raise ValueError(f"a run is {run!r} of a file of {file_nbytes} bytes")
+    return SealedRun(start, nbytes, _hex(crc64))
 
 
 def _hex(value: object) -> str:
     if not isinstance(value, str) or not _HEX.fullmatch(value):
         raise ValueError(f"not a checksum: {value!r}")
     return value
+
+
+def seal_file(nbytes: int, crc64: int, runs: Iterable[tuple[int, int, int]]) -> Sealed:
+    """Returns the entry of a file.
+
+    Args:
+        nbytes, crc64: of the file.
+        runs: (start, bytes, CRC-64) of its long payloads.
+    """
+    return Sealed(nbytes, hex64(crc64), tuple(SealedRun(start, length, hex64(crc)) for start, length, crc in runs))
 
 
 def seal_tensors(plan: Plan, fingerprints: Mapping[str, int]) -> dict[str, SealedTensor]:

@@ -6,7 +6,7 @@ A sink takes steps from several threads. May import levels 0 to 3 and the parts 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ckpt_tools.checksum import crc32, crc32_combine, crc64nvme, join_crc32, join_crc64
+from ckpt_tools.checksum import crc32, crc64nvme, join_crc32, join_crc64
 from ckpt_tools.engine.kernels import Bytes, gather
 from ckpt_tools.engine.prints import Fingerprints, Piece, Pieces, Prints
 from ckpt_tools.engine.schedule import Step, Tile, Write
@@ -23,7 +23,7 @@ from ckpt_tools.errors import StorageError
 from ckpt_tools.plan import Literal, Target, Trailer
 from ckpt_tools.storage import MemoryStore, Shelf, Writer
 from ckpt_tools.storage.begun import Sent
-from ckpt_tools.storage.upload import Upload
+from ckpt_tools.storage.upload import MIN_PART_BYTES, Upload
 
 _FINISHERS = 16  # each waits for a store
 
@@ -98,26 +98,32 @@ class FillSink:
 
 
 class _Frame:
-    """What stands around a slot: literals before it, trailers behind it; written as soon as the slot is full where a file is a stream."""
+    """What stands around a slot: literals before it, trailers behind it; written as soon as the slot is full where a file is a stream.
+
+    `left` are the bytes of the slot that have yet to pass, `crc32` is its checksum where that is known beforehand.
+    """
 
     def __init__(self, trailers: list[Trailer], before: list[Literal]) -> None:
         self.trailers, self.before = trailers, before
         self.start, self.end = trailers[0].slot_start, trailers[0].start
         self.left = self.end - self.start
         self.pieces: list[Piece] = []
+        self.crc32: int | None = None
 
     def render(self) -> list[tuple[int, bytes]]:
-        crc = join_crc32((p.crc32, p.nbytes) for p in sorted(self.pieces))
+        crc = join_crc32((p.crc32, p.nbytes) for p in sorted(self.pieces)) if self.crc32 is None else self.crc32
         return [*((lit.start, lit.data) for lit in self.before), *((t.start, t.render(crc)) for t in self.trailers)]
 
 
 class WriteSink:
     """Writes a target's files and knows, at the end, the checksum of each without reading it again."""
 
-    def __init__(self, target: Target, store: Shelf, name: Callable[[str], str] = str, sizes: Mapping[str, int] | None = None) -> None:
-        """Takes what this process writes, where to, under which names, and the bytes of all files where others write some."""
-        self.target, self.store, self._name, self._sizes = target, store, name, sizes or target.file_sizes
+    def __init__(self, target: Target, store: Shelf, name: Callable[[str], str] = str, whole: Target | None = None) -> None:
+        """Takes what this process writes, where to, under which names, and of what it is a part where others write the rest."""
+        self.target, self.store, self._name, self._whole = target, store, name, whole or target
         self.fingerprints = Fingerprints()
+        self._runs: dict[str, list[tuple[int, int, int]]] = {}
+        self._vouched: dict[str, list[Piece]] = {}
         self._pieces: dict[str, Pieces] = {name: Pieces() for name in target.file_sizes}
         self._with_crc32 = {t.file for t in target.trailers}
         self._is_stream = not store.capabilities.can_write_anywhere
@@ -138,11 +144,12 @@ class WriteSink:
             if literal.file not in self._frames:
                 self._pieces[literal.file].append(self._put(literal.file, literal.start, literal.data))
 
-    def vouch(self, name: str, start: int, nbytes: int, crc64: int) -> None:
-        """Notes the checksum of a range that others write, at least in part."""
-        end = start + nbytes
-        self._pieces[name] = Pieces(p for p in self._pieces[name] if p.start < start or p.start >= end)
-        self._pieces[name].append(Piece(start, nbytes, crc64, 0))
+    def vouch(self, name: str, slot: Piece, sent_nbytes: int) -> None:
+        """Notes the checksums of a slot of which only so many bytes will pass here, before any does."""
+        self._vouched.setdefault(name, []).append(slot)
+        frame = self._frame_of(name, slot.start)
+        if frame:
+            frame.left, frame.crc32 = sent_nbytes, slot.crc32
 
     def room(self, tile: Tile) -> Bytes | None:
         del tile
@@ -172,14 +179,19 @@ class WriteSink:
             self._surround(name, frame)
         return Handed(files, prints.noted)
 
-    def _fill(self, name: str, piece: Piece) -> _Frame | None:
-        """Notes a piece of a slot and returns its frame once it is full."""
+    def _frame_of(self, name: str, start: int) -> _Frame | None:
+        """Returns what stands around the slot in which a byte lies, if anything does."""
         if name not in self._frames:
             return None
-        number = bisect_right(self._starts[name], piece.start) - 1
+        number = bisect_right(self._starts[name], start) - 1
         frame = self._frames[name][number] if number >= 0 else None
-        if frame is None or piece.start >= frame.end:
-            return None  # an object
+        return None if frame is None or start >= frame.end else frame  # an object has none
+
+    def _fill(self, name: str, piece: Piece) -> _Frame | None:
+        """Notes a piece of a slot and returns its frame once it is full."""
+        frame = self._frame_of(name, piece.start)
+        if frame is None:
+            return None
         frame.left -= piece.nbytes
         frame.pieces.append(piece)
         return None if frame.left else frame
@@ -202,15 +214,24 @@ class WriteSink:
         """
         if self._is_stream:
             self._surround_rest()
-        literals, trailers = ({}, {}) if self._is_stream else (_by_file(self.target.literals), _by_file(self.target.trailers))
+        literals, trailers = _by_file(self.target.literals), _by_file(self._whole.trailers)
         checksums = {}
         for name in list(self._pieces):  # a file at a time: there may be a million payloads
-            pieces = sorted(self._pieces.pop(name))
-            around = [*((lit.start, lit.data) for lit in literals.get(name, ())), *_suffixes(trailers.get(name, ()), pieces)]
-            pieces += [self._put(name, start, data) for start, data in _joined(around)]
-            checksums[name] = _join_file(name, pieces, self._sizes[name])
+            pieces = _vouched_for(sorted(self._pieces.pop(name)), self._vouched.get(name, ()))
+            around = [(lit.start, lit.data) for lit in literals.get(name, ())]
+            for behind, payload in _payloads(trailers.get(name, ()), pieces):
+                around += [(trailer.start, trailer.render(payload.crc32)) for trailer in behind]
+                if payload.nbytes >= MIN_PART_BYTES:
+                    self._runs.setdefault(name, []).append(payload[:3])
+            if not self._is_stream:  # else they are there
+                pieces += [self._put(name, start, data) for start, data in _joined(around)]
+            checksums[name] = _join_file(name, pieces, self._whole.file_sizes[name])
         self._finish_writers()
         return checksums
+
+    def runs_of(self, name: str) -> Sequence[tuple[int, int, int]]:
+        """Returns (start, bytes, CRC-64/NVME) of the payloads of a finished file that an object store could copy by itself."""
+        return self._runs.get(name, ())
 
     def _finish_writers(self) -> None:
         if self._is_stream:
@@ -272,17 +293,30 @@ def _by_slot(trailers: Iterable[Trailer]) -> Iterator[list[Trailer]]:
     return (list(group) for _, group in groupby(ordered, key=lambda t: t.slot_start))
 
 
-def _suffixes(trailers: Iterable[Trailer], ordered: Sequence[Piece]) -> Iterator[tuple[int, bytes]]:
-    """Yields where the trailers of a file begin, and them, from the pieces that fell into its slots."""
+def _payloads(trailers: Iterable[Trailer], ordered: Sequence[Piece]) -> Iterator[tuple[list[Trailer], Piece]]:
+    """Yields the trailers of every slot of a file, and what is in the slot, joined from the pieces that fell into it.
+
+    The CRC-64 is that of long ones only: nobody asks for the others.
+    """
     at = 0
     for behind in _by_slot(trailers):
-        while at < len(ordered) and ordered[at].start < behind[0].slot_start:
+        start, end = behind[0].slot_start, behind[0].start
+        while at < len(ordered) and ordered[at].start < start:
             at += 1
-        crc = 0
-        while at < len(ordered) and ordered[at].start < behind[0].start:
-            crc = crc32_combine(crc, ordered[at].crc32, ordered[at].nbytes)
+        first = at
+        while at < len(ordered) and ordered[at].start < end:
             at += 1
-        yield from ((trailer.start, trailer.render(crc)) for trailer in behind)
+        inside = ordered[first:at]
+        crc64 = join_crc64((p.crc64, p.nbytes) for p in inside) if end - start >= MIN_PART_BYTES else 0
+        yield behind, Piece(start, end - start, crc64, join_crc32((p.crc32, p.nbytes) for p in inside))
+
+
+def _vouched_for(ordered: list[Piece], slots: Iterable[Piece]) -> list[Piece]:
+    """Returns the pieces of a file with one for each slot that is vouched for, in place of what has passed of it."""
+    for slot in slots:
+        first, last = (bisect_left(ordered, at, key=lambda p: p.start) for at in (slot.start, slot.start + slot.nbytes))
+        ordered[first:last] = [slot]
+    return ordered
 
 
 def _frames(target: Target) -> dict[str, list[_Frame]]:

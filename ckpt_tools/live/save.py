@@ -240,7 +240,7 @@ def write(
             if group.rank:
                 place = target.join(attempt)
             part = write_part(layout.file, target, place, memory, list(objects.values()), jobs)
-        parts = group.gather(part[:3], f"write {what}")
+        parts = group.gather(part._replace(shares={}), f"write {what}")
         prints = group.xor(_prints(layout, part.shares), f"write {what}")
         with group.phase(f"commit {what}"):
             if group.rank == 0:
@@ -248,11 +248,11 @@ def write(
                 places = {
                     fqn: Place(dcp.data_file_name(rank), *at)
                     for rank, (names, found) in enumerate(zip(layout.head.objects, parts, strict=True))
-                    for fqn, at in zip(names, found[2], strict=True)
+                    for fqn, at in zip(names, found.objects, strict=True)
                 }
                 index = layout.head.template.render(places, attempt, lambda file: target.name(file, attempt))
-                notes = commit(target, place, index, [p[:2] for p in parts], _seal(layout.head, prints), step)
-    return SaveReport(target.url, part.nbytes, sum(p[0] for p in parts), time.monotonic() - began, notes)
+                notes = commit(target, place, index, parts, _seal(layout.head, prints), step)
+    return SaveReport(target.url, part.nbytes, sum(p.nbytes for p in parts), time.monotonic() - began, notes)
 
 
 def _prints(layout: Layout, shares: Mapping[str, int]) -> torch.Tensor:

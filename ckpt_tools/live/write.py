@@ -22,7 +22,7 @@ from ckpt_tools.errors import StorageError
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats.dcp_metadata import Place
 from ckpt_tools.formats.zip_write import wrap
-from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name
+from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_file
 from ckpt_tools.plan import Literal, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore
 
@@ -51,12 +51,23 @@ class FilePlan(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank wrote: bytes and CRC-64 of its file, (start, bytes) of its objects, and its share of each tensor's fingerprint."""
+    """What a rank wrote.
+
+    Attributes:
+        nbytes, crc64: of its file.
+        runs: (start, bytes, CRC-64) of its long pieces.
+        objects: (start, bytes) of its objects.
+        shares: its share of each tensor's fingerprint; the commit does not need it.
+    """
 
     nbytes: int
     crc64: int
+    runs: tuple[tuple[int, int, int], ...]
     objects: tuple[tuple[int, int], ...]
     shares: Mapping[str, int]
+
+
+NOTHING = Part(0, 0, (), (), {})
 
 
 def plan_file(rank: int, pieces: Sequence[Offer]) -> FilePlan:
@@ -100,7 +111,7 @@ def write_part(
         literals.append(Literal(name, nbytes, data))
         nbytes += len(data)
     if not nbytes:
-        return Part(0, 0, (), {})
+        return NOTHING
     target.check_room(nbytes + _MANIFEST_ROOM_BYTES)
     whole_file = replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals))
     sink = WriteSink(whole_file, place.shelf, lambda file: target.name(file, place.attempt))
@@ -111,14 +122,15 @@ def write_part(
     finally:
         sink.abort()
     place.sync()
-    return Part(nbytes, checksums[name], tuple(places), {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots})
+    shares = {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots}
+    return Part(nbytes, checksums[name], tuple(sink.runs_of(name)), tuple(places), shares)
 
 
 def commit(
     target: Destination,
     place: Staged,
     index: bytes,
-    parts: Sequence[tuple[int, int]],
+    parts: Sequence[Part],
     tensors: Mapping[str, SealedTensor],
     step: int | None,
 ) -> list[str]:
@@ -128,7 +140,7 @@ def commit(
         target: the checkpoint to be.
         place: where its files are, complete but for manifest and index.
         index: the contents of `.metadata`.
-        parts: bytes and CRC-64 of every rank's file.
+        parts: of every rank.
         tensors: their fingerprints, as far as known.
         step: for the manifest.
 
@@ -137,13 +149,13 @@ def commit(
     """
     files: dict[str, Sealed] = {}
     found = place.sizes()
-    for rank, (nbytes, crc64) in enumerate(parts):
+    for rank, part in enumerate(parts):
         name = target.name(dcp.data_file_name(rank), place.attempt)
-        if not nbytes:
+        if not part.nbytes:
             continue
-        if found.get(name, 0) != nbytes:
-            raise StorageError(f"a file is not what its rank wrote: expected {nbytes} bytes, got {found.get(name, 0)} ({name})")
-        files[name] = Sealed(nbytes, hex64(crc64))
+        if found.get(name, 0) != part.nbytes:
+            raise StorageError(f"a file is not what its rank wrote: expected {part.nbytes} bytes, got {found.get(name, 0)} ({name})")
+        files[name] = seal_file(part.nbytes, part.crc64, part.runs)
     manifest = Manifest.now(
         place.attempt, "save", dcp.NAME, {}, world_size=len(parts), files=files,
         index=(".metadata", Sealed(len(index), hex64(crc64nvme(index)))), tensors=tensors, step=step,

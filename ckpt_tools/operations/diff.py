@@ -20,6 +20,7 @@ from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
+from ckpt_tools.manifest import of_source
 from ckpt_tools.operations.move import Options, Path_, no_bar
 from ckpt_tools.operations.parts import Values
 from ckpt_tools.operations.proof import sealed_prints
@@ -190,8 +191,8 @@ def _views(a: Catalog, b: Catalog, select: Sequence[str]) -> tuple[Catalog, Cata
 def _known_equal(a: Source, left: Catalog, b: Source, right: Catalog, pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> set[str]:
     """Returns the tensors that have one fingerprint in both manifests, and one type."""
     alike = [(x, y) for x, y in pairs if x.dtype is y.dtype]
-    mine = sealed_prints(a, left, plan_values(x for x, _ in alike))
-    theirs = sealed_prints(b, right, plan_values(y for _, y in alike))
+    mine = sealed_prints(of_source(a), a, left, plan_values(x for x, _ in alike))
+    theirs = sealed_prints(of_source(b), b, right, plan_values(y for _, y in alike))
     return {x.fqn for x, _ in alike if x.fqn in mine and x.fqn in theirs and mine[x.fqn].crc64 == theirs[x.fqn].crc64}
 
 

@@ -31,7 +31,7 @@ class Division:
     """
 
     def __init__(self, plan: Plan, team: Team, dst: Destination) -> None:
-        self.on_disk, self._sizes = not is_url(dst.url), plan.target.file_sizes
+        self.on_disk, self._whole = not is_url(dst.url), plan.target
         self._regions = None if team.size == 1 or self.on_disk else cut_regions(plan, team.size, dst.takes_parts)[team.rank]
         if self._regions is None:
             self.plan, self.share = plan, shares(plan, team.size)[team.rank]
@@ -43,7 +43,7 @@ class Division:
     def sink(self, place: Place, shelf: Shelf | None = None) -> WriteSink:
         """Returns what takes this member's part; it goes to the place unless to another shelf."""
         shared = place.shelf if self._regions is None else shared_files(place, self._regions)
-        return WriteSink(self.plan.target, shelf or shared, sizes=self._sizes)
+        return WriteSink(self.plan.target, shelf or shared, whole=self._whole)
 
 
 def open_files(sink: WriteSink, team: Team) -> None:

@@ -26,7 +26,7 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable
 from ckpt_tools.formats import Request, Source
 from ckpt_tools.formats.base import Format
-from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, seal_tensors
+from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, of_source, seal_file, seal_tensors
 from ckpt_tools.operations.joint import Division, collect, open_files, staged
 from ckpt_tools.operations.proof import Print, prove_copies, prove_fingerprints, sealed_prints
 from ckpt_tools.operations.result import TransferResult, bytes_by_dtype, result_of
@@ -188,7 +188,7 @@ class _Work:
         self._part = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in self.division.taken))
         self._tensors = [catalog.tensors[t.fqn] for t in self._part.tensors if not t.is_object]
         self._assumes = False
-        self.trail = trail
+        self.trail, self.sealed = trail, of_source(source)
 
     def locate(self, may_assume: bool) -> None:
         """Finds what this member is to read, and proves what is carried without another look."""
@@ -196,7 +196,8 @@ class _Work:
         self._assumes = may_assume and source.store.capabilities.fetches_ahead and not any(map(replicas, self._tensors))
         self.located = source.assume(self._tensors) if self._assumes else source.format.locate(source.store, self._tensors)
         prove_copies(source, self.catalog, self._part, self.located, self.jobs, self.tiles)
-        self.prints = {fqn: p for fqn, p in sealed_prints(source, self.catalog, self.plan).items() if fqn not in self.alter}
+        prints = sealed_prints(self.sealed, source, self.catalog, self.plan)
+        self.prints = {fqn: p for fqn, p in prints.items() if fqn not in self.alter}
 
     def copy(self, dst: Destination, attempt: str, totals: Totals, notes: list[str]) -> bool:
         """Writes and publishes everything; False where payloads do not lie where they were assumed to, and nothing was published."""
@@ -209,10 +210,7 @@ class _Work:
         room = staged(team, dst, attempt, single, overwrite, trail.keeps, trail.heir_of)
         with room as place, bar(self.operation, total) as advance:
             trail.begin(place, attempt, layout.file_sizes, self.tiles, self.jobs)
-            here = copies_within(place, source.remote)
-            is_sole = team.size == 1
-            notes += ["one process alone would have the store copy by itself what it can"] if here and not is_sole else []
-            within = plan_within(self.prints, plan, self.located, here, source.remote) if here and source.remote and is_sole else None
+            within = self._within(place, notes)
             seals = Seals({extent: fqn for extent, fqn in read_whole(self._part, self.located).items() if fqn not in self.prints})
             sink = self.division.sink(place, within)
             trail.past.tell(None if team.rank else sink, seals, totals.overflowed)
@@ -235,15 +233,30 @@ class _Work:
                 fingerprints = (dict(within.fingerprints) if within else {}) | sink.fingerprints.join()
                 with trail.forgotten_if_wrong(place):
                     prove_fingerprints(source, self.prints, fingerprints)
-                manifest = _manifest(self.operation, attempt, source, layout, seal_tensors(plan, fingerprints), checksums, trail.work)
+                files = {name: seal_file(nbytes, checksums[name], sink.runs_of(name)) for name, nbytes in layout.file_sizes.items()}
+                manifest = _manifest(self.operation, attempt, source, layout, seal_tensors(plan, fingerprints), files, trail.work)
                 notes += place.publish(Literal(file_name(attempt, single), 0, manifest.render()), layout.index)
         return True
+
+    def _within(self, place: Place, notes: list[str]) -> Within | None:
+        """Returns what the store of both ends copies by itself, None for nothing."""
+        source, here = self.source, copies_within(place, self.source.remote)
+        if here is None or source.remote is None or self.sealed is None:
+            return None
+        if self.team.size > 1:
+            notes.append("one process alone would have the store copy by itself what it can")
+            return None
+        if self._assumes and self.plan.target.trailers and any(sealed.runs for sealed in self.sealed.files.values()):
+            self.located, self._assumes = source.format.locate(source.store, self._tensors), False  # CRC-32s are wanted beforehand
+        return plan_within(self.sealed, self.prints, self.plan, self.located, here, source.remote)
 
     def _fill(
         self, sink: WriteSink, place: Place, within: Within | None, seals: Seals, totals: Totals, advance: Callable[[int], None]
     ) -> None:
         """Writes this member's share."""
         open_files(sink, self.team)
+        if within:
+            within.vouch(sink)
         with self.team.phase("copy"):
             division = self.division
             steps = steps_for(within.rest if within else division.plan, self.located, self.tiles, place.shelf, division.share)
@@ -251,7 +264,6 @@ class _Work:
             with self.trail.forgotten_if_wrong(place):
                 done = run(left, self.source.store, sink, self.jobs, advance, seals=seals, alter=self.alter, note=self.trail.note)
             if within:
-                within.vouch(sink)
                 done.store_nbytes = within.nbytes
                 advance(within.nbytes)
             totals.read_nbytes, totals.store_nbytes = done.read_nbytes, done.store_nbytes
@@ -314,7 +326,7 @@ def _manifest(
     source: Source,
     target: Target,
     tensors: Mapping[str, SealedTensor],
-    checksums: Mapping[str, int],
+    files: Mapping[str, Sealed],
     work: str,
 ) -> Manifest:
     catalog, index = source.catalog, target.index
@@ -330,7 +342,7 @@ def _manifest(
         }
         | ({"work": work} if work else {}),
         world_size=target.world_size,
-        files={name: Sealed(nbytes, hex64(checksums[name])) for name, nbytes in target.file_sizes.items()},
+        files=files,
         index=(index.file, Sealed(len(index.data), hex64(crc64nvme(index.data)))) if index else None,
         tensors=tensors,
     )

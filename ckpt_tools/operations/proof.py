@@ -17,7 +17,7 @@ from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, printable
 from ckpt_tools.formats import Source
 from ckpt_tools.formats.zip_check import examine
-from ckpt_tools.manifest import of_source
+from ckpt_tools.manifest import Manifest
 from ckpt_tools.plan import Plan, Slot, Target, TensorPlan, plan_copies
 from ckpt_tools.soundness import replicas
 from ckpt_tools.storage import read
@@ -30,15 +30,15 @@ class Print(NamedTuple):
     crc64: int
 
 
-def sealed_prints(source: Source, catalog: Catalog, plan: Plan) -> dict[str, Print]:
+def sealed_prints(manifest: Manifest | None, source: Source, catalog: Catalog, plan: Plan) -> dict[str, Print]:
     """Returns what the source's manifest, if it has one, says of the tensors that a plan leaves as they are, by the plan's names.
 
     Args:
+        manifest: the source's.
         source: the checkpoint.
         catalog: the view of it that the plan was made for, in which names may be other ones.
         plan: tensors that are cast are left out.
     """
-    manifest = of_source(source)
     if manifest is None:
         return {}
     stored = {t.chunks[0].extent: fqn for fqn, t in source.catalog.tensors.items() if t.chunks}

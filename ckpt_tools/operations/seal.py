@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Unpack
 
-from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.catalog import Extent, TensorEntry
+from ckpt_tools.checksum import crc64nvme, hex64, join_crc64
 from ckpt_tools.commit import add_file
 from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import INDEXES, folder_of
-from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_tensors
+from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_file, seal_tensors
 from ckpt_tools.operations.move import Options, Path_
 from ckpt_tools.operations.verify import Verification
 from ckpt_tools.plan import plan_values
 from ckpt_tools.storage import RemoteStore, read
+from ckpt_tools.storage.upload import MIN_PART_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +75,15 @@ def seal(src: Path_, **options: Unpack[Options]) -> SealResult:
     if not index and not file:
         raise PlanError(f"only what has one index can be sealed: {printable(work.store.url)}", hint="reshard it first")
     sizes = dict(work.catalog.file_sizes)
-    crcs, prints = work.hash(sizes), work.fingerprints(list(work.catalog.tensors.values()))
+    tensors = list(work.catalog.tensors.values())
+    files, prints = _seal_files(work, sizes, tensors), work.fingerprints(tensors)
     data = read(folder, index) if index else b""
     attempt = str(uuid.uuid4())
     manifest = Manifest.now(
         attempt, "seal", work.format.NAME, {}, world_size=work.catalog.world_size,
-        files={name: Sealed(nbytes, hex64(crcs[name] or 0)) for name, nbytes in sizes.items()},
+        files=files,
         index=(index, Sealed(len(data), hex64(crc64nvme(data)))) if index else None,
-        tensors=seal_tensors(plan_values(work.catalog.tensors.values()), prints),
+        tensors=seal_tensors(plan_values(tensors), prints),
     )  # fmt: skip
     name = file_name(attempt, file)
     if isinstance(folder, RemoteStore):
@@ -87,3 +91,23 @@ def seal(src: Path_, **options: Unpack[Options]) -> SealResult:
     else:
         add_file(Path(folder.url), name, manifest.render(), attempt)
     return SealResult(work.store.url, name, sizes, len(manifest.tensors), tuple(unknown), time.monotonic() - began)
+
+
+def _seal_files(work: Verification, sizes: Mapping[str, int], tensors: Iterable[TensorEntry]) -> dict[str, Sealed]:
+    """Reads all files and returns their checksums, and those of the long payloads in them."""
+    long: dict[str, list[Extent]] = {name: [] for name in sizes}
+    for extent in set(work.format.locate(work.store, tensors).values()):
+        if extent.nbytes >= MIN_PART_BYTES:
+            long[extent.file].append(extent)
+    ranges: dict[str, Extent] = {}
+    for name, payloads in long.items():
+        edges = sorted({0, sizes[name], *(at for e in payloads for at in (e.start, e.start + e.nbytes))})
+        ranges |= {f"{name}:{start}": Extent(name, start, end - start) for start, end in pairwise(edges)}
+    crcs = work.hash_ranges(ranges)
+    pieces: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
+    for key, extent in ranges.items():
+        pieces[extent.file].append((crcs[key], extent.nbytes))
+    return {
+        name: seal_file(nbytes, join_crc64(pieces[name]), [(*e[1:3], crcs[f"{name}:{e.start}"]) for e in sorted(long[name])])
+        for name, nbytes in sizes.items()
+    }

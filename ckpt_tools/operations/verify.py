@@ -270,11 +270,11 @@ class Verification:
             if not found.is_sealed:
                 unknown.add(found.extent.file)
             left |= {f"{e.file}:{e.start}": (e, found.extent) for e in found.left}
-        crcs = self._crc32({key: record for key, (record, _) in left.items()})
+        crcs = self.hash_ranges({key: record for key, (record, _) in left.items()}, with_crc32=True)
         wrong = {key: record for key, (record, _) in left.items() if crcs[key] != record.crc32}
         if wrong and self.remote is not None:  # it may have happened on the way
             self.store.close()
-            crcs = {**crcs, **self._crc32(wrong)}
+            crcs = {**crcs, **self.hash_ranges(wrong, with_crc32=True)}
         for key, record in wrong.items():
             if crcs[key] != record.crc32:
                 what = f"is damaged: expected CRC-32 {record.crc32:08x}, got {crcs[key]:08x}"
@@ -298,8 +298,9 @@ class Verification:
     def _is_object(self, fqn: str) -> bool:
         return self.catalog is not None and fqn in self.catalog.objects
 
-    def _crc32(self, extents: Mapping[str, Extent]) -> Mapping[str, int]:
-        sink = HashSink(with_crc32=True)
+    def hash_ranges(self, extents: Mapping[str, Extent], with_crc32: bool = False) -> Mapping[str, int]:
+        """Reads ranges of files and returns their CRC-64/NVME, or CRC-32, by key."""
+        sink = HashSink(with_crc32)
         with self._bar("verify", sum(e.nbytes for e in extents.values())) as advance:
             tiles = tile_bytes(self._memory, self._jobs)
             run_shared(plan_objects(extents), {}, tiles, self.store, sink, self._jobs, self._scaled(advance), self.team)

@@ -1,21 +1,26 @@
 """Copies within one S3: which runs of a target the store can copy by itself, and what is left for this process.
 
 A part of a multipart upload has at least 5 MiB (but for the last) and a file at most 10,000 of them; so a run that is too short, and
-the seam before a long one, go through the engine as ever. Only where the source's manifest has a tensor's fingerprint: bytes that
-nobody here sees could not be sealed otherwise. May import levels 0 to 4.
+the seam before a long one, go through the engine as ever. Only where the source's manifest has the checksums: bytes that nobody here
+sees could not be sealed otherwise. A slot's CRC-64 is the tensor's fingerprint, or joined from those of the chunks that make it up
+whole; where a frame around it has its CRC-32, that is joined from the chunks', too. May import levels 0 to 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
-from ckpt_tools.box import flat_start, is_flat, whole
+from ckpt_tools.box import Copy, flat_span, whole
 from ckpt_tools.bucket import RemotePlace
 from ckpt_tools.catalog import RAW, Extent
+from ckpt_tools.checksum import join_crc32, join_crc64
+from ckpt_tools.engine.prints import Piece
 from ckpt_tools.engine.regions import cut_slot
 from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.manifest import Manifest
 from ckpt_tools.operations.proof import Print
 from ckpt_tools.plan import Plan, Slot, TensorPlan, plan_copies
 from ckpt_tools.storage import Capabilities, RemoteStore, Writer
@@ -42,6 +47,14 @@ class Part(NamedTuple):
     run: Run | None
 
 
+class Vouched(NamedTuple):
+    """A slot with its checksums, and the bytes of it that are sent."""
+
+    file: str
+    slot: Piece
+    sent_nbytes: int
+
+
 @dataclass
 class Within:
     """What a store copies by itself, for one plan.
@@ -50,8 +63,8 @@ class Within:
         place, origin: where to, and where from.
         parts: of every file of which the store copies something.
         rest: the plan of what is left.
-        vouched: `(file, start, nbytes, crc64)` of slots whose checksum is known from the source's manifest.
-        fingerprints: of the tensors that are vouched for.
+        vouched: slots of which it copies something.
+        fingerprints: of the tensors that they are of.
         nbytes: bytes that the store copies.
     """
 
@@ -59,7 +72,7 @@ class Within:
     origin: RemoteStore
     parts: Mapping[str, Sequence[Part]]
     rest: Plan
-    vouched: Sequence[tuple[str, int, int, int]]
+    vouched: Sequence[Vouched]
     fingerprints: Mapping[str, int]
     nbytes: int
 
@@ -83,66 +96,114 @@ class Within:
         return upload
 
     def vouch(self, sink: WriteSink) -> None:
-        """Tells a sink the checksums of what it does not see."""
-        for file, start, nbytes, crc64 in self.vouched:
-            sink.vouch(file, start, nbytes, crc64)
+        """Tells a sink that was opened the checksums of what it does not see."""
+        for vouched in self.vouched:
+            sink.vouch(*vouched)
 
 
 def plan_within(
-    prints: Mapping[str, Print], plan: Plan, located: Mapping[Extent, Extent], place: RemotePlace, origin: RemoteStore
+    manifest: Manifest, prints: Mapping[str, Print], plan: Plan, located: Mapping[Extent, Extent], place: RemotePlace, origin: RemoteStore
 ) -> Within | None:
     """Returns what the store can copy by itself, None for nothing.
 
     Args:
-        prints: the fingerprints that the source's manifest has, by the plan's names.
+        manifest: the source's.
+        prints: the fingerprints that it has, by the plan's names.
         plan: the whole.
-        located: where payloads of packed extents are.
+        located: where payloads of packed extents are; with their CRC-32 where the target has frames.
         place: where it goes.
         origin: the source's store, the same S3 as the place's.
     """
     target = plan.target
-    framed = {trailer.file for trailer in target.trailers}  # a frame has a CRC-32 of its payload
+    slots = _Slots(manifest, prints, {trailer.file for trailer in target.trailers}, located)
     runs: dict[str, list[Run]] = {}
     for tensor in plan.tensors:
-        if tensor.fqn in prints:
-            for slot in tensor.slots:
-                if slot.file not in framed and slot.box == whole(tensor.shape):
-                    runs.setdefault(slot.file, []).extend(_runs(tensor, slot, located))
-    parts = {file: cut_parts(target.file_sizes[file], found) for file, found in runs.items()}
+        for slot, found in slots.runs(tensor):
+            runs.setdefault(slot.file, []).extend(found)
+    parts = {file: cut_parts(target.file_sizes[file], found, file in slots.framed) for file, found in runs.items()}
     parts = {file: found for file, found in parts.items() if any(p.run for p in found)}
     if not parts:
         return None
     sent = {file: _sent_ranges(found) for file, found in parts.items()}
     tensors, vouched, trusted = [], [], {}
     for tensor in plan.tensors:
-        left = [piece for slot in tensor.slots for piece in (cut_slot(tensor, slot, sent[slot.file]) if slot.file in sent else (slot,))]
-        if left == list(tensor.slots):
+        left = [list(cut_slot(tensor, slot, sent[slot.file])) if slot.file in sent else [slot] for slot in tensor.slots]
+        cut = [number for number, slot in enumerate(tensor.slots) if left[number] != [slot] and slot.box.numel]
+        if not cut:
             tensors.append(tensor)
             continue
-        slot = tensor.slots[0]
         trusted[tensor.fqn] = prints[tensor.fqn].crc64
-        vouched.append((slot.file, slot.start, _nbytes(tensor), prints[tensor.fqn].crc64))
-        if left:
-            copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in left])
-            tensors.append(replace(tensor, slots=tuple(left), copies=tuple(copies)))
+        itemsize = tensor.dst_dtype.itemsize
+        for number in cut:
+            sent_nbytes = sum(piece.box.numel for piece in left[number]) * itemsize
+            vouched.append(Vouched(tensor.slots[number].file, slots.known[tensor.fqn, number], sent_nbytes))
+        rest = tuple(chain.from_iterable(left))
+        if rest:
+            copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in rest])
+            tensors.append(replace(tensor, slots=rest, copies=tuple(copies)))
     nbytes = sum(p.nbytes for found in parts.values() for p in found if p.run)
     return Within(place, origin, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes)
 
 
-def _nbytes(tensor: TensorPlan) -> int:
-    return whole(tensor.shape).numel * tensor.dst_dtype.itemsize
+class _Slots:
+    """The slots of a plan of which the store could copy something, and whose checksums are known although their bytes are not seen.
+
+    Attributes:
+        framed: the files in which a slot's CRC-32 stands around it.
+        known: such slots, by tensor and number.
+    """
+
+    def __init__(self, manifest: Manifest, prints: Mapping[str, Print], framed: set[str], located: Mapping[Extent, Extent]) -> None:
+        self.framed, self.known, self._prints, self._located = framed, dict[tuple[str, int], Piece](), prints, located
+        self._sealed = {(file, r.start, r.nbytes): int(r.crc64nvme, 16) for file, sealed in manifest.files.items() for r in sealed.runs}
+
+    def runs(self, tensor: TensorPlan) -> Iterator[tuple[Slot, list[Run]]]:
+        """Yields the slots of a tensor with what of them is one run at both ends."""
+        if tensor.fqn not in self._prints or not (self._sealed or _is_one(tensor)):
+            return
+        copies: dict[int, list[Copy]] = {}
+        for copy in tensor.copies:
+            copies.setdefault(copy.dst, []).append(copy)
+        for number, mine in copies.items():
+            slot = tensor.slots[number]
+            found = sorted(self._found(tensor, slot, mine))
+            known = self._know(tensor, slot, found)
+            if known:
+                self.known[tensor.fqn, number] = known
+                yield slot, [run for run, _ in found]
+
+    def _found(self, tensor: TensorPlan, slot: Slot, copies: Iterable[Copy]) -> Iterator[tuple[Run, Extent]]:
+        """Yields the copies into a slot that are one run at both ends, and the payloads that they are of."""
+        itemsize = tensor.dst_dtype.itemsize
+        for copy in copies:
+            chunk = tensor.chunks[copy.src]
+            extent = self._located.get(chunk.extent, chunk.extent)
+            into, of = flat_span(copy.box, slot.box), flat_span(copy.box, chunk.box)
+            if into and of and extent.packing == RAW and extent.strides is None:
+                start, source_start = slot.start + into[0] * itemsize, extent.start + of[0] * itemsize
+                yield Run(start, copy.box.numel * itemsize, extent.file, source_start), extent
+
+    def _know(self, tensor: TensorPlan, slot: Slot, found: Sequence[tuple[Run, Extent]]) -> Piece | None:
+        """Returns a slot with its checksums, as far as somebody asks for them; None where they are not known."""
+        nbytes = slot.box.numel * tensor.dst_dtype.itemsize
+        is_whole = sum(run.nbytes for run, _ in found) == nbytes and all(run.nbytes == extent.nbytes for run, extent in found)
+        crc64: int | None = self._prints[tensor.fqn].crc64
+        if not _is_one(tensor):
+            crc64 = _joined(join_crc64, [(self._sealed.get(extent[:3]), extent.nbytes) for _, extent in found]) if is_whole else None
+        crc32: int | None = 0
+        if slot.file in self.framed:
+            crc32 = _joined(join_crc32, [(extent.crc32, extent.nbytes) for _, extent in found]) if is_whole else None
+        return None if crc64 is None or crc32 is None else Piece(slot.start, nbytes, crc64, crc32)
 
 
-def _runs(tensor: TensorPlan, slot: Slot, located: Mapping[Extent, Extent]) -> Iterator[Run]:
-    """Yields the copies of a slot that are one run at both ends."""
-    itemsize = tensor.dst_dtype.itemsize
-    for copy in tensor.copies:
-        chunk = tensor.chunks[copy.src]
-        extent = located.get(chunk.extent, chunk.extent)
-        inner = copy.box.within(chunk.box)
-        if extent.packing == RAW and extent.strides is None and is_flat(copy.box, tensor.shape) and is_flat(inner, chunk.box.sizes):
-            start = slot.start + flat_start(copy.box, tensor.shape) * itemsize
-            yield Run(start, copy.box.numel * itemsize, extent.file, extent.start + flat_start(inner, chunk.box.sizes) * itemsize)
+def _is_one(tensor: TensorPlan) -> bool:
+    return [slot.box for slot in tensor.slots] == [whole(tensor.shape)]
+
+
+def _joined(join: Callable[[Iterable[tuple[int, int]]], int], pieces: Sequence[tuple[int | None, int]]) -> int | None:
+    """Returns the checksum of a concatenation, None where one of its pieces' is not known."""
+    known = [(crc, nbytes) for crc, nbytes in pieces if crc is not None]
+    return join(known) if len(known) == len(pieces) else None
 
 
 def _sent_ranges(parts: Sequence[Part]) -> list[tuple[int, int]]:
@@ -155,12 +216,13 @@ def _sent_ranges(parts: Sequence[Part]) -> list[tuple[int, int]]:
     return ranges
 
 
-def cut_parts(nbytes: int, runs: Sequence[Run]) -> list[Part]:
+def cut_parts(nbytes: int, runs: Sequence[Run], framed: bool = False) -> list[Part]:
     """Cuts a file into the parts of an upload: long runs are copied, all else is sent.
 
     Args:
         nbytes: of the file.
         runs: which bytes are runs of source files; they do not overlap.
+        framed: what stands before a run is written once the slot is full, so something of it has to pass here.
 
     Returns:
         Parts that tile the file; all but the last have at least 5 MiB, and there are at most 10,000.
@@ -170,7 +232,7 @@ def cut_parts(nbytes: int, runs: Sequence[Run]) -> list[Part]:
     sent = 0  # where what is to be sent begins
     for run in sorted(runs):
         end = run.start + run.nbytes
-        short = 0 if run.start == sent else max(0, least - (run.start - sent))
+        short = 0 if run.start == sent else max(int(framed), least - (run.start - sent))
         stolen = -(-short // _ELEMENT_BYTES) * _ELEMENT_BYTES  # so that no element is cut
         left = run.nbytes - stolen
         if left < least:
