@@ -14,8 +14,6 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
@@ -23,7 +21,6 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, StorageError
 from ckpt_tools.leftovers import remove_leftovers
 from ckpt_tools.manifest import find
-from ckpt_tools.operations.within import Run, cut_parts
 from ckpt_tools.steps import list_steps
 from ckpt_tools.storage import LocalStore, RemoteStore
 from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES, part_starts
@@ -69,22 +66,6 @@ def test_ten_thousand_parts_suffice_up_to_five_tebibytes(nbytes: int) -> None:
     starts = part_starts(nbytes)
     assert len(starts) <= MAX_PARTS and (not nbytes or starts[-1] < nbytes <= starts[-1] + starts.step)
     assert starts.step >= MIN_PART_BYTES
-
-
-@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 40_000)), max_size=12), st.integers(0, 20_000), st.integers(1, 40))
-def test_a_file_is_cut_into_parts_that_a_store_takes(gaps: list[tuple[int, int]], tail: int, scale: int) -> None:
-    runs, at = [], 0
-    for gap, nbytes in gaps:
-        runs.append(Run(at + gap * 1024 * scale, nbytes * 1024 * scale, "f", 7))
-        at = runs[-1].start + runs[-1].nbytes
-    total = at + tail * 1024 * scale
-    parts = cut_parts(total, runs)
-    assert [p.start for p in parts] == [0, *(p.start + p.nbytes for p in parts)][: len(parts)]
-    assert sum(p.nbytes for p in parts) == total and len(parts) <= MAX_PARTS
-    assert all(p.nbytes >= MIN_PART_BYTES for p in parts[:-1]) and all(p.nbytes > 0 for p in parts)
-    for part in (p for p in parts if p.run is not None):
-        assert part.run in runs and part.run.start <= part.start and part.start + part.nbytes <= part.run.start + part.run.nbytes
-        assert (part.start - part.run.start) % 16 == 0
 
 
 # ---- merge, reshard, copy --------------------------------------------------------------------------------------------------------
@@ -136,30 +117,6 @@ def test_a_checkpoint_there_is_refused_and_replaced_only_when_asked(server: Serv
         ckpt_tools.reshard(old, "s3://replaced/dcp", to_ranks=2, overwrite=True, **options)
     with pytest.raises(StorageError, match="the destination lies in the source"):
         ckpt_tools.reshard("s3://replaced/dcp", "s3://replaced/dcp/below", to_ranks=2, **options)
-
-
-def test_within_one_store_the_store_copies(server: Server, tmp_path: Path) -> None:
-    server.bucket("within")
-    source = save_locally(tmp_path / "run", tensors(3, 5 * MIB + 3) | {"small": torch.arange(7.0)})
-    options: dict[str, Any] = {"storage_options": server.options}
-    result = ckpt_tools.copy(source, "s3://within/a", **options)
-    assert (result.client_nbytes, result.store_nbytes) == (sum(s.stat().st_size for s in source.glob("*.distcp")), 0)
-    merged = ckpt_tools.merge("s3://within/a", "s3://within/m.safetensors", **options)
-    assert merged.store_nbytes > 0.75 * merged.written_nbytes and merged.read_nbytes < 0.25 * merged.written_nbytes + 65536
-    ckpt_tools.copy("s3://within/m.safetensors", tmp_path / "m.safetensors", **options)
-    got = load_file(tmp_path / "m.safetensors")
-    want = tensors(3, 5 * MIB + 3) | {"small": torch.arange(7.0)}
-    assert got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want)
-    manifest = next(p for p in tmp_path.glob("m.safetensors.ckpt.manifest.*"))
-    sealed = RemoteStore("s3://within", server.options)
-    there = next(n for n in sealed.list_files() if n.startswith("m.safetensors.ckpt"))
-    text = fsspec.filesystem("s3", **server.options).cat(f"within/{there}").decode()
-    checksum = manifest.read_text().split('"crc64nvme": "')[1][:16]
-    assert f'"crc64nvme": "{checksum}"' in text  # derived from the source's fingerprints there, from the bytes here
-    copied = ckpt_tools.copy("s3://within/a", "s3://within/b", **options)
-    assert (copied.client_nbytes, copied.store_nbytes) == (0, result.client_nbytes)
-    ckpt_tools.copy("s3://within/b", tmp_path / "b", **options)
-    assert {p.name: p.read_bytes() for p in source.iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()}
 
 
 def test_a_second_copy_transfers_what_is_missing_or_differs(server: Server, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ckpt_tools.engine.run import Moved
 from ckpt_tools.engine.sinks import Handed
 from ckpt_tools.formats import dcp_metadata
 from ckpt_tools.journal import Journal
-from ckpt_tools.manifest import Manifest, Sealed, SealedTensor
+from ckpt_tools.manifest import Manifest, Sealed, SealedRun, SealedTensor
 from tests.many_chunks import as_torch_gathers, written
 
 WORK = "0" * 64  # what the journal is of
@@ -148,9 +148,8 @@ def _llama() -> list[bytes]:
 
 def _manifest() -> list[bytes]:
     tensors = {"a": SealedTensor("float32", (3, 4), "0" * 16)}
-    sealed = Manifest.now(
-        "f" * 32, "save", "dcp", {}, world_size=2, files={"f": Sealed(3, "0" * 16)}, index=("i", Sealed(3, "1" * 16)), tensors=tensors
-    )
+    files = {"f": Sealed(3, "0" * 16), "g": Sealed(9, "2" * 16, (SealedRun(1, 8, "3" * 16),))}
+    sealed = Manifest.now("f" * 32, "save", "dcp", {}, world_size=2, files=files, index=("i", Sealed(3, "1" * 16)), tensors=tensors)
     text = sealed.render()
     return [text, text.replace(b'"ckpt_manifest": 2', b'"ckpt_manifest": 1')]
 

@@ -1,0 +1,158 @@
+"""Copies within one S3: what the store copies by itself, and the checksums of what nobody here has seen."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from awscrt.checksums import crc64nvme
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import ckpt_tools
+from ckpt_tools.formats import open_source
+from ckpt_tools.operations.within import Run, cut_parts
+from ckpt_tools.storage import RemoteStore
+from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES
+from tests.conftest import torchrun
+from tests.servers.servers import Server
+from tests.test_bucket import MIB, save_locally, tensors
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 40_000)), max_size=12),
+    st.integers(0, 20_000),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_a_file_is_cut_into_parts_that_a_store_takes(gaps: list[tuple[int, int]], tail: int, scale: int, framed: bool) -> None:
+    runs, at = [], 0
+    for gap, nbytes in gaps:
+        runs.append(Run(at + gap * 1024 * scale, nbytes * 1024 * scale, "f", 7))
+        at = runs[-1].start + runs[-1].nbytes
+    total = at + tail * 1024 * scale
+    parts = cut_parts(total, runs, framed)
+    assert [p.start for p in parts] == [0, *(p.start + p.nbytes for p in parts)][: len(parts)]
+    assert sum(p.nbytes for p in parts) == total and len(parts) <= MAX_PARTS
+    assert all(p.nbytes >= MIN_PART_BYTES for p in parts[:-1]) and all(p.nbytes > 0 for p in parts)
+    for part in (p for p in parts if p.run is not None):
+        assert part.run in runs and part.run.start <= part.start and part.start + part.nbytes <= part.run.start + part.run.nbytes
+        assert (part.start - part.run.start) % 16 == 0
+    copied = {p.start + p.nbytes for p in parts if p.run is not None}
+    for part in (p for p in parts if p.run is not None and framed and p.start == p.run.start):
+        assert part.start in copied  # else what stands before it would wait for bytes that never pass
+
+
+def test_within_one_store_the_store_copies(server: Server, tmp_path: Path) -> None:
+    server.bucket("within")
+    source = save_locally(tmp_path / "run", tensors(3, 5 * MIB + 3) | {"small": torch.arange(7.0)})
+    options: dict[str, Any] = {"storage_options": server.options}
+    result = ckpt_tools.copy(source, "s3://within/a", **options)
+    assert (result.client_nbytes, result.store_nbytes) == (sum(s.stat().st_size for s in source.glob("*.distcp")), 0)
+    merged = ckpt_tools.merge("s3://within/a", "s3://within/m.safetensors", **options)
+    assert merged.store_nbytes > 0.75 * merged.written_nbytes and merged.read_nbytes < 0.25 * merged.written_nbytes + 65536
+    ckpt_tools.copy("s3://within/m.safetensors", tmp_path / "m.safetensors", **options)
+    got = load_file(tmp_path / "m.safetensors")
+    want = tensors(3, 5 * MIB + 3) | {"small": torch.arange(7.0)}
+    assert got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want)
+    manifest = next(p for p in tmp_path.glob("m.safetensors.ckpt.manifest.*"))
+    sealed = RemoteStore("s3://within", server.options)
+    there = next(n for n in sealed.list_files() if n.startswith("m.safetensors.ckpt"))
+    text = fsspec.filesystem("s3", **server.options).cat(f"within/{there}").decode()
+    checksum = manifest.read_text().split('"crc64nvme": "')[1][:16]
+    assert f'"crc64nvme": "{checksum}"' in text  # derived from the source's fingerprints there, from the bytes here
+    copied = ckpt_tools.copy("s3://within/a", "s3://within/b", **options)
+    assert (copied.client_nbytes, copied.store_nbytes) == (0, result.client_nbytes)
+    ckpt_tools.copy("s3://within/b", tmp_path / "b", **options)
+    assert {p.name: p.read_bytes() for p in source.iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()}
+
+
+def manifest_of(path: Path) -> Any:
+    return json.loads(next(path.glob("ckpt.manifest.*")).read_text())
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {p.name.split(".")[0]: p.read_bytes() for p in path.glob("*.distcp")}
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 8 ranks, each of which has a piece of 8.4 MB of two tensors and of 6.3 MB of a third, and a small one."""
+    out, generator = tmp_path_factory.mktemp("eight"), torch.Generator().manual_seed(3)
+    shapes = {"a": (16384, 1025), "b": (12291, 1024), "c": (8, 2101, 1000), "small": (7, 5)}
+    source = save_locally(out / "run", {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
+    ckpt_tools.reshard(source, out / "eight", to_ranks=8)
+    return out / "eight"
+
+
+# less 5 MiB before each run that follows something that is sent; of 3 ranks only "c" is made of whole pieces
+@pytest.mark.parametrize(("num_ranks", "least", "most"), [(8, 0.2, 0.4), (4, 0.5, 0.6), (1, 0.85, 0.9), (3, 0.3, 0.4)])
+def test_a_reshard_into_unions_of_pieces_is_copied_by_the_store(
+    server: Server, eight: Path, tmp_path: Path, num_ranks: int, least: float, most: float
+) -> None:
+    server.bucket("unions")
+    options: dict[str, Any] = {"storage_options": server.options}
+    there = f"s3://unions/{eight.parent.name}"
+    if not RemoteStore(there, server.options).list_files():
+        ckpt_tools.copy(eight, there, **options)
+    result = ckpt_tools.reshard(there, f"s3://unions/to{num_ranks}", to_ranks=num_ranks, **options)
+    assert least <= result.store_nbytes / result.written_nbytes <= most
+    assert result.read_nbytes < result.written_nbytes - result.store_nbytes + 65536
+    ckpt_tools.copy(f"s3://unions/to{num_ranks}", tmp_path / "there", **options)
+    ckpt_tools.reshard(eight, tmp_path / "here", to_ranks=num_ranks)
+    there_sealed, here_sealed = manifest_of(tmp_path / "there"), manifest_of(tmp_path / "here")
+    assert there_sealed["tensors"] == here_sealed["tensors"]
+    assert [*there_sealed["files"].values()] == [*here_sealed["files"].values()]  # derived there, from the bytes here
+    got, want = files_of(tmp_path / "there"), files_of(tmp_path / "here")
+    assert got.keys() == want.keys() and all(got[name] == want[name] for name in want)
+
+
+def test_without_checksums_of_pieces_a_reshard_passes_through(server: Server, eight: Path, tmp_path: Path) -> None:
+    """A manifest of an earlier version has none."""
+    fs = server.bucket("earlier")
+    options: dict[str, Any] = {"storage_options": server.options}
+    ckpt_tools.copy(eight, "s3://earlier/eight", **options)
+    sealed = manifest_of(eight)
+    for entry in sealed["files"].values():
+        del entry["runs"]
+    del sealed["crc64nvme"]
+    sealed["ckpt_manifest"] = 1
+    name = next(n for n in fs.find("earlier/eight") if "ckpt.manifest" in n)
+    fs.pipe(name, json.dumps(sealed).encode())
+    result = ckpt_tools.reshard("s3://earlier/eight", "s3://earlier/two", to_ranks=2, **options)
+    assert result.store_nbytes == 0
+    merged = ckpt_tools.merge("s3://earlier/eight", "s3://earlier/m.safetensors", **options)  # fingerprints are enough
+    assert merged.store_nbytes > 0.5 * merged.written_nbytes
+    assert ckpt_tools.diff("s3://earlier/two", eight, **options).is_same
+
+
+def test_whoever_writes_the_manifest_has_the_same_checksums_of_pieces(tmp_path: Path) -> None:
+    """From a loop, from `dcp.save`, from a reshard, and from `seal`, which reads: that of a range of the file, by another program."""
+    torchrun(2, "wide.py", str(tmp_path))
+    ckpt_tools.seal(tmp_path / "stock")
+    ckpt_tools.reshard(tmp_path / "ours", tmp_path / "again", to_ranks=2)
+    for path in (tmp_path / "manager" / "step-00000001", tmp_path / "ours", tmp_path / "stock", tmp_path / "again"):
+        sealed = manifest_of(path)
+        runs = [(name, *run) for name, entry in sorted(sealed["files"].items()) for run in entry.get("runs", ())]
+        assert len(runs) == 4 and {nbytes for _, _, nbytes, _ in runs} >= {1600 * 4096, 1601 * 4096}, path
+        for name, start, nbytes, crc64 in runs:
+            data = (path / name).read_bytes()
+            assert crc64 == f"{crc64nvme(data[start : start + nbytes]):016x}"
+        archives = [*open_source(path).catalog.tensors.values()]
+        for extent in (chunk.extent for tensor in archives for chunk in tensor.chunks):
+            with zipfile.ZipFile(BytesIO((path / extent.file).read_bytes()[extent.start : extent.start + extent.nbytes])) as archive:
+                assert archive.testzip() is None
+        for written in sealed["files"].values():
+            written.pop("runs", None)
+        next(path.glob("ckpt.manifest.*")).unlink()
+        ckpt_tools.seal(path)
+        resealed = manifest_of(path)["files"]
+        assert [(name, *run) for name, entry in sorted(resealed.items()) for run in entry.pop("runs", ())] == runs
+        assert resealed == sealed["files"]
