@@ -17,7 +17,7 @@ from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
 
 GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
 WINDOW_BYTES = 8 << 20
-ROOMY, FRUGAL = (96 << 20, 128 << 20), (64 << 20, 80 << 20)  # bytes on their way, and those together with what waits to be read
+ROOMY, FRUGAL = (96 << 20, 128 << 20), (56 << 20, 72 << 20)  # bytes on their way, and those together with what waits to be read
 _LAST_BYTES = 2 << 20  # and more, of a request where no more are to come: connections would be idle otherwise
 _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
 

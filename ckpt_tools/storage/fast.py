@@ -7,6 +7,7 @@ told, and whatever fails with it, is asked again by s3fs, which knows how to wai
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import datetime as dt
 import os
 import re
@@ -24,6 +25,7 @@ _SWITCH = "CKPT_S3_CLIENT"
 _MISSES, _REST_S = 4, 30.0  # after so many in a row, s3fs is left alone with it for a while
 _SECONDS = 30  # for a whole range, its body included: there is no limit on silence alone, and who ends the process waits for it
 _FRESH = dt.timedelta(minutes=5)  # credentials that can be renewed are asked for again; botocore renews them earlier before their end
+_TRIM_BYTES, _TRIM_PAUSE = 16 << 20, 20  # fetched since the last time, and how many times as long as that took
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")  # and no access point or the like
 _EXPRESS = "--x-s3"  # these buckets want sessions
 
@@ -65,6 +67,7 @@ class Fast:
                 self._misses, self._rests_until = 0, time.monotonic() + _REST_S
             return None
         self._misses = 0
+        _HEAP.note(nbytes)
         return data
 
     def _client(self, fs: Any, bucket: str) -> Any:
@@ -73,6 +76,28 @@ class Fast:
                 Fast.process = os.getpid()
                 self._clients[bucket] = asyncio.run_coroutine_threadsafe(_open(fs, bucket), fs.loop).result()
             return self._clients[bucket]
+
+
+class _Heap:
+    """The C library's: it keeps what threads have freed for each of them, 100 MiB and more together, unless it is asked to give it back."""
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        self._lock, self._nbytes, self._next = threading.Lock(), 0, 0.0
+
+    def note(self, nbytes: int) -> None:
+        """Takes how many bytes have been fetched, and gives back what is free now and then: it takes a few per cent of the time at most."""
+        with self._lock:
+            self._nbytes += nbytes
+            if self._trim is None or self._nbytes < _TRIM_BYTES or time.monotonic() < self._next:
+                return
+            self._nbytes, self._next = 0, float("inf")
+        began = time.thread_time()
+        self._trim(0)
+        self._next = time.monotonic() + _TRIM_PAUSE * (time.thread_time() - began)
+
+
+_HEAP = _Heap()
 
 
 def reader() -> str:
