@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckpt_tools
+from ckpt_tools import StorageError
 from ckpt_tools.formats import open_source
 from ckpt_tools.operations.within import Run, cut_parts
 from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES
 from tests.conftest import torchrun
 from tests.servers.servers import Server
-from tests.test_bucket import MIB, save_locally, tensors
+from tests.test_bucket import MIB, save_locally, tensors, uploads
 
 
 @given(
@@ -131,6 +132,35 @@ def test_without_checksums_of_pieces_a_reshard_passes_through(server: Server, ei
     merged = ckpt_tools.merge("s3://earlier/eight", "s3://earlier/m.safetensors", **options)  # fingerprints are enough
     assert merged.store_nbytes > 0.5 * merged.written_nbytes
     assert ckpt_tools.diff("s3://earlier/two", eight, **options).is_same
+
+
+@pytest.mark.parametrize("work", ["merge", "reshard"])
+def test_damage_in_what_a_store_copies_is_found(server: Server, tmp_path: Path, work: str) -> None:
+    """At once by a store that has the checksum of what it holds; else by the first one who reads: what was sealed is what was right."""
+    fs = server.bucket("copied")
+    options: dict[str, Any] = {"storage_options": server.options}
+    values = {"long": torch.randn(8, 1_600_000, generator=torch.Generator().manual_seed(5))}
+    ckpt_tools.reshard(save_locally(tmp_path / "run", values), tmp_path / "four", to_ranks=4)
+    ckpt_tools.copy(tmp_path / "four", f"s3://copied/{work}", **options)
+    name = next(n for n in fs.find(f"copied/{work}") if "__1_0" in n)
+    data = bytearray(fs.cat(name))
+    data[-4_000_000] ^= 1
+    fs.pipe(name, bytes(data))
+    target = f"s3://copied/{work}-result" + (".safetensors" if work == "merge" else "")
+
+    def go() -> Any:
+        if work == "merge":
+            return ckpt_tools.merge(f"s3://copied/{work}", target, **options)
+        return ckpt_tools.reshard(f"s3://copied/{work}", target, to_ranks=2, **options)
+
+    if server.name == "moto":
+        with pytest.raises(StorageError, match="is not what it was to be: expected CRC-64"):
+            go()
+        assert not fs.find(target.removeprefix("s3://")) and not uploads(fs, "copied")
+    else:
+        assert go().store_nbytes > 10_000_000
+        found = ckpt_tools.verify(target, **options)
+        assert {p.fqn for p in found.problems} - {""} == {"long" if work == "merge" else "model.long"}
 
 
 def test_whoever_writes_the_manifest_has_the_same_checksums_of_pieces(tmp_path: Path) -> None:

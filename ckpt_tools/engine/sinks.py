@@ -226,6 +226,8 @@ class WriteSink:
             if not self._is_stream:  # else they are there
                 pieces += [self._put(name, start, data) for start, data in _joined(around)]
             checksums[name] = _join_file(name, pieces, self._whole.file_sizes[name])
+            if name in self._vouched and isinstance(writer := self._writers[name], Upload):
+                writer.expect(checksums[name])
         self._finish_writers()
         return checksums
 
