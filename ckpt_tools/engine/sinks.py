@@ -214,17 +214,17 @@ class WriteSink:
         """
         if self._is_stream:
             self._surround_rest()
-        literals, trailers = _by_file(self.target.literals), _by_file(self._whole.trailers)
+        literals, trailers = {} if self._is_stream else _by_file(self.target.literals), _by_file(self._whole.trailers)
         checksums = {}
         for name in list(self._pieces):  # a file at a time: there may be a million payloads
             pieces = _vouched_for(sorted(self._pieces.pop(name)), self._vouched.get(name, ()))
             around = [(lit.start, lit.data) for lit in literals.get(name, ())]
             for behind, payload in _payloads(trailers.get(name, ()), pieces):
-                around += [(trailer.start, trailer.render(payload.crc32)) for trailer in behind]
+                if not self._is_stream:  # else they are there
+                    around += [(trailer.start, trailer.render(payload.crc32)) for trailer in behind]
                 if payload.nbytes >= MIN_PART_BYTES:
                     self._runs.setdefault(name, []).append(payload[:3])
-            if not self._is_stream:  # else they are there
-                pieces += [self._put(name, start, data) for start, data in _joined(around)]
+            pieces += [self._put(name, start, data) for start, data in _joined(around)]
             checksums[name] = _join_file(name, pieces, self._whole.file_sizes[name])
             if name in self._vouched and isinstance(writer := self._writers[name], Upload):
                 writer.expect(checksums[name])

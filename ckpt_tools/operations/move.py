@@ -188,7 +188,8 @@ class _Work:
         self._part = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in self.division.taken))
         self._tensors = [catalog.tensors[t.fqn] for t in self._part.tensors if not t.is_object]
         self._assumes = False
-        self.trail, self.sealed = trail, of_source(source)
+        self.trail = trail
+        self.sealed: Manifest | None = None
 
     def locate(self, may_assume: bool) -> None:
         """Finds what this member is to read, and proves what is carried without another look."""
@@ -196,6 +197,7 @@ class _Work:
         self._assumes = may_assume and source.store.capabilities.fetches_ahead and not any(map(replicas, self._tensors))
         self.located = source.assume(self._tensors) if self._assumes else source.format.locate(source.store, self._tensors)
         prove_copies(source, self.catalog, self._part, self.located, self.jobs, self.tiles)
+        self.sealed = of_source(source)
         prints = sealed_prints(self.sealed, source, self.catalog, self.plan)
         self.prints = {fqn: p for fqn, p in prints.items() if fqn not in self.alter}
 
