@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Unpack
 
-from ckpt_tools.catalog import Extent, TensorEntry
+from ckpt_tools.catalog import Extent
 from ckpt_tools.checksum import crc64nvme, hex64, join_crc64
 from ckpt_tools.commit import add_file
 from ckpt_tools.errors import IntegrityError, PlanError, printable
@@ -76,7 +76,8 @@ def seal(src: Path_, **options: Unpack[Options]) -> SealResult:
         raise PlanError(f"only what has one index can be sealed: {printable(work.store.url)}", hint="reshard it first")
     sizes = dict(work.catalog.file_sizes)
     tensors = list(work.catalog.tensors.values())
-    files, prints = _seal_files(work, sizes, tensors), work.fingerprints(tensors)
+    located = work.format.locate(work.store, tensors)
+    files, prints = _seal_files(work, sizes, located.values()), work.fingerprints(tensors, located)
     data = read(folder, index) if index else b""
     attempt = str(uuid.uuid4())
     manifest = Manifest.now(
@@ -93,15 +94,15 @@ def seal(src: Path_, **options: Unpack[Options]) -> SealResult:
     return SealResult(work.store.url, name, sizes, len(manifest.tensors), tuple(unknown), time.monotonic() - began)
 
 
-def _seal_files(work: Verification, sizes: Mapping[str, int], tensors: Iterable[TensorEntry]) -> dict[str, Sealed]:
+def _seal_files(work: Verification, sizes: Mapping[str, int], payloads: Iterable[Extent]) -> dict[str, Sealed]:
     """Reads all files and returns their checksums, and those of the long payloads in them."""
     long: dict[str, list[Extent]] = {name: [] for name in sizes}
-    for extent in set(work.format.locate(work.store, tensors).values()):
+    for extent in set(payloads):
         if extent.nbytes >= MIN_PART_BYTES:
             long[extent.file].append(extent)
     ranges: dict[str, Extent] = {}
-    for name, payloads in long.items():
-        edges = sorted({0, sizes[name], *(at for e in payloads for at in (e.start, e.start + e.nbytes))})
+    for name, mine in long.items():
+        edges = sorted({0, sizes[name], *(at for e in mine for at in (e.start, e.start + e.nbytes))})
         ranges |= {f"{name}:{start}": Extent(name, start, end - start) for start, end in pairwise(edges)}
     crcs = work.hash_ranges(ranges)
     pieces: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}

@@ -220,7 +220,7 @@ class Verification:
         assert self.manifest is not None
         sealed = self.manifest.tensors
         others = [t for t in self._whole_tensors(files) if t.fqn in sealed and t.fqn not in bad]  # no zip, or one without checksums
-        prints = self.fingerprints(others)
+        prints = self.fingerprints(others, self.format.locate(self.store, others))
         for tensor in others:
             if hex64(prints.get(tensor.fqn, 0)) != sealed[tensor.fqn].fingerprint:
                 extent = next(c.extent for c in tensor.chunks if c.extent.file in files)
@@ -236,9 +236,9 @@ class Verification:
             if t.fqn not in broken and (files is None or any(c.extent.file in files for c in t.chunks))
         ]  # fmt: skip
 
-    def fingerprints(self, tensors: Sequence[TensorEntry]) -> Mapping[str, int]:
-        """Reads tensors and returns their fingerprints."""
-        sink, located = HashSink(), self.format.locate(self.store, tensors)
+    def fingerprints(self, tensors: Sequence[TensorEntry], located: Mapping[Extent, Extent]) -> Mapping[str, int]:
+        """Reads tensors, whose packed payloads are where they were located, and returns their fingerprints."""
+        sink = HashSink()
         tiles = tile_bytes(self._memory, self._jobs)
         run_shared(plan_values(tensors), located, tiles, self.store, sink, self._jobs, None, self.team)
         return sink.fingerprints.join()

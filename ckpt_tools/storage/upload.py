@@ -349,8 +349,8 @@ class Upload:
         if told[0] == told[1] and stored is not None and mine is not None:
             told = (f"CRC-64 {hex64(mine)}", f"CRC-64 {hex64(stored)}")
         if told[0] != told[1]:
-            with suppress(StorageError):  # it was this writer's a moment ago
-                self._s3.call("remove", self._url, "delete_object", **self._at)
+            with suppress(StorageError):
+                self._s3.call("remove", self._url, "delete_object", **self._at, IfMatch=head["ETag"])  # this writer's, and no other
             raise StorageError(
                 f"an object is not what it was to be: expected {told[0]}, got {told[1]} ({printable(self._url)})",
                 hint="try again; if it stays so, what the store copied is damaged: ckpt verify",
