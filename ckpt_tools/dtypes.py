@@ -55,6 +55,7 @@ _TABLE = (
     DType("float4_e2m1fn_x2", None, _UNTYPED, 8),
 )
 BY_NAME = {d.name: d for d in _TABLE}
+MAX_ITEMSIZE = max(d.itemsize for d in _TABLE)
 BY_TAG = {d.tag: d for d in _TABLE if d.tag is not None}
 BY_STORAGE_CLASS = {d.storage_class: d for d in _TABLE if d.storage_class != _UNTYPED}
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

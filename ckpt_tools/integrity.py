@@ -112,7 +112,8 @@ def run_shared(
     with team.phase("read"):
         run(schedule(plan, located, *tiles, shares(plan, team.size)[team.rank]), store, sink, jobs, advance)
     if team.size > 1:
-        sink.fingerprints.share(team)
+        for found in sink.found:
+            found.share(team)
 
 
 def first_problem(manifest: Manifest, store: Store, reads_all: bool = False) -> str:

@@ -26,15 +26,16 @@ CHECKSUM = "crc64nvme"
 
 
 class SealedRun(NamedTuple):
-    """A range of a file, a payload, with its checksum as 16 hex digits."""
+    """A range of a file, a payload or a cell of one, with its checksums as 16 and 8 hex digits."""
 
     start: int
     nbytes: int
     crc64nvme: str
+    crc32: str
 
 
 class Sealed(NamedTuple):
-    """A file with its checksum as 16 hex digits, and those of its long payloads."""
+    """A file with its checksum as 16 hex digits, and those of the cells of its long payloads."""
 
     nbytes: int
     crc64nvme: str
@@ -97,7 +98,7 @@ def file_name(attempt: str, beside: str = "") -> str:
     return note_name(MANIFEST, attempt, beside)
 
 
-_HEX = re.compile(r"[0-9a-f]{16}")
+_HEX = re.compile(r"[0-9a-f]+")
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
 
@@ -173,30 +174,31 @@ def of_store(store: Store) -> Manifest | None:
 def _sealed(entry: Mapping[str, Any]) -> Sealed:
     if type(entry["nbytes"]) is not int or entry["nbytes"] < 0:
         raise ValueError(f"nbytes is {entry['nbytes']!r}")
-    return Sealed(entry["nbytes"], _hex(entry["crc64nvme"]), tuple(_run(run, entry["nbytes"]) for run in entry.get("runs", ())))
+    runs = [run for run in entry.get("runs", ()) if len(run) != 3]  # for a few days they had no CRC-32
+    return Sealed(entry["nbytes"], _hex(entry["crc64nvme"]), tuple(_run(run, entry["nbytes"]) for run in runs))
 
 
 def _run(run: Sequence[Any], file_nbytes: int) -> SealedRun:
-    start, nbytes, crc64 = run
+    start, nbytes, crc64, crc32 = run
     if type(start) is not int or type(nbytes) is not int or not 0 <= start < start + nbytes <= file_nbytes:
         raise ValueError(f"a run is {run!r} of a file of {file_nbytes} bytes")
-    return SealedRun(start, nbytes, _hex(crc64))
+    return SealedRun(start, nbytes, _hex(crc64), _hex(crc32, 8))
 
 
-def _hex(value: object) -> str:
-    if not isinstance(value, str) or not _HEX.fullmatch(value):
+def _hex(value: object, digits: int = 16) -> str:
+    if not isinstance(value, str) or len(value) != digits or not _HEX.fullmatch(value):
         raise ValueError(f"not a checksum: {value!r}")
     return value
 
 
-def seal_file(nbytes: int, crc64: int, runs: Iterable[tuple[int, int, int]]) -> Sealed:
+def seal_file(nbytes: int, crc64: int, runs: Iterable[tuple[int, int, int, int]]) -> Sealed:
     """Returns the entry of a file.
 
     Args:
         nbytes, crc64: of the file.
-        runs: (start, bytes, CRC-64) of its long payloads.
+        runs: (start, bytes, CRC-64, CRC-32) of the cells of its long payloads.
     """
-    return Sealed(nbytes, hex64(crc64), tuple(SealedRun(start, length, hex64(crc)) for start, length, crc in runs))
+    return Sealed(nbytes, hex64(crc64), tuple(SealedRun(start, length, hex64(crc), f"{crc32:08x}") for start, length, crc, crc32 in runs))
 
 
 def seal_tensors(plan: Plan, fingerprints: Mapping[str, int]) -> dict[str, SealedTensor]:

@@ -61,6 +61,7 @@ LEVELS = [
         "engine.schedule",
         "engine.prints",
         "engine.regions",
+        "engine.frames",
         "engine.sinks",
         "engine.scan",
         "engine.seals",

@@ -151,9 +151,13 @@ def with_runs(runs: object) -> bytes:
 
 
 def test_checksums_of_payloads_are_taken_along() -> None:
-    data = with_runs([[0, 2, "1" * 16], [2, 1, "2" * 16]])
-    assert parse(data, "here").files == {"f": (3, "0" * 16, ((0, 2, "1" * 16), (2, 1, "2" * 16)))}
+    data = with_runs([[0, 2, "1" * 16, "3" * 8], [2, 1, "2" * 16, "4" * 8]])
+    assert parse(data, "here").files == {"f": (3, "0" * 16, ((0, 2, "1" * 16, "3" * 8), (2, 1, "2" * 16, "4" * 8)))}
     assert parse(parse(data, "here").render(), "here").files == parse(data, "here").files
+
+
+def test_runs_without_crc32_are_of_no_use() -> None:
+    assert parse(with_runs([[0, 2, "1" * 16], [2, 1, "2" * 16]]), "here").files == {"f": (3, "0" * 16, ())}
 
 
 @pytest.mark.parametrize(
@@ -163,8 +167,9 @@ def test_checksums_of_payloads_are_taken_along() -> None:
         MANIFEST.replace(b'"nbytes": 3', b'"nbytes": -3'), MANIFEST.replace(b'"nbytes": 3', b'"nbytes": true'),
         MANIFEST.replace(b'"shape": [1]', b'"shape": ["x"]'), MANIFEST.replace(b'"ckpt_manifest": 1', b'"ckpt_manifest": 2'),
         MANIFEST.replace(b"ffffffffffffffff", b"FFFF"), MANIFEST.replace(b'"files": {', b'"files": 3, "x": {'),
-        with_runs([[0, 4, "0" * 16]]), with_runs([[-1, 3, "0" * 16]]), with_runs([[0, 0, "0" * 16]]), with_runs([[0, 3, "0"]]), with_runs([[0, 3]]),
-        with_runs([[True, 2, "0" * 16]]), with_runs(3), with_runs({"a": 1}),
+        with_runs([[0, 4, "0" * 16, "0" * 8]]), with_runs([[-1, 3, "0" * 16, "0" * 8]]), with_runs([[0, 0, "0" * 16, "0" * 8]]),
+        with_runs([[0, 3, "0", "0" * 8]]), with_runs([[0, 3, "0" * 16, "0" * 16]]), with_runs([[0, 3]]),
+        with_runs([[True, 2, "0" * 16, "0" * 8]]), with_runs(3), with_runs({"a": 1}),
     ],
 )  # fmt: skip
 def test_a_malformed_manifest_is_one_clear_error(data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,9 @@ def test_within_one_store_the_store_copies(server: Server, tmp_path: Path) -> No
     assert {p.name: p.read_bytes() for p in source.iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()}
 
 
+CELLS = [800 * 8192, *[801 * 8192] * 5]  # of `wide.py`: twice 1602 rows of 8 KiB, in halves; 801 and 800 columns of 8 KiB, whole
+
+
 def manifest_of(path: Path) -> Any:
     return json.loads(next(path.glob("ckpt.manifest.*")).read_text())
 
@@ -84,41 +88,50 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 8 ranks, each of which has a piece of 8.4 MB of two tensors and of 6.3 MB of a third, and a small one."""
-    out, generator = tmp_path_factory.mktemp("eight"), torch.Generator().manual_seed(3)
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 2, 3 and 8 ranks; each of 8 has a piece of 8.4 MB of two tensors and of 6.3 MB of a third, and a small one."""
+    out, generator = tmp_path_factory.mktemp("sources"), torch.Generator().manual_seed(3)
     shapes = {"a": (16384, 1025), "b": (12291, 1024), "c": (8, 2101, 1000), "small": (7, 5)}
     source = save_locally(out / "run", {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
-    ckpt_tools.reshard(source, out / "eight", to_ranks=8)
-    return out / "eight"
+    for ranks in (2, 3, 8):
+        ckpt_tools.reshard(source, out / str(ranks), to_ranks=ranks)
+    return out
 
 
-# less 5 MiB before each run that follows something that is sent; of 3 ranks only "c" is made of whole pieces
-@pytest.mark.parametrize(("num_ranks", "least", "most"), [(8, 0.2, 0.4), (4, 0.5, 0.6), (1, 0.85, 0.9), (3, 0.3, 0.4)])
-def test_a_reshard_into_unions_of_pieces_is_copied_by_the_store(
-    server: Server, eight: Path, tmp_path: Path, num_ranks: int, least: float, most: float
+# less 5 MiB before each run that follows something that is sent; of 8 to 3 ranks only "c" is made of whole pieces
+@pytest.mark.parametrize(
+    ("ranks", "to_ranks", "least", "most"),
+    [(8, 8, 0.2, 0.4), (8, 4, 0.5, 0.6), (8, 1, 0.85, 0.9), (8, 3, 0.3, 0.4), (2, 4, 0.6, 0.7), (2, 8, 0.3, 0.4), (3, 1, 0.85, 0.95)],
+)
+def test_a_reshard_by_whole_cells_is_copied_by_the_store(
+    server: Server, sources: Path, tmp_path: Path, ranks: int, to_ranks: int, least: float, most: float
 ) -> None:
-    server.bucket("unions")
+    server.bucket("cells")
     options: dict[str, Any] = {"storage_options": server.options}
-    there = f"s3://unions/{eight.parent.name}"
+    source, there = sources / str(ranks), f"s3://cells/{sources.name}-{ranks}"
     if not RemoteStore(there, server.options).list_files():
-        ckpt_tools.copy(eight, there, **options)
-    result = ckpt_tools.reshard(there, f"s3://unions/to{num_ranks}", to_ranks=num_ranks, **options)
+        ckpt_tools.copy(source, there, **options)
+    result = ckpt_tools.reshard(there, f"s3://cells/{ranks}to{to_ranks}", to_ranks=to_ranks, **options)
     assert least <= result.store_nbytes / result.written_nbytes <= most
     assert result.read_nbytes < result.written_nbytes - result.store_nbytes + 65536
-    ckpt_tools.copy(f"s3://unions/to{num_ranks}", tmp_path / "there", **options)
-    ckpt_tools.reshard(eight, tmp_path / "here", to_ranks=num_ranks)
+    ckpt_tools.copy(f"s3://cells/{ranks}to{to_ranks}", tmp_path / "there", **options)
+    ckpt_tools.reshard(source, tmp_path / "here", to_ranks=to_ranks)
     there_sealed, here_sealed = manifest_of(tmp_path / "there"), manifest_of(tmp_path / "here")
     assert there_sealed["tensors"] == here_sealed["tensors"]
+    if ranks == 3:  # thirds do not add up to halves: what is sealed of "a" and "c" is the whole
+        assert {len(entry.pop("runs")) for entry in there_sealed["files"].values()} < {
+            len(entry.pop("runs")) for entry in here_sealed["files"].values()
+        }
     assert [*there_sealed["files"].values()] == [*here_sealed["files"].values()]  # derived there, from the bytes here
     got, want = files_of(tmp_path / "there"), files_of(tmp_path / "here")
     assert got.keys() == want.keys() and all(got[name] == want[name] for name in want)
 
 
-def test_without_checksums_of_pieces_a_reshard_passes_through(server: Server, eight: Path, tmp_path: Path) -> None:
+def test_without_checksums_of_pieces_a_reshard_passes_through(server: Server, sources: Path, tmp_path: Path) -> None:
     """A manifest of an earlier version has none."""
     fs = server.bucket("earlier")
     options: dict[str, Any] = {"storage_options": server.options}
+    eight = sources / "8"
     ckpt_tools.copy(eight, "s3://earlier/eight", **options)
     sealed = manifest_of(eight)
     for entry in sealed["files"].values():
@@ -171,10 +184,10 @@ def test_whoever_writes_the_manifest_has_the_same_checksums_of_pieces(tmp_path: 
     for path in (tmp_path / "manager" / "step-00000001", tmp_path / "ours", tmp_path / "stock", tmp_path / "again"):
         sealed = manifest_of(path)
         runs = [(name, *run) for name, entry in sorted(sealed["files"].items()) for run in entry.get("runs", ())]
-        assert len(runs) == 4 and {nbytes for _, _, nbytes, _ in runs} >= {1600 * 4096, 1601 * 4096}, path
-        for name, start, nbytes, crc64 in runs:
-            data = (path / name).read_bytes()
-            assert crc64 == f"{crc64nvme(data[start : start + nbytes]):016x}"
+        assert sorted(nbytes for _, _, nbytes, *_ in runs) == CELLS, path
+        for name, start, nbytes, crc64, crc32 in runs:
+            data = (path / name).read_bytes()[start : start + nbytes]
+            assert (crc64, crc32) == (f"{crc64nvme(data):016x}", f"{zlib.crc32(data):08x}")
         archives = [*open_source(path).catalog.tensors.values()]
         for extent in (chunk.extent for tensor in archives for chunk in tensor.chunks):
             with zipfile.ZipFile(BytesIO((path / extent.file).read_bytes()[extent.start : extent.start + extent.nbytes])) as archive:

@@ -7,14 +7,14 @@ Pure: takes no store and does no input or output. May import levels 0 to 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, BoxIndex, bands, flat_span, flat_start, is_flat, row_major_strides, whole
 from ckpt_tools.catalog import Chunk, Extent, ManyChunks
-from ckpt_tools.plan import Plan, Slot, TensorPlan
+from ckpt_tools.plan import Plan, Slot, TensorPlan, num_cells
 
 DEFAULT_MEMORY_BYTES = 64 << 20
 MIN_TILE_BYTES, MAX_TILE_BYTES = 64 << 10, 4 << 20
@@ -111,8 +111,9 @@ def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max
     """
     tiles: list[Tile] = []
     filled = 0
+    framed = {trailer.file for trailer in plan.target.trailers}
     for tensor, start in _starts(plan, share):
-        for tile in _tiles(tensor, located, tile_nbytes, max(tile_nbytes, max_tile_nbytes)):
+        for tile in _tiles(tensor, located, tile_nbytes, max(tile_nbytes, max_tile_nbytes), framed):
             start += tile.dst_nbytes
             if not share.has(start - tile.dst_nbytes, tile.dst_nbytes):
                 continue
@@ -197,18 +198,28 @@ class Sources:
         return tuple(r for i, shared in self._index.overlaps(box) for r in _reads(self._chunks[i], shared, self._itemsize))
 
 
-def _tiles(tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int) -> Iterator[Tile]:
+def _tiles(
+    tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int, framed: Collection[str] = ()
+) -> Iterator[Tile]:
     sources = Sources(tensor, located)
     itemsize = max(tensor.src_dtype.itemsize, tensor.dst_dtype.itemsize)
     limit = max_tile_nbytes if sources.is_strided else tile_nbytes
     max_numel = max(1, limit // itemsize)
     slots = [s for s in tensor.slots if s.box.numel]
     regions = [whole(tensor.shape)] if tensor.is_complete else [s.box for s in slots]
-    cuts = [s.box.offsets[0] for s in slots] if tensor.shape else []
+    cuts = [cut for s in slots for cut in _cuts(s, tensor.dst_dtype.itemsize, framed)]
     targets = BoxIndex([s.box for s in slots])
     for region in regions:
         for box in bands(region, max_numel, cuts):
             yield Tile(tensor, box, sources.reads(box), tuple(_writes(slots, targets, box, tensor.dst_dtype.itemsize)))
+
+
+def _cuts(slot: Slot, itemsize: int, framed: Collection[str]) -> Iterator[int]:
+    """Yields where along the first dim no tile may reach across: where a slot begins, and its cells, whose checksums are wanted."""
+    if slot.box.sizes:
+        low, rows = slot.box.offsets[0], slot.box.sizes[0]
+        count = num_cells(slot.box, slot.box.numel * itemsize) if slot.file in framed else 0
+        yield from range(low, low + rows, rows // max(1, count))
 
 
 def _reads(chunk: Chunk, shared: Box, itemsize: int) -> Iterator[Read]:

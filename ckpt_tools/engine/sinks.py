@@ -6,25 +6,29 @@ A sink takes steps from several threads. May import levels 0 to 3 and the parts 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ckpt_tools.box import Box
 from ckpt_tools.checksum import crc32, crc64nvme, join_crc32, join_crc64
+from ckpt_tools.dtypes import MAX_ITEMSIZE
+from ckpt_tools.engine.frames import Frame, by_file, cells_of, frames_of, payloads, vouched_for
 from ckpt_tools.engine.kernels import Bytes, gather
 from ckpt_tools.engine.prints import Fingerprints, Piece, Pieces, Prints
 from ckpt_tools.engine.schedule import Step, Tile, Write
 from ckpt_tools.errors import StorageError
-from ckpt_tools.plan import Literal, Target, Trailer
+from ckpt_tools.plan import CELL_BYTES, Target
 from ckpt_tools.storage import MemoryStore, Shelf, Writer
 from ckpt_tools.storage.begun import Sent
-from ckpt_tools.storage.upload import MIN_PART_BYTES, Upload
+from ckpt_tools.storage.upload import Upload
 
+Checksum = Callable[[memoryview], int]
+_JOINS = {crc64nvme: join_crc64, crc32: join_crc32}
 _FINISHERS = 16  # each waits for a store
 
 
@@ -55,12 +59,18 @@ class Sink(Protocol):
 
 
 class HashSink:
-    """Computes fingerprints and keeps nothing: CRC-64/NVME, or the CRC-32 of a zip."""
+    """Computes fingerprints and keeps nothing: CRC-64/NVME, the CRC-32 of a zip, or both."""
 
-    def __init__(self, with_crc32: bool = False) -> None:
-        self._checksum = crc32 if with_crc32 else crc64nvme
-        self.fingerprints = Fingerprints(join_crc32 if with_crc32 else join_crc64)
+    def __init__(self, *checksums: Checksum) -> None:
+        """Takes `crc64nvme`, which it is where none is given, or `crc32`, or both in the order of what is `found`."""
+        self._checksums = checksums or (crc64nvme,)
+        self.found = tuple(Fingerprints(_JOINS[checksum]) for checksum in self._checksums)
         self._lock = threading.Lock()
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """By the first checksum."""
+        return self.found[0]
 
     def room(self, tile: Tile) -> Bytes | None:
         del tile
@@ -68,11 +78,12 @@ class HashSink:
 
     def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
-        found = Fingerprints(self.fingerprints.joined)
-        for tile, data in zip(step.tiles, tiles, strict=True):
-            found.add(tile, self._checksum(data.data), data)
-        with self._lock:
-            self.fingerprints.absorb(found.noted)
+        for checksum, known in zip(self._checksums, self.found, strict=True):
+            found = Fingerprints(known.joined)
+            for tile, data in zip(step.tiles, tiles, strict=True):
+                found.add(tile, checksum(data.data), data)
+            with self._lock:
+                known.absorb(found.noted)
 
 
 class FillSink:
@@ -97,24 +108,6 @@ class FillSink:
                     into[:] = values
 
 
-class _Frame:
-    """What stands around a slot: literals before it, trailers behind it; written as soon as the slot is full where a file is a stream.
-
-    `left` are the bytes of the slot that have yet to pass, `crc32` is its checksum where that is known beforehand.
-    """
-
-    def __init__(self, trailers: list[Trailer], before: list[Literal]) -> None:
-        self.trailers, self.before = trailers, before
-        self.start, self.end = trailers[0].slot_start, trailers[0].start
-        self.left = self.end - self.start
-        self.pieces: list[Piece] = []
-        self.crc32: int | None = None
-
-    def render(self) -> list[tuple[int, bytes]]:
-        crc = join_crc32((p.crc32, p.nbytes) for p in sorted(self.pieces)) if self.crc32 is None else self.crc32
-        return [*((lit.start, lit.data) for lit in self.before), *((t.start, t.render(crc)) for t in self.trailers)]
-
-
 class WriteSink:
     """Writes a target's files and knows, at the end, the checksum of each without reading it again."""
 
@@ -122,12 +115,12 @@ class WriteSink:
         """Takes what this process writes, where to, under which names, and of what it is a part where others write the rest."""
         self.target, self.store, self._name, self._whole = target, store, name, whole or target
         self.fingerprints = Fingerprints()
-        self._runs: dict[str, list[tuple[int, int, int]]] = {}
-        self._vouched: dict[str, list[Piece]] = {}
+        self._runs: dict[str, list[Piece]] = {}
+        self._vouched: dict[str, list[Sequence[Piece]]] = {}
         self._pieces: dict[str, Pieces] = {name: Pieces() for name in target.file_sizes}
         self._with_crc32 = {t.file for t in target.trailers}
         self._is_stream = not store.capabilities.can_write_anywhere
-        self._frames: dict[str, list[_Frame]] = {}
+        self._frames: dict[str, list[Frame]] = {}
         self._starts: dict[str, list[int]] = {}
         self._lock = threading.Lock()
         self._writers: dict[str, Writer] = {}
@@ -138,18 +131,18 @@ class WriteSink:
             self._writers[name] = self.store.create(self._name(name), nbytes)
         if not self._is_stream:
             return
-        self._frames = _frames(self.target)
+        self._frames = frames_of(self.target)
         self._starts = {name: [f.start for f in frames] for name, frames in self._frames.items()}
         for literal in self.target.literals:  # a header; it is there before anything else can be
             if literal.file not in self._frames:
                 self._pieces[literal.file].append(self._put(literal.file, literal.start, literal.data))
 
-    def vouch(self, name: str, slot: Piece, sent_nbytes: int) -> None:
-        """Notes the checksums of a slot of which only so many bytes will pass here, before any does."""
+    def vouch(self, name: str, slot: Sequence[Piece], sent_nbytes: int) -> None:
+        """Notes the checksums of a slot, piece by piece, of which only so many bytes will pass here, before any does."""
         self._vouched.setdefault(name, []).append(slot)
-        frame = self._frame_of(name, slot.start)
+        frame = self._frame_of(name, slot[0].start)
         if frame:
-            frame.left, frame.crc32 = sent_nbytes, slot.crc32
+            frame.left, frame.crc32 = sent_nbytes, join_crc32((p.crc32, p.nbytes) for p in slot)
 
     def room(self, tile: Tile) -> Bytes | None:
         del tile
@@ -166,7 +159,7 @@ class WriteSink:
                 is_all = write.nbytes == tile.dst_nbytes
                 values = data if is_all else _cut_out(tile, data, write, scratch)
                 noted.append((write.file, self._put(write.file, write.start, values.data, crc if is_all else None)))
-        full: list[tuple[str, _Frame]] = []
+        full: list[tuple[str, Frame]] = []
         files: dict[str, Pieces] = {}
         with self._lock:
             for name, piece in noted:
@@ -179,7 +172,7 @@ class WriteSink:
             self._surround(name, frame)
         return Handed(files, prints.noted)
 
-    def _frame_of(self, name: str, start: int) -> _Frame | None:
+    def _frame_of(self, name: str, start: int) -> Frame | None:
         """Returns what stands around the slot in which a byte lies, if anything does."""
         if name not in self._frames:
             return None
@@ -187,7 +180,7 @@ class WriteSink:
         frame = self._frames[name][number] if number >= 0 else None
         return None if frame is None or start >= frame.end else frame  # an object has none
 
-    def _fill(self, name: str, piece: Piece) -> _Frame | None:
+    def _fill(self, name: str, piece: Piece) -> Frame | None:
         """Notes a piece of a slot and returns its frame once it is full."""
         frame = self._frame_of(name, piece.start)
         if frame is None:
@@ -196,7 +189,7 @@ class WriteSink:
         frame.pieces.append(piece)
         return None if frame.left else frame
 
-    def _surround(self, name: str, frame: _Frame) -> None:
+    def _surround(self, name: str, frame: Frame) -> None:
         pieces = [self._put(name, start, data) for start, data in frame.render()]
         frame.left = -1
         with self._lock:
@@ -214,16 +207,17 @@ class WriteSink:
         """
         if self._is_stream:
             self._surround_rest()
-        literals, trailers = {} if self._is_stream else _by_file(self.target.literals), _by_file(self._whole.trailers)
-        checksums = {}
+        literals, trailers = {} if self._is_stream else by_file(self.target.literals), by_file(self._whole.trailers)
+        checksums, boxes = {}, self._long_boxes()
         for name in list(self._pieces):  # a file at a time: there may be a million payloads
-            pieces = _vouched_for(sorted(self._pieces.pop(name)), self._vouched.get(name, ()))
+            pieces = vouched_for(sorted(self._pieces.pop(name)), self._vouched.get(name, ()))
             around = [(lit.start, lit.data) for lit in literals.get(name, ())]
-            for behind, payload in _payloads(trailers.get(name, ()), pieces):
+            for behind, inside in payloads(trailers.get(name, ()), pieces):
+                cells = cells_of(inside, boxes.get((name, behind[0].slot_start)))
+                self._runs.setdefault(name, []).extend(cells)
                 if not self._is_stream:  # else they are there
-                    around += [(trailer.start, trailer.render(payload.crc32)) for trailer in behind]
-                if payload.nbytes >= MIN_PART_BYTES:
-                    self._runs.setdefault(name, []).append(payload[:3])
+                    crc = join_crc32((p.crc32, p.nbytes) for p in cells or inside)
+                    around += [(trailer.start, trailer.render(crc)) for trailer in behind]
             pieces += [self._put(name, start, data) for start, data in _joined(around)]
             checksums[name] = _join_file(name, pieces, self._whole.file_sizes[name])
             if name in self._vouched and isinstance(writer := self._writers[name], Upload):
@@ -231,9 +225,14 @@ class WriteSink:
         self._finish_writers()
         return checksums
 
-    def runs_of(self, name: str) -> Sequence[tuple[int, int, int]]:
-        """Returns (start, bytes, CRC-64/NVME) of the payloads of a finished file that an object store could copy by itself."""
+    def runs_of(self, name: str) -> Sequence[Piece]:
+        """Returns the cells of the long payloads of a finished file: what an object store could copy by itself."""
         return self._runs.get(name, ())
+
+    def _long_boxes(self) -> dict[tuple[str, int], Box]:
+        """Returns the boxes of slots that may be long enough for cells, by file and start."""
+        least = CELL_BYTES // MAX_ITEMSIZE
+        return {(s.file, s.start): s.box for slots in self._whole.slots.values() for s in slots if s.box.numel >= least}
 
     def _finish_writers(self) -> None:
         if self._is_stream:
@@ -277,62 +276,6 @@ class WriteSink:
         """Closes what is open; the staging place is removed by whoever made it."""
         for writer in self._writers.values():
             writer.abort()
-
-
-P = TypeVar("P", Literal, Trailer)
-
-
-def _by_file(parts: Iterable[P]) -> dict[str, list[P]]:
-    found: dict[str, list[P]] = {}
-    for part in parts:
-        found.setdefault(part.file, []).append(part)
-    return found
-
-
-def _by_slot(trailers: Iterable[Trailer]) -> Iterator[list[Trailer]]:
-    """Yields the trailers of each slot of a file, in its order; the first one begins where the slot ends."""
-    ordered = sorted(trailers, key=lambda t: (t.slot_start, t.start))
-    return (list(group) for _, group in groupby(ordered, key=lambda t: t.slot_start))
-
-
-def _payloads(trailers: Iterable[Trailer], ordered: Sequence[Piece]) -> Iterator[tuple[list[Trailer], Piece]]:
-    """Yields the trailers of every slot of a file, and what is in the slot, joined from the pieces that fell into it.
-
-    The CRC-64 is that of long ones only: nobody asks for the others.
-    """
-    at = 0
-    for behind in _by_slot(trailers):
-        start, end = behind[0].slot_start, behind[0].start
-        while at < len(ordered) and ordered[at].start < start:
-            at += 1
-        first = at
-        while at < len(ordered) and ordered[at].start < end:
-            at += 1
-        inside = ordered[first:at]
-        crc64 = join_crc64((p.crc64, p.nbytes) for p in inside) if end - start >= MIN_PART_BYTES else 0
-        yield behind, Piece(start, end - start, crc64, join_crc32((p.crc32, p.nbytes) for p in inside))
-
-
-def _vouched_for(ordered: list[Piece], slots: Iterable[Piece]) -> list[Piece]:
-    """Returns the pieces of a file with one for each slot that is vouched for, in place of what has passed of it."""
-    for slot in slots:
-        first, last = (bisect_left(ordered, at, key=lambda p: p.start) for at in (slot.start, slot.start + slot.nbytes))
-        ordered[first:last] = [slot]
-    return ordered
-
-
-def _frames(target: Target) -> dict[str, list[_Frame]]:
-    """Returns what stands around each slot, in the order of the file."""
-    literals = _by_file(sorted(target.literals, key=lambda lit: -lit.start))
-    frames: dict[str, list[_Frame]] = {}
-    for file, found in _by_file(target.trailers).items():
-        mine = literals.get(file, [])
-        for trailers in _by_slot(found):
-            before = []
-            while mine and mine[-1].start < trailers[0].start:
-                before.append(mine.pop())
-            frames.setdefault(file, []).append(_Frame(trailers, before))
-    return frames
 
 
 def _cut_out(tile: Tile, data: Bytes, write: Write, scratch: Bytes) -> Bytes:

@@ -55,14 +55,14 @@ class Part(NamedTuple):
 
     Attributes:
         nbytes, crc64: of its file.
-        runs: (start, bytes, CRC-64) of its long pieces.
+        runs: (start, bytes, CRC-64, CRC-32) of the cells of its long pieces.
         objects: (start, bytes) of its objects.
         shares: its share of each tensor's fingerprint; the commit does not need it.
     """
 
     nbytes: int
     crc64: int
-    runs: tuple[tuple[int, int, int], ...]
+    runs: tuple[tuple[int, int, int, int], ...]
     objects: tuple[tuple[int, int], ...]
     shares: Mapping[str, int]
 

@@ -248,8 +248,6 @@ class _Work:
         if self.team.size > 1:
             notes.append("one process alone would have the store copy by itself what it can")
             return None
-        if self._assumes and self.plan.target.trailers and any(sealed.runs for sealed in self.sealed.files.values()):
-            self.located, self._assumes = source.format.locate(source.store, self._tensors), False  # CRC-32s are wanted beforehand
         return plan_within(self.sealed, self.prints, self.plan, self.located, here, source.remote)
 
     def _fill(

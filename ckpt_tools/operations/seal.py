@@ -13,17 +13,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Unpack
 
-from ckpt_tools.catalog import Extent
-from ckpt_tools.checksum import crc64nvme, hex64, join_crc64
+from ckpt_tools.catalog import Extent, TensorEntry
+from ckpt_tools.checksum import crc32, crc64nvme, hex64, join_crc64
 from ckpt_tools.commit import add_file
 from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import INDEXES, folder_of
 from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_file, seal_tensors
 from ckpt_tools.operations.move import Options, Path_
 from ckpt_tools.operations.verify import Verification
-from ckpt_tools.plan import plan_values
+from ckpt_tools.plan import num_cells, plan_values
 from ckpt_tools.storage import RemoteStore, read
-from ckpt_tools.storage.upload import MIN_PART_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def seal(src: Path_, **options: Unpack[Options]) -> SealResult:
     sizes = dict(work.catalog.file_sizes)
     tensors = list(work.catalog.tensors.values())
     located = work.format.locate(work.store, tensors)
-    files, prints = _seal_files(work, sizes, located.values()), work.fingerprints(tensors, located)
+    files, prints = _seal_files(work, sizes, _cells(tensors, located)), work.fingerprints(tensors, located)
     data = read(folder, index) if index else b""
     attempt = str(uuid.uuid4())
     manifest = Manifest.now(
@@ -94,21 +93,28 @@ def seal(src: Path_, **options: Unpack[Options]) -> SealResult:
     return SealResult(work.store.url, name, sizes, len(manifest.tensors), tuple(unknown), time.monotonic() - began)
 
 
-def _seal_files(work: Verification, sizes: Mapping[str, int], payloads: Iterable[Extent]) -> dict[str, Sealed]:
-    """Reads all files and returns their checksums, and those of the long payloads in them."""
-    long: dict[str, list[Extent]] = {name: [] for name in sizes}
-    for extent in set(payloads):
-        if extent.nbytes >= MIN_PART_BYTES:
-            long[extent.file].append(extent)
+def _cells(tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent]) -> dict[str, set[tuple[int, int]]]:
+    """Returns where the cells of long packed payloads begin, and their bytes, by file."""
+    cells: dict[str, set[tuple[int, int]]] = {}
+    for chunk in (chunk for tensor in tensors for chunk in tensor.chunks if chunk.extent in located):
+        payload = located[chunk.extent]
+        count = num_cells(chunk.box, payload.nbytes)
+        size = payload.nbytes // max(1, count)
+        cells.setdefault(payload.file, set()).update((payload.start + number * size, size) for number in range(count))
+    return cells
+
+
+def _seal_files(work: Verification, sizes: Mapping[str, int], cells: Mapping[str, set[tuple[int, int]]]) -> dict[str, Sealed]:
+    """Reads all files and returns their checksums, and those of the cells in them."""
     ranges: dict[str, Extent] = {}
-    for name, mine in long.items():
-        edges = sorted({0, sizes[name], *(at for e in mine for at in (e.start, e.start + e.nbytes))})
+    for name, nbytes in sizes.items():
+        edges = sorted({0, nbytes, *(at for start, size in cells.get(name, ()) for at in (start, start + size))})
         ranges |= {f"{name}:{start}": Extent(name, start, end - start) for start, end in pairwise(edges)}
-    crcs = work.hash_ranges(ranges)
-    pieces: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
+    crc64s, crc32s = work.hash_ranges(ranges, crc64nvme, crc32)
+    pieces: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in sizes}
     for key, extent in ranges.items():
-        pieces[extent.file].append((crcs[key], extent.nbytes))
+        pieces[extent.file].append((extent.start, extent.nbytes, crc64s[key], crc32s[key]))
     return {
-        name: seal_file(nbytes, join_crc64(pieces[name]), [(*e[1:3], crcs[f"{name}:{e.start}"]) for e in sorted(long[name])])
+        name: seal_file(nbytes, join_crc64((p[2], p[1]) for p in pieces[name]), [p for p in pieces[name] if p[:2] in cells.get(name, ())])
         for name, nbytes in sizes.items()
     }

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Unpack
 
 from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry
-from ckpt_tools.checksum import hex64
+from ckpt_tools.checksum import crc32, hex64
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
-from ckpt_tools.engine.sinks import HashSink
+from ckpt_tools.engine.sinks import Checksum, HashSink
 from ckpt_tools.errors import CatalogError, FormatError
 from ckpt_tools.formats import Format, detect, folder_of, is_ours, safetensors
 from ckpt_tools.formats.base import note_of
@@ -270,11 +270,11 @@ class Verification:
             if not found.is_sealed:
                 unknown.add(found.extent.file)
             left |= {f"{e.file}:{e.start}": (e, found.extent) for e in found.left}
-        crcs = self.hash_ranges({key: record for key, (record, _) in left.items()}, with_crc32=True)
+        (crcs,) = self.hash_ranges({key: record for key, (record, _) in left.items()}, crc32)
         wrong = {key: record for key, (record, _) in left.items() if crcs[key] != record.crc32}
         if wrong and self.remote is not None:  # it may have happened on the way
             self.store.close()
-            crcs = {**crcs, **self.hash_ranges(wrong, with_crc32=True)}
+            crcs = {**crcs, **self.hash_ranges(wrong, crc32)[0]}
         for key, record in wrong.items():
             if crcs[key] != record.crc32:
                 what = f"is damaged: expected CRC-32 {record.crc32:08x}, got {crcs[key]:08x}"
@@ -298,13 +298,13 @@ class Verification:
     def _is_object(self, fqn: str) -> bool:
         return self.catalog is not None and fqn in self.catalog.objects
 
-    def hash_ranges(self, extents: Mapping[str, Extent], with_crc32: bool = False) -> Mapping[str, int]:
-        """Reads ranges of files and returns their CRC-64/NVME, or CRC-32, by key."""
-        sink = HashSink(with_crc32)
+    def hash_ranges(self, extents: Mapping[str, Extent], *checksums: Checksum) -> list[Mapping[str, int]]:
+        """Reads ranges of files and returns, for each kind of checksum, theirs by key."""
+        sink = HashSink(*checksums)
         with self._bar("verify", sum(e.nbytes for e in extents.values())) as advance:
             tiles = tile_bytes(self._memory, self._jobs)
             run_shared(plan_objects(extents), {}, tiles, self.store, sink, self._jobs, self._scaled(advance), self.team)
-        return {**dict.fromkeys(extents, 0), **sink.fingerprints.join()}  # that of no bytes is 0
+        return [{**dict.fromkeys(extents, 0), **found.join()} for found in sink.found]  # that of no bytes is 0
 
     # ---- the values ------------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 A part of a multipart upload has at least 5 MiB (but for the last) and a file at most 10,000 of them; so a run that is too short, and
 the seam before a long one, go through the engine as ever. Only where the source's manifest has the checksums: bytes that nobody here
-sees could not be sealed otherwise. A slot's CRC-64 is the tensor's fingerprint, or joined from those of the chunks that make it up
-whole; where a frame around it has its CRC-32, that is joined from the chunks', too. May import levels 0 to 4.
+sees could not be sealed otherwise. A slot's are joined from those of the cells that make it up whole; where no frame around it has its
+CRC-32, the tensor's fingerprint is enough. May import levels 0 to 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from ckpt_tools.box import Copy, flat_span, whole
 from ckpt_tools.bucket import RemotePlace
 from ckpt_tools.catalog import RAW, Extent
-from ckpt_tools.checksum import join_crc32, join_crc64
+from ckpt_tools.dtypes import MAX_ITEMSIZE
 from ckpt_tools.engine.prints import Piece
 from ckpt_tools.engine.regions import cut_slot
 from ckpt_tools.engine.sinks import WriteSink
@@ -27,7 +28,6 @@ from ckpt_tools.storage import Capabilities, RemoteStore, Writer
 from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES, PART_BYTES, Upload
 
 _MAX_COPY_BYTES = 256 << 20
-_ELEMENT_BYTES = 16  # of the largest type
 
 
 class Run(NamedTuple):
@@ -48,10 +48,10 @@ class Part(NamedTuple):
 
 
 class Vouched(NamedTuple):
-    """A slot with its checksums, and the bytes of it that are sent."""
+    """A slot, piece by piece with their checksums, and the bytes of it that are sent."""
 
     file: str
-    slot: Piece
+    slot: Sequence[Piece]
     sent_nbytes: int
 
 
@@ -110,7 +110,7 @@ def plan_within(
         manifest: the source's.
         prints: the fingerprints that it has, by the plan's names.
         plan: the whole.
-        located: where payloads of packed extents are; with their CRC-32 where the target has frames.
+        located: where payloads of packed extents are.
         place: where it goes.
         origin: the source's store, the same S3 as the place's.
     """
@@ -150,16 +150,16 @@ class _Slots:
 
     Attributes:
         framed: the files in which a slot's CRC-32 stands around it.
-        known: such slots, by tensor and number.
+        known: the pieces of such slots, by tensor and number.
     """
 
     def __init__(self, manifest: Manifest, prints: Mapping[str, Print], framed: set[str], located: Mapping[Extent, Extent]) -> None:
-        self.framed, self.known, self._prints, self._located = framed, dict[tuple[str, int], Piece](), prints, located
-        self._sealed = {(file, r.start, r.nbytes): int(r.crc64nvme, 16) for file, sealed in manifest.files.items() for r in sealed.runs}
+        self.framed, self.known, self._prints, self._located = framed, dict[tuple[str, int], Sequence[Piece]](), prints, located
+        self._cells = {file: sorted(sealed.runs) for file, sealed in manifest.files.items() if sealed.runs}
 
     def runs(self, tensor: TensorPlan) -> Iterator[tuple[Slot, list[Run]]]:
         """Yields the slots of a tensor with what of them is one run at both ends."""
-        if tensor.fqn not in self._prints or not (self._sealed or _is_one(tensor)):
+        if tensor.fqn not in self._prints or not (self._cells or _is_one(tensor)):
             return
         copies: dict[int, list[Copy]] = {}
         for copy in tensor.copies:
@@ -170,10 +170,10 @@ class _Slots:
             known = self._know(tensor, slot, found)
             if known:
                 self.known[tensor.fqn, number] = known
-                yield slot, [run for run, _ in found]
+                yield slot, found
 
-    def _found(self, tensor: TensorPlan, slot: Slot, copies: Iterable[Copy]) -> Iterator[tuple[Run, Extent]]:
-        """Yields the copies into a slot that are one run at both ends, and the payloads that they are of."""
+    def _found(self, tensor: TensorPlan, slot: Slot, copies: Iterable[Copy]) -> Iterator[Run]:
+        """Yields the copies into a slot that are one run at both ends."""
         itemsize = tensor.dst_dtype.itemsize
         for copy in copies:
             chunk = tensor.chunks[copy.src]
@@ -181,29 +181,28 @@ class _Slots:
             into, of = flat_span(copy.box, slot.box), flat_span(copy.box, chunk.box)
             if into and of and extent.packing == RAW and extent.strides is None:
                 start, source_start = slot.start + into[0] * itemsize, extent.start + of[0] * itemsize
-                yield Run(start, copy.box.numel * itemsize, extent.file, source_start), extent
+                yield Run(start, copy.box.numel * itemsize, extent.file, source_start)
 
-    def _know(self, tensor: TensorPlan, slot: Slot, found: Sequence[tuple[Run, Extent]]) -> Piece | None:
-        """Returns a slot with its checksums, as far as somebody asks for them; None where they are not known."""
+    def _know(self, tensor: TensorPlan, slot: Slot, runs: Iterable[Run]) -> Sequence[Piece]:
+        """Returns the pieces of a slot with their checksums, as far as somebody asks for those; none where they are not known."""
         nbytes = slot.box.numel * tensor.dst_dtype.itemsize
-        is_whole = sum(run.nbytes for run, _ in found) == nbytes and all(run.nbytes == extent.nbytes for run, extent in found)
-        crc64: int | None = self._prints[tensor.fqn].crc64
-        if not _is_one(tensor):
-            crc64 = _joined(join_crc64, [(self._sealed.get(extent[:3]), extent.nbytes) for _, extent in found]) if is_whole else None
-        crc32: int | None = 0
-        if slot.file in self.framed:
-            crc32 = _joined(join_crc32, [(extent.crc32, extent.nbytes) for _, extent in found]) if is_whole else None
-        return None if crc64 is None or crc32 is None else Piece(slot.start, nbytes, crc64, crc32)
+        if slot.file not in self.framed and _is_one(tensor):
+            return [Piece(slot.start, nbytes, self._prints[tensor.fqn].crc64, 0)]
+        pieces = [piece for run in runs for piece in self._pieces(run)]
+        return pieces if sum(piece.nbytes for piece in pieces) == nbytes else ()
+
+    def _pieces(self, run: Run) -> Iterator[Piece]:
+        """Yields the cells that lie in a run, where they will be."""
+        cells, end = self._cells.get(run.file, ()), run.source_start + run.nbytes
+        for number in range(bisect_left(cells, (run.source_start,)), len(cells)):
+            cell = cells[number]
+            if cell.start + cell.nbytes > end:
+                return
+            yield Piece(run.start + cell.start - run.source_start, cell.nbytes, int(cell.crc64nvme, 16), int(cell.crc32, 16))
 
 
 def _is_one(tensor: TensorPlan) -> bool:
     return [slot.box for slot in tensor.slots] == [whole(tensor.shape)]
-
-
-def _joined(join: Callable[[Iterable[tuple[int, int]]], int], pieces: Sequence[tuple[int | None, int]]) -> int | None:
-    """Returns the checksum of a concatenation, None where one of its pieces' is not known."""
-    known = [(crc, nbytes) for crc, nbytes in pieces if crc is not None]
-    return join(known) if len(known) == len(pieces) else None
 
 
 def _sent_ranges(parts: Sequence[Part]) -> list[tuple[int, int]]:
@@ -233,7 +232,7 @@ def cut_parts(nbytes: int, runs: Sequence[Run], framed: bool = False) -> list[Pa
     for run in sorted(runs):
         end = run.start + run.nbytes
         short = 0 if run.start == sent else max(int(framed), least - (run.start - sent))
-        stolen = -(-short // _ELEMENT_BYTES) * _ELEMENT_BYTES  # so that no element is cut
+        stolen = -(-short // MAX_ITEMSIZE) * MAX_ITEMSIZE  # so that no element is cut
         left = run.nbytes - stolen
         if left < least:
             continue

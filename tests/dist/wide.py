@@ -16,7 +16,7 @@ from ckpt_tools.distributed import StorageWriter
 
 def values() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    shapes = {"long": (3201, 1024), "columns": (2048, 1601), "small": (130, 3)}
+    shapes = {"long": (3204, 2048), "columns": (2048, 1601), "small": (130, 3)}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
