@@ -29,6 +29,7 @@ from ckpt_tools.options import (
     Overwrite,
     Quiet,
     Resume,
+    Shapes,
     Source,
     StorageOption,
     check_dtype,
@@ -97,6 +98,7 @@ def inspect(
     tree: Annotated[bool, typer.Option("--tree", help="Show the tree of modules with shapes, dtypes and bytes.")] = False,
     ranks: Annotated[bool, typer.Option("--ranks", help="Show which file, and so which rank, holds which part.")] = False,
     storage_option: StorageOption = None,
+    shapes: Shapes = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Say on stderr how many requests and bytes an object store was asked for.")
     ] = False,
@@ -106,7 +108,7 @@ def inspect(
     from ckpt_tools import render
     from ckpt_tools.operations.inspect import inspect as run
 
-    report = run(src, parse_storage_options(storage_option))
+    report = run(src, parse_storage_options(storage_option), shapes)
     if stats and report.traffic is not None:
         print(f"{report.traffic.requests} requests, {render.size(report.traffic.nbytes)}", file=sys.stderr)
     if as_json:
@@ -125,7 +127,7 @@ def merge(
     max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=size, metavar="SIZE", help="Write shards of at most this size, such as 5GB, and an index.", show_default=False)] = None,
     keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep names as stored: `model.`, `_orig_mod.`, `module.`, ….")] = False,
     lora: Annotated[str | None, typer.Option("--lora", metavar="DIR", help="Add the LoRA adapter of a PEFT directory to the weights, in fp32 arithmetic.", show_default=False)] = None,
-    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, resume: Resume = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, shapes: Shapes = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, resume: Resume = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Join the shards of a model into one safetensors file, ready for inference.
 
@@ -136,7 +138,7 @@ def merge(
     from ckpt_tools.operations.transfer import merge as run
 
     check_dtype(dtype)
-    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, resume)
+    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, resume, shapes)
     with _kept(resume):
         result = run(
             src, dst, select=select or (), dtype=dtype, keep_dtype=keep_dtype or (),
@@ -151,7 +153,7 @@ def reshard(
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write.", show_default=False)],
     to_ranks: Annotated[int, typer.Option("--to", min=1, max=1_000_000, metavar="N", help="Number of ranks to split for.", show_default=False)],
     from_ranks: Annotated[int | None, typer.Option("--from", min=1, metavar="N", help="Number of ranks that wrote SRC, to be checked.", show_default=False)] = None,
-    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, resume: Resume = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, shapes: Shapes = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, resume: Resume = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Rewrite a checkpoint as DCP, with the very chunks that a job of another number of ranks would have saved.
 
@@ -164,7 +166,7 @@ def reshard(
     """
     from ckpt_tools.operations.transfer import reshard as run
 
-    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, resume)
+    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, resume, shapes)
     with _kept(resume):
         result = run(src, dst, to_ranks=to_ranks, from_ranks=from_ranks, **options)
     _report(result, quiet, as_json)
@@ -188,7 +190,7 @@ def convert(
     base: Annotated[str | None, typer.Option("--base", metavar="DIR", help="Directory of config, tokenizer and code, which go along for hf; the key map takes heads from it.", show_default=False)] = None,
     max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=size, metavar="SIZE", help="For hf: at most this size a shard; 5GB.", show_default=False)] = None,
     check: Annotated[bool, typer.Option("--check", help="For hf: load the result with transformers in a process of its own, and compare.")] = False,
-    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, resume: Resume = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, shapes: Shapes = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, resume: Resume = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write a checkpoint of any readable format as another one, optimizer state included where both have it.
 
@@ -199,7 +201,7 @@ def convert(
     from ckpt_tools.operations.convert import convert as run
 
     check_dtype(dtype)
-    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, resume)
+    options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, resume, shapes)
     with _kept(resume):
         result = run(
             src, dst, to=to, ranks=ranks, dtype=dtype, keep_dtype=keep_dtype or (), select=select or (), rename=rename or (),
@@ -214,7 +216,7 @@ def verify(
     src: Source,
     quick: Annotated[bool, typer.Option("--quick", help="Read no data: names, sizes, the index, and the checksums that an object store keeps.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also look at the values: NaN, infinity, nothing but zeros, nothing but one value.")] = False,
-    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, shapes: Shapes = None, jobs: Jobs = None, memory: Memory = None, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Find out whether a checkpoint is whole, and what of it is not. Exit status 1 where something is wrong.
 
@@ -224,7 +226,7 @@ def verify(
     from ckpt_tools import verdicts
     from ckpt_tools.operations.verify import verify as run
 
-    result = run(src, quick=quick, deep=deep, **make_options(jobs, memory, False, False, quiet or as_json, storage_option))
+    result = run(src, quick=quick, deep=deep, **make_options(jobs, memory, False, False, quiet or as_json, storage_option, shapes=shapes))
     if as_json and is_first():
         print(json.dumps(plain(result)))
     elif not quiet and is_first():
@@ -241,7 +243,7 @@ def diff(
     atol: Annotated[float, typer.Option("--atol", min=0.0, help="Values count as the same where |a - b| <= atol + rtol * |b|; with neither, only the same bits do.")] = 0.0,
     rtol: Annotated[float, typer.Option("--rtol", min=0.0, help="See --atol.")] = 0.0,
     read_all: Annotated[bool, typer.Option("--read-all", help="Compare bytes even where both manifests have the same fingerprint.")] = False,
-    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, shapes: Shapes = None, jobs: Jobs = None, memory: Memory = None, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Compare two checkpoints: names, shapes, types, then values. Exit status 0 where they are the same, 1 where not, more on trouble.
 
@@ -251,7 +253,7 @@ def diff(
     from ckpt_tools import verdicts
     from ckpt_tools.operations.diff import diff as run
 
-    options = make_options(jobs, memory, False, False, quiet or as_json, storage_option)
+    options = make_options(jobs, memory, False, False, quiet or as_json, storage_option, shapes=shapes)
     result = run(a, b, select=select or (), atol=atol, rtol=rtol, read_all=read_all, **options)
     if as_json and is_first():
         print(json.dumps(plain(result) | {"is_same": result.is_same}))
@@ -280,13 +282,13 @@ def seal(
 def salvage(
     src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; a .safetensors file for one such file.", show_default=False)],
-    storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+    storage_option: StorageOption = None, shapes: Shapes = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write the tensors and objects of a damaged checkpoint that are whole, and list what is lost."""
     from ckpt_tools import verdicts
     from ckpt_tools.operations.salvage import salvage as run
 
-    result = run(src, dst, **make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option))
+    result = run(src, dst, **make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, shapes=shapes))
     if as_json:
         print(json.dumps(plain(result)))
     elif not quiet:

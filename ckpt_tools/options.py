@@ -50,6 +50,15 @@ StorageOption = Annotated[
         show_default=False,
     ),
 ]
+Shapes = Annotated[
+    str | None,
+    typer.Option(
+        "--shapes",
+        metavar="FILE",
+        help="For FSDP1's flat parameters: shapes.json, or a model's config.json, of which transformers makes it.",
+        show_default=False,
+    ),
+]
 Jobs = Annotated[
     int | None,
     typer.Option("--jobs", "-j", min=1, max=256, help="Number of threads.  [default: processors, at most 8]", show_default=False),
@@ -89,13 +98,13 @@ def is_first() -> bool:
 
 def make_options(
     jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool, storage_option: list[str] | None,
-    resume: bool = False,
+    resume: bool = False, shapes: str | None = None,
 ) -> Options:  # fmt: skip
     team = click.get_current_context().obj
     if team is not None and jobs is None:
         jobs = max(1, min(8, os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return {
-        "jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run, "team": team, "resume": resume,
+        "jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run, "team": team, "resume": resume, "shapes": shapes,
         "storage_options": parse_storage_options(storage_option), "progress": bar if is_first() and not quiet else None,
     }  # fmt: skip
 

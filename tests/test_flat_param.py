@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ import ckpt_tools
 from ckpt_tools import FormatError
 from tests.conftest import torchrun
 from tests.jobs import LONG
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 SHAPES = {"a.weight": [7, 5], "a.bias": [7], "b.0.weight": [3, 7], "b.0.bias": [3], "b.1.weight": [3], "b.1.bias": [3], "c.weight": [3, 3]}
 
@@ -73,3 +77,43 @@ def test_shapes_that_are_missing_or_do_not_fit_are_asked_for(saved: Path, tmp_pa
             (folder / "shapes.json").write_text(text)
             with pytest.raises(FormatError, match=message):
                 ckpt_tools.inspect(folder)
+
+
+def test_shapes_come_from_a_file_or_a_models_config(saved: Path, tmp_path: Path, ckpt: Run) -> None:
+    """The files stay as they are: they may lie in a bucket, or be somebody else's."""
+    folder = tmp_path / "flat"
+    shutil.copytree(saved / "local_flat", folder)
+    (folder / "shapes.json").rename(tmp_path / "model.json")
+    want = torch.load(saved / "full_flat.pt")["model"]
+    assert ckpt("merge", folder, tmp_path / "m.safetensors", "--shapes", tmp_path / "model.json").returncode == 0
+    got = load_file(tmp_path / "m.safetensors")
+    assert all(torch.equal(got[n], v) for n, v in want.items())
+    assert ckpt("verify", folder, "--shapes", tmp_path / "model.json").returncode == 0
+    assert ckpt("diff", folder, tmp_path / "m.safetensors", "--shapes", tmp_path / "model.json", "--select", "a.*").returncode == 0
+    assert ckpt("reshard", folder, tmp_path / "two", "--to", "2", "--shapes", tmp_path / "model.json").returncode == 0
+    assert "flat_param" not in ckpt("inspect", folder, "--shapes", tmp_path / "model.json", "--tree").stdout
+    assert sorted(p.suffix for p in folder.iterdir()) == [".pth"] * len(list(folder.iterdir()))
+    for text, message in (
+        ("[1]", "is malformed"),
+        ("{", "--shapes: cannot be read"),
+        ('{"model_type": "nothing"}', "transformers makes no model"),
+    ):
+        (tmp_path / "wrong.json").write_text(text)
+        failed = ckpt("inspect", folder, "--shapes", tmp_path / "wrong.json")
+        assert failed.returncode and message in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_a_tied_model_of_transformers_by_its_config(tmp_path: Path, ckpt: Run) -> None:
+    pytest.importorskip("transformers")
+    torchrun(3, "fsdp1_llama.py", str(tmp_path))
+    want = torch.load(tmp_path / "full.pt")
+    for config in ("model", "model/config.json"):
+        done = ckpt("merge", tmp_path / "flat", tmp_path / "m.safetensors", "--overwrite", "--shapes", tmp_path / config)
+        assert done.returncode == 0, done.stderr
+        got = load_file(tmp_path / "m.safetensors")
+        assert want.keys() - got.keys() == {"lm_head.weight"}  # tied: the vector has it once
+        assert all(torch.equal(tensor, want[name]) and tensor.dtype == torch.bfloat16 for name, tensor in got.items())
+    assert torch.equal(want["lm_head.weight"], got["model.embed_tokens.weight"])
+    base = tmp_path / "model"
+    done = ckpt("convert", tmp_path / "flat", tmp_path / "hf", "--to", "hf", "--shapes", base, "--base", base, "--check")
+    assert done.returncode == 0 and "transformers loads it" in done.stdout, done.stderr

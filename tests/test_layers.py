@@ -82,6 +82,7 @@ LEVELS = [
         "operations.inspect",
         "operations.within",
         "operations.joint",
+        "operations.shapes",
         "operations.trail",
         "operations.result",
         "operations.move",

@@ -249,8 +249,14 @@ def _nothing_found(root: Store) -> NotACheckpointError:
     )
 
 
-def open_source(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Source:
-    """Opens a checkpoint, reads its metadata, and proves that every tensor is there exactly once; arguments as for `detect`.
+def open_source(
+    path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+) -> Source:
+    """Opens a checkpoint, reads its metadata, and proves that every tensor is there exactly once.
+
+    Args:
+        path, options: as for `detect`.
+        beside: files that are to be seen as if they lay with its own.
 
     Raises:
         NotACheckpointError: see `detect`.
@@ -259,15 +265,16 @@ def open_source(path: str | os.PathLike[str], options: Mapping[str, Any] | None 
         StorageError: it cannot be read.
     """
     try:
-        return _open(path, options)
+        return _open(path, options, beside or {})
     except (FormatError, CatalogError):  # a bit may have flipped on the way
         if not is_url(os.fspath(path)):
             raise
-        return _open(path, options)
+        return _open(path, options, beside or {})
 
 
-def _open(path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Source:
+def _open(path: str | os.PathLike[str], options: Mapping[str, Any] | None, beside: Mapping[str, bytes]) -> Source:
     store, form = detect(path, options)
+    store = Overlay(store, beside, is_listed=True) if beside else store
     catalog = form.read_catalog(store)
     check(catalog)
     return Source(store.url, Overlay(store, catalog.made) if catalog.made else store, form, catalog)

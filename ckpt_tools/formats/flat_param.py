@@ -1,7 +1,8 @@
 """FSDP1's flat parameters, as LOCAL_STATE_DICT leaves them: all parameters of a unit in one vector, cut into equal parts for the ranks.
 
-What is where is not in the files: `shapes.json` beside them has every parameter's shape, in the order of `model.named_parameters()`. With
-`use_orig_params` each parameter is there by name as well, one-dimensional, as much of it as the rank has. May import levels 0 to 2.
+What is where is not in the files: `shapes.json` beside them, or laid there by `--shapes`, has every parameter's shape, in the order of
+`model.named_parameters()`. With `use_orig_params` each parameter is there by name as well, one-dimensional, as much of it as the rank
+has. May import levels 0 to 2.
 
 Source: torch 2.13 `torch/distributed/fsdp/_flat_param.py`, `_state_dict_utils.py`; confirmed on files that jobs wrote.
 """
@@ -26,8 +27,8 @@ SHAPES = "shapes.json"
 _ALIGNMENT_BYTES = 16
 _MAX_SHAPES_BYTES = 64 << 20
 HINT = (
-    f"put {SHAPES} beside the files, made where the model can be: json.dump({{n: list(p.shape) for n, p in model.named_parameters()}},"
-    f" open('{SHAPES}', 'w')); on the meta device it needs no memory"
+    f"give --shapes FILE: the config.json of a model that transformers knows, or {SHAPES}, made where the model can be:"
+    f" json.dump({{n: list(p.shape) for n, p in model.named_parameters()}}, open('{SHAPES}', 'w')); on the meta device it needs no memory"
 )
 Shapes = Mapping[str, tuple[int, ...]]
 

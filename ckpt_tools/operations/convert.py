@@ -37,6 +37,7 @@ from ckpt_tools.operations.lora import adapter_of
 from ckpt_tools.operations.move import Options, Path_, transfer
 from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, unpack_objects
 from ckpt_tools.operations.result import TransferResult
+from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.operations.transfer import left_out, rank_boxes, shards, target_dtype
 from ckpt_tools.soundness import check as check_catalog
 from ckpt_tools.storage import is_url, read
@@ -94,7 +95,7 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     """
     _check(to, str(dst), how)
     storage_options = how.get("storage_options")
-    source = open_source(src, storage_options)
+    source = open_source(src, storage_options, lay_beside(how.get("shapes")))
     is_model = how.get("model_only") or to in ("safetensors", "hf", "peft")
     taken = take_apart(replace(source.catalog, objects={}) if is_model else source.catalog, source.store)
     if is_model:

@@ -24,6 +24,7 @@ from ckpt_tools.manifest import of_source
 from ckpt_tools.operations.move import Options, Path_, no_bar
 from ckpt_tools.operations.parts import Values
 from ckpt_tools.operations.proof import sealed_prints
+from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.operations.transfer import model_view
 from ckpt_tools.plan import plan_values
 from ckpt_tools.team import ALONE, agree
@@ -118,7 +119,8 @@ def diff(
     began = time.monotonic()
     team = options.get("team") or ALONE
     with team.phase("look at both"):
-        one, two = (open_source(path, options.get("storage_options")) for path in (a, b))
+        beside = lay_beside(options.get("shapes"))
+        one, two = (open_source(path, options.get("storage_options"), beside) for path in (a, b))
         left, right, notes = _views(one.catalog, two.catalog, select)
         alike = _same_objects(one, left, two, right)
     agree(team, [[(t.fqn, t.shape) for t in view.tensors.values()] for view in (left, right)])

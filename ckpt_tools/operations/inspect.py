@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.catalog import Catalog, key_path, nbytes_by_file
 from ckpt_tools.formats import open_source
+from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.storage.base import Traffic
 
 _KEY_FIRST = re.compile(r"\bstate\.(exp_avg|exp_avg_sq|fp32_param|momentum_buffer)\.")  # as Megatron-Core names them
@@ -61,17 +62,20 @@ class Report:
     traffic: Traffic | None = None
 
 
-def inspect(src: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Report:
+def inspect(
+    src: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, shapes: str | os.PathLike[str] | None = None
+) -> Report:
     """Reads a checkpoint's metadata, proves that it is structurally whole, and sums it up.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
         storage_options: of the object store, as fsspec takes them; the rest is its own configuration's.
+        shapes: a file of the parameters' shapes, for FSDP1's flat parameters, which lack them; see `lay_beside`.
 
     Raises:
         CheckpointError: see the tree in `errors`.
     """
-    source = open_source(src, storage_options)
+    source = open_source(src, storage_options, lay_beside(shapes))
     catalog = source.catalog
     source.store.close()
     by_dtype: dict[str, Total] = {}

@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
         dry_run: plan only, write nothing.
         resume: go on from what an earlier, interrupted run of the same operation has finished at the destination, and leave to the next
             what this one finishes, should it be interrupted. On a disk or in S3; `copy` does so anyway.
+        shapes: a file of the parameters' shapes, for FSDP1's flat parameters, which lack them; see `lay_beside`.
         storage_options: of the source's object store, as fsspec takes them; the rest is its own configuration's.
         team: the processes that share the work; this one alone where absent. All call the operation with the same arguments.
         progress: called with a label and a total in bytes; gives a context with a callable that takes bytes done.
@@ -64,6 +65,7 @@ class Options(TypedDict, total=False):
     memory_bytes: int | None
     overwrite: bool
     dry_run: bool
+    shapes: Path_ | None
     storage_options: Mapping[str, Any] | None
     progress: ProgressBar | None
     team: Team | None

@@ -14,11 +14,12 @@ from ckpt_tools.catalog import Catalog, ManyChunks, TensorEntry, keep, key_path,
 from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.formats import Request, TargetTensor, dcp, deepspeed, open_source, safetensors, torch_save, whole_tensor
+from ckpt_tools.formats import Request, Source, TargetTensor, dcp, deepspeed, open_source, safetensors, torch_save, whole_tensor
 from ckpt_tools.layout import reshard_boxes, split
 from ckpt_tools.operations import lora as adapters
 from ckpt_tools.operations.move import Options, Path_, transfer
 from ckpt_tools.operations.result import TransferResult
+from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.storage import is_url
 from ckpt_tools.storage.upload import MIN_PART_BYTES
 
@@ -51,7 +52,7 @@ def merge(
     Raises:
         CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
     """
-    source, target = open_source(src, options.get("storage_options")), _destination(dst, options)
+    source, target = _source(src, options), _destination(dst, options)
     if max_shard_bytes is None and not target.url.endswith(".safetensors"):
         raise PlanError(
             f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory"
@@ -89,7 +90,7 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     Raises:
         CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
     """
-    source = open_source(src, options.get("storage_options"))
+    source = _source(src, options)
     catalog = source.catalog
     if source.format is safetensors:
         raise PlanError(f"reshard reads what jobs save, got safetensors ({printable(str(source.path))})", hint="ckpt convert --to dcp")
@@ -107,6 +108,10 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     result = transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
     others = catalog.extras.get("other values")
     return replace(result, notes=(*result.notes, f"values of types that are not known stay behind: {others}")) if others else result
+
+
+def _source(src: Path_, options: Options) -> Source:
+    return open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
 
 
 def _destination(dst: Path_, options: Options) -> Destination:

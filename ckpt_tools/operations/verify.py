@@ -26,6 +26,7 @@ from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
 from ckpt_tools.manifest import Manifest, names_in, of_store
 from ckpt_tools.operations.move import Options, Path_, no_bar
+from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.plan import plan_objects, plan_values
 from ckpt_tools.soundness import flaws
 from ckpt_tools.storage import Overlay, RemoteStore, Store
@@ -103,7 +104,8 @@ class Verification:
     def __init__(self, src: Path_, options: Options) -> None:
         self.options = options
         store, self.format = detect(src, options.get("storage_options"))
-        self.store: Store = store
+        beside = lay_beside(options.get("shapes"))
+        self.store: Store = Overlay(store, beside, is_listed=True) if beside else store
         self._unreadable: list[Problem] = []
         folder, name = folder_of(self.store)
         self.remote = folder if isinstance(folder, RemoteStore) else None

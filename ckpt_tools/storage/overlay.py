@@ -1,4 +1,4 @@
-"""A store with some files in memory laid over it: what a reader made of values that stand in metadata.
+"""A store with some files in memory laid over it: what a reader made of values that stand in metadata, or what was to lie beside.
 
 May import errors, storage.base and storage.memory.
 """
@@ -12,13 +12,17 @@ from ckpt_tools.storage.memory import MemoryStore
 
 
 class Overlay:
-    """The inner store, but for files that are there in memory; those are not listed."""
+    """The inner store, but for files that are there in memory; those are listed only on demand."""
 
-    def __init__(self, inner: Store, made: Mapping[str, bytes]) -> None:
+    def __init__(self, inner: Store, made: Mapping[str, bytes], is_listed: bool = False) -> None:
         self.inner, self._made = inner, MemoryStore(made, inner.url)
         self.url, self.capabilities, self.traffic = inner.url, inner.capabilities, inner.traffic
-        self.list_files, self.folders, self.enter = inner.list_files, inner.folders, inner.enter
+        self._listed = {name: len(data) for name, data in made.items()} if is_listed else {}
+        self.folders, self.enter = inner.folders, inner.enter
         self.create, self.close = inner.create, inner.close
+
+    def list_files(self, below: bool = False) -> Mapping[str, int]:
+        return {**self.inner.list_files(below), **self._listed} if self._listed else self.inner.list_files(below)
 
     def size(self, path: str) -> int:
         return self._of(path).size(path)

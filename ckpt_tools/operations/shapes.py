@@ -1,0 +1,57 @@
+"""Shapes of a model's parameters, for files that do not have them: from a JSON file, or of a config, by way of transformers.
+
+May import levels 0 to 3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.flat_param import SHAPES
+
+_OF_CONFIG = """
+import json, sys
+import torch, transformers
+config = transformers.AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False, local_files_only=True)
+kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+with torch.device("meta"):
+    model = kind.from_config(config) if kind.__name__.startswith("Auto") else kind(config)
+print(json.dumps({name: list(parameter.shape) for name, parameter in model.named_parameters()}))
+"""
+
+
+def lay_beside(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
+    """Returns the file of shapes that is to be seen beside those of a checkpoint, by its name there; none without a path.
+
+    Args:
+        path: JSON of names and shapes, in the model's order; or the config.json of a model, or its directory, whose parameters
+            transformers then tells in a process of its own, without weights and without code that is not its own.
+
+    Raises:
+        PlanError: it cannot be read, or transformers is not installed or knows no such model.
+    """
+    if path is None:
+        return {}
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        data = file.read_bytes()
+        body = json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError(f"--shapes: cannot be read: {printable(str(file))}: {printable(str(error))}") from error
+    is_config = isinstance(body, dict) and isinstance(body.get("model_type"), str)
+    return {SHAPES: _of_config(file) if is_config else data}
+
+
+def _of_config(file: Path) -> bytes:
+    done = subprocess.run([sys.executable, "-c", _OF_CONFIG, str(file)], capture_output=True)
+    if done.returncode:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        is_missing = last.startswith("ModuleNotFoundError")
+        hint = "pip install transformers" if is_missing else "make the file of shapes where the model can be made"
+        raise PlanError(f"--shapes: transformers makes no model of {printable(str(file))}: {printable(last)}", hint=hint)
+    return done.stdout.strip().splitlines()[-1]
