@@ -24,6 +24,9 @@ _PEERS = {
     "lightning": "lightning==2.6.6 pytorch-lightning==2.6.6 lightning-utilities torchmetrics",
     "megatron": "megatron-core==0.16.1",
     "torch_checkpointing": "torch_checkpointing==0.1.1",
+    "composer": "mosaicml==0.32.1 mosaicml-cli torchvision==0.28.0 torchmetrics lightning-utilities torch-optimizer pytorch-ranger coolname tabulate"
+    " py-cpuinfo importlib-metadata==8.7.0 zipp requests urllib3 idna certifi charset-normalizer questionary prompt-toolkit wcwidth ruamel.yaml"
+    " gql graphql-core validators backoff argcomplete arrow pillow tenacity websockets",
     "peft": "peft==0.21.2",
     "verl": "verl==0.9.1 tensordict pyvers orjson omegaconf hydra-core antlr4-python3-runtime==4.9.3 peft==0.21.2 ray msgpack cloudpickle codetiming"
     " protobuf datasets multiprocess dill xxhash pandas pytz tzdata python-dateutil six pyarrow",

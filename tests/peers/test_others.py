@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning, Megatron-Core, torch_checkpointing, verl and PEFT, written by them."""
+"""Checkpoints of Composer, Lightning, Megatron-Core, torch_checkpointing, verl and PEFT, written by them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,29 @@ import ckpt_tools
 from ckpt_tools import IntegrityError, PlanError
 from tests.jobs import LONG
 from tests.peers.environments import python_of, run_job
+
+
+def test_composer(tmp_path: Path) -> None:
+    """What its Trainer saved, and went on from with another number of ranks."""
+    run_job("composer", 2, "composer_job.py", tmp_path)
+    want, step = torch.load(tmp_path / "full.pt", weights_only=False), tmp_path / "run" / "ep0-ba2"
+    report = ckpt_tools.inspect(step)
+    assert report.world_size == 2 and "state.timestamp.Timestamp.batch" in report.catalog.objects
+    assert ckpt_tools.verify(step).problems == []
+    ckpt_tools.merge(step, tmp_path / "m.safetensors")
+    got = load_file(tmp_path / "m.safetensors")
+    assert got.keys() == want["model"].keys() and all(torch.equal(got[n], v) for n, v in want["model"].items())
+    ckpt_tools.convert(step, tmp_path / "s.pt", to="torch")
+    state = torch.load(tmp_path / "s.pt")["state"]
+    moments = state["optimizers"]["AdamW"]["state"]
+    assert moments.keys() == want["optim"].keys() and state["timestamp"]["Timestamp"]["batch"] == want["batch"] == 2
+    assert all(torch.equal(moments[n][k], v) for n, values in want["optim"].items() for k, v in values.items())
+    ckpt_tools.reshard(step, tmp_path / "three", to_ranks=3)
+    (tmp_path / "on").mkdir()
+    run_job("composer", 3, "composer_job.py", tmp_path / "on", tmp_path / "three")
+    again = torch.load(tmp_path / "on" / "full.pt", weights_only=False)
+    assert again["batch"] == 2 and all(torch.equal(again["model"][n], v) for n, v in want["model"].items())
+    assert all(torch.equal(again["optim"][n][k], v) for n, values in want["optim"].items() for k, v in values.items())
 
 
 @pytest.mark.parametrize("kind", ["sharded", "file"] if LONG else ["sharded"])
