@@ -28,6 +28,7 @@ _PEERS = {
     " py-cpuinfo importlib-metadata==8.7.0 zipp requests urllib3 idna certifi charset-normalizer questionary prompt-toolkit wcwidth ruamel.yaml"
     " gql graphql-core validators backoff argcomplete arrow pillow tenacity websockets",
     "peft": "peft==0.21.2",
+    "torchtitan": "torchtitan==0.3.0 torchdata tyro docstring-parser typeguard einops spmd_types==0.2.3",
     "verl": "verl==0.9.1 tensordict pyvers orjson omegaconf hydra-core antlr4-python3-runtime==4.9.3 peft==0.21.2 ray msgpack cloudpickle codetiming"
     " protobuf datasets multiprocess dill xxhash pandas pytz tzdata python-dateutil six pyarrow",
     "clouds": "adlfs azure-core azure-identity azure-storage-blob msal msal-extensions isodate pyjwt decorator gcsfs gcp-storage-emulator"

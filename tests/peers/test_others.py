@@ -1,4 +1,4 @@
-"""Checkpoints of Composer, Lightning, Megatron-Core, torch_checkpointing, verl and PEFT, written by them."""
+"""Checkpoints of Composer, Lightning, Megatron-Core, torch_checkpointing, torchtitan, verl and PEFT, written by them."""
 
 from __future__ import annotations
 
@@ -88,6 +88,30 @@ def test_torch_checkpointing(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "s.pt")
     assert state["model"].keys() == want["model"].keys() and all(torch.equal(state["model"][n], v) for n, v in want["model"].items())
     assert all(torch.equal(state["optim"]["state"][i][k], v) for i, s in want["state"].items() for k, v in s.items())
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    """What its CheckpointManager saved, and loads again: resharded, and by way of one file with an optimizer of another form."""
+    run_job("torchtitan", 2, "torchtitan_job.py", tmp_path, "save")
+    want, step = torch.load(tmp_path / "save.pt"), tmp_path / "run" / "step-2"
+    assert want["step"] == want["scheduler"]["last_epoch"] == 2 and ckpt_tools.verify(step).problems == []
+    ckpt_tools.merge(step, tmp_path / "m.safetensors")
+    got = load_file(tmp_path / "m.safetensors")
+    assert got.keys() == want["model"].keys() and all(torch.equal(got[n], v) for n, v in want["model"].items())
+    ckpt_tools.reshard(step, tmp_path / "resharded" / "run" / "step-2", to_ranks=3)
+    ckpt_tools.convert(step, tmp_path / "whole.pt", to="torch", optimizer="groups")
+    moments = torch.load(tmp_path / "whole.pt")["optimizer"]["state"]
+    assert all(torch.equal(v, want["optim"][f"state.{n}.{k}"]) for n, values in moments.items() for k, v in values.items())
+    ckpt_tools.convert(tmp_path / "whole.pt", tmp_path / "converted" / "run" / "step-2", to="dcp", ranks=3, optimizer="flat")
+    for kind in ("resharded", "converted"):
+        run_job("torchtitan", 3, "torchtitan_job.py", tmp_path / kind, "load")
+        again = torch.load(tmp_path / kind / "load.pt")
+        assert again["step"] == 2 and again["scheduler"] == want["scheduler"]
+        for part in ("model", "optim"):
+            assert again[part].keys() == want[part].keys(), kind
+            for name, value in want[part].items():
+                same = torch.equal(again[part][name], value) if isinstance(value, torch.Tensor) else again[part][name] == value
+                assert same, (kind, name)
 
 
 @pytest.mark.skipif(not LONG, reason="600 MB to install: CKPT_LONG=1")
