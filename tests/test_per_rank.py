@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpt_tools
@@ -79,3 +79,12 @@ def test_replicas_that_differ_and_bits_that_flip_are_told(ranks: Path, tmp_path:
     assert {p.file for p in ckpt_tools.verify(tmp_path / "c").problems} == {path.name}
     with pytest.raises(IntegrityError, match=r"replicas differ: '2\.running_mean'|damaged"):
         ckpt_tools.merge(tmp_path / "c", tmp_path / "m.safetensors")
+
+
+def test_bare_shards_among_them_are_not_left_out(ranks: Path, tmp_path: Path) -> None:
+    """As torch_checkpointing writes an item that is laid out as safetensors; it may well be the model."""
+    shutil.copytree(ranks / "fsdp", tmp_path / "run")
+    for rank in range(4):
+        save_file({"w": torch.zeros(3)}, tmp_path / "run" / f"model_{rank}.safetensors")
+    with pytest.raises(FormatError, match=r"nothing tells where they belong: model_0\.safetensors"):
+        ckpt_tools.inspect(tmp_path / "run")

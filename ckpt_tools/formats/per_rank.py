@@ -35,6 +35,7 @@ _FILE = re.compile(
     r"(?P<part>.*?)[._-]?(?:world_size_(?P<size>\d{1,7})_)?rank[._-]?(?P<rank>0{0,8}\d{1,7})(?:[_-]of[_-](?P<of>0{0,8}\d{1,7}))?\.(?:pt|pth|bin)"
 )
 _NUMBERED = re.compile(r"(?P<part>.+)_(?P<rank>\d{1,7})(?P<size>)(?P<of>)\.pt")  # as torch_checkpointing names them
+_BARE = re.compile(r".+_0\.safetensors")  # of torch_checkpointing, where an item is laid out so
 _PART_NAMES = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}  # Accelerate's, of large jobs
 _OWN = re.compile(r"extra_state|rngs?(_states?)?|random_states?")  # parts of which every rank has its own
 locate, guess = locate_bare, guess_bare
@@ -108,6 +109,7 @@ class _Ranks:
 def read_catalog(store: Store) -> Catalog:
     """Reads `data.pkl` of every rank's files; see `Format.read_catalog`."""
     files = store.list_files()
+    _refuse_bare_shards(files)
     found = _Ranks()
     ranks: dict[str, int] = {}
     others: Counter[str] = Counter()
@@ -138,6 +140,20 @@ def read_catalog(store: Store) -> Catalog:
         NAME, entries, objects, found.paths, sizes, num_ranks, ranks, told(others),
         tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), made.files,
     )  # fmt: skip
+
+
+def _refuse_bare_shards(files: Mapping[str, int]) -> None:
+    """Refuses to leave out what may well be the model.
+
+    Raises:
+        FormatError: among the files of ranks are `.safetensors` by the same numbers.
+    """
+    for name in files:
+        if _BARE.fullmatch(name) and f"{name.removesuffix('0.safetensors')}1.safetensors" in files:
+            raise FormatError(
+                f"shards of ranks as bare safetensors, in which nothing tells where they belong: {printable(name)}",
+                hint="let torch_checkpointing save that item with TorchSerialization, its default",
+            )
 
 
 def _parts(files: Mapping[str, int]) -> dict[str, list[str]]:
