@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckpt_tools
-from ckpt_tools import StorageError
+from ckpt_tools import IntegrityError, StorageError
 from ckpt_tools.formats import open_source
 from ckpt_tools.operations.within import Run, cut_parts
 from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES
 from tests.conftest import torchrun
 from tests.servers.servers import Server
+from tests.strategies import flip
 from tests.test_bucket import MIB, save_locally, tensors, uploads
 
 
@@ -119,9 +120,8 @@ def test_a_reshard_by_whole_cells_is_copied_by_the_store(
     there_sealed, here_sealed = manifest_of(tmp_path / "there"), manifest_of(tmp_path / "here")
     assert there_sealed["tensors"] == here_sealed["tensors"]
     if ranks == 3:  # thirds do not add up to halves: what is sealed of "a" and "c" is the whole
-        assert {len(entry.pop("runs")) for entry in there_sealed["files"].values()} < {
-            len(entry.pop("runs")) for entry in here_sealed["files"].values()
-        }
+        counts = [len(next(iter(sealed["files"].values())).pop("runs")) for sealed in (there_sealed, here_sealed)]
+        assert 3 == counts[0] < counts[1]
     assert [*there_sealed["files"].values()] == [*here_sealed["files"].values()]  # derived there, from the bytes here
     got, want = files_of(tmp_path / "there"), files_of(tmp_path / "here")
     assert got.keys() == want.keys() and all(got[name] == want[name] for name in want)
@@ -196,6 +196,11 @@ def test_whoever_writes_the_manifest_has_the_same_checksums_of_pieces(tmp_path: 
             written.pop("runs", None)
         next(path.glob("ckpt.manifest.*")).unlink()
         ckpt_tools.seal(path)
-        resealed = manifest_of(path)["files"]
-        assert [(name, *run) for name, entry in sorted(resealed.items()) for run in entry.pop("runs", ())] == runs
-        assert resealed == sealed["files"]
+        resealed = manifest_of(path)
+        assert [(name, *run) for name, entry in sorted(resealed["files"].items()) for run in entry.pop("runs", ())] == runs
+        assert (resealed["files"], resealed["tensors"]) == (sealed["files"], sealed["tensors"])
+    next(path.glob("ckpt.manifest.*")).unlink()
+    flip(path / runs[0][0], runs[0][1] + 5_000_000, 3)
+    with pytest.raises(IntegrityError, match=f"a damaged checkpoint is not sealed: {runs[0][0]}.* expected CRC-32"):
+        ckpt_tools.seal(path)
+    assert not list(path.glob("ckpt.manifest.*"))

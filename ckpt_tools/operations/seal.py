@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Unpack
 
+from ckpt_tools.box import flat_start, is_flat
 from ckpt_tools.catalog import Extent, TensorEntry
-from ckpt_tools.checksum import crc32, crc64nvme, hex64, join_crc64
+from ckpt_tools.checksum import crc32, crc64nvme, hex64, join_crc32, join_crc64
 from ckpt_tools.commit import add_file
+from ckpt_tools.engine.prints import Fingerprints, Piece, Pieces
 from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import INDEXES, folder_of
+from ckpt_tools.integrity import Problem
 from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_file, seal_tensors
 from ckpt_tools.operations.move import Options, Path_
-from ckpt_tools.operations.verify import Verification
+from ckpt_tools.operations.verify import Record, Verification
 from ckpt_tools.plan import num_cells, plan_values
 from ckpt_tools.storage import RemoteStore, read
+
+_MANY, _LEAST_BYTES, _LEAST_OF_MANY = 100_000, 64 << 10, 1 << 20  # what is shorter is read once more: every part costs memory
+_TRIES = 2  # a bit may have flipped on the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +70,27 @@ def seal(src: Path_, **options: Unpack[Options]) -> SealResult:
     folder, file = folder_of(work.store)
     if work.manifest is not None:
         raise PlanError(f"it has a manifest: {printable(work.store.url)}", hint="ckpt verify compares with it")
-    problems, unknown = work.examine_all(quick=False)
-    if problems:
-        raise IntegrityError(
-            f"a damaged checkpoint is not sealed: {problems[0]}" + (f", and {len(problems) - 1} more" if len(problems) > 1 else ""),
-            hint="ckpt verify names everything; ckpt salvage writes what is whole",
-        )
+    _refuse(work.structure())
     assert work.catalog is not None
     index = "" if file else next((name for name in INDEXES if name in folder.list_files()), "")
     if not index and not file:
         raise PlanError(f"only what has one index can be sealed: {printable(work.store.url)}", hint="reshard it first")
     sizes = dict(work.catalog.file_sizes)
+    problems, unknown, records = work.look_at_archives(set(sizes))
+    _refuse(problems)
     tensors = list(work.catalog.tensors.values())
     located = work.format.locate(work.store, tensors)
-    files, prints = _seal_files(work, sizes, _cells(tensors, located)), work.fingerprints(tensors, located)
+    least = _LEAST_BYTES if len(records) <= _MANY else _LEAST_OF_MANY
+    cells, long = _cells(tensors, located), _long_pieces(tensors, located, least)
+    parts = chain(chain(*cells.values()), (extent for extent, _ in chain(*long.values())))
+    hashed = _read_once(work, sizes, records, parts, least)
+    prints = _join_prints(tensors, long, hashed)
+    prints |= work.fingerprints([t for t in tensors if t.fqn not in prints], located)
     data = read(folder, index) if index else b""
     attempt = str(uuid.uuid4())
     manifest = Manifest.now(
         attempt, "seal", work.format.NAME, {}, world_size=work.catalog.world_size,
-        files=files,
+        files={name: hashed.seal(name, nbytes, cells.get(name, ())) for name, nbytes in sizes.items()},
         index=(index, Sealed(len(data), hex64(crc64nvme(data)))) if index else None,
         tensors=seal_tensors(plan_values(tensors), prints),
     )  # fmt: skip
@@ -93,28 +102,96 @@ def seal(src: Path_, **options: Unpack[Options]) -> SealResult:
     return SealResult(work.store.url, name, sizes, len(manifest.tensors), tuple(unknown), time.monotonic() - began)
 
 
-def _cells(tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent]) -> dict[str, set[tuple[int, int]]]:
-    """Returns where the cells of long packed payloads begin, and their bytes, by file."""
-    cells: dict[str, set[tuple[int, int]]] = {}
+def _refuse(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise IntegrityError(
+            f"a damaged checkpoint is not sealed: {problems[0]}" + (f", and {len(problems) - 1} more" if len(problems) > 1 else ""),
+            hint="ckpt verify names everything; ckpt salvage writes what is whole",
+        )
+
+
+def _cells(tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent]) -> dict[str, set[Extent]]:
+    """Returns the cells of long packed payloads, by file."""
+    cells: dict[str, set[Extent]] = {}
     for chunk in (chunk for tensor in tensors for chunk in tensor.chunks if chunk.extent in located):
         payload = located[chunk.extent]
         count = num_cells(chunk.box, payload.nbytes)
         size = payload.nbytes // max(1, count)
-        cells.setdefault(payload.file, set()).update((payload.start + number * size, size) for number in range(count))
+        cells.setdefault(payload.file, set()).update(Extent(payload.file, payload.start + n * size, size) for n in range(count))
     return cells
 
 
-def _seal_files(work: Verification, sizes: Mapping[str, int], cells: Mapping[str, set[tuple[int, int]]]) -> dict[str, Sealed]:
-    """Reads all files and returns their checksums, and those of the cells in them."""
-    ranges: dict[str, Extent] = {}
-    for name, nbytes in sizes.items():
-        edges = sorted({0, nbytes, *(at for start, size in cells.get(name, ()) for at in (start, start + size))})
-        ranges |= {f"{name}:{start}": Extent(name, start, end - start) for start, end in pairwise(edges)}
-    crc64s, crc32s = work.hash_ranges(ranges, crc64nvme, crc32)
-    pieces: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in sizes}
-    for key, extent in ranges.items():
-        pieces[extent.file].append((extent.start, extent.nbytes, crc64s[key], crc32s[key]))
-    return {
-        name: seal_file(nbytes, join_crc64((p[2], p[1]) for p in pieces[name]), [p for p in pieces[name] if p[:2] in cells.get(name, ())])
-        for name, nbytes in sizes.items()
-    }
+def _long_pieces(tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent], least: int) -> dict[str, list[tuple[Extent, int]]]:
+    """Returns where the chunks of tensors lie, each with the byte of the tensor at which it begins, if all are long and one run of it.
+
+    A long one has at least so many bytes.
+    """
+    found = {}
+    for tensor in tensors:
+        pieces = [(located.get(chunk.extent, chunk.extent), chunk.box) for chunk in tensor.chunks if chunk.box.numel]
+        if pieces and all(e.nbytes >= least and e.strides is None and is_flat(box, tensor.shape) for e, box in pieces):
+            found[tensor.fqn] = [(e, flat_start(box, tensor.shape) * tensor.dtype.itemsize) for e, box in pieces]
+    return found
+
+
+def _read_once(work: Verification, sizes: Mapping[str, int], records: Mapping[str, Record], parts: Iterable[Extent], least: int) -> _Hashed:
+    """Reads all files, compares all records with what their archives say, and returns the checksums of parts.
+
+    What is sealed is what was compared: the same bytes of one reading, but for records of fewer bytes than `least`, which are read by
+    themselves.
+    """
+    short = {key: record for key, record in records.items() if record.extent.nbytes < least}
+    _refuse(work.compare_records(short, work.hash_ranges({key: record.extent for key, record in short.items()}, crc32)[0]))
+    long = {key: record for key, record in records.items() if key not in short}
+    wanted = [*parts, *(record.extent for record in long.values())]
+    for _ in range(_TRIES):
+        hashed = _Hashed(work, sizes, wanted)
+        crcs = {key: hashed.crc32(record.extent) for key, record in long.items()}
+        _refuse(work.compare_records(long, crcs))
+        if all(crcs[key] == record.extent.crc32 for key, record in long.items()):
+            return hashed
+    raise IntegrityError(f"what is read is not the same each time: {printable(work.store.url)}", hint="look at the disk or the network")
+
+
+def _join_prints(tensors: Iterable[TensorEntry], long: Mapping[str, Sequence[tuple[Extent, int]]], hashed: _Hashed) -> dict[str, int]:
+    """Returns the fingerprints of tensors, joined from the checksums of their chunks."""
+    known = Fingerprints()
+    for tensor in tensors:
+        for extent, start in long.get(tensor.fqn, ()):
+            known.noted.pieces.setdefault(tensor.fqn, Pieces()).append(Piece(start, extent.nbytes, hashed.crc64(extent), 0))
+            known.noted.sizes[tensor.fqn] = tensor.nbytes
+    return known.join()
+
+
+class _Hashed:
+    """All files, read once: both checksums of what lies between two edges."""
+
+    def __init__(self, work: Verification, sizes: Mapping[str, int], parts: Iterable[Extent]) -> None:
+        """Takes the files, and the parts of them whose checksums will be asked for."""
+        edges: dict[str, set[int]] = {name: {0, nbytes} for name, nbytes in sizes.items()}
+        for part in parts:
+            edges[part.file].update((part.start, part.start + part.nbytes))
+        self._edges = {name: sorted(found) for name, found in edges.items()}
+        ranges = {f"{name}:{a}": Extent(name, a, b - a) for name, found in self._edges.items() for a, b in pairwise(found)}
+        crc64s, crc32s = work.hash_ranges(ranges, crc64nvme, crc32)
+        self._pieces = {
+            name: [Piece(a, b - a, crc64s[f"{name}:{a}"], crc32s[f"{name}:{a}"]) for a, b in pairwise(found)]
+            for name, found in self._edges.items()
+        }
+
+    def _of(self, part: Extent) -> Sequence[Piece]:
+        edges = self._edges[part.file]
+        return self._pieces[part.file][bisect_left(edges, part.start) : bisect_left(edges, part.start + part.nbytes)]
+
+    def crc64(self, part: Extent) -> int:
+        """Returns the CRC-64/NVME of a part."""
+        return join_crc64((p.crc64, p.nbytes) for p in self._of(part))
+
+    def crc32(self, part: Extent) -> int:
+        """Returns the CRC-32 of a part."""
+        return join_crc32((p.crc32, p.nbytes) for p in self._of(part))
+
+    def seal(self, name: str, nbytes: int, cells: Iterable[Extent]) -> Sealed:
+        """Returns a file's entry, with its cells."""
+        runs = [(*cell[1:3], self.crc64(cell), self.crc32(cell)) for cell in sorted(cells)]
+        return seal_file(nbytes, self.crc64(Extent(name, 0, nbytes)), runs)

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry
 from ckpt_tools.checksum import crc32, hex64
@@ -89,6 +89,13 @@ def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Un
         work.store.url, work.manifest is not None, len(sizes), sum(sizes.values()), work.num_entries, problems, lost, unknown, findings,
         time.monotonic() - began,
     )  # fmt: skip
+
+
+class Record(NamedTuple):
+    """A record of an archive, with the CRC-32 that it is to have."""
+
+    extent: Extent
+    archive: Extent
 
 
 class Verification:
@@ -178,6 +185,10 @@ class Verification:
         rank = self.catalog.ranks.get(file) if self.catalog else None
         return Problem(file, what, fqn, extent.start if extent else None, extent.nbytes if extent else None, rank)
 
+    def structure(self) -> list[Problem]:
+        """Returns what is wrong that needs no data to be read."""
+        return self._unreadable + self.flaws()
+
     def flaws(self) -> list[Problem]:
         """Returns what is wrong with the structure: chunks that are missing, out of bounds, or overlap."""
         return [self._problem(f.file, f.error.args[0], f.fqn) for f in self._flaws]
@@ -249,9 +260,9 @@ class Verification:
 
     def examine_all(self, quick: bool) -> tuple[list[Problem], list[str]]:
         """Compares structure and the checksums of zip records; returns what is wrong, and the files with bytes that have no checksum."""
+        problems = self.structure()
         if self.catalog is None:
-            return self._unreadable, []
-        problems = self._unreadable + self.flaws()
+            return problems, []
         if quick:
             return problems, sorted(self.catalog.file_sizes)
         found, unknown = self._examine(set(self.catalog.file_sizes))
@@ -259,29 +270,41 @@ class Verification:
 
     def _examine(self, files: set[str]) -> tuple[list[Problem], list[str]]:
         """Compares the CRC-32 of every record of the archives in some files."""
+        problems, unknown, left = self.look_at_archives(files)
+        (crcs,) = self.hash_ranges({key: record for key, (record, _) in left.items()}, crc32)
+        return problems + self.compare_records(left, crcs), unknown
+
+    def look_at_archives(self, files: set[str]) -> tuple[list[Problem], list[str], dict[str, Record]]:
+        """Returns what is wrong around the records of the archives in some files, the files with bytes that have no checksum, and the
+        records whose own is still to be compared.
+        """
         assert self.catalog is not None
         owners = {extent: fqn for fqn, extent in self._items() if extent.file in files}
         shared = [e for e in self.catalog.archives if e.file in files]
         alone = [e for e, fqn in owners.items() if e.packing != RAW or self._is_object(fqn)]
         unknown = {e.file for e, fqn in owners.items() if e.packing == RAW and not self._is_object(fqn)} - {e.file for e in shared}
         problems: list[Problem] = []
-        left: dict[str, tuple[Extent, Extent]] = {}
+        left: dict[str, Record] = {}
         for found in examine(self.store, alone + shared):
             if found.problem:
                 problems += self._of_entries(found.problem, found.extent, found.extent)
             if not found.is_sealed:
                 unknown.add(found.extent.file)
-            left |= {f"{e.file}:{e.start}": (e, found.extent) for e in found.left}
-        (crcs,) = self.hash_ranges({key: record for key, (record, _) in left.items()}, crc32)
+            left |= {f"{e.file}:{e.start}": Record(e, found.extent) for e in found.left}
+        return problems, sorted(unknown), left
+
+    def compare_records(self, left: Mapping[str, Record], crcs: Mapping[str, int]) -> list[Problem]:
+        """Returns the records whose CRC-32 is another one than their archive has."""
         wrong = {key: record for key, (record, _) in left.items() if crcs[key] != record.crc32}
         if wrong and self.remote is not None:  # it may have happened on the way
             self.store.close()
             crcs = {**crcs, **self.hash_ranges(wrong, crc32)[0]}
+        problems: list[Problem] = []
         for key, record in wrong.items():
             if crcs[key] != record.crc32:
                 what = f"is damaged: expected CRC-32 {record.crc32:08x}, got {crcs[key]:08x}"
-                problems += self._of_entries(what, record, left[key][1])
-        return problems, sorted(unknown)
+                problems += self._of_entries(what, record, left[key].archive)
+        return problems
 
     def _of_entries(self, what: str, where: Extent, archive: Extent) -> list[Problem]:
         """Returns a problem for each entry that lies in a damaged range, or in the archive if it is its own; else for the file."""
