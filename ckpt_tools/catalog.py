@@ -252,11 +252,19 @@ def find_model(catalog: Catalog) -> tuple[str, ...]:
         beside = {p[depth] for p in level if not is_other_state(p[depth])}
         found = [k for k in _MODEL_KEYS if k in inner]
         if found and (catalog.paths or beside == {found[0]}):
-            return (*prefix, found[0])
+            return _below_its_file(catalog, paths, (*prefix, found[0]))
         if len(beside) != 1 or not any(len(p) > depth + 1 and p[depth + 1] in _MODEL_KEYS for p in level):
             return ()
         prefix = (*prefix, beside.pop())
     return ()
+
+
+def _below_its_file(catalog: Catalog, paths: Iterable[tuple[str, ...]], prefix: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the keys of a model whose files are called as its key is: `model_rank_0.pt` with `{"model": …, "optimizer": …}` in it."""
+    below = [p[len(prefix) :] for p in paths if p[: len(prefix)] == prefix]
+    keys = {p[0] for p in below if not is_other_state(p[0])}
+    is_twice = bool(catalog.paths) and len(keys) == 1 and keys <= set(_MODEL_KEYS) and all(len(p) == 2 for p in below if p[0] in keys)
+    return (*prefix, *keys) if is_twice else prefix
 
 
 def model_only(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:

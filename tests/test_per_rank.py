@@ -88,3 +88,14 @@ def test_bare_shards_among_them_are_not_left_out(ranks: Path, tmp_path: Path) ->
         save_file({"w": torch.zeros(3)}, tmp_path / "run" / f"model_{rank}.safetensors")
     with pytest.raises(FormatError, match=r"nothing tells where they belong: model_0\.safetensors"):
         ckpt_tools.inspect(tmp_path / "run")
+
+
+def test_a_model_in_files_that_are_called_so_too(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for rank in range(2):
+        state = {"model": {"model.w": torch.ones(3), "model.b": torch.zeros(2)}, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}}
+        torch.save(state, tmp_path / "run" / f"model_rank_{rank}.pt")
+    ckpt_tools.merge(tmp_path / "run", tmp_path / "m.safetensors")
+    ckpt_tools.convert(tmp_path / "run", tmp_path / "c.safetensors", to="safetensors")
+    for name in ("m", "c"):
+        assert load_file(tmp_path / f"{name}.safetensors").keys() == {"model.w", "model.b"}, name
