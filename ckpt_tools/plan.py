@@ -14,18 +14,18 @@ from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, ManyChunks, T
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
 
-CELL_BYTES = 5 << 20  # no part of an upload may be shorter
+CELL_BYTES, MOST_CELLS = 5 << 20, 16  # no part of an upload may be shorter; a manifest is to stay small
 
 
 def num_cells(box: Box, nbytes: int) -> int:
     """Returns into how many cells a long payload is cut, each of which is sealed with checksums of its own.
 
-    Halves, quarters … of whole rows: what a reshard to 2, 4 … times the ranks cuts it into. A short one has none, 0.
+    Halves, quarters … sixteenths of whole rows: what a reshard to 2, 4 … times the ranks cuts it into. A short one has none, 0.
     """
     if nbytes < CELL_BYTES:
         return 0
     count, rows = 1, box.sizes[0] if box.sizes else 1
-    while rows % (2 * count) == 0 and nbytes >= 2 * count * CELL_BYTES:
+    while count < MOST_CELLS and rows % (2 * count) == 0 and nbytes >= 2 * count * CELL_BYTES:
         count *= 2
     return count
 
