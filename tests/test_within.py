@@ -19,8 +19,10 @@ from safetensors.torch import load_file
 
 import ckpt_tools
 from ckpt_tools import IntegrityError, StorageError
+from ckpt_tools.box import whole
 from ckpt_tools.formats import open_source
 from ckpt_tools.operations.within import Run, cut_parts
+from ckpt_tools.plan import num_cells
 from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES
 from tests.conftest import torchrun
@@ -51,6 +53,14 @@ def test_a_file_is_cut_into_parts_that_a_store_takes(gaps: list[tuple[int, int]]
     copied = {0, *(p.start + p.nbytes for p in parts if p.run is not None)}
     for part in (p for p in parts if p.run is not None and framed and p.start == p.run.start):
         assert part.start in copied  # else what stands before it would wait for bytes that never pass
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [((1024, 1279), 0), ((1024, 1280), 1), ((1024, 2559), 1), ((1024, 2560), 2), ((1025, 5120), 1), ((96, 81920), 4), ((4096, 65536), 16), ((), 0)],
+)  # fmt: skip
+def test_a_payload_has_cells_of_whole_rows_and_5_mib(sizes: tuple[int, ...], count: int) -> None:
+    assert num_cells(whole(sizes), 4 * whole(sizes).numel) == count
 
 
 def test_within_one_store_the_store_copies(server: Server, tmp_path: Path) -> None:
