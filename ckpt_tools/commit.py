@@ -2,13 +2,12 @@
 
 Data and manifest are written under the name of one attempt and made durable; then one rename publishes them, and never
 into something that exists. With `overwrite` the old result stays in place until the new one is complete, and the two
-change places in one step. May import levels 0 to 3. `docs/architecture.md` has the protocol, step by step.
+change places in one step; where a filesystem cannot do that, the old one stands aside for a moment, and comes back if the process
+dies in it. May import levels 0 to 3. `docs/architecture.md` has the protocol, step by step.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import fcntl
 import os
 import shutil
@@ -19,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.formats.base import MANIFEST, note_of
+from ckpt_tools.formats.base import ASIDE, MANIFEST, note_of
+from ckpt_tools.renames import exchange, publish_name
 from ckpt_tools.storage import LocalStore, write_file
 from ckpt_tools.storage.local import failed
 
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-_AT_FDCWD = -100
 _STAGING, _TRASH = ".tmp.", ".trash."
 _TRIES = 8
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +47,7 @@ def check_destination(target: Path, overwrite: bool, is_ours: Callable[[Path], l
     Raises:
         StorageError: it exists, holds foreign files, or its folder cannot be written to.
     """
+    bring_back(target.parent, _escape_glob(target.name))
     parent = existing_parent(target)
     if not parent.is_dir():
         raise StorageError(f"the destination's parent is not a directory: {printable(str(parent))}")
@@ -200,23 +198,43 @@ def remove_dead(parent: Path, name: str = "*", dry_run: bool = False, spared: Pa
         dry_run: only look.
         spared: one that stays.
     """
+    if not dry_run:
+        bring_back(parent, name)
     dead = []
-    for prefix in (_STAGING, _TRASH):
-        for path in sorted(parent.glob(f"{prefix}{name}.????????")):
-            if path.is_symlink() or not path.is_dir() or path == spared:
-                continue
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError:  # another run was faster
-                continue
-            try:
-                if _try_lock(fd):
-                    dead.append(path)
-                    if not dry_run:
-                        shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(fd)
+    for prefix in (_STAGING, _TRASH, ASIDE):
+        for path in _unheld(parent, prefix, name):
+            if path != spared and (prefix != ASIDE or os.path.lexists(_stood_at(path))):
+                dead.append(path)
+                if not dry_run:
+                    shutil.rmtree(path, ignore_errors=True)
     return dead
+
+
+def bring_back(parent: Path, name: str = "*") -> None:
+    """Gives back its name to what stood aside for a result that a dead attempt did not put in its place; arguments as for `remove_dead`."""
+    for path in _unheld(parent, ASIDE, name):
+        with suppress(StorageError):  # another was faster
+            publish_name(path, _stood_at(path))
+
+
+def _stood_at(aside: Path) -> Path:
+    return aside.parent / aside.name[len(ASIDE) : -9]
+
+
+def _unheld(parent: Path, prefix: str, name: str) -> Iterator[Path]:
+    """Yields the directories of attempts whose lock no process holds, each while it is locked here."""
+    for path in sorted(parent.glob(f"{prefix}{name}.????????")):
+        if path.is_symlink() or not path.is_dir():
+            continue
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another run was faster
+            continue
+        try:
+            if _try_lock(fd):
+                yield path
+        finally:
+            os.close(fd)
 
 
 def _escape_glob(name: str) -> str:
@@ -257,14 +275,31 @@ def publish_directory(place: Staging, overwrite: bool) -> None:
         sync_directory(Path(folder))
     _apply_umask(place.path)
     if overwrite and os.path.lexists(place.target):
-        if not _rename(place.path, place.target, _RENAME_EXCHANGE):  # the staging name now holds the old one
-            trash = trash_path(place.target, place.attempt)
-            os.rename(place.target, trash)  # no exchange on this filesystem: for a moment the old one bears another name
-            os.rename(place.path, place.target)
-            shutil.rmtree(trash, ignore_errors=True)
-    elif not _rename(place.path, place.target, _RENAME_NOREPLACE):
-        _rename_where_absent(place.path, place.target)
+        if not exchange(place.path, place.target):  # the staging name now holds the old one
+            _replace_by_turns(place)
+    else:
+        publish_name(place.path, place.target)
     _confirm(place.target)
+
+
+def _replace_by_turns(place: Staging) -> None:
+    """Replaces a directory where two cannot change places: the old one stands aside until the new one is there for good."""
+    target, aside = place.target, place.target.parent / f"{ASIDE}{place.target.name}.{place.attempt[:8]}"
+    lock = _lock(target)
+    if lock < 0:
+        raise StorageError(f"another process is at work on this: {printable(str(target))}", hint="wait for it to end")
+    try:
+        publish_name(target, aside)
+        publish_name(place.path, target)
+        _confirm(target)
+        shutil.rmtree(aside, ignore_errors=True)
+    except BaseException:
+        if not os.path.lexists(target):
+            with suppress(OSError):  # else the next one brings it back
+                os.rename(aside, target)
+        raise
+    finally:
+        os.close(lock)
 
 
 def publish_file(place: Staging, name: str, manifest: str, overwrite: bool) -> None:
@@ -280,8 +315,8 @@ def publish_file(place: Staging, name: str, manifest: str, overwrite: bool) -> N
         sync_directory(target.parent)
         if overwrite:
             os.replace(place.path / name, target)
-        elif not _rename(place.path / name, target, _RENAME_NOREPLACE):
-            _rename_where_absent(place.path / name, target)
+        else:
+            publish_name(place.path / name, target)
     except BaseException:
         if (place.path / name).exists():
             (target.parent / manifest).unlink(missing_ok=True)
@@ -301,8 +336,7 @@ def add_file(folder: Path, name: str, data: bytes, attempt: str) -> None:
     with staging(folder / name, attempt) as place:
         write_file(LocalStore(place.path), name, data)
         sync_directory(place.path)
-        if not _rename(place.path / name, place.target, _RENAME_NOREPLACE):
-            _rename_where_absent(place.path / name, place.target)
+        publish_name(place.path / name, place.target)
         _confirm(place.target)
 
 
@@ -314,30 +348,6 @@ def _confirm(target: Path) -> None:
         raise StorageError(
             str(error), hint=f"{target} is complete and in place, but a power cut might still undo its name: run `sync`"
         ) from error
-
-
-def _rename(src: Path, dst: Path, flags: int) -> bool:
-    """Renames with flags of renameat2; False where the filesystem or system does not know them."""
-    call = getattr(_libc, "renameat2", None)
-    if call is None:
-        return False
-    if call(_AT_FDCWD, os.fsencode(src), _AT_FDCWD, os.fsencode(dst), flags) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    if code == errno.EEXIST:
-        raise StorageError(
-            f"the destination appeared while this was at work: {printable(str(dst))}",
-            hint="another writer was first; look at what it wrote",
-        )
-    raise failed("rename", dst, OSError(code, os.strerror(code)))
-
-
-def _rename_where_absent(src: Path, dst: Path) -> None:
-    if os.path.lexists(dst):
-        raise StorageError(f"the destination appeared while this was at work: {printable(str(dst))}")
-    os.rename(src, dst)
 
 
 def _apply_umask(path: Path) -> None:

@@ -68,6 +68,7 @@ LEVELS = [
         "engine.run",
         "engine.compare",
         "engine",
+        "renames",
         "commit",
         "manifest",
         "integrity",

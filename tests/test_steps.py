@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools import CheckpointManager, FormatError, StorageError
+from ckpt_tools.leftovers import remove_leftovers
 from ckpt_tools.manifest import parse
 from ckpt_tools.steps import Step, damage, latest, list_steps, prune, removable, step_name
 
@@ -100,6 +102,21 @@ def test_a_damaged_step_is_passed_over_when_every_byte_is_read(run: Path) -> Non
     found = latest(run, verify=True)
     assert found.step is not None and found.step.number == 1000
     assert "checksum" in found.passed_over[0][1]
+
+
+def test_a_step_that_stands_aside_for_one_that_never_came_is_brought_back(run: Path) -> None:
+    """As a kill leaves it where a file system cannot exchange two names."""
+    step = newest(run)
+    aside = run / f".aside.{step.name}.abcdef12"
+    step.rename(aside)
+    assert remove_leftovers(run, dry_run=True) == [] and not step.exists()
+    shutil.copytree(aside, run / ".aside.step-00001000.abcdef12")  # its place is taken: the new one came
+    held = os.open(aside, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert [Path(left.url).name for left in remove_leftovers(run)] == [".aside.step-00001000.abcdef12"] and aside.exists()  # at work
+    os.close(held)
+    assert remove_leftovers(run) == [] and not aside.exists()
+    assert latest(run).step == list_steps(run)[-1] and latest(run, verify=True).passed_over == []
 
 
 def test_a_stock_checkpoint_counts_as_a_step_but_is_never_removed(run: Path) -> None:

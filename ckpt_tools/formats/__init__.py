@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry
 from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import accelerate, dcp, deepspeed, gguf, npz, per_rank, safetensors, torch_save
-from ckpt_tools.formats.base import Format, Request, TargetTensor, note_of, whole_tensor
+from ckpt_tools.formats.base import ASIDE, Format, Request, TargetTensor, note_of, whole_tensor
 from ckpt_tools.soundness import check
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url
 
@@ -159,7 +160,9 @@ def _open_local(path: str) -> tuple[Store, str]:
     """Returns the store of a directory, or that of a file's directory and the file's name."""
     root = Path(path)
     if not root.exists():
-        raise NotACheckpointError(f"no such path: {printable(path)}")
+        aside = next(iter(sorted(root.parent.glob(f"{ASIDE}{escape(root.name)}.????????"))), None) if root.name else None
+        hint = f"an --overwrite that was killed left it as {aside}; the next one puts it back, or: mv {aside} {root}" if aside else None
+        raise NotACheckpointError(f"no such path: {printable(path)}", hint=hint)
     if root.is_dir():
         return LocalStore(root), ""
     if not root.is_file():

@@ -115,6 +115,7 @@ def attempt_of(file: str) -> str:
     return match[1] if match else ""
 
 
+ASIDE = ".aside."  # before the name of what stands aside for a moment, while another takes its place
 MANIFEST, UPLOADS = "manifest", "uploads"  # what an attempt notes beside its data: the result's seal, and what it has begun to send
 _NOTE = re.compile(r"(?:(.+)\.)?ckpt\.(manifest|uploads)\.[0-9a-f]{8}\.json", re.DOTALL)
 

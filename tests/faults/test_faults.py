@@ -46,7 +46,7 @@ def start(work: Path, *args: str, **kwargs: object) -> subprocess.Popen[str]:
 
 
 def leftovers(work: Path) -> list[str]:
-    return [p.name for p in work.iterdir() if p.name.startswith((".tmp.", ".trash."))]
+    return [p.name for p in work.iterdir() if p.name.startswith((".tmp.", ".trash.", ".aside."))]
 
 
 def is_complete(work: Path, source: Path) -> bool:
@@ -263,6 +263,45 @@ def test_a_fault_at_every_call_that_changes_the_disk(verb: str, fault: str, tmp_
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert subprocess.run([sys.executable, "-m", "ckpt_tools", *VERBS[verb]], cwd=tmp_path, capture_output=True).returncode == 0
     assert leftovers(tmp_path) == []
+
+
+NO_FLAGS = ["-e", "inject=renameat2:error=EINVAL"]  # as NFS answers
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize("fault", ["signal=SIGKILL", "error=EIO"])
+@pytest.mark.parametrize(("verb", "call"), [("reshard", "rename"), ("merge", "link")])
+def test_where_names_cannot_be_exchanged_in_one_step(verb: str, call: str, fault: str, tmp_path: Path) -> None:
+    """An old result that is to be replaced is there, or stands aside and is brought back; a new one is never in part."""
+    dcp.save({"model": {"w": torch.ones(300)}, "step": 1}, checkpoint_id=tmp_path / "src", no_dist=True)
+    words, out, trace = [sys.executable, "-m", "ckpt_tools", *VERBS[verb], "-q"], tmp_path / VERBS[verb][2], tmp_path / "trace"
+    strace = ["strace", "-f", "-qq", "-o", str(trace), "-e", f"trace=renameat2,{call}", *NO_FLAGS]
+    is_over, aside = call == "rename", 0
+
+    def run(command: list[str], *more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True)
+
+    for number in range(1, 10):
+        if is_over:
+            assert run([*words, "--overwrite"]).returncode == 0
+        else:
+            out.unlink(missing_ok=True)
+        before = out.stat().st_ino if is_over else 0
+        done = run([*strace, "-e", f"inject={call}:{fault}:when={number}", *words], *(["--overwrite"] if is_over else []))
+        if done.returncode == 0:
+            break
+        assert "Traceback" not in done.stderr
+        if is_over and not out.exists():
+            assert "signal" in fault and len(leftovers(tmp_path)) == 2  # what was to be, and what was
+            aside += 1
+            told = run([sys.executable, "-m", "ckpt_tools", "inspect", str(out)])
+            assert told.returncode and "an --overwrite that was killed left it as" in told.stderr
+            refused = run(words)
+            assert refused.returncode == 15 and "the destination exists" in refused.stderr and out.stat().st_ino == before
+        assert whole(out) if is_over else not out.exists() or whole(out)
+        assert leftovers(tmp_path) == [] or "signal" in fault
+    assert "EINVAL" in trace.read_text() and number > 1 and whole(out) and (aside == 1 or (verb, fault) != ("reshard", "signal=SIGKILL"))
+    assert run(words, "--overwrite").returncode == 0 and leftovers(tmp_path) == []
 
 
 def fault_every(call: str, fault: str, verb: str, work: Path) -> int:
