@@ -148,10 +148,11 @@ class Disk:
         fill(0, into)
 
 
-def record(command: Sequence[str], root: Path, log: Path, **environment: str) -> Disk:
-    """Runs a command, and returns what it did below a folder, call by call in the order of their ends."""
+def record(command: Sequence[str], root: Path, log: Path, faults: Sequence[str] = (), **environment: str) -> Disk:
+    """Runs a command, with faults injected, and returns what it did below a folder, call by call in the order of their ends."""
     disk = Disk(root)
     strace = ["strace", "-f", "-y", "-qq", "-s", "0", "-o", str(log), "-e", f"trace={CALLS}", "-e", "signal=none"]
+    strace += [word for fault in faults for word in ("-e", f"inject={fault}")]
     done = subprocess.run([*strace, *command], env=os.environ | environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     at: dict[int, int] = {}  # where the next `write` to an inode goes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager
+from ckpt_tools.commit import bring_back
 from ckpt_tools.steps import latest
 from tests.faults.crashes import Disk, crash, record
 from tests.jobs import LONG
@@ -45,8 +46,8 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def run(tmp_path: Path, *words: object) -> Disk:
-    return record([sys.executable, *map(str, words)], tmp_path / "disk", tmp_path / "trace")
+def run(tmp_path: Path, *words: object, faults: Sequence[str] = ()) -> Disk:
+    return record([sys.executable, *map(str, words)], tmp_path / "disk", tmp_path / "trace", faults)
 
 
 def old_or_new(name: str, old: Files | None, new: Files, seen: set[str]) -> Callable[[Path, bool], None]:
@@ -80,6 +81,26 @@ def test_a_result_is_there_whole_or_not_at_all(verb: str, overwrite: bool, sourc
     new, seen = contents(tmp_path / "disk" / name), set[str]()
     crash(disk, STATES, 1, tmp_path, old_or_new(name, old, new, seen))
     assert seen == {"old", "new"}
+
+
+def test_where_names_cannot_be_exchanged_the_old_one_comes_back(source: Path, tmp_path: Path) -> None:
+    """As the next run finds it: before that, for a moment, it may stand aside."""
+    dcp.save({"model": {"x": torch.ones(700)}}, checkpoint_id=tmp_path / "before", no_dist=True)
+    out = tmp_path / "disk" / "out"
+    ckpt_tools.reshard(tmp_path / "before", out, to_ranks=3)
+    old = contents(out)
+    words = ["-m", "ckpt_tools", "reshard", source, out, "--to", "2", "--overwrite"]
+    disk = run(tmp_path, *words, faults=["renameat2:error=EINVAL"])
+    seen, stood_aside = set[str](), set[bool]()
+    check = old_or_new("out", old, contents(out), seen)
+
+    def check_the_next(folder: Path, is_over: bool) -> None:
+        stood_aside.add(not (folder / "out").exists())
+        bring_back(folder)
+        check(folder, is_over)
+
+    crash(disk, 6 * STATES, 4, tmp_path, check_the_next)
+    assert seen == {"old", "new"} and stood_aside == {True, False}
 
 
 def test_a_run_has_a_newest_step_that_is_right(tmp_path: Path) -> None:
