@@ -1,4 +1,4 @@
-"""The environment of the peers that write the test checkpoints, laid over the present one, so that torch is installed once.
+"""The environments of the peers that write the test checkpoints, laid over the present one, so that torch is installed once.
 
 Each peer's packages go in without those that they depend on: none may replace what the tests run with.
 """
@@ -38,27 +38,31 @@ _PEERS = {
 }
 
 
+_ALONE = ("composer",)  # its torchvision has kernels for CUDA only, and others that see it import it
+
+
 def python_of(peer: str) -> str:
-    """Returns the interpreter of the environment, with a peer installed; skips the test where that cannot be done."""
-    done = FOLDER / f"{peer}.done"
+    """Returns the interpreter of an environment with a peer installed; skips the test where that cannot be done."""
+    folder = FOLDER.with_name(f"{FOLDER.name}-{peer}") if peer in _ALONE else FOLDER
+    done = folder / f"{peer}.done"
     with (ROOT / ".peers.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run side by side
         if not done.exists():
-            log = _install(_PEERS[peer].split())
+            log = _install(folder, _PEERS[peer].split())
             if log:
                 pytest.skip(f"{peer} cannot be installed here: {log}")
             done.touch()
-    return str(FOLDER / "bin" / "python")
+    return str(folder / "bin" / "python")
 
 
-def _install(packages: list[str]) -> str:
-    """Makes the environment where it is missing, and installs; returns the last line of what went wrong, "" for nothing."""
-    pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    if not (FOLDER / "bin" / "python").exists():
-        log = _run([sys.executable, "-m", "venv", str(FOLDER)]) or _run([*pip, "setuptools", "wheel"])
+def _install(folder: Path, packages: list[str]) -> str:
+    """Makes an environment where it is missing, and installs; returns the last line of what went wrong, "" for nothing."""
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    if not (folder / "bin" / "python").exists():
+        log = _run([sys.executable, "-m", "venv", str(folder)]) or _run([*pip, "setuptools", "wheel"])
         if log:
             return log
-        (packages_folder,) = (FOLDER / "lib").glob("python*/site-packages")
+        (packages_folder,) = (folder / "lib").glob("python*/site-packages")
         (packages_folder / "zz_parent.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     return _run([*pip, "--no-build-isolation", *packages])
 
