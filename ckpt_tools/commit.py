@@ -8,6 +8,7 @@ dies in it. May import levels 0 to 3. `docs/architecture.md` has the protocol, s
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -169,17 +170,21 @@ def _lock(path: Path) -> int:
     except FileNotFoundError:
         return -1
     with suppress(OSError):
-        if _try_lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(path)):
+        if try_lock(fd) is not False and os.path.samestat(os.fstat(fd), os.lstat(path)):
             return fd
     os.close(fd)
     return -1
 
 
-def _try_lock(fd: int) -> bool:
+def try_lock(fd: int) -> bool | None:
+    """Locks an open file or directory; False where another holds it, None where the file system has no locks, as Lustre is often mounted.
+
+    Nobody is taken for dead then: what a killed run leaves stays.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        return None if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK) else False
     return True
 
 
@@ -231,7 +236,7 @@ def _unheld(parent: Path, prefix: str, name: str) -> Iterator[Path]:
         except FileNotFoundError:  # another run was faster
             continue
         try:
-            if _try_lock(fd):
+            if try_lock(fd):
                 yield path
         finally:
             os.close(fd)

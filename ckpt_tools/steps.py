@@ -5,8 +5,8 @@ Truth is found by looking, never in a pointer file. Unknown names are never touc
 
 from __future__ import annotations
 
-import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.commit import make_folder, sync_directory, trash_path
+from ckpt_tools.commit import make_folder, sync_directory, trash_path, try_lock
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import INDEXES, detect_in
 from ckpt_tools.integrity import first_problem
@@ -27,6 +27,7 @@ from ckpt_tools.manifest import Manifest, find, names_in
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url
 from ckpt_tools.storage.local import failed
 
+log = logging.getLogger("ckpt_tools")
 _STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?(\d{1,18})")
 LOCK = ".ckpt.lock"
 _LOOKERS = 16  # each waits for a store
@@ -249,7 +250,7 @@ def lock(root: Path) -> int:
     """Claims a root, made if it is not there, for this process, as long as it lives; the kernel releases the open file.
 
     Raises:
-        StorageError: another live job holds it; host, pid and time are named.
+        StorageError: another live job holds it; host, pid and time are named. Where the file system has no locks, a warning is logged.
     """
     path = root / LOCK
     try:
@@ -257,14 +258,15 @@ def lock(root: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise failed("create", path, error) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    is_mine = try_lock(fd)
+    if is_mine is False:
         holder = printable(os.pread(fd, 4096, 0).decode("utf-8", "replace").strip()) or "unknown"
         os.close(fd)
         raise StorageError(
             f"another job saves to {printable(str(root))}: {holder}", hint="give each job a root of its own, or end that job first"
-        ) from error
+        )
+    if is_mine is None:
+        log.warning("%s: no file locks here; a second job would not be refused, nor a dead one's leftovers removed", printable(str(root)))
     text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{text}\n".encode(), 0)

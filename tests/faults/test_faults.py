@@ -265,6 +265,48 @@ def test_a_fault_at_every_call_that_changes_the_disk(verb: str, fault: str, tmp_
     assert leftovers(tmp_path) == []
 
 
+SAVE = """
+import sys, torch
+from ckpt_tools import CheckpointManager
+with CheckpointManager(sys.argv[1], keep_last=1) as checkpoints:
+    for step in (1, 2):
+        checkpoints.save(step, {"w": torch.ones(300) * step}, asynchronous=False)
+"""
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize("error", ["ENOSYS", "ENOLCK"])
+def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
+    """As Lustre is often mounted, and NFS without its lock daemon: all works, and what cannot be promised is said."""
+    dcp.save({"model": {"w": torch.ones(300)}, "step": 1}, checkpoint_id=tmp_path / "src", no_dist=True)
+    strace = [
+        "strace",
+        "-f",
+        "-qq",
+        "-o",
+        str(tmp_path / "trace"),
+        "-e",
+        "trace=flock",
+        "-e",
+        f"inject=flock:error={error}",
+        sys.executable,
+    ]
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run([*strace, *map(str, words)], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0 and "INJECTED" in (tmp_path / "trace").read_text(), done.stderr
+        return done
+
+    (tmp_path / ".tmp.out.abcdef12").mkdir()  # another's, alive or dead: nobody knows
+    for _ in range(2):
+        run("-m", "ckpt_tools", *VERBS["reshard"], "--overwrite")
+        run("-m", "ckpt_tools", *VERBS["merge"], "--overwrite")
+    assert whole(tmp_path / "out") and whole(tmp_path / "out.safetensors") and leftovers(tmp_path) == [".tmp.out.abcdef12"]
+    told = run("-c", SAVE, tmp_path / "run").stderr
+    assert "no file locks here; a second job would not be refused" in told
+    assert [p.name for p in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
+
+
 NO_FLAGS = ["-e", "inject=renameat2:error=EINVAL"]  # as NFS answers
 
 
