@@ -227,6 +227,8 @@ def _step(line: Any) -> Moved:
 
 
 def _numbers(found: Mapping[str, int]) -> dict[str, int]:
+    if not all(0 <= int(number) < 1 << 63 for number in found.values()):
+        raise ValueError("a number of bytes that no file has")
     return {name: int(number) for name, number in found.items()}
 
 

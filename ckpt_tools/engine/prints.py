@@ -120,7 +120,8 @@ class Fingerprints:
         for fqn, nbytes in self.noted.sizes.items():
             ordered = sorted(set(self.noted.pieces.get(fqn, ())))
             if fqn in self.noted.shares:
-                if sum(p.nbytes for p in (*ordered, *set(self.noted.shares[fqn]))) == nbytes:
+                parts = (*ordered, *set(self.noted.shares[fqn]))
+                if sum(p.nbytes for p in parts) == nbytes and all(p.start + p.nbytes <= nbytes for p in parts):
                     joined[fqn] = self.share_of(fqn)
                 continue
             ends = [p.start + p.nbytes for p in ordered]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,12 +11,18 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.catalog import TORCH_ZIP, Extent
+from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.engine.seals import Seals
+from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import FormatError, UnsafePickleError
 from ckpt_tools.formats import dcp_metadata, torch_zip
+from ckpt_tools.journal import load, prove
+from ckpt_tools.plan import Target
 from ckpt_tools.storage import MemoryStore
+from ckpt_tools.team import ALONE
 from tests.fuzz.fuzz import TARGETS
-from tests.fuzz.seeds import SEEDS
+from tests.fuzz.seeds import SEEDS, WORK
 from tests.jobs import LONG
 
 ROOT = Path(__file__).parents[2]
@@ -79,3 +86,17 @@ def test_a_zip64_field_that_is_cut_short_is_refused() -> None:
                 MemoryStore({"f": bytes(data)}), [torch_zip.Item(Extent("f", 0, len(data), TORCH_ZIP), BY_NAME["float32"], (3, 4))]
             )
         )
+
+
+LONGEST = (1 << 64) - 1
+
+
+@pytest.mark.parametrize(("pieces", "nbytes"), [([[2, 48, 11, 0]], 48), ([[0, LONGEST, crc, 0] for crc in range(3)], 3 * LONGEST)])
+def test_a_journal_whose_pieces_lie_outside_of_their_tensor_is_no_crash(pieces: list[list[int]], nbytes: int, tmp_path: Path) -> None:
+    """The share of a piece that ends behind its tensor; found by the fuzzer."""
+    step = {"files": {"f": []}, "prints": [{"w": pieces}, {"w": []}, {"w": nbytes}], "read": [], "overflowed": {}}
+    lines = [json.dumps(line).encode() for line in ({"work": WORK, "tiles": [1 << 20, 4 << 20]}, step)]
+    (tmp_path / ".ckpt.journal.fuzz").write_bytes(b"".join(hex64(crc64nvme(line)).encode() + b" " + line + b"\n" for line in lines))
+    memory, sink = MemoryStore({"f": b""}), WriteSink(Target("dcp", {"f": 0}, {}), MemoryStore({}))
+    prove(load(tmp_path, WORK), memory, (1 << 16, 1 << 16), 1, ALONE).tell(sink, Seals({}), {})
+    assert sink.fingerprints.join() == {}
