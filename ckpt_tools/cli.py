@@ -301,7 +301,7 @@ def copy_(
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory or file to be: a path, or a URL.", show_default=False)],
     storage_option: StorageOption = None,
     to_storage_option: Annotated[list[str] | None, typer.Option("--to-storage-option", metavar="KEY=VALUE", help="Of DST's object store, where it is another than SRC's; repeatable.", show_default=False)] = None,
-    jobs: Jobs = None, memory: Memory = None, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
+    shapes: Shapes = None, jobs: Jobs = None, memory: Memory = None, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Copy a checkpoint as it is: upload, download, or from store to store.
 
@@ -311,7 +311,7 @@ def copy_(
     from ckpt_tools import render
     from ckpt_tools.operations.copy import copy as run
 
-    options = make_options(jobs, memory, False, dry_run, quiet or as_json, storage_option)
+    options = make_options(jobs, memory, False, dry_run, quiet or as_json, storage_option, shapes=shapes)
     with _kept(True):
         result = run(src, dst, to_storage_options=parse_storage_options(to_storage_option) if to_storage_option else None, **options)
     if as_json and is_first():

@@ -48,7 +48,8 @@ def check_destination(target: Path, overwrite: bool, is_ours: Callable[[Path], l
     Raises:
         StorageError: it exists, holds foreign files, or its folder cannot be written to.
     """
-    bring_back(target.parent, _escape_glob(target.name))
+    if not overwrite:
+        bring_back(target.parent, _escape_glob(target.name))
     parent = existing_parent(target)
     if not parent.is_dir():
         raise StorageError(f"the destination's parent is not a directory: {printable(str(parent))}")
@@ -206,9 +207,9 @@ def remove_dead(parent: Path, name: str = "*", dry_run: bool = False, spared: Pa
     if not dry_run:
         bring_back(parent, name)
     dead = []
-    for prefix in (_STAGING, _TRASH, ASIDE):
+    for prefix in (_STAGING, _TRASH):
         for path in _unheld(parent, prefix, name):
-            if path != spared and (prefix != ASIDE or os.path.lexists(_stood_at(path))):
+            if path != spared:
                 dead.append(path)
                 if not dry_run:
                     shutil.rmtree(path, ignore_errors=True)
@@ -216,14 +217,23 @@ def remove_dead(parent: Path, name: str = "*", dry_run: bool = False, spared: Pa
 
 
 def bring_back(parent: Path, name: str = "*") -> None:
-    """Gives back its name to what stood aside for a result that a dead attempt did not put in its place; arguments as for `remove_dead`."""
+    """Gives back its name to what stood aside for a result that a dead attempt did not put in its place; else it is trash.
+
+    Args:
+        parent, name: as for `remove_dead`.
+    """
     for path in _unheld(parent, ASIDE, name):
-        with suppress(StorageError):  # another was faster
-            publish_name(path, _stood_at(path))
+        stood_at = parent / path.name[len(ASIDE) : -9]
+        with suppress(StorageError, OSError):  # another was faster
+            if os.path.lexists(stood_at):
+                _discard(path)
+            else:
+                publish_name(path, stood_at)
 
 
-def _stood_at(aside: Path) -> Path:
-    return aside.parent / aside.name[len(ASIDE) : -9]
+def _discard(aside: Path) -> Path:
+    """Makes trash of what stood aside, so that nobody brings back what is half removed; returns its name."""
+    return aside.rename(aside.parent / f"{_TRASH}{aside.name[len(ASIDE) :]}")
 
 
 def _unheld(parent: Path, prefix: str, name: str) -> Iterator[Path]:
@@ -297,7 +307,8 @@ def _replace_by_turns(place: Staging) -> None:
         publish_name(target, aside)
         publish_name(place.path, target)
         _confirm(target)
-        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):  # else the next one removes it
+            shutil.rmtree(_discard(aside))
     except BaseException:
         if not os.path.lexists(target):
             with suppress(OSError):  # else the next one brings it back

@@ -89,10 +89,14 @@ def test_shapes_come_from_a_file_or_a_models_config(saved: Path, tmp_path: Path,
     got = load_file(tmp_path / "m.safetensors")
     assert all(torch.equal(got[n], v) for n, v in want.items())
     assert ckpt("verify", folder, "--shapes", tmp_path / "model.json").returncode == 0
-    assert ckpt("diff", folder, tmp_path / "m.safetensors", "--shapes", tmp_path / "model.json", "--select", "a.*").returncode == 0
+    assert ckpt("diff", folder, tmp_path / "m.safetensors", "--shapes", tmp_path / "model.json").returncode == 0
     assert ckpt("reshard", folder, tmp_path / "two", "--to", "2", "--shapes", tmp_path / "model.json").returncode == 0
-    assert "flat_param" not in ckpt("inspect", folder, "--shapes", tmp_path / "model.json", "--tree").stdout
+    shown = ckpt("inspect", folder, "--shapes", tmp_path / "model.json", "--tree").stdout
+    assert "weight" in shown and "flat_param" not in shown
+    assert ckpt("salvage", folder, tmp_path / "whole", "--shapes", tmp_path / "model.json").returncode == 0
     assert sorted(p.suffix for p in folder.iterdir()) == [".pth"] * len(list(folder.iterdir()))
+    assert ckpt("copy", folder, tmp_path / "copied", "--shapes", tmp_path / "model.json").returncode == 0
+    assert ckpt_tools.diff(tmp_path / "copied", saved / "local_flat").is_same  # the shapes went along
     for text, message in (
         ("[1]", "is malformed"),
         ("{", "--shapes: cannot be read"),

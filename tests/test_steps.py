@@ -113,7 +113,7 @@ def test_a_step_that_stands_aside_for_one_that_never_came_is_brought_back(run: P
     shutil.copytree(aside, run / ".aside.step-00001000.abcdef12")  # its place is taken: the new one came
     held = os.open(aside, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    assert [Path(left.url).name for left in remove_leftovers(run)] == [".aside.step-00001000.abcdef12"] and aside.exists()  # at work
+    assert [Path(left.url).name for left in remove_leftovers(run)] == [".trash.step-00001000.abcdef12"] and aside.exists()  # at work
     os.close(held)
     assert remove_leftovers(run) == [] and not aside.exists()
     assert latest(run).step == list_steps(run)[-1] and latest(run, verify=True).passed_over == []

@@ -7,7 +7,7 @@ Pure: takes no store and does no input or output. May import levels 0 to 3.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -111,9 +111,9 @@ def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max
     """
     tiles: list[Tile] = []
     filled = 0
-    framed = {trailer.file for trailer in plan.target.trailers}
+    is_framed = bool(plan.target.trailers)
     for tensor, start in _starts(plan, share):
-        for tile in _tiles(tensor, located, tile_nbytes, max(tile_nbytes, max_tile_nbytes), framed):
+        for tile in _tiles(tensor, located, tile_nbytes, max(tile_nbytes, max_tile_nbytes), is_framed):
             start += tile.dst_nbytes
             if not share.has(start - tile.dst_nbytes, tile.dst_nbytes):
                 continue
@@ -199,7 +199,7 @@ class Sources:
 
 
 def _tiles(
-    tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int, framed: Collection[str] = ()
+    tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int, is_framed: bool = False
 ) -> Iterator[Tile]:
     sources = Sources(tensor, located)
     itemsize = max(tensor.src_dtype.itemsize, tensor.dst_dtype.itemsize)
@@ -207,18 +207,18 @@ def _tiles(
     max_numel = max(1, limit // itemsize)
     slots = [s for s in tensor.slots if s.box.numel]
     regions = [whole(tensor.shape)] if tensor.is_complete else [s.box for s in slots]
-    cuts = [cut for s in slots for cut in _cuts(s, tensor.dst_dtype.itemsize, framed)]
+    cuts = [cut for s in slots for cut in _cuts(s, tensor.dst_dtype.itemsize, is_framed)]
     targets = BoxIndex([s.box for s in slots])
     for region in regions:
         for box in bands(region, max_numel, cuts):
             yield Tile(tensor, box, sources.reads(box), tuple(_writes(slots, targets, box, tensor.dst_dtype.itemsize)))
 
 
-def _cuts(slot: Slot, itemsize: int, framed: Collection[str]) -> Iterator[int]:
+def _cuts(slot: Slot, itemsize: int, is_framed: bool) -> Iterator[int]:
     """Yields where along the first dim no tile may reach across: where a slot begins, and its cells, whose checksums are wanted."""
     if slot.box.sizes:
         low, rows = slot.box.offsets[0], slot.box.sizes[0]
-        count = num_cells(slot.box, slot.box.numel * itemsize) if slot.file in framed else 0
+        count = num_cells(slot.box, slot.box.numel * itemsize) if is_framed else 0
         yield from range(low, low + rows, rows // max(1, count))
 
 

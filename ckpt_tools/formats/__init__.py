@@ -117,12 +117,15 @@ def folder_of(store: Store) -> tuple[Store, str]:
     return (store.inner, store.name) if isinstance(store, _OneFile) else (store, "")
 
 
-def detect(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> tuple[Store, Format]:
+def detect(
+    path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+) -> tuple[Store, Format]:
     """Finds the one checkpoint at or below a path or URL.
 
     Args:
         path: a file, or a directory that holds a checkpoint's files or has one below.
         options: of the object store, as fsspec takes them.
+        beside: files that are to be seen as if they lay with the checkpoint's own.
 
     Returns:
         The store of its files, whose `url` is where it was found, and its format.
@@ -133,10 +136,8 @@ def detect(path: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
     """
     where = os.fspath(path).removeprefix("file://")
     root, file = _open_remote(where, options) if is_url(where) else _open_local(where)
-    if file:
-        form = _file_format(where, file)
-        return _OneFile(root, file, where), form
-    return detect_in(root)
+    store, form = (_OneFile(root, file, where), _file_format(where, file)) if file else detect_in(root)
+    return (Overlay(store, beside, is_listed=True) if beside else store), form
 
 
 def detect_in(root: Store) -> tuple[Store, Format]:
@@ -255,11 +256,7 @@ def _nothing_found(root: Store) -> NotACheckpointError:
 def open_source(
     path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
 ) -> Source:
-    """Opens a checkpoint, reads its metadata, and proves that every tensor is there exactly once.
-
-    Args:
-        path, options: as for `detect`.
-        beside: files that are to be seen as if they lay with its own.
+    """Opens a checkpoint, reads its metadata, and proves that every tensor is there exactly once; arguments as for `detect`.
 
     Raises:
         NotACheckpointError: see `detect`.
@@ -268,16 +265,15 @@ def open_source(
         StorageError: it cannot be read.
     """
     try:
-        return _open(path, options, beside or {})
+        return _open(path, options, beside)
     except (FormatError, CatalogError):  # a bit may have flipped on the way
         if not is_url(os.fspath(path)):
             raise
-        return _open(path, options, beside or {})
+        return _open(path, options, beside)
 
 
-def _open(path: str | os.PathLike[str], options: Mapping[str, Any] | None, beside: Mapping[str, bytes]) -> Source:
-    store, form = detect(path, options)
-    store = Overlay(store, beside, is_listed=True) if beside else store
+def _open(path: str | os.PathLike[str], options: Mapping[str, Any] | None, beside: Mapping[str, bytes] | None) -> Source:
+    store, form = detect(path, options, beside)
     catalog = form.read_catalog(store)
     check(catalog)
     return Source(store.url, Overlay(store, catalog.made) if catalog.made else store, form, catalog)

@@ -25,6 +25,7 @@ from ckpt_tools.formats.base import MANIFEST, attempt_of, note_of
 from ckpt_tools.manifest import Manifest, Sealed, file_name, find, of_source
 from ckpt_tools.operations.joint import Division, collect, open_files, staged
 from ckpt_tools.operations.move import Options, Path_, check_apart, no_bar, steps_for
+from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.plan import Literal, plan_files
 from ckpt_tools.storage import LocalStore, RemoteStore, is_url, read
 from ckpt_tools.team import ALONE, Team, agree
@@ -76,7 +77,7 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
         raise PlanError("a copy replaces nothing", hint="copy to another place, or remove what is there first")
     team = options.get("team") or ALONE
     with team.phase("look at both"):
-        source = open_source(src, options.get("storage_options"))
+        source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
         to_options = options.get("storage_options") if to_storage_options is None else to_storage_options
         target = open_destination(dst, to_options)
         check_apart(source.path, target.url)

@@ -110,9 +110,8 @@ class Verification:
 
     def __init__(self, src: Path_, options: Options) -> None:
         self.options = options
-        store, self.format = detect(src, options.get("storage_options"))
-        beside = lay_beside(options.get("shapes"))
-        self.store: Store = Overlay(store, beside, is_listed=True) if beside else store
+        store, self.format = detect(src, options.get("storage_options"), lay_beside(options.get("shapes")))
+        self.store: Store = store
         self._unreadable: list[Problem] = []
         folder, name = folder_of(self.store)
         self.remote = folder if isinstance(folder, RemoteStore) else None
