@@ -176,8 +176,8 @@ def reshard(
 def convert(
     src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; for safetensors and torch the file.", show_default=False)],
-    to: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="What DST is to be: dcp, safetensors, hf, torch, accelerate, peft or deepspeed-universal.", show_default=False)],
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, max=1_000_000, metavar="N", help="For dcp and accelerate: ranks to split for; as many as SRC, or 1.", show_default=False)] = None,
+    to: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="What DST is to be: dcp, safetensors, hf, torch, accelerate, peft, deepspeed-universal or per-rank.", show_default=False)],
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, max=1_000_000, metavar="N", help="For dcp, accelerate and per-rank: ranks to split for; as many as SRC, or 1.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help="Cast the model's floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
     keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
     select: Annotated[list[str] | None, typer.Option("--select", metavar="GLOB", help="Only what matches by its name in DST; repeatable.", show_default=False)] = None,
@@ -188,6 +188,7 @@ def convert(
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave out everything but the model.")] = False,
     keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep wrappers' prefixes in names.")] = False,
     base: Annotated[str | None, typer.Option("--base", metavar="DIR", help="Directory of config, tokenizer and code, which go along for hf; the key map takes heads from it.", show_default=False)] = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", metavar="DEVICE:AXIS", help="For per-rank: the mesh of the job that will load it; that of SRC, or cuda:fsdp.", show_default=False)] = None,
     max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=size, metavar="SIZE", help="For hf: at most this size a shard; 5GB.", show_default=False)] = None,
     check: Annotated[bool, typer.Option("--check", help="For hf: load the result with transformers in a process of its own, and compare.")] = False,
     storage_option: StorageOption = None, shapes: Shapes = None, jobs: Jobs = None, memory: Memory = None, overwrite: Overwrite = False, resume: Resume = False, dry_run: DryRun = False, quiet: Quiet = False, as_json: Json = False,
@@ -196,7 +197,7 @@ def convert(
 
     `dcp` is for dcp.load, torchtitan and CheckpointManager; `hf` is a directory that transformers opens; `torch` one .pt that
     torch.load opens with weights_only and mmap; `accelerate` the model and optimizer folders of Accelerate; `peft` the LoRA adapter alone;
-    `deepspeed-universal` what DeepSpeed loads with load_universal.
+    `deepspeed-universal` what DeepSpeed loads with load_universal; `per-rank` a file of DTensors a rank, as verl resumes from.
     """
     from ckpt_tools.operations.convert import convert as run
 
@@ -206,7 +207,7 @@ def convert(
         result = run(
             src, dst, to=to, ranks=ranks, dtype=dtype, keep_dtype=keep_dtype or (), select=select or (), rename=rename or (),
             key_map=key_map, settings=parse_counts(settings), optimizer=optimizer, model_only=model_only, keep_prefix=keep_prefix,
-            base=base, max_shard_bytes=max_shard_size, check=check, **options,
+            base=base, mesh=mesh, max_shard_bytes=max_shard_size, check=check, **options,
         )  # fmt: skip
     _report(result, quiet, as_json)
 

@@ -52,6 +52,7 @@ LEVELS = [
         "formats.gguf",
         "formats.npz",
         "formats.per_rank",
+        "formats.dtensor_write",
         "formats.deepspeed_universal",
         "formats.deepspeed",
         "formats",
@@ -88,6 +89,7 @@ LEVELS = [
         "operations.result",
         "operations.move",
         "operations.lora",
+        "operations.mesh",
         "operations.transfer",
         "operations.keymap",
         "operations.huggingface",
@@ -106,6 +108,7 @@ LEVELS = [
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 MAY_IMPORT_TORCH = {
+    "formats.dtensor_write",
     "live.group",
     "live.launch",
     "live.shards",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools import CatalogError, CheckpointError, FormatError, IntegrityError
+from ckpt_tools import CatalogError, CheckpointError, FormatError, IntegrityError, PlanError
 from tests.conftest import torchrun
 from tests.strategies import flip
 
@@ -57,6 +57,32 @@ def test_they_become_dcp_for_any_number_of_ranks(case: str, ranks: Path, tmp_pat
     ckpt_tools.reshard(ranks / f"{case}.pt", tmp_path / "two", to_ranks=2)
     assert len(list((tmp_path / "two").glob("*.distcp"))) == 2
     assert ckpt_tools.diff(ranks / f"{case}.pt", tmp_path / "two").is_same
+
+
+def test_a_job_of_other_ranks_goes_on_from_what_was_written_for_it(ranks: Path, tmp_path: Path) -> None:
+    """What four ranks saved, flat and in two axes, what lies in DCP, and a model alone, without knowing which of it is a buffer."""
+    for case in ("fsdp", "hsdp"):
+        result = ckpt_tools.convert(ranks / case, tmp_path / case, to="per-rank", ranks=3)
+        assert any("taken for buffers" in note and ": 3 (2.num" in note for note in result.notes)
+        assert ckpt_tools.verify(tmp_path / case).problems == []
+        assert ckpt_tools.diff(ranks / case, tmp_path / case, select=["model.*", "optim.*", "[0-9]*"]).is_same
+    ckpt_tools.reshard(ranks / "fsdp", tmp_path / "dcp", to_ranks=2)
+    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "of_dcp", to="per-rank", ranks=3, mesh="cpu:dp")
+    ckpt_tools.merge(ranks / "fsdp", tmp_path / "m.safetensors")
+    ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "of_file", to="per-rank", ranks=3, mesh="cpu:fsdp")
+    jobs = [f"{tmp_path / name}:{axis}" for name, axis in (("fsdp", ""), ("hsdp", "inner"), ("of_dcp", "dp"), ("of_file", "fsdp"))]
+    torchrun(3, "per_rank_on.py", str(ranks / "fsdp.pt"), *jobs)
+
+
+def test_what_cannot_be_written_a_file_a_rank(ranks: Path, tmp_path: Path) -> None:
+    for how, message in (
+        ({"mesh": "CUDA 0"}, "expected a device's type and the name of its axis"),
+        ({"to": "dcp", "mesh": "cpu"}, "--mesh is for --to per-rank"),
+        ({"ranks": 0}, "at least 1"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            ckpt_tools.convert(ranks / "fsdp", tmp_path / "out", **({"to": "per-rank"} | how))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_is_missing_or_from_another_save_is_told(ranks: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ckpt_tools.box import Box, whole
 from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry
@@ -28,6 +28,14 @@ class TargetTensor:
     boxes: tuple[Box | None, ...]
 
 
+class MeshOf(NamedTuple):
+    """The mesh of a job that will load DTensors: a device's type, the name of its one axis ("" for none), and which tensors are sharded."""
+
+    device: str
+    axis: str
+    sharded: frozenset[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is to be laid out: tensors, objects by their size in bytes, and the keys on the way to each where known.
@@ -36,7 +44,8 @@ class Request:
     name under which a data file will lie: an object store wants the attempt's id in it. Tensors of fewer than `small_first` bytes stand
     together at the beginning of a file, so that what lies behind can be copied by the store in long runs. `values` are plain ones, for
     a format that stores them as such and not as objects. `files` are small ones that are to lie beside; `index`
-    names the one of them whose appearance makes the whole visible, for a format that has no index of its own.
+    names the one of them whose appearance makes the whole visible, for a format that has no index of its own. `mesh` is for files of
+    ranks with DTensors inside.
     """
 
     tensors: Sequence[TargetTensor]
@@ -51,6 +60,7 @@ class Request:
     values: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     index: str = ""
+    mesh: MeshOf | None = None
 
 
 class Format(Protocol):

@@ -21,12 +21,13 @@ from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, Te
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats import xla_shards
-from ckpt_tools.formats.base import guess_bare, locate_bare, only_read
+from ckpt_tools.formats.base import Request, guess_bare, locate_bare
 from ckpt_tools.formats.flat_param import Held, Raw, has_flats, read_shapes, unfold
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.state_pickle import Kept, Path, Pieces, Sharded, View
 from ckpt_tools.formats.torch_save import join, read_leaves, told
 from ckpt_tools.layout import Placement, Replicate, Shard, StridedShard, rank_boxes
+from ckpt_tools.plan import Target
 from ckpt_tools.storage import Store
 
 NAME = "per_rank"
@@ -39,7 +40,6 @@ _BARE = re.compile(r".+_0\.safetensors")  # of torch_checkpointing, where an ite
 _PART_NAMES = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}  # Accelerate's, of large jobs
 _OWN = re.compile(r"extra_state|rngs?(_states?)?|random_states?")  # parts of which every rank has its own
 locate, guess = locate_bare, guess_bare
-lay_out = only_read("one file a rank, whose DTensors name a mesh of the job's own,", hint="write DCP")
 
 
 def recognise(files: Mapping[str, int]) -> bool:
@@ -68,6 +68,7 @@ class _Ranks:
         self.kinds: dict[str, tuple[DType, tuple[int, ...]]] = {}
         self.values: dict[str, dict[int, object]] = {}
         self.paths: dict[str, Path] = {}
+        self.meshes: set[str] = set()
 
     def add(self, path: Path, rank: int, value: object, extents: tuple[Extent, ...]) -> None:
         """Takes one entry of one rank's file."""
@@ -79,6 +80,7 @@ class _Ranks:
             found = [Chunk(box, extent) for (_, box), extent in zip(value.parts, extents, strict=True)]
         elif isinstance(value, Sharded):
             box = _checked_box(value, rank, f"{printable(fqn)!r}, {printable(extents[0].file)}")
+            self.meshes.add(_mesh_name(value.spec.state["mesh"]))
             kind, found = (value.local.dtype, value.shape), [Chunk(box, *extents)]
         else:
             self.values.setdefault(fqn, {})[rank] = value
@@ -137,9 +139,16 @@ def read_catalog(store: Store) -> Catalog:
         found.paths[join(path)] = path
     sizes = {name: files[name] for name in ranks}
     return Catalog(
-        NAME, entries, objects, found.paths, sizes, num_ranks, ranks, told(others),
+        NAME, entries, objects, found.paths, sizes, num_ranks, ranks, {**_told_mesh(found.meshes), **told(others)},
         tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), made.files,
     )  # fmt: skip
+
+
+def lay_out(request: Request) -> Target:
+    """Lays a file out for each rank; needs torch, which alone knows how it pickles a DTensor. See `Format.lay_out`."""
+    from ckpt_tools.formats.dtensor_write import lay_out as with_torch
+
+    return with_torch(request)
 
 
 def _refuse_bare_shards(files: Mapping[str, int]) -> None:
@@ -214,6 +223,19 @@ def _mesh_shape(mesh: Kept) -> Sequence[int]:
     if not all(type(n) is int and n > 0 for n in shape):
         raise ValueError("a mesh without ranks")
     return shape
+
+
+def _mesh_name(mesh: Kept) -> str:
+    """Returns the type of a mesh's devices and the names of its axes: `cuda:ddp,fsdp`; "" for one of another kind."""
+    device = mesh.state.get("_device_type", mesh.state.get("device_type"))
+    names = mesh.state.get("_mesh_dim_names", mesh.state.get("mesh_dim_names")) or ()
+    if not isinstance(names, tuple) or not all(type(name) is str for name in (device, *names)):
+        return ""
+    return printable(f"{device}:{','.join(names)}" if names else str(device))
+
+
+def _told_mesh(meshes: set[str]) -> dict[str, str]:
+    return {"mesh": next(iter(meshes))} if len(meshes) == 1 and "" not in meshes else {}
 
 
 def _placement(kept: Kept, ndim: int) -> Placement:

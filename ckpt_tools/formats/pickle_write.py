@@ -26,12 +26,16 @@ class Stored(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An object that a pickle makes by calling a global: `module.name(*arguments)`, then giving it a state."""
+    """An object that a pickle makes by calling a global: `module.name(*arguments)`, then giving it a state.
+
+    `is_new` makes it by `__new__` of the class that the global is, and calls nothing else.
+    """
 
     module: str
     name: str
     arguments: tuple[Any, ...] = ()
     state: Any = None
+    is_new: bool = False
 
 
 class Name(NamedTuple):
@@ -39,6 +43,19 @@ class Name(NamedTuple):
 
     module: str
     name: str
+
+
+class Once(NamedTuple):
+    """An object that a pickle makes where it first occurs, and then refers to as number `key`, below 256."""
+
+    key: int
+    value: Any
+
+
+class Opcodes(NamedTuple):
+    """What pushes one object: parts in bytes as they are, and values in between."""
+
+    parts: tuple[Any, ...]
 
 
 def integer(value: int) -> bytes:
@@ -54,30 +71,50 @@ def integer(value: int) -> bytes:
 
 
 def pickled(value: Any) -> bytes:
-    """Returns a pickle of protocol 2: dicts, lists, tuples, texts, numbers, None, `Stored` tensors, `Call`s and `Name`s.
+    """Returns a pickle of protocol 2: dicts, lists, tuples, texts, numbers, None, and the classes above.
 
     Raises:
         PlanError: something else is in it.
     """
-    return b"\x80\x02" + _push(value, 0) + b"."
+    return b"\x80\x02" + opcodes(value) + b"."
 
 
-def _push(value: Any, depth: int) -> bytes:
+def opcodes(value: Any) -> bytes:
+    """Returns what pushes a value, without a pickle's beginning and end.
+
+    Raises:
+        PlanError: as for `pickled`.
+    """
+    return _push(value, 0, set())
+
+
+def _push(value: Any, depth: int, known: set[int]) -> bytes:
     if depth > _MAX_DEPTH:
         raise PlanError(f"a state is nested too deep to be written: {depth} levels")
     if isinstance(value, Stored):
         return _push_tensor(value)
-    if isinstance(value, Name):
-        return f"c{value.module}\n{value.name}\n".encode()
-    if isinstance(value, Call):
-        made = _push(Name(value.module, value.name), depth) + _push(value.arguments, depth + 1) + b"R"
-        return made if value.state is None else made + _push(value.state, depth + 1) + b"b"
+    if isinstance(value, (Call, Name, Once, Opcodes)):
+        return _push_special(value, depth, known)
     if isinstance(value, dict):
-        return b"}(" + b"".join(_push(part, depth + 1) for item in value.items() for part in item) + b"u"
+        return b"}(" + b"".join(_push(part, depth + 1, known) for item in value.items() for part in item) + b"u"
     if type(value) in (list, tuple):
-        parts = b"".join(_push(item, depth + 1) for item in value)
+        parts = b"".join(_push(item, depth + 1, known) for item in value)
         return b"](" + parts + b"e" if type(value) is list else b"(" + parts + b"t"
     return _push_scalar(value)
+
+
+def _push_special(value: Call | Name | Once | Opcodes, depth: int, known: set[int]) -> bytes:
+    if isinstance(value, Name):
+        return f"c{value.module}\n{value.name}\n".encode()
+    if isinstance(value, Opcodes):
+        return b"".join(part if type(part) is bytes else _push(part, depth, known) for part in value.parts)
+    if isinstance(value, Once):
+        if value.key in known:
+            return b"h" + bytes([value.key])
+        known.add(value.key)
+        return _push(value.value, depth, known) + b"q" + bytes([value.key])
+    made = opcodes(Name(value.module, value.name)) + _push(value.arguments, depth + 1, known) + (b"\x81" if value.is_new else b"R")
+    return made if value.state is None else made + _push(value.state, depth + 1, known) + b"b"
 
 
 def _push_scalar(value: Any) -> bytes:
@@ -99,8 +136,8 @@ def _push_tensor(tensor: Stored) -> bytes:
     is_untyped, numel = dtype.storage_class == "UntypedStorage", math.prod(sizes)
     storage = Name("torch.storage", "UntypedStorage") if is_untyped else Name("torch", dtype.storage_class)
     count = numel * dtype.itemsize if is_untyped else numel
-    body = b"(" + _push(("storage", storage, tensor.key, "cpu", count), 0) + b"QK\x00" + _sizes(sizes) + _sizes(row_major_strides(sizes))
-    body += b"\x89ccollections\nOrderedDict\n)R" + (_push(Name("torch", dtype.name), 0) if is_untyped else b"")
+    body = b"(" + opcodes(("storage", storage, tensor.key, "cpu", count)) + b"QK\x00" + _sizes(sizes) + _sizes(row_major_strides(sizes))
+    body += b"\x89ccollections\nOrderedDict\n)R" + (opcodes(Name("torch", dtype.name)) if is_untyped else b"")
     return b"ctorch._utils\n_rebuild_tensor_v" + (b"3" if is_untyped else b"2") + b"\n" + body + b"tR"
 
 

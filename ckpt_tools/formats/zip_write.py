@@ -42,13 +42,14 @@ class Archive:
         self.tails: list[Tail] = []
         self._records: list[tuple[str, int, int, int | None]] = []
         for name, data in (("data.pkl", pickled(state)), *_FIRST):
-            self._add(name, data)
+            self.add(name, data)
 
     def _put(self, data: bytes) -> None:
         self.parts.append((self.nbytes, data))
         self.nbytes += len(data)
 
-    def _add(self, name: str, data: bytes) -> None:
+    def add(self, name: str, data: bytes) -> None:
+        """Appends a record whose bytes are known."""
         crc = crc32(data)
         self._records.append((name, self.nbytes, len(data), crc))
         self._put(_local_header(name, self.nbytes, len(data)) + data + _descriptor(crc, len(data)))
@@ -70,7 +71,7 @@ class Archive:
     def finish(self) -> None:
         """Appends the last record and the directory."""
         payloads = iter([tail.payload for tail in self.tails])
-        self._add("version", b"3\n")
+        self.add("version", b"3\n")
         start = self.nbytes
         for name, at, nbytes, crc in self._records:
             if crc is None:

@@ -6,12 +6,14 @@ May import levels 0 to 4 and the parts of this folder before it.
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack, cast
 
+from ckpt_tools.box import whole
 from ckpt_tools.catalog import Catalog, TensorEntry, keep, matcher, strip_wrappers
 from ckpt_tools.destination import open_destination
 from ckpt_tools.dtypes import BY_NAME, DType
@@ -25,15 +27,18 @@ from ckpt_tools.formats import (
     dcp,
     deepspeed,
     open_source,
+    per_rank,
     safetensors,
     torch_save,
     whole_tensor,
 )
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.torch_save import join, nested
+from ckpt_tools.layout import split
 from ckpt_tools.operations.huggingface import adapter_config, base_files, check_loads, find_base, head_counts, untie
 from ckpt_tools.operations.keymap import apply_map, read_map
 from ckpt_tools.operations.lora import adapter_of
+from ckpt_tools.operations.mesh import find_sharded, mesh_of, scheduler_of, sharded_state
 from ckpt_tools.operations.move import Options, Path_, transfer
 from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, unpack_objects
 from ckpt_tools.operations.result import TransferResult
@@ -43,7 +48,7 @@ from ckpt_tools.soundness import check as check_catalog
 from ckpt_tools.storage import is_url, read
 from ckpt_tools.team import ALONE
 
-TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate", "peft", "deepspeed-universal")
+TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate", "peft", "deepspeed-universal", "per-rank")
 _COPIES = ("bit16.",)  # what DeepSpeed keeps of the weights a second time
 _MAX_SHARD_BYTES = 5_000_000_000  # as transformers cuts
 
@@ -52,7 +57,7 @@ class Conversion(Options, total=False):
     """What to change on the way; see `Options` for the rest.
 
     Attributes:
-        ranks: for `dcp` and `accelerate`, number of ranks to split for; the source's, or 1, where absent.
+        ranks: for `dcp`, `accelerate` and `per-rank`, number of ranks to split for; the source's, or 1, where absent.
         dtype, keep_dtype: as for `merge`; the model's tensors only.
         select: globs; only what matches by its name in the target.
         rename: `REGEX=REPLACEMENT` each, applied in order to the names of parameters, in the model and in optimizers.
@@ -61,7 +66,8 @@ class Conversion(Options, total=False):
         optimizer: one of `FORMS`, how the optimizer goes by names; by parameter with groups where absent.
         keep_prefix: keep the prefixes of wrappers in names, and for `safetensors` and `hf` the key above the model.
         model_only: leave out everything but the model.
-        base: the directory of the model's config, tokenizer and code, which go along for `hf`.
+        base: the directory of the model's config, tokenizer and code, which go along for `hf` and `per-rank`.
+        mesh: for `per-rank`, `DEVICE:AXIS` of the job that will load it; the source's, or `cuda:fsdp`, where absent.
         max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB where absent.
         check: for `hf`, load the result with transformers in a process of its own and compare.
     """
@@ -77,6 +83,7 @@ class Conversion(Options, total=False):
     keep_prefix: bool
     model_only: bool
     base: Path_ | None
+    mesh: str | None
     max_shard_bytes: int | None
     check: bool
 
@@ -157,11 +164,13 @@ class _Job:
             return self._adapter()
         if to == "deepspeed-universal":
             return self._universal()
+        if to == "per-rank":
+            return self._per_rank()
         return self._torch(dst) if to == "torch" else self._ranks(to)
 
-    def _catalog(self, prefix: tuple[str, ...] | None = None) -> Catalog:
+    def _catalog(self, prefix: tuple[str, ...] | None = None, form: str = "") -> Catalog:
         """Returns what is to be written, under the target's names."""
-        catalog = put_together(self.parts, self.how.get("optimizer") or "groups", self.made, prefix)
+        catalog = put_together(self.parts, form or self.how.get("optimizer") or "groups", self.made, prefix)
         above = self.parts.prefix if prefix is None else prefix
         self._model_names = {join((*above, fqn)) for fqn in self.parts.model}
         globs = self.how.get("select")
@@ -172,6 +181,9 @@ class _Job:
             some = ", ".join(printable(f) for f in list(catalog.tensors)[:5])
             raise PlanError(f"--select matches none of {len(catalog.tensors)} tensors", hint=f"names look like: {some}")
         return kept
+
+    def _unpacked(self, catalog: Catalog) -> tuple[Catalog, dict[str, Any], list[str]]:
+        return unpack_objects(catalog, self.source.with_made(self.made.files).store, self.made)
 
     def _dtype(self, entry: TensorEntry) -> DType:
         return target_dtype(entry, self.how.get("dtype"), self._is_kept)
@@ -204,7 +216,7 @@ class _Job:
 
     def _torch(self, dst: str) -> tuple[Catalog, Format, Request]:
         catalog = self._catalog()
-        catalog, values, unknown = unpack_objects(catalog, self.source.with_made(self.made.files).store, self.made)
+        catalog, values, unknown = self._unpacked(catalog)
         if unknown:
             self.parts.notes.append(f"values of types that are not known stay behind: {printable(', '.join(unknown[:5]))}")
         name = dst.rpartition("/")[2]
@@ -218,7 +230,7 @@ class _Job:
         optimizer.prefix = "optimizer"
         trained = {fqn for group in optimizer.groups for fqn in group["params"]}
         rest = put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made)
-        _, values, _ = unpack_objects(replace(rest, tensors={}), self.source.with_made(self.made.files).store, self.made)
+        _, values, _ = self._unpacked(replace(rest, tensors={}))
         self.parts = replace(
             self.parts, tensors={}, objects={}, paths={}, model={n: t for n, t in self.parts.model.items() if n in trained}
         )
@@ -232,6 +244,45 @@ class _Job:
         groups = [{**group, "params": list(group["params"])} for group in optimizer.groups]
         request = Request(targets, values={"param_groups": groups, "step": step, "states": states})
         return replace(catalog, objects={}), deepspeed, request
+
+    def _per_rank(self) -> tuple[Catalog, Format, Request]:
+        """A file a rank of the model, of the optimizer by number, and of the scheduler."""
+        if len(self.parts.optimizers) > 1:
+            raise PlanError(f"verl has one optimizer, got {len(self.parts.optimizers)}", hint="--model-only")
+        for optimizer in self.parts.optimizers:
+            optimizer.prefix = "optim"
+        rest, values, unknown = self._unpacked(put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made))
+        extra, paths, left = scheduler_of(values, rest.paths)
+        if left := sorted({*left, *unknown, *(str(rest.paths.get(fqn, (fqn,))[0]) for fqn in rest.tensors)}):
+            self.parts.notes.append(f"left behind, since verl keeps no such thing or every rank its own: {printable(', '.join(left))}")
+        self.parts = replace(self.parts, tensors={}, objects={}, paths={})
+        catalog, options, _ = self._unpacked(self._catalog(("model",), "ids"))
+        found = find_sharded(self.parts.model, {fqn for optimizer in self.parts.optimizers for fqn in optimizer.state})
+        if plain := sorted(self.parts.model.keys() - found):
+            self.parts.notes.append(f"taken for buffers, which every rank holds whole: {len(plain)} ({printable(', '.join(plain[:5]))})")
+        sharded = sharded_state(catalog, found)
+        targets = [
+            replace(t, boxes=tuple(split(whole(t.shape), 0, self.ranks, rank) for rank in range(self.ranks))) if t.fqn in sharded else t
+            for t in self._targets(catalog)
+        ]
+        base = self.how.get("base")
+        config = base_files(base, [t.dtype.name for t in targets if t.fqn in self._model_names])[1] if base is not None else {}
+        files = {f"huggingface/{name}": data for name, data in config.items()}
+        files |= {"fsdp_config.json": json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()}
+        mesh = mesh_of(self.how.get("mesh"), self.source.catalog.extras.get("mesh", ""), sharded)
+        return (
+            catalog,
+            per_rank,
+            Request(
+                targets,
+                self.ranks,
+                paths={**catalog.paths, **paths},
+                values={**options, **extra},
+                files=files,
+                index="fsdp_config.json",
+                mesh=mesh,
+            ),
+        )
 
     def _scalar(self, value: TensorEntry | float) -> float:
         """Returns a step, which is a number or a float32 tensor without dims."""
@@ -249,7 +300,7 @@ class _Job:
         is_split = self.source.format.NAME in ("dcp", "accelerate", "per_rank")
         world_size = self.source.catalog.world_size if is_split else 1
         pairs = zip(self._targets(catalog), catalog.tensors.values(), strict=True)
-        targets = [replace(whole, boxes=tuple(rank_boxes(t, world_size, self.ranks))) for whole, t in pairs]
+        targets = [replace(target, boxes=tuple(rank_boxes(t, world_size, self.ranks))) for target, t in pairs]
         objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
         return catalog, accelerate if to == "accelerate" else dcp, Request(targets, self.ranks, objects, catalog.paths)
 
@@ -280,12 +331,14 @@ def _check(to: str, dst: str, how: Conversion) -> None:
         raise PlanError("--check needs --base DIR, whose config.json says which model it is")
     if check and is_url(dst):
         raise PlanError("--check loads the result from a disk", hint="write it locally, then ckpt copy")
-    if to in ("accelerate", "deepspeed-universal") and is_url(dst):
+    if to in ("accelerate", "deepspeed-universal", "per-rank") and is_url(dst):
         raise PlanError(f"directories of {to} are written on a disk", hint="write it locally, then copy it with the store's own tool")
     if optimizer is not None and optimizer not in FORMS:
         raise PlanError(f"an optimizer goes by names in one of {', '.join(FORMS)}; got {printable(optimizer)!r}")
-    if ranks is not None and (ranks < 1 or to not in ("dcp", "accelerate")):
-        raise PlanError("--ranks is for --to dcp and accelerate, and at least 1")
+    if ranks is not None and (ranks < 1 or to not in ("dcp", "accelerate", "per-rank")):
+        raise PlanError("--ranks is for --to dcp, accelerate and per-rank, and at least 1")
+    if how.get("mesh") is not None and to != "per-rank":
+        raise PlanError("--mesh is for --to per-rank")
 
 
 def _substitute(rule: str) -> Callable[[str], str]:

@@ -138,6 +138,12 @@ def test_verl(kind: str, dtype: str, ranks: int, tmp_path: Path) -> None:
     assert len(got["optim"]["state"]) == len(want["state"])
     for number, values in enumerate(want["state"].values()):
         assert all(torch.equal(got["optim"]["state"][number][key], value) for key, value in values.items())
+    ckpt_tools.convert(actor, tmp_path / "on" / "from", to="per-rank", ranks=5 - ranks if ranks < 4 else 2, base=actor / "huggingface")
+    run_job("verl", 5 - ranks if ranks < 4 else 2, "verl_job.py", tmp_path / "on" / "actor", "fsdp2", dtype, tmp_path / "on" / "from")
+    again = torch.load(tmp_path / "on" / "whole.pt")
+    assert again["lr"] == want["lr"] < 1e-2 and again["epoch"] == want["epoch"] == 2 and again["state"].keys() == want["state"].keys()
+    assert all(torch.equal(again["model"][n], v) for n, v in want["model"].items())
+    assert all(torch.equal(again["state"][n][k], v) for n, values in want["state"].items() for k, v in values.items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if LONG else ["float32"])

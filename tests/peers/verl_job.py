@@ -1,4 +1,7 @@
-"""verl's checkpoint manager saves on a CPU: `verl_job.py OUT {fsdp2|hsdp|fsdp1} DTYPE`, under torchrun; `whole.pt` beside has all of it."""
+"""verl's checkpoint manager saves on a CPU: `verl_job.py OUT {fsdp2|hsdp|fsdp1} DTYPE [FROM]`, under torchrun; `whole.pt` beside has all of it.
+
+With FROM it loads that instead of training, and saves what it has then.
+"""
 
 import sys
 from pathlib import Path
@@ -38,18 +41,23 @@ def main():
     model = build(kind, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for step in range(2):
+    manager = FSDPCheckpointManager(model, optimizer, scheduler)
+    if len(sys.argv) > 4:
+        manager.load_checkpoint(sys.argv[4])
+    for step in range(0 if len(sys.argv) > 4 else 2):
         torch.manual_seed(step)
         tokens = torch.randint(53, (2, 8))
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    FSDPCheckpointManager(model, optimizer, scheduler).save_checkpoint(str(out), global_step=2)
+    manager.save_checkpoint(str(out), global_step=2)
     if kind != "fsdp1":
         whole = {
             "model": {n: full(t) for n, t in model.state_dict().items()},
             "state": {n: {k: full(v) for k, v in optimizer.state[p].items()} for n, p in model.named_parameters()},
+            "lr": optimizer.param_groups[0]["lr"],
+            "epoch": scheduler.last_epoch,
         }
         if dist.get_rank() == 0:
             torch.save(whole, out.parent / "whole.pt")

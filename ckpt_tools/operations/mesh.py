@@ -1,0 +1,80 @@
+"""What a file a rank needs beyond names: the mesh of the job that will load it, which tensors that shards, and what stands beside.
+
+May import levels 0 to 3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ckpt_tools.box import whole
+from ckpt_tools.catalog import Catalog, TensorEntry, kinds_of
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.base import MeshOf
+from ckpt_tools.formats.state_pickle import Path
+
+_MESH = re.compile(r"(?P<device>[a-z]{1,16})(?::(?P<axis>\w{1,64})?)?")
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids")
+_SCHEDULERS: tuple[Path, ...] = (("extra_state", "rank_0", "lr_scheduler"), ("lr_scheduler",), ("scheduler",))
+VERL = "cuda:fsdp"
+
+
+def mesh_of(text: str | None, known: str, sharded: Collection[str]) -> MeshOf:
+    """Returns the mesh of a job with one axis.
+
+    Args:
+        text: `DEVICE` or `DEVICE:AXIS`, as the user gave it; None for that of the source.
+        known: what the source says of its mesh, which may have more axes: its last one shards.
+        sharded: names of the tensors that are cut along that axis.
+
+    Raises:
+        PlanError: the text is none of that.
+    """
+    if text is None:
+        device, _, axes = (known or VERL).partition(":")
+        text = f"{device}:{axes.rpartition(',')[2]}"
+    match = _MESH.fullmatch(text)
+    if not match:
+        raise PlanError(f"--mesh {printable(text)!r}: expected a device's type and the name of its axis", hint=f"as verl has it: {VERL}")
+    return MeshOf(match["device"], match["axis"] or "", frozenset(sharded))
+
+
+def find_sharded(model: Mapping[str, TensorEntry], trained: Collection[str]) -> set[str]:
+    """Returns the names of a model's tensors that FSDP2 shards: its parameters, and none of its buffers, which all ranks hold whole.
+
+    A parameter is what an optimizer has state for, and what was cut. Where a job has cut the others, what it left in one piece is a buffer;
+    of a model in one piece, each tensor of a floating type is taken for a parameter, but for buffers by well-known names.
+    """
+    cut = {name for name, entry in model.items() if any(box != whole(entry.shape) for box in kinds_of(entry))}
+
+    def is_parameter(name: str, entry: TensorEntry) -> bool:
+        if name in trained or name in cut:
+            return True
+        if not entry.shape or not entry.dtype.is_castable or name.rpartition(".")[2] in _BUFFERS:
+            return False
+        return not cut or entry.shape[0] == 1  # a single row cannot be cut
+
+    return {name for name, entry in model.items() if is_parameter(name, entry)}
+
+
+def sharded_state(catalog: Catalog, sharded: Collection[str]) -> set[str]:
+    """Returns the names of all that is sharded in a catalog of `model.NAME` and numbered state: parameters, and what has their shape."""
+    tensors = catalog.tensors
+    names = {f"model.{name}" for name in sharded} & tensors.keys()
+    shapes = {tensors[name].shape for name in names}
+    return names | {name for name, t in tensors.items() if name.startswith("optim.state.") and t.shape in shapes}
+
+
+def scheduler_of(values: Mapping[str, Any], paths: Mapping[str, Path]) -> tuple[dict[str, Any], dict[str, Path], list[str]]:
+    """Returns a scheduler's state as verl keeps it, by name and with the keys on the way, and the keys at the top of what is left out."""
+    for above in _SCHEDULERS:
+        mine = {fqn: paths[fqn][len(above) :] for fqn in values if fqn in paths and paths[fqn][: len(above)] == above}
+        if mine:
+            break
+    taken = {f"extra_state.{fqn}": values[fqn] for fqn in mine}
+    inner: dict[str, Path] = {f"extra_state.{fqn}": ("extra_state", "lr_scheduler", *path) for fqn, path in mine.items()}
+    if not taken:
+        taken, inner = {"extra_state.lr_scheduler": None}, {"extra_state.lr_scheduler": ("extra_state", "lr_scheduler")}
+    return taken, inner, sorted({str(paths.get(fqn, (fqn,))[0]) for fqn in values if fqn not in mine})
