@@ -25,6 +25,7 @@ BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\
 
 
 _OBJECTS = 20  # named at most
+_OWN_NOTES, _MAX_NOTE = ("format", "dcp_version", "checkpoint_id", "save_id"), 200  # what says nothing to a person
 
 
 def size(nbytes: int) -> str:
@@ -63,6 +64,8 @@ def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
     print(style(printable(report.path), BOLD))
     total = report.total
     print(f"  {report.format}{world}: {count(total.num_tensors, 'tensor')}, {size(total.nbytes)}, {count(total.num_objects, 'object')}")
+    for key, value in islice(((k, v) for k, v in report.extras.items() if v and k not in _OWN_NOTES), _OBJECTS):
+        print(f"  {printable(key)}: {printable(value)[:_MAX_NOTE]}")
     print()
     _totals("key", report.by_key)
     print()

@@ -153,10 +153,20 @@ def test_what_a_job_saved_becomes_a_file_and_what_accelerate_resumes(tmp_path: P
     result = ckpt_tools.convert(tmp_path / "one.pt", tmp_path / "acc", to="accelerate", ranks=3)
     assert set(result.files) == {
         f"{f}/{n}" for f in ("pytorch_model_fsdp_0", "optimizer_0") for n in (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp")
-    }
+    } | {"scheduler.bin"}
     assert ckpt_tools.verify(tmp_path / "acc").problems == [] and ckpt_tools.diff(tmp_path / "acc", tmp_path / "saved").is_same
     torchrun(2, "accelerator.py", str(tmp_path), "load", str(tmp_path / "acc"))
-    assert ckpt_tools.diff(tmp_path / "acc", tmp_path / "ranks").is_same  # as large jobs save, without DCP
+    assert ckpt_tools.diff(tmp_path / "acc", tmp_path / "ranks", select=["model.*", "optimizer.*"]).is_same  # as large jobs save, without DCP
+    ckpt_tools.convert(tmp_path / "acc", tmp_path / "dcp", to="dcp")
+    dcp.load(rest := {"scheduler": {"last_epoch": 0}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert rest["scheduler"]["last_epoch"] == 2
+    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "again", to="accelerate", ranks=2)
+    torchrun(2, "accelerator.py", str(tmp_path), "load", str(tmp_path / "again"))
+    scheduler = torch.load(tmp_path / "saved" / "scheduler.bin")  # DCP leaves an empty dict out
+    dcp.save({"model": {"w": torch.ones(3)}, "lr_scheduler": scheduler}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    ckpt_tools.convert(tmp_path / "stock", tmp_path / "third", to="accelerate")
+    assert scheduler.pop("lr_lambdas") == [{}]
+    assert torch.load(tmp_path / "third" / "scheduler.bin") == scheduler | {"lr_lambdas": [None]}
 
 
 def test_objects_with_tensors_and_unknown_types(tmp_path: Path) -> None:
@@ -212,11 +222,12 @@ def test_select_rename_dtype_and_model_only(state: tuple[Path, dict[str, Any]], 
         (["x", "--to", "hf", "--base", "/nowhere"], 13, "no readable config.json in /nowhere"),
         (["x", "--to", "dcp", "--map", "llama"], 13, "maps that come along: llama_hf_to_titan"),
         (["x", "--to", "dcp", "--optimizer", "names"], 13, "one of groups, flat, ids"),
-        (["x.pt", "--to", "torch", "--ranks", "2"], 13, "--ranks is for --to dcp and accelerate"),
+        (["x.pt", "--to", "torch", "--ranks", "2"], 13, "--ranks is for --to dcp, accelerate and per-rank"),
         (["x", "--to", "dcp", "--check"], 13, "--check is for --to hf"),
         (["x", "--to", "hf", "--check"], 13, "--check needs --base DIR"),
         (["x", "--to", "dcp", "--set", "heads"], 2, "expected NAME=N"),
         (["s3://bucket/x", "--to", "accelerate"], 13, "are written on a disk"),
+        (["x", "--to", "per-rank", "--mesh", "cuda 0"], 13, "--mesh 'cuda 0': expected a device's type"),
     ],
 )  # fmt: skip
 def test_a_request_that_does_not_fit_is_told_and_leaves_nothing(

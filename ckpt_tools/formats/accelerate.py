@@ -22,7 +22,7 @@ from ckpt_tools.formats.base import Request, below
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.state_pickle import Path, is_value, leaves
 from ckpt_tools.formats.torch_save import join, read_leaves, told
-from ckpt_tools.plan import Target
+from ckpt_tools.plan import Literal, Target
 from ckpt_tools.storage import Store, read
 
 NAME = "accelerate"
@@ -92,12 +92,14 @@ def _values(store: Store, files: Mapping[str, int], unknown: Counter[str]) -> It
 def lay_out(request: Request) -> Target:
     """Lays the model and each optimizer out as DCP in a folder of its own; see `Format.lay_out`.
 
-    The model's metadata is the index; the optimizers' stand among the data files.
+    The model's metadata is the index; the optimizers' stand among the data files, and `request.files` beside the folders.
     """
     targets = {folder: _lay_out_part(request, folder) for folder in sorted({_folder(t.fqn) for t in request.tensors})}
     first = targets.pop(_MODEL, None) or targets.pop(min(targets))
-    merged: dict[str, Any] = {"file_sizes": dict(first.file_sizes), "slots": dict(first.slots)}
-    literals, trailers = list(first.literals), list(first.trailers)
+    beside = {name: len(data) for name, data in request.files.items()}
+    merged: dict[str, Any] = {"file_sizes": {**first.file_sizes, **beside}, "slots": dict(first.slots)}
+    literals = [*first.literals, *(Literal(name, 0, data) for name, data in request.files.items())]
+    trailers = list(first.trailers)
     for part in targets.values():
         assert part.index is not None
         merged["file_sizes"] |= {**part.file_sizes, part.index.file: len(part.index.data)}

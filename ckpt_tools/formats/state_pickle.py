@@ -191,7 +191,8 @@ def unpickled(data: bytes, where: str, is_foreign: Callable[[str], object]) -> A
 def leaves(root: object, where: str) -> Iterator[tuple[Path, object]]:
     """Yields tensors, values and stand-ins with the keys on the way, flattened as DCP does it.
 
-    Dicts are walked through, and lists and tuples that hold a dict or a tensor somewhere; any other list is one value.
+    Dicts are walked through, and lists and tuples that hold a dict or a tensor somewhere; any other list is one value. So is an empty
+    dict, of which DCP itself would keep nothing.
 
     Raises:
         FormatError: there are too many, or they are nested too deep.
@@ -204,7 +205,7 @@ def leaves(root: object, where: str) -> Iterator[tuple[Path, object]]:
         seen += max(1, weight := _weigh(value, weights, 0, where))
         if seen > _MAX_NODES or len(path) > _MAX_DEPTH:
             raise FormatError(f"a state dict is too large or too deep: {seen:,} entries, {len(path)} levels ({where})")
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             waiting += [((*path, str(key)), item) for key, item in reversed(value.items()) if isinstance(key, (str, int))]
         elif isinstance(value, (list, tuple)) and type(value) in (list, tuple) and not weight:
             waiting += [((*path, number), item) for number, item in reversed(list(enumerate(value)))]
@@ -239,8 +240,8 @@ def is_scalar(value: object) -> bool:
 
 
 def is_value(value: object) -> bool:
-    """Tells whether what `leaves` yields is a plain value: a scalar, or a list or tuple of such."""
-    return is_scalar(value) or type(value) in (list, tuple)
+    """Tells whether what `leaves` yields is a plain value: a scalar, a list or tuple of such, or an empty dict."""
+    return is_scalar(value) or type(value) in (list, tuple) or (isinstance(value, dict) and not value)
 
 
 # ---- fields of a state whose writer is known ------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from ckpt_tools.formats import (
 )
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.torch_save import join, nested
+from ckpt_tools.formats.zip_write import encode
 from ckpt_tools.layout import split
 from ckpt_tools.operations.huggingface import adapter_config, base_files, check_loads, find_base, head_counts, untie
 from ckpt_tools.operations.keymap import apply_map, read_map
@@ -251,12 +252,8 @@ class _Job:
             raise PlanError(f"verl has one optimizer, got {len(self.parts.optimizers)}", hint="--model-only")
         for optimizer in self.parts.optimizers:
             optimizer.prefix = "optim"
-        rest, values, unknown = self._unpacked(put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made))
-        extra, paths, left = scheduler_of(values, rest.paths)
-        if left := sorted({*left, *unknown, *(str(rest.paths.get(fqn, (fqn,))[0]) for fqn in rest.tensors)}):
-            self.parts.notes.append(f"left behind, since verl keeps no such thing or every rank its own: {printable(', '.join(left))}")
-        self.parts = replace(self.parts, tensors={}, objects={}, paths={})
-        catalog, options, _ = self._unpacked(self._catalog(("model",), "ids"))
+        scheduler = self._scheduler("verl keeps no such thing, or every rank its own")
+        catalog, values, _ = self._unpacked(self._catalog(("model",), "ids"))
         found = find_sharded(self.parts.model, {fqn for optimizer in self.parts.optimizers for fqn in optimizer.state})
         if plain := sorted(self.parts.model.keys() - found):
             self.parts.notes.append(f"taken for buffers, which every rank holds whole: {len(plain)} ({printable(', '.join(plain[:5]))})")
@@ -269,20 +266,20 @@ class _Job:
         config = base_files(base, [t.dtype.name for t in targets if t.fqn in self._model_names])[1] if base is not None else {}
         files = {f"huggingface/{name}": data for name, data in config.items()}
         files |= {"fsdp_config.json": json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()}
-        mesh = mesh_of(self.how.get("mesh"), self.source.catalog.extras.get("mesh", ""), sharded)
-        return (
-            catalog,
-            per_rank,
-            Request(
-                targets,
-                self.ranks,
-                paths={**catalog.paths, **paths},
-                values={**options, **extra},
-                files=files,
-                index="fsdp_config.json",
-                mesh=mesh,
-            ),
-        )
+        return catalog, per_rank, Request(
+            targets, self.ranks, paths={**catalog.paths, "extra_state.lr_scheduler": ("extra_state", "lr_scheduler")},
+            values={**values, "extra_state.lr_scheduler": scheduler}, files=files, index="fsdp_config.json",
+            mesh=mesh_of(self.how.get("mesh"), self.source.catalog.extras.get("mesh", ""), sharded),
+        )  # fmt: skip
+
+    def _scheduler(self, why: str) -> Any:
+        """Returns the state of the scheduler, None where there is none. What is neither model nor optimizer is gone then, and noted."""
+        rest, values, unknown = self._unpacked(put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made))
+        state, left = scheduler_of(values, rest.paths)
+        if left := sorted({*left, *unknown, *(str(rest.paths.get(fqn, (fqn,))[0]) for fqn in rest.tensors)}):
+            self.parts.notes.append(f"left behind, since {why}: {printable(', '.join(left))}")
+        self.parts = replace(self.parts, tensors={}, objects={}, paths={})
+        return state
 
     def _scalar(self, value: TensorEntry | float) -> float:
         """Returns a step, which is a number or a float32 tensor without dims."""
@@ -294,27 +291,21 @@ class _Job:
         return float(struct.unpack("<f", data)[0]) if value.dtype.name == "float32" and not value.shape else 0.0
 
     def _ranks(self, to: str) -> tuple[Catalog, Format, Request]:
-        if to == "accelerate":
-            self._for_accelerate()
+        files = self._for_accelerate() if to == "accelerate" else {}
         catalog = self._catalog(("model",) if to == "accelerate" else None)
         is_split = self.source.format.NAME in ("dcp", "accelerate", "per_rank")
         world_size = self.source.catalog.world_size if is_split else 1
         pairs = zip(self._targets(catalog), catalog.tensors.values(), strict=True)
         targets = [replace(target, boxes=tuple(rank_boxes(t, world_size, self.ranks))) for target, t in pairs]
         objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
-        return catalog, accelerate if to == "accelerate" else dcp, Request(targets, self.ranks, objects, catalog.paths)
+        return catalog, accelerate if to == "accelerate" else dcp, Request(targets, self.ranks, objects, catalog.paths, files=files)
 
-    def _for_accelerate(self) -> None:
-        """Names optimizers as Accelerate does, and leaves out what it keeps in pickles of its own."""
+    def _for_accelerate(self) -> dict[str, bytes]:
+        """Names optimizers as Accelerate does; returns the file of the scheduler, if there is one."""
         for number, found in enumerate(self.parts.optimizers):
             found.prefix = "optimizer" if number == 0 else f"optimizer_{number}.optimizer"
-        gone = sorted({fqn.split(".")[0] for fqn in (*self.parts.tensors, *self.parts.objects)})
-        self.parts = replace(self.parts, tensors={}, objects={}, paths={})
-        if gone:
-            self.parts.notes.append(
-                "Accelerate keeps schedulers, samplers and random states in pickles of its own, which are not written: "
-                + printable(", ".join(gone))
-            )
+        scheduler = self._scheduler("Accelerate has it in pickles of its own, which are not written, or has no such thing")
+        return {} if scheduler is None else {"scheduler.bin": encode(scheduler)}
 
 
 def _check(to: str, dst: str, how: Conversion) -> None:

@@ -14,6 +14,7 @@ from ckpt_tools.catalog import Catalog, TensorEntry, kinds_of
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.base import MeshOf
 from ckpt_tools.formats.state_pickle import Path
+from ckpt_tools.formats.torch_save import nested
 
 _MESH = re.compile(r"(?P<device>[a-z]{1,16})(?::(?P<axis>\w{1,64})?)?")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids")
@@ -67,14 +68,18 @@ def sharded_state(catalog: Catalog, sharded: Collection[str]) -> set[str]:
     return names | {name for name, t in tensors.items() if name.startswith("optim.state.") and t.shape in shapes}
 
 
-def scheduler_of(values: Mapping[str, Any], paths: Mapping[str, Path]) -> tuple[dict[str, Any], dict[str, Path], list[str]]:
-    """Returns a scheduler's state as verl keeps it, by name and with the keys on the way, and the keys at the top of what is left out."""
+def scheduler_of(values: Mapping[str, Any], paths: Mapping[str, Path]) -> tuple[Any, list[str]]:
+    """Returns a scheduler's state as it saved that, None where there is none, and the keys at the top of the other values.
+
+    DCP keeps nothing of an empty dict, such as LambdaLR has for a function without a state: what has no fields of its own is one.
+    """
+    mine: dict[str, Path] = {}
     for above in _SCHEDULERS:
-        mine = {fqn: paths[fqn][len(above) :] for fqn in values if fqn in paths and paths[fqn][: len(above)] == above}
-        if mine:
-            break
-    taken = {f"extra_state.{fqn}": values[fqn] for fqn in mine}
-    inner: dict[str, Path] = {f"extra_state.{fqn}": ("extra_state", "lr_scheduler", *path) for fqn, path in mine.items()}
-    if not taken:
-        taken, inner = {"extra_state.lr_scheduler": None}, {"extra_state.lr_scheduler": ("extra_state", "lr_scheduler")}
-    return taken, inner, sorted({str(paths.get(fqn, (fqn,))[0]) for fqn in values if fqn not in mine})
+        mine = mine or {f: path[len(above) :] for f, path in paths.items() if f in values and path[: len(above)] == above != path}
+    state = nested({fqn: values[fqn] for fqn in mine}, mine) if mine else None
+    if isinstance(state, dict) and "base_lrs" in state and state.keys() <= _OF_ALL:
+        state["lr_lambdas"] = [None] * len(state["base_lrs"])
+    return state, sorted({str(paths.get(fqn, (fqn,))[0]) for fqn in values if fqn not in mine})
+
+
+_OF_ALL = {"base_lrs", "last_epoch", "verbose", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial"}
