@@ -19,7 +19,7 @@ from ckpt_tools.engine.run import run
 from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import Checksum, HashSink
-from ckpt_tools.errors import CatalogError, FormatError
+from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats import Format, detect, folder_of, is_ours, safetensors
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.formats.zip_check import examine
@@ -190,7 +190,7 @@ class Verification:
 
     def flaws(self) -> list[Problem]:
         """Returns what is wrong with the structure: chunks that are missing, out of bounds, or overlap."""
-        return [self._problem(f.file, f.error.args[0], f.fqn) for f in self._flaws]
+        return [self._problem(f.file, f.error.args[0].removesuffix(f" (needed by {printable(f.fqn)!r})"), f.fqn) for f in self._flaws]
 
     # ---- against the manifest --------------------------------------------------------------------------------------------
 
