@@ -188,7 +188,7 @@ def _checked_box(value: Sharded, rank: int, where: str) -> Box:
     try:
         box = _box(value, rank)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise FormatError(f"a DTensor of another kind than torch 2.13 writes: {printable(str(error))} ({where})") from error
+        raise FormatError(f"a DTensor of another kind than torch 2.1 to 2.15 write: {printable(str(error))} ({where})") from error
     if box.sizes != value.local.sizes:
         raise FormatError(
             f"a rank's part has another shape than its placements say: expected {list(box.sizes)}, got {list(value.local.sizes)} ({where})"
@@ -217,7 +217,9 @@ def _box(value: Sharded, rank: int) -> Box:
 def _mesh_shape(mesh: Kept) -> Sequence[int]:
     """Returns the ranks along each axis."""
     if "_layout" in mesh.state:
-        shape = tuple(math.prod(axis.state["shape"]) for axis in mesh.state["_layout"].state["axes"])
+        layout = mesh.state["_layout"].state
+        axes = [axis.state["shape"] for axis in layout["axes"]] if "axes" in layout else layout["shape"]  # the latter before torch 2.13
+        shape = tuple(axis if type(axis) is int else math.prod(axis) for axis in (axes if isinstance(axes, (list, tuple)) else (axes,)))
     else:
         shape = tuple(mesh.state["mesh"].sizes)
     if not all(type(n) is int and n > 0 for n in shape):

@@ -86,7 +86,9 @@ class _Globals(dict[tuple[str, str], Any]):
         self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
         self["torch._utils", "_rebuild_tensor_v3"] = _rebuild_v3
         self["torch.serialization", "_get_layout"] = lambda *args: args
-        self["torch._utils", "_rebuild_wrapper_subclass"] = self["torch.distributed.tensor", "DTensor"] = None
+        self["torch._utils", "_rebuild_wrapper_subclass"] = None
+        for module in ("torch.distributed.tensor", "torch.distributed._tensor.api"):  # the latter before torch 2.5
+            self[module, "DTensor"] = None
         self[_SHARDED_TENSOR, "ShardedTensor"] = _SHARDED_TENSOR
         self["torch._tensor", "_rebuild_from_type_v2"] = _rebuild_subclass
         for module in ("__builtin__", "builtins"):  # how a class within a class is named; this one looks nothing up
@@ -112,6 +114,8 @@ _KEPT = {
     "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
     "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
     "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed._tensor.device_mesh": "DeviceMesh",
+    "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta Shard Replicate _Partial",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec ShardOrderEntry TensorMeta",
     "torch.distributed.tensor.placement_types": "Shard _StridedShard Replicate Partial",
 }
