@@ -87,7 +87,7 @@ def _mesh(of: MeshOf, world_size: int, rank: int) -> tuple[Once, bytes]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise PlanError(
             f"torch {torch.__version__} cannot make a mesh without the job's processes, and a DTensor's pickle has one: {error}",
-            hint="run ckpt beside a newer torch, or write DCP",
+            hint="run ckpt beside torch 2.10 or newer, or write DCP",
         ) from error
     vars(mesh)["_dim_group_names"] = ["0"]
     numbers: list[bytes] = []

@@ -118,15 +118,16 @@ class _Known(NamedTuple):
     records: tuple[tuple[bytes, int, int, tuple[int, ...]], ...]
 
 
-_known: dict[int, _Known] = {}  # by the archive's length; bounded, so that a million different ones cost time and not memory
-_MAX_KNOWN = 4096
+_known: dict[int, list[_Known]] = {}  # by the archive's length; bounded, so that a million different ones cost time and not memory
+_MAX_KNOWN, _MAX_ALIKE = 4096, 4  # of one length: [342, 1024] and [1024, 342]
 
 
 def _examine_like_another(archive: _Archive) -> Examined | None:
     """Examines an archive that looks like one that is known, None for any other: a checkpoint has few kinds of them."""
-    known = _known.get(archive.extent.nbytes)
-    data = archive.at_hand if known else b""
-    if known is None or b"".join([data[c] for c in known.cuts]) != known.fixed:
+    alike = _known.get(archive.extent.nbytes, [])
+    data = archive.at_hand if alike else b""
+    known = next((k for k in alike if b"".join([data[c] for c in k.cuts]) == k.fixed), None)
+    if known is None:
         return None
     left: list[Extent] = []
     is_sealed = True
@@ -196,7 +197,8 @@ def _remember(archive: _Archive, entries: Sequence[Entry], spans: Sequence[tuple
     records = tuple(
         (e.name, s, e.nbytes, tuple(map(here, found))) for e, (s, _), found in zip(entries, spans, places, strict=True)
     )  # fmt: skip
-    _known[archive.extent.nbytes] = _Known(cuts, kept, records)
+    alike = _known.setdefault(archive.extent.nbytes, [])
+    _known[archive.extent.nbytes] = [_Known(cuts, kept, records), *alike][:_MAX_ALIKE]
 
 
 def _shown(name: bytes) -> str:
