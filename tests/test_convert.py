@@ -135,6 +135,15 @@ def test_batch_norms_buffers_are_no_parameters_and_other_buffers_leave_a_doubt(t
             assert torch.equal(*got.values(), optimizer.state[parameter]["exp_avg"]), fqn
 
 
+@pytest.mark.parametrize("name", ["../out", "a/../../b", "a/b", "x" * 300])
+def test_a_parameter_whose_name_would_be_a_path_has_no_folder(name: str, tmp_path: Path) -> None:
+    optimizer = {"state": {name: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1.0, "params": [name]}]}
+    torch.save({"model": {name: torch.ones(2)}, "optimizer": optimizer}, tmp_path / "one.pt")
+    with pytest.raises(PlanError, match="this cannot be a folder's name"):
+        ckpt_tools.convert(tmp_path / "one.pt", tmp_path / "run" / "tag", to="deepspeed-universal")
+    assert [p.name for p in tmp_path.iterdir()] == ["one.pt"]
+
+
 def test_names_that_would_meet_are_refused_in_optimizers_and_key_maps_too(tmp_path: Path) -> None:
     state = {n: {"exp_avg": torch.ones(2)} for n in ("a.w", "b.w")}
     torch.save({"optimizer": {"state": state, "param_groups": [{"lr": 1.0, "params": list(state)}]}}, tmp_path / "only.pt")

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools import CheckpointError, FormatError, IntegrityError, PlanError
+from ckpt_tools import CheckpointError, CheckpointManager, FormatError, IntegrityError, PlanError
 from ckpt_tools.formats import open_source
 from tests.jobs import LONG
 from tests.strategies import flip
@@ -116,6 +116,38 @@ def test_damage_is_told_by_entry_file_byte_and_rank(saved: Saved, tmp_path: Path
     done = run_ckpt("verify", tmp_path / "c")
     assert done.returncode == 1 and tensor.fqn in done.stdout and "can still be read: ckpt salvage" in done.stdout, done.stdout
     assert '"lost"' in run_ckpt("verify", tmp_path / "c", "--json").stdout
+
+
+def test_what_lies_in_the_wrong_place_is_noticed(saved: Saved, tmp_path: Path) -> None:
+    """Pages that a disk lost, wrote twice or elsewhere, shards that changed places, a shard of another step: each of them well formed."""
+    ckpt_tools.reshard(saved(4) / "adamw", tmp_path / "c", to_ranks=3)
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"model": {"w": torch.full((3000,), float(step))}}, asynchronous=False)
+    rng, page, seen = random.Random(3), 512, 0
+    first, *others = sorted((tmp_path / "c").glob("*.distcp"))
+    whole = first.read_bytes()
+    for kind in ("zeroed", "twice", "swapped") * 20:
+        one, two = (page * rng.randrange(len(whole) // page) for _ in range(2))
+        data = bytearray(whole)
+        data[one : one + page] = bytes(page) if kind == "zeroed" else whole[two : two + page]
+        if kind == "swapped":
+            data[two : two + page] = whole[one : one + page]
+        if data == whole:
+            continue
+        first.write_bytes(data)
+        seen += 1
+        assert first.name in {p.file for p in ckpt_tools.verify(tmp_path / "c").problems}, (kind, one, two)
+    assert seen > 30
+    first.write_bytes(others[0].read_bytes())
+    others[0].write_bytes(whole)
+    assert {first.name, others[0].name} <= {p.file for p in ckpt_tools.verify(tmp_path / "c").problems}
+    old, new = (next((tmp_path / "run" / f"step-0000000{step}").glob("*.distcp")) for step in (1, 2))
+    new.write_bytes(old.read_bytes())
+    (found,) = (p for p in ckpt_tools.verify(new.parent).problems if p.fqn)
+    assert found.fqn == "model.w"
+    with pytest.raises(IntegrityError, match=r"model\.w"):
+        ckpt_tools.merge(new.parent, tmp_path / "m.safetensors")
 
 
 def test_what_is_missing_short_or_too_much_is_a_verdict(saved: Saved, tmp_path: Path) -> None:

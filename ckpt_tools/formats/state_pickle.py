@@ -196,7 +196,7 @@ def leaves(root: object, where: str) -> Iterator[tuple[Path, object]]:
     """Yields tensors, values and stand-ins with the keys on the way, flattened as DCP does it.
 
     Dicts are walked through, and lists and tuples that hold a dict or a tensor somewhere; any other list is one value. So is an empty
-    dict, of which DCP itself would keep nothing.
+    dict below the root, of which DCP itself would keep nothing.
 
     Raises:
         FormatError: there are too many, or they are nested too deep.
@@ -209,7 +209,7 @@ def leaves(root: object, where: str) -> Iterator[tuple[Path, object]]:
         seen += max(1, weight := _weigh(value, weights, 0, where))
         if seen > _MAX_NODES or len(path) > _MAX_DEPTH:
             raise FormatError(f"a state dict is too large or too deep: {seen:,} entries, {len(path)} levels ({where})")
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and (value or not path):
             waiting += [((*path, str(key)), item) for key, item in reversed(value.items()) if isinstance(key, (str, int))]
         elif isinstance(value, (list, tuple)) and type(value) in (list, tuple) and not weight:
             waiting += [((*path, number), item) for number, item in reversed(list(enumerate(value)))]

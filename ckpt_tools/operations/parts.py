@@ -256,6 +256,8 @@ class Values:
         if known is None:
             found: Counter[str] = Counter()
             known = list(read_leaves(MemoryStore({FILE: data}), FILE, len(data), found)), found
+            if not known[0] and not found:
+                known[0].append(((), {}, ()))  # an empty dict
             if len(data) <= _OPTION_BYTES:
                 self._known[data] = known
         others.update(known[1])

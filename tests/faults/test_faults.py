@@ -93,6 +93,25 @@ def test_a_signal_in_the_middle_leaves_nothing(verb: str, number: signal.Signals
 
 
 @pytest.mark.parametrize("verb", VERBS)
+def test_a_second_signal_in_the_middle_of_the_first_ones_work(verb: str, work: Path, source: Path) -> None:
+    for pause in (0, 0.0005, 0.002, 0.01):
+        process = start(work, *VERBS[verb])
+        staged(work, process)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(pause)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+        if (work / "out").exists() or (work / "out.safetensors").exists():
+            assert is_complete(work, source)
+        assert (
+            subprocess.run([sys.executable, "-m", "ckpt_tools", *VERBS[verb], "--overwrite"], cwd=work, capture_output=True).returncode == 0
+        )
+        assert is_complete(work, source) and leftovers(work) == []
+        for path in work.glob("out*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_kill_9_at_any_moment_leaves_absent_or_complete_and_a_rerun_cleans_up(verb: str, work: Path, source: Path) -> None:
     rng = random.Random(0)
     seen = set()

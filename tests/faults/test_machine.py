@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointError
@@ -44,6 +45,38 @@ def work(tmp_path: Path) -> Path:
 def ckpt(work: Path, *words: str, before: list[str] | None = None, **kwargs: object) -> subprocess.CompletedProcess[str]:
     command = [*(before or []), sys.executable, "-m", "ckpt_tools", *words]
     return subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=120, **kwargs)  # type: ignore[call-overload]
+
+
+SAVING = """
+import sys, torch
+from ckpt_tools import CheckpointManager
+with CheckpointManager(sys.argv[1], keep_last=2) as checkpoints:
+    for step in range(1, 400):
+        checkpoints.save(step, {"model": {f"w{i}": torch.full((20000,), float(step)) for i in range(6)}}, asynchronous=step % 2 == 0)
+"""
+
+
+def test_who_reads_while_steps_come_and_go_reads_one_step_or_is_told(tmp_path: Path) -> None:
+    """A job saves and removes steps as fast as it can; the newest is read all the while, by a load and by a merge."""
+    (tmp_path / "run").mkdir()
+    process = subprocess.Popen([sys.executable, "-c", SAVING, tmp_path / "run"])
+    read, gone = set(), 0
+    while process.poll() is None:
+        complete = [step for step in list_steps(tmp_path / "run") if not step.problem]
+        if not complete:
+            continue
+        values = {"model": {f"w{i}": torch.zeros(20000) for i in range(6)}}
+        try:
+            ckpt_tools.load(complete[-1].path, values)
+            ckpt_tools.merge(complete[-1].path, tmp_path / "m.safetensors", overwrite=True)
+        except CheckpointError:
+            gone += 1  # it was let go meanwhile
+            continue
+        got = {float(v) for tensor in (*values["model"].values(), *load_file(tmp_path / "m.safetensors").values()) for v in tensor.unique()}
+        assert got == {float(complete[-1].number)}
+        read |= got
+    assert process.returncode == 0 and len(read) > 10
+    assert [step.number for step in list_steps(tmp_path / "run")] == [398, 399] and gone < 400
 
 
 def is_untouched(work: Path) -> bool:
