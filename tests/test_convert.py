@@ -165,7 +165,9 @@ def test_what_a_job_saved_becomes_a_file_and_what_accelerate_resumes(tmp_path: P
     } | {"scheduler.bin"}
     assert ckpt_tools.verify(tmp_path / "acc").problems == [] and ckpt_tools.diff(tmp_path / "acc", tmp_path / "saved").is_same
     torchrun(2, "accelerator.py", str(tmp_path), "load", str(tmp_path / "acc"))
-    assert ckpt_tools.diff(tmp_path / "acc", tmp_path / "ranks", select=["model.*", "optimizer.*"]).is_same  # as large jobs save, without DCP
+    assert ckpt_tools.diff(
+        tmp_path / "acc", tmp_path / "ranks", select=["model.*", "optimizer.*"]
+    ).is_same  # as large jobs save, without DCP
     ckpt_tools.convert(tmp_path / "acc", tmp_path / "dcp", to="dcp")
     dcp.load(rest := {"scheduler": {"last_epoch": 0}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert rest["scheduler"]["last_epoch"] == 2
