@@ -17,7 +17,7 @@ from ckpt_tools.errors import PlanError
 from ckpt_tools.live.group import Group
 
 TIMEOUT_S = 3600.0
-_PORTS, _FIRST_PORT = 20_000, 20_000
+_PORTS, _FIRST_PORT = 10_000, 20_000  # below those that Linux gives to whoever connects
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:

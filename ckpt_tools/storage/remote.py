@@ -191,7 +191,8 @@ class RemoteStore:
         from concurrent.futures import ThreadPoolExecutor
 
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_READERS if self.s3 else _THREADS, "ckpt-get")
+            num = 1 if self._is_wrapped else _READERS if self.s3 else _THREADS  # fsspec's caches keep their notes for one thread
+            self._pool = ThreadPoolExecutor(num, "ckpt-get")
         return self._pool.submit(get)
 
     def _fetch(self, path: str, start: int, nbytes: int) -> Data:

@@ -1,4 +1,4 @@
-"""Kills at random instants: `PYTHONPATH=. python tests/benchmarks/kills.py DIR --kills 4000 [--seed 1]`; a table.
+"""Kills at random instants: `PYTHONPATH=. python tests/benchmarks/kills.py ROOT --kills 4000 [--seed 1]`; a table. ROOT may be a URL.
 
 One process saves steps as fast as it can, in turn blocking and in the background, with a new root every 200 kills; it is forked from one that has
 imported what it needs, so a kill costs a tenth of a second; a third of them come before it has resumed. After each SIGKILL the next process resumes: what it gets must be one step, whole,
@@ -13,12 +13,14 @@ import random
 import shutil
 import signal
 import time
+import traceback
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from ckpt_tools import CheckpointManager
 from ckpt_tools.steps import damage, list_steps
@@ -34,7 +36,7 @@ def is_uniform(values: dict[str, torch.Tensor], step: int) -> bool:
     return all(bool((tensor == float(step)).all()) for tensor in values.values())
 
 
-def save_for_ever(root: Path, asynchronous: bool, out: int) -> None:
+def save_for_ever(root: str, asynchronous: bool, out: int) -> None:
     """The job: tells where it resumed, then every step that it was promised."""
     with CheckpointManager(root, keep_last=2, asynchronous=asynchronous) as checkpoints:
         values = state(0)
@@ -49,7 +51,7 @@ def save_for_ever(root: Path, asynchronous: bool, out: int) -> None:
                 os.write(out, b"s%d\n" % step)
 
 
-def run_and_kill(root: Path, asynchronous: bool, seconds: float) -> list[str]:
+def run_and_kill(root: str, asynchronous: bool, seconds: float) -> list[str]:
     """Returns what the job said until it was killed, so long after it had resumed, or, where that is negative, after it began."""
     reader, writer = os.pipe()
     process = os.fork()
@@ -71,19 +73,27 @@ def run_and_kill(root: Path, asynchronous: bool, seconds: float) -> list[str]:
     return said.decode().split()
 
 
-def check_all(root: Path) -> int:
-    """Reads every complete step with stock torch, and returns how many there are."""
-    complete = [step for step in list_steps(root) if not step.problem]
-    for step in complete:
-        got = {"model": state(0)}
-        dcp.load(got, checkpoint_id=step.path, no_dist=True)
-        assert is_uniform(got["model"], step.number) and damage(step) == "", step
-    return len(complete)
+def check_all(root: str) -> int:
+    """Reads every complete step with stock torch, in a process of its own, and returns how many there are."""
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    try:
+        complete = [step for step in list_steps(root) if not step.problem]
+        for step in complete:
+            got = {"model": state(0)}
+            dcp.load(got, storage_reader=FsspecReader(str(step.path)) if "://" in root else FileSystemReader(step.path), no_dist=True)
+            assert is_uniform(got["model"], step.number) and damage(step) == "", step
+        os._exit(len(complete))
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        os._exit(100)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dir", type=Path)
+    parser.add_argument("root")
+    parser.add_argument("--longest", type=float, default=0.12, metavar="SECONDS", help="from the resume to the kill")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -94,11 +104,10 @@ def main() -> None:
     promised = 0
     for number in range(args.kills):
         if number % 200 == 0:
-            shutil.rmtree(args.dir, ignore_errors=True)
-            args.dir.mkdir(parents=True)
-            promised = 0
+            root, promised = f"{args.root.rstrip('/')}/{args.seed}-{number // 200}", 0
+            shutil.rmtree(f"{args.root}/{args.seed}-{number // 200 - 1}", ignore_errors=True)
         kind = list(seen)[number % 2]
-        said = run_and_kill(args.dir, kind != "blocking", rng.uniform(-0.06, 0.12))
+        said = run_and_kill(root, kind != "blocking", rng.uniform(-args.longest / 2, args.longest))
         resumed = (int(said[0][1:]) if said[0][0] == "r" else -1) if said else promised
         steps = [int(word[1:]) for word in said[1:]]
         seen[kind]["kills"] += 1
@@ -108,7 +117,9 @@ def main() -> None:
             print(f"kill {number}: resumed at {resumed}, {promised} was promised; the job said {said[:3]}", flush=True)
         promised = max([resumed, *steps])
         if number % 21 == 0:
-            seen[kind]["read by stock torch"] += check_all(args.dir)
+            num_read = check_all(root)
+            assert num_read < 100
+            seen[kind]["read by stock torch"] += num_read
     print("| saves | kills | steps promised | lost or wrong | also read by stock `dcp.load` |\n|---|---:|---:|---:|---:|")
     for kind, found in seen.items():
         print(f"| {kind} | {found['kills']:,} | {found['steps']:,} | {found['lost']:,} | {found['read by stock torch']:,} |")
