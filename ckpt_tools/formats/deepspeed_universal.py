@@ -133,8 +133,9 @@ def lay_out(request: Request) -> Target:
             slots[tensor.fqn] = (Slot(box, name, archive.room("0", box.numel * tensor.dtype.itemsize)),)
         archive.finish()
         files[name] = archive.nbytes
-        literals.extend(Literal(name, start, data) for start, data in archive.parts)
-        trailers.extend(Trailer(name, t.start, t.nbytes, t.payload, t.render) for t in archive.tails)
+        known, waiting = archive.around(name)
+        literals.extend(known)
+        trailers.extend(waiting)
 
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in request.tensors:

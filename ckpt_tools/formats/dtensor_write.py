@@ -41,7 +41,7 @@ def lay_out(request: Request) -> Target:
     What `request.mesh` calls sharded has a box for each rank; any other tensor has one box, and stands in every file as it is.
 
     Raises:
-        PlanError: the installed torch cannot make a mesh without a process group.
+        PlanError: the installed torch cannot make a mesh without a process group, or pickles it in a way that is not known.
     """
     assert request.mesh is not None
     beside = {name: data for name, data in request.files.items() if name != request.index}
@@ -66,8 +66,9 @@ def lay_out(request: Request) -> Target:
                     slots[tensor.fqn].append(Slot(box, name, archive.room(str(number), box.numel * tensor.dtype.itemsize)))
             archive.finish()
             files[name] = archive.nbytes
-            literals += [Literal(name, start, data) for start, data in archive.parts]
-            trailers += [Trailer(name, tail.start, tail.nbytes, tail.payload, tail.render) for tail in archive.tails]
+            known, waiting = archive.around(name)
+            literals += known
+            trailers += waiting
     laid = {fqn: tuple(found) for fqn, found in slots.items()}
     index = Literal(request.index, 0, request.files[request.index])
     return Target("per_rank", files, laid, tuple(literals), tuple(trailers), index, request.world_size)
@@ -98,7 +99,10 @@ def _mesh(of: MeshOf, world_size: int, rank: int) -> tuple[Once, bytes]:
         numbers.append(value.numpy().tobytes())
         return Stored(BY_NAME[str(value.dtype).removeprefix("torch.")], tuple(value.shape), _RANKS)
 
-    return Once(0, _taken_apart(mesh, stored)), numbers[0]
+    made = Once(0, _taken_apart(mesh, stored))
+    if len(set(numbers)) != 1:
+        raise PlanError(f"torch {torch.__version__} keeps the ranks of a mesh in a way that is not known here", hint="write DCP")
+    return made, numbers[0]
 
 
 def _held(tensor: TargetTensor, part: Stored, mesh: Once | None) -> Stored | Opcodes:

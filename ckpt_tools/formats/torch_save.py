@@ -25,7 +25,7 @@ from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
 from ckpt_tools.formats.state_pickle import Path, Pieces, Sharded, View, is_number, is_value, leaves, unpickled
 from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, read_directory
 from ckpt_tools.formats.zip_write import Archive
-from ckpt_tools.plan import Literal, Slot, Target, Trailer
+from ckpt_tools.plan import Slot, Target
 from ckpt_tools.storage import Store, read
 
 NAME = "torch_save"
@@ -217,9 +217,8 @@ def lay_out(request: Request) -> Target:
         box = whole(tensor.shape)
         slots[tensor.fqn] = (Slot(box, name, archive.room(keys[tensor.fqn], box.numel * tensor.dtype.itemsize)),)
     archive.finish()
-    literals = tuple(Literal(name, start, data) for start, data in archive.parts)
-    trailers = tuple(Trailer(name, tail.start, tail.nbytes, tail.payload, tail.render) for tail in archive.tails)
-    return Target(NAME, {name: archive.nbytes}, slots, literals, trailers, world_size=1)
+    literals, trailers = archive.around(name)
+    return Target(NAME, {name: archive.nbytes}, slots, tuple(literals), tuple(trailers), world_size=1)
 
 
 def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:

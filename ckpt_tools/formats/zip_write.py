@@ -18,6 +18,7 @@ from ckpt_tools.checksum import crc32
 from ckpt_tools.dtypes import DType
 from ckpt_tools.formats.pickle_write import Stored, pickled
 from ckpt_tools.formats.torch_zip import CENTRAL, END, END64, HUGE, LOCAL
+from ckpt_tools.plan import Literal, Trailer
 
 _ALIGNMENT = 64
 _FIRST = ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little"))
@@ -79,6 +80,11 @@ class Archive:
             else:
                 self._put(_entry(name, at, nbytes, crc))
         self._put(_end_of_directory(len(self._records), self.nbytes - start, start))
+
+    def around(self, name: str) -> tuple[list[Literal], list[Trailer]]:
+        """Returns what stands around the payloads of a finished one, as a file of that name."""
+        trailers = [Trailer(name, tail.start, tail.nbytes, tail.payload, tail.render) for tail in self.tails]
+        return [Literal(name, start, data) for start, data in self.parts], trailers
 
 
 class Wrapping(NamedTuple):

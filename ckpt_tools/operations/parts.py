@@ -204,7 +204,7 @@ def _names(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> dict[int, 
         return None
     candidates: dict[Any, tuple[str, tuple[int, ...]]] = {}
     for fqn, entry in model.items():
-        if fqn.rpartition(".")[2] not in _BUFFERS:
+        if fqn.rpartition(".")[2] not in BUFFERS:
             candidates.setdefault(entry.chunks or fqn, (fqn, entry.shape))  # a tied weight is one parameter
     names: dict[int, str] = {}
     for queue in queues:
@@ -217,7 +217,7 @@ def _names(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> dict[int, 
     return names if len(set(names.values())) == len(shapes) else None
 
 
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # torch's own, which no optimizer has
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # torch's own, which no optimizer has
 
 
 def _paired(wanted: Sequence[tuple[int, ...] | None], candidates: Sequence[tuple[str, tuple[int, ...]]]) -> list[str] | None:
