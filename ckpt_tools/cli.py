@@ -231,7 +231,7 @@ def verify(
     if as_json and is_first():
         print(json.dumps(plain(result)))
     elif not quiet and is_first():
-        verdicts.show_verdict(result)
+        verdicts.show_verdict(result, quick)
     if result.problems:
         raise SystemExit(1)
 

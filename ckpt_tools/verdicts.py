@@ -15,7 +15,7 @@ from ckpt_tools.render import BOLD, GREEN, RED, count, show_transfer, size, styl
 _SHOWN = 20
 
 
-def show_verdict(result: VerifyResult) -> None:
+def show_verdict(result: VerifyResult, quick: bool = False) -> None:
     """Prints what a verification found: files, then entries by file and place, then what can still be read."""
     of_files = [p for p in result.problems if not p.fqn]
     for problem in of_files:
@@ -36,7 +36,8 @@ def show_verdict(result: VerifyResult) -> None:
     if result.problems and result.num_entries:
         print(f"  {result.num_entries - len(result.lost)} of {count(result.num_entries, 'entry')} can still be read: ckpt salvage")
     if result.unknown:
-        print(f"  not compared: the bytes of {count(len(result.unknown), 'file')}, of which there is no checksum")
+        why = "which --quick does not read" if quick else "of which there is no checksum"
+        print(f"  not compared: the bytes of {count(len(result.unknown), 'file')}, {why}")
     print(f"{style(printable(result.path), BOLD)}: {_verdict(result)}")
 
 

@@ -116,6 +116,7 @@ def test_damage_is_told_by_entry_file_byte_and_rank(saved: Saved, tmp_path: Path
     done = run_ckpt("verify", tmp_path / "c")
     assert done.returncode == 1 and tensor.fqn in done.stdout and "can still be read: ckpt salvage" in done.stdout, done.stdout
     assert '"lost"' in run_ckpt("verify", tmp_path / "c", "--json").stdout
+    assert "the bytes of 3 files, which --quick does not read" in run_ckpt("verify", tmp_path / "c", "--quick").stdout
 
 
 def test_what_lies_in_the_wrong_place_is_noticed(saved: Saved, tmp_path: Path) -> None:
