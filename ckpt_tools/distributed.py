@@ -94,6 +94,7 @@ class StorageWriter(storage.StorageWriter):
         self._stack: ExitStack | None = None
         self._place: Staged | None = None
         self._num_ranks = 0
+        self._stage = Stage()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins another save; what a failed one left is removed."""
@@ -145,7 +146,7 @@ class StorageWriter(storage.StorageWriter):
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         pieces = [_offer(item) for item in tensors]
         values = [planner.resolve_data(item) for item in plan.items]
-        memory = Stage().live([v.detach() for v in values if isinstance(v, torch.Tensor)])
+        memory = self._stage.live([v.detach() for v in values if isinstance(v, torch.Tensor)])
         file = plan_file(order.rank, pieces)
         part = write_part(file, target, place, memory, [v.getvalue() for v in values if isinstance(v, io.BytesIO)], self.jobs)
         name = target.name(dcp.data_file_name(order.rank), order.attempt)

@@ -11,25 +11,27 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckpt_tools.catalog import TensorEntry, matcher
+from ckpt_tools.catalog import Catalog, TensorEntry, matcher
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
 from ckpt_tools.engine.sinks import FillSink
 from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
+from ckpt_tools.live.divide import divide
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.match import Match, match, root_of
-from ckpt_tools.live.shards import Shard, alias_key, local_shards, on_host
-from ckpt_tools.live.share import Room, divide, read_together
+from ckpt_tools.live.shards import Shard, Stage, alias_key, as_bytes, local_shards
+from ckpt_tools.live.share import read_together
 from ckpt_tools.live.state import PerRank, export, name_of_rank, restore, unpack
 from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore, read
 from ckpt_tools.storage.ahead import GAP_BYTES
+
+_BATCH_BYTES = 128 << 20
 
 
 @dataclass(slots=True)
@@ -166,11 +168,7 @@ def _share(
     if not division.areas:
         return shards
     shared = {number: shard for number, shard in enumerate(shards) if number not in division.alone}
-    with on_host(list(shared.values())) as views:
-        rooms = {
-            number: Room(shard.box, np.frombuffer(view, np.uint8)) for (number, shard), view in zip(shared.items(), views, strict=True)
-        }
-        done = read_together(near, source, division, rooms, jobs, DEFAULT_MEMORY_BYTES)
+    done = read_together(near, source, division, shared, jobs, DEFAULT_MEMORY_BYTES)
     if done is None:
         source.store.close()  # it may have happened on the way: ask again
         return shards
@@ -196,6 +194,8 @@ def _read_shards(
 def fill(source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, report: LoadReport) -> None:
     """Reads the bytes of shards, each from wherever they lie, straight into the shards' memory.
 
+    What lies on a device goes through host memory, `_BATCH_BYTES` at a time: one batch is read while the one before is copied.
+
     Args:
         source: its catalog has all of the shards' names; values are cast where a shard's type is another.
         shards: their memory must not overlap.
@@ -206,21 +206,51 @@ def fill(source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, 
         IntegrityError: a range that was read in full is not what was written.
         CheckpointError: it cannot be read.
     """
+    stages = Stage(), Stage()
+    try:
+        for number, batch in enumerate(_batches(source.catalog, shards)):
+            with stages[number % 2].fill([shard.tensor for shard in batch]) as views:
+                _fill(source, batch, views, jobs, memory_bytes, report)
+    finally:
+        for stage in stages:
+            stage.settle()
+
+
+def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[Sequence[Shard]]:
+    """Divides shards where they need other memory on their way: tensor by tensor, in the order in which they are stored."""
+    nbytes: dict[str, int] = {}
+    by_tensor: dict[str, list[Shard]] = {}
+    for shard in shards:
+        nbytes[shard.fqn] = nbytes.get(shard.fqn, 0) + (shard.nbytes if as_bytes(shard.tensor) is None else 0)
+        by_tensor.setdefault(shard.fqn, []).append(shard)
+    if not any(nbytes.values()):
+        return [shards]
+    batches: list[list[Shard]] = [[]]
+    room = _BATCH_BYTES
+    for fqn in sorted(by_tensor, key=lambda n: min((c.extent[:2] for c in catalog.tensors[n].chunks), default=("", 0))):
+        if nbytes[fqn] > room and room < _BATCH_BYTES:
+            batches.append([])
+            room = _BATCH_BYTES
+        batches[-1] += by_tensor[fqn]
+        room -= nbytes[fqn]
+    return list(batches)
+
+
+def _fill(source: Source, shards: Sequence[Shard], views: Sequence[memoryview], jobs: int, memory_bytes: int, report: LoadReport) -> None:
     catalog = source.catalog
     slots: dict[str, list[Slot]] = {}
     for number, shard in enumerate(shards):
         slots.setdefault(shard.fqn, []).append(Slot(shard.box, str(number), 0))
-    with on_host(shards) as views:
-        memory = MemoryStore({str(number): view for number, view in enumerate(views)})
-        target = Target("memory", memory.list_files(), {n: tuple(s) for n, s in slots.items()})
-        plan = plan_transfer(replace(catalog, tensors={n: catalog.tensors[n] for n in slots}), target, {s.fqn: s.dtype for s in shards})
-        try:
-            _read(source, plan, memory, jobs, memory_bytes, report)
-        except IntegrityError:
-            if source.remote is None:
-                raise
-            source.store.close()  # it may have happened on the way: ask again for everything
-            _read(source, plan, memory, jobs, memory_bytes, report)
+    memory = MemoryStore({str(number): view for number, view in enumerate(views)})
+    target = Target("memory", memory.list_files(), {n: tuple(s) for n, s in slots.items()})
+    plan = plan_transfer(replace(catalog, tensors={n: catalog.tensors[n] for n in slots}), target, {s.fqn: s.dtype for s in shards})
+    try:
+        _read(source, plan, memory, jobs, memory_bytes, report)
+    except IntegrityError:
+        if source.remote is None:
+            raise
+        source.store.close()  # it may have happened on the way: ask again for everything
+        _read(source, plan, memory, jobs, memory_bytes, report)
     report.needed_nbytes += plan.payload_bytes
 
 

@@ -5,6 +5,7 @@ The one place that knows DTensor, ShardedTensor and plain tensors apart. Imports
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -79,29 +80,16 @@ def as_bytes(tensor: torch.Tensor) -> memoryview | None:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-@contextmanager
-def on_host(shards: Sequence[Shard]) -> Iterator[list[memoryview]]:
-    """Yields host memory in which the elements of shards are to be put, row-major: their own, where it is such."""
-    views: list[memoryview] = []
-    bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for shard in shards:
-        view = as_bytes(shard.tensor)
-        if view is None:  # on a device, or strided
-            host = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, pin_memory=shard.tensor.device.type == "cuda")
-            bounced.append((shard.tensor, host))
-            view = as_bytes(host)
-        assert view is not None
-        views.append(view)
-    yield views
-    for tensor, host in bounced:
-        tensor.copy_(host)
-
-
 class Stage:
-    """Host memory that shards are copied to, made once and used again from save to save; pinned where they come from CUDA."""
+    """Host memory beside tensors that cannot be written from, or read into, as they lie: made once and used again; pinned for CUDA."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
+        self._busy: list[torch.cuda.Event] = []
+
+    def __reduce__(self) -> tuple[type[Stage], tuple[()]]:
+        return Stage, ()  # another process makes its own
 
     def live(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
         """Returns the memory of tensors itself where it can be written from as it lies, and copies of the others."""
@@ -110,23 +98,70 @@ class Stage:
         return [next(copies) if view is None else view for view in views]
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-        """Copies tensors side by side, and returns once all of them are there; the views hold until the next copy."""
+        """Copies tensors side by side, and returns once all of them are there; the views hold until the next use."""
+        rooms = self._rooms(tensors)
+        for room, tensor in zip(rooms, tensors, strict=True):
+            room.copy_(tensor, non_blocking=tensor.is_cuda)
+        self._leave(tensors)
+        self.settle()
+        return [_memory(room) for room in rooms]
+
+    @contextmanager
+    def fill(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[memoryview]]:
+        """Yields memory in which the elements of tensors are to be put, row-major; what cannot be their own is copied to them at the end.
+
+        Copies to CUDA may still be on their way afterwards: whatever is queued behind them finds them done, and so does `settle`.
+        """
+        views = [as_bytes(t) for t in tensors]
+        away = [t for t, view in zip(tensors, views, strict=True) if view is None]
+        rooms = self._rooms(away)
+        theirs = iter(rooms)
+        yield [_memory(next(theirs)) if view is None else view for view in views]
+        for room, tensor in zip(rooms, away, strict=True):
+            tensor.copy_(room, non_blocking=tensor.is_cuda)
+        self._leave(away)
+
+    def settle(self) -> None:
+        """Waits until no copy to or from this memory is on its way."""
+        while self._busy:
+            self._busy.pop().synchronize()
+
+    def _leave(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Notes which copies are on their way."""
+        for device in {t.device for t in tensors if t.is_cuda}:
+            self._busy.append(torch.cuda.current_stream(device).record_event())
+
+    def _rooms(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns memory for each tensor, of its type and shape, side by side."""
+        self.settle()
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        devices = {t.device for t in tensors if t.device.type == "cuda"}
-        if len(self._buffer) < end or (devices and not self._buffer.is_pinned()):
+        wants_pin = any(t.is_cuda for t in tensors)
+        if len(self._buffer) < end or (wants_pin and not self._is_pinned):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=bool(devices))
-        views = []
-        for start, tensor in zip(starts, tensors, strict=True):
-            part = self._buffer[start : start + tensor.numel() * tensor.element_size()]
-            part.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-            views.append(part.numpy().data)
-        for device in devices:
-            torch.cuda.synchronize(device)
-        return views
+            self._buffer, self._is_pinned = (_pinned if wants_pin else _pageable)(max(end, 1)), wants_pin
+        parts = [self._buffer[start : start + t.numel() * t.element_size()] for start, t in zip(starts, tensors, strict=True)]
+        return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
+def _pageable(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    """Returns pinned memory, of that size, that is given back with the tensor: torch's own takes the next power of two, and keeps it."""
+    buffer, runtime = _pageable(nbytes), torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)) == 0:  # else it is copied from and to as it is, more slowly
+        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return buffer
+
+
+def _memory(room: torch.Tensor) -> memoryview:
+    view = as_bytes(room)
+    assert view is not None
+    return view
 
 
 def alias_key(shard: Shard) -> Any:

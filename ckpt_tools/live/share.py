@@ -1,8 +1,7 @@
 """Of what several ranks need, each byte is read once and sent to whoever needs it.
 
-For stores that are slower than what is between the ranks. Every rank knows what all of them need, so all come to the same division
-without asking again. It goes in rounds: while the parts of one are sent around the next are being read, so that memory is that of two
-rounds, whatever is loaded. Imports torch. May import levels 0 to 4, shards and group.
+For stores that are slower than what is between the ranks. It goes in rounds: while the parts of one are sent around the next are being
+read, so that memory is that of two rounds, whatever is loaded. Imports torch. May import levels 0 to 4, shards, group and divide.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from ckpt_tools.box import Box, bands, flat_span, flat_start, is_flat, row_major_strides
+from ckpt_tools.box import Box, flat_span, flat_start, row_major_strides
 from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
-from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.engine.kernels import Bytes, gather, scatter
 from ckpt_tools.engine.run import Totals, run
 from ckpt_tools.engine.schedule import Step, Tile, schedule, tile_bytes
@@ -26,151 +25,13 @@ from ckpt_tools.engine.seals import Part, Seals, is_watched, known_crcs
 from ckpt_tools.engine.sinks import FillSink, empty_bytes
 from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError
 from ckpt_tools.formats import Source
+from ckpt_tools.live.divide import Area, Division, Piece, Round, Wanted
 from ckpt_tools.live.group import Ranks
-from ckpt_tools.live.shards import Shard
+from ckpt_tools.live.shards import Shard, as_bytes
 from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore
 
-_LEAST_PIECE_BYTES, _PIECE_BYTES = 64 << 10, 4 << 20
-_ROUND_BYTES = 16 << 20  # read by one rank
 _BUFFERS = range(2)
-_WORTH = 1.25  # times what has to be read once
-
-
-class Wanted(NamedTuple):
-    """Elements that a rank needs for its shard of that number."""
-
-    rank: int
-    number: int
-    box: Box
-
-
-class Room(NamedTuple):
-    """The memory of a shard, row-major."""
-
-    box: Box
-    data: Bytes
-
-
-class Area(NamedTuple):
-    """What is needed of a stored chunk: the smallest box around it, and by whom which part; `dtype` is the type in memory."""
-
-    entry: TensorEntry
-    dtype: DType
-    chunk: Chunk
-    box: Box
-    wanted: tuple[Wanted, ...]
-
-
-class Piece(NamedTuple):
-    """Part of an area that one rank reads in a round, to `start` in its buffer."""
-
-    area: Area
-    box: Box
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.box.numel * self.area.dtype.itemsize
-
-
-Round = list[list[Piece]]  # by the rank that reads
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Who reads what.
-
-    Attributes:
-        alone: numbers of the shards that this rank reads by itself.
-        areas: what is read together.
-        size: number of ranks.
-    """
-
-    alone: frozenset[int]
-    areas: Sequence[Area]
-    size: int
-
-    def rounds(self) -> Iterator[Round]:
-        """Yields the rounds, the same on every rank; each reads a run of pieces in each, and about as much as the others."""
-        share_nbytes = -(-sum(area.box.numel * area.dtype.itemsize for area in self.areas) // self.size)
-        most_nbytes, piece_nbytes = min(_ROUND_BYTES, share_nbytes), min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, share_nbytes // 4))
-        reader, end, found = 0, 0, self._nothing()
-        for area in self.areas:
-            for box in bands(area.box, piece_nbytes // area.dtype.itemsize):
-                found[reader].append(Piece(area, box, end))
-                end += found[reader][-1].nbytes
-                if end >= most_nbytes:
-                    reader, end = reader + 1, 0
-                if reader == self.size:
-                    yield found
-                    reader, found = 0, self._nothing()
-        if any(found):
-            yield found
-
-    def _nothing(self) -> Round:
-        return [[] for _ in range(self.size)]
-
-
-def divide(group: Ranks, catalog: Catalog, shards: Sequence[Shard], names: Mapping[str, str], gap_nbytes: int) -> Division:
-    """Decides what is read together; called by all ranks of the group.
-
-    Args:
-        group: the ranks that read together.
-        catalog: of the checkpoint.
-        shards: what this rank needs.
-        names: those that are stored under another name.
-        gap_nbytes: holes up to this are read along where a rank reads alone, because that is cheaper than to ask twice.
-    """
-    mine = [(names.get(s.fqn, s.fqn), s.dtype.name, s.box) for s in shards]
-    wanted: dict[str, list[Wanted]] = {}
-    dtypes: dict[str, set[str]] = {}
-    for rank, needs in enumerate(group.all_gather(mine, "divide the reading")):
-        for number, (name, dtype, box) in enumerate(needs):
-            wanted.setdefault(name, []).append(Wanted(rank, number, box))
-            dtypes.setdefault(name, set()).add(dtype)
-    areas: list[Area] = []
-    together: set[str] = set()
-    for name, parts in wanted.items():
-        if len({w.rank for w in parts}) == 1 or len(dtypes[name]) > 1:
-            continue
-        found = _areas(catalog.tensors[name], BY_NAME[min(dtypes[name])], parts)
-        alone = sum(_read_nbytes(w.box, a, gap_nbytes) for a in found for w in a.wanted)
-        if alone > _WORTH * sum(_read_nbytes(a.box, a, gap_nbytes) for a in found):
-            areas += found
-            together.add(name)
-    return Division(frozenset(i for i, (name, _, _) in enumerate(mine) if name not in together), areas, group.size)
-
-
-def _areas(entry: TensorEntry, dtype: DType, wanted: Sequence[Wanted]) -> list[Area]:
-    slots = tuple(Slot(w.box, "", 0) for w in wanted)
-    plan = plan_transfer(Catalog("", {entry.fqn: entry}), Target("", {}, {entry.fqn: slots}))
-    found: dict[int, list[Wanted]] = {}
-    for copy in plan.tensors[0].copies:
-        found.setdefault(copy.src, []).append(wanted[copy.dst]._replace(box=copy.box))
-    return [Area(entry, dtype, entry.chunks[n], _around([w.box for w in parts]), tuple(parts)) for n, parts in sorted(found.items())]
-
-
-def _around(boxes: Sequence[Box]) -> Box:
-    low = tuple(map(min, zip(*(b.offsets for b in boxes), strict=True)))
-    high = tuple(map(max, zip(*(b.ends for b in boxes), strict=True)))
-    return Box(low, tuple(h - o for h, o in zip(high, low, strict=True)))
-
-
-def _read_nbytes(box: Box, area: Area, gap_nbytes: int) -> int:
-    """Returns how many bytes are read for a box of a chunk: with what lies between its runs, where the holes are small."""
-    inner, full, itemsize = box.within(area.chunk.box), area.chunk.box.sizes, area.entry.dtype.itemsize
-    if is_flat(inner, full):
-        return box.numel * itemsize
-    dim, run = len(full) - 1, 1
-    while inner.sizes[dim] == full[dim]:
-        run *= full[dim]
-        dim -= 1
-    if (full[dim] - inner.sizes[dim]) * run * itemsize > gap_nbytes:
-        return box.numel * itemsize
-    last = Box(tuple(e - 1 for e in inner.ends), (1,) * len(full))
-    return (flat_start(last, full) + 1 - flat_start(inner, full)) * itemsize
 
 
 class _RoundSink(FillSink):
@@ -233,7 +94,7 @@ class Together(NamedTuple):
 
 
 def read_together(
-    group: Ranks, source: Source, division: Division, rooms: Mapping[int, Room], jobs: int, memory_bytes: int
+    group: Ranks, source: Source, division: Division, shards: Mapping[int, Shard], jobs: int, memory_bytes: int
 ) -> Together | None:
     """Reads this rank's pieces and sends them around; called by all ranks of the group.
 
@@ -241,7 +102,7 @@ def read_together(
         group: as for `divide`.
         source: the checkpoint.
         division: who reads what.
-        rooms: where this rank's shards go, by number.
+        shards: those of this rank that it does not read alone, by number.
         jobs, memory_bytes: threads, and the budget of their buffers.
 
     Returns:
@@ -252,7 +113,7 @@ def read_together(
     """
     with group.phase("begin to read together"):
         reading = _Reading(group, source, division, jobs, memory_bytes)
-    received_nbytes = 0
+    received_nbytes, rooms = 0, {number: _Room(shard) for number, shard in shards.items()}
     try:
         for number, pieces in enumerate(division.rounds()):
             with group.phase("read together"):
@@ -345,36 +206,54 @@ def _plan(pieces: Sequence[Piece], file: str) -> Plan:
     return plan_transfer(Catalog("pieces", entries), target, {p.area.entry.fqn: p.area.dtype for p in pieces})
 
 
-def _send_around(group: Ranks, pieces: Round, buffer: Bytes, rooms: Mapping[int, Room]) -> int:
+class _Room:
+    """Where the elements of a shard go."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.box, self._tensor, self._itemsize = shard.box, shard.tensor, shard.dtype.itemsize
+        memory = as_bytes(shard.tensor)
+        self._memory = None if memory is None else np.frombuffer(memory, np.uint8)
+
+    def flat(self, box: Box) -> Bytes | None:
+        """Returns the memory of the elements of `box` where it is the host's and they lie together."""
+        return None if self._memory is None else _flat(self._memory, self.box, box, self._itemsize)
+
+    def take(self, data: Bytes, frame: Box, box: Box) -> None:
+        """Copies the elements of `box` from those of `frame`, a row-major buffer."""
+        if self._memory is not None:
+            start = flat_start(box.within(frame), frame.sizes) * self._itemsize
+            scatter(data[start:], box, self._memory, self.box, self._itemsize, row_major_strides(frame.sizes))
+            return
+        values = torch.from_numpy(_packed(data, frame, box, self._itemsize)).view(self._tensor.dtype).view(box.sizes)
+        inner = box.within(self.box)
+        self._tensor[tuple(slice(o, e) for o, e in zip(inner.offsets, inner.ends, strict=True))].copy_(values)
+
+
+def _send_around(group: Ranks, pieces: Round, buffer: Bytes, rooms: Mapping[int, _Room]) -> int:
     """Brings the parts of a round's pieces to those that need them; returns the bytes that came from other ranks."""
     sends: list[tuple[int, int, torch.Tensor]] = []
     receives: list[tuple[int, int, torch.Tensor]] = []
-    packed: list[tuple[Bytes, Box, Room, int]] = []
+    packed: list[tuple[Bytes, Box, _Room]] = []
     tag = 0  # the same at both ends
     for reader, piece, wanted, box in _parts(pieces):
         tag += 1
         itemsize = piece.area.dtype.itemsize
         data = buffer[piece.start : piece.start + piece.nbytes] if reader == group.rank else None
         if wanted.rank == group.rank:
-            frame, into = rooms[wanted.number]
+            room = rooms[wanted.number]
             if data is not None:
-                scatter(data[flat_start(box.within(piece.box), piece.box.sizes) * itemsize :], box, into, frame, itemsize,
-                        row_major_strides(piece.box.sizes))  # fmt: skip
+                room.take(data, piece.box, box)
                 continue
-            there = _flat(into, frame, box, itemsize)
+            there = room.flat(box)
             if there is None:
                 there = empty_bytes(box.numel * itemsize)
-                packed.append((there, box, rooms[wanted.number], itemsize))
+                packed.append((there, box, room))
             receives.append((reader, tag, torch.from_numpy(there)))
         elif data is not None:
-            part = _flat(data, piece.box, box, itemsize)
-            if part is None:
-                part = empty_bytes(box.numel * itemsize)
-                gather(data, piece.box, part, box, itemsize)
-            sends.append((wanted.rank, tag, torch.from_numpy(part)))
+            sends.append((wanted.rank, tag, torch.from_numpy(_packed(data, piece.box, box, itemsize))))
     group.exchange(sends, receives, "send what was read")
-    for values, box, (frame, into), itemsize in packed:
-        scatter(values, box, into, frame, itemsize)
+    for values, box, room in packed:
+        room.take(values, box, box)
     return sum(values.numel() for _, _, values in receives)
 
 
@@ -386,6 +265,15 @@ def _parts(pieces: Round) -> Iterator[tuple[int, Piece, Wanted, Box]]:
                 box = piece.box.intersect(wanted.box)
                 if box is not None:
                     yield reader, piece, wanted, box
+
+
+def _packed(data: Bytes, frame: Box, box: Box, itemsize: int) -> Bytes:
+    """Returns the elements of `box` within `frame`, a row-major buffer, one behind another."""
+    part = _flat(data, frame, box, itemsize)
+    if part is None:
+        part = empty_bytes(box.numel * itemsize)
+        gather(data, frame, part, box, itemsize)
+    return part
 
 
 def _flat(data: Bytes, frame: Box, box: Box, itemsize: int) -> Bytes | None:
