@@ -1,14 +1,17 @@
-# make demo: make the environment, install, run the main job end to end.   make test: lint, types and all tests.
+# make demo: make the environment, install, run the main job end to end.   make test: lint, types and all tests.   make test-cuda: what needs a GPU.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-cuda lint bench clean
 
 demo: .venv/ready
 	$(BIN)/python -m training.demo demo
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+test-cuda: .venv/ready
+	CKPT_DEVICE=cuda $(BIN)/python -m pytest tests/test_cuda.py tests/dist/test_manager.py -k "not accelerate" tests/training/test_training.py::test_every_option_has_the_losses_of_a_plain_loop
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -214,7 +214,7 @@ class CheckpointManager:
     def _is_busy(self) -> bool:
         """Tells whether a save is still being written on any rank."""
         mine = self._running is not None and not self._running.done()
-        return bool(self._group.sum(torch.tensor([mine], dtype=torch.int64), "ask whether a save is being written")[0])
+        return bool(self._group.sum([mine], "ask whether a save is being written")[0])
 
     def wait(self) -> None:
         """Waits until the save in the background is committed.
@@ -289,8 +289,7 @@ class CheckpointManager:
 
     def _is_damage(self, error: CheckpointError) -> bool:
         """Tells, on all ranks alike, whether damaged bytes were what made a load fail on any of them."""
-        found = torch.tensor([isinstance(error, IntegrityError)], dtype=torch.int64)
-        return bool(self._group.sum(found, "find out whether the step is damaged")[0])
+        return bool(self._group.sum([isinstance(error, IntegrityError)], "find out whether the step is damaged")[0])
 
     def _choose(
         self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path | str]
@@ -338,8 +337,8 @@ class CheckpointManager:
         Call it after each step. Then save with `asynchronous=False` and exit with 128 + the number (143, 138): torchrun and
         Slurm start the job again, and `resume` goes on from there.
         """
-        flags = torch.tensor([self._signal == signal.SIGTERM, self._signal == signal.SIGUSR1], dtype=torch.int64)
-        term, user = self._group.sum(flags, "ask for signals").tolist()
+        flags = [self._signal == signal.SIGTERM, self._signal == signal.SIGUSR1]
+        term, user = self._group.sum(flags, "ask for signals")
         return signal.SIGTERM if term else signal.SIGUSR1 if user else 0
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ def torchrun_command(num_ranks: int, *words: object, is_forked: bool = True) -> 
     They are forked by torchrun's own agent from one process, because most of a short job's time goes into importing torch; a command line
     of torchrun itself where `is_forked` is false.
     """
+    is_forked = is_forked and not os.environ.get("CKPT_DEVICE")  # nothing that has looked at a GPU can be forked
     launcher = [str(ROOT / "tests" / "launch.py")] if is_forked else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     return [sys.executable, *launcher, str(num_ranks), *map(str, words)]
 

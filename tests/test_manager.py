@@ -51,6 +51,27 @@ def resume(root: Path, state: dict[str, Any], **options: Any) -> CheckpointManag
     return checkpoints
 
 
+def test_torch_s_default_device_is_nothing_to_a_save_or_a_load(tmp_path: Path) -> None:
+    model = Mlp()
+    state = {"model": model, "optimizer": trained(model), "epoch": 2, "rng": RngState(), "ema": torch.arange(5.0)}
+    want = copy.deepcopy(model.state_dict())
+    torch.set_default_device("meta")  # whatever is made without a device has no memory
+    try:
+        for asynchronous in (False, True):
+            with CheckpointManager(tmp_path / str(asynchronous), asynchronous=asynchronous) as checkpoints:
+                checkpoints.save(7, state)
+                checkpoints.wait()
+                state["epoch"], state["ema"] = 0, torch.zeros(5, device="cpu")
+                for parameter in model.parameters():
+                    parameter.data.zero_()
+                assert checkpoints.resume(state) == 7
+                assert checkpoints.preempted() == 0
+            assert (state["epoch"], state["ema"].tolist()) == (2, [0, 1, 2, 3, 4])
+            assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+    finally:
+        torch.set_default_device(None)
+
+
 # ---- what fits ---------------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,8 +33,8 @@ class Ranks(ABC):
     size: int
 
     @abstractmethod
-    def sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Returns the element-wise sum over all ranks of an int64 tensor, on every rank."""
+    def sum(self, values: Sequence[int], what: str) -> list[int]:
+        """Returns the element-wise sum over all ranks, on every rank."""
 
     @abstractmethod
     def gather(self, value: T, what: str) -> list[T]:
@@ -76,7 +77,7 @@ class Ranks(ABC):
     def _settle(self, what: str, own: BaseException | None) -> None:
         if self.size == 1:
             return
-        failed = self.sum(torch.tensor([own is not None], dtype=torch.int64), what)
+        failed = self.sum([own is not None], what)
         if not int(failed[0]):
             return
         text = None if own is None else f"{type(own).__name__}: {own}"
@@ -102,16 +103,18 @@ class Group(Ranks):
             self._root = 0 if ranks is None else ranks[0]
             self._name = f"ckpt/{dist.get_world_size()}/{self._root}"
 
-    def sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
+    def sum(self, values: Sequence[int], what: str) -> list[int]:
+        sums = np.array(values, np.int64)
         if not self._is_alone:
-            self._call(what, lambda: dist.all_reduce(values, group=self._pg))
-        return values
+            self._call(what, lambda: dist.all_reduce(torch.from_numpy(sums), group=self._pg))
+        return sums.tolist()  # type: ignore[no-any-return]
 
-    def xor(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Returns the element-wise exclusive-or over all ranks of an int64 tensor; of use on rank 0."""
+    def xor(self, values: Sequence[int], what: str) -> list[int]:
+        """Returns the element-wise exclusive-or over all ranks of values below 2**64; of use on rank 0."""
+        found = np.array(values, np.uint64)
         if not self._is_alone:
-            self._call(what, lambda: dist.reduce(values, self._root, dist.ReduceOp.BXOR, group=self._pg))
-        return values
+            self._call(what, lambda: dist.reduce(torch.from_numpy(found.view(np.int64)), self._root, dist.ReduceOp.BXOR, group=self._pg))
+        return found.tolist()  # type: ignore[no-any-return]
 
     def gather(self, value: T, what: str) -> list[T]:
         if self._is_alone:
@@ -217,8 +220,8 @@ class Near(Ranks):
         self._all, self._ranks = group, ranks
         self.rank, self.size = ranks.index(group.rank), len(ranks)
 
-    def sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        return torch.stack(self.all_gather(values, what)).sum(dim=0)
+    def sum(self, values: Sequence[int], what: str) -> list[int]:
+        return [sum(column) for column in zip(*self.all_gather(values, what), strict=True)]
 
     def gather(self, value: T, what: str) -> list[T]:
         values = self.all_gather(value, what)
@@ -227,9 +230,10 @@ class Near(Ranks):
     def all_gather(self, value: T, what: str) -> list[T]:
         others = [rank for rank in range(self.size) if rank != self.rank]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in others}
-        self.exchange([(r, 0, torch.tensor([len(data)])) for r in others], [(r, 0, size) for r, size in sizes.items()], what)
-        rooms = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
+        sizes = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in others}
+        nbytes = torch.tensor([len(data)], device="cpu")
+        self.exchange([(r, 0, nbytes) for r in others], [(r, 0, size) for r, size in sizes.items()], what)
+        rooms = {rank: torch.empty(int(size), dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
         self.exchange([(r, 1, data) for r in others], [(r, 1, room) for r, room in rooms.items()], what)
         told = {rank: pickle.loads(room.numpy().tobytes()) for rank, room in rooms.items()}  # noqa: S301  # by this very job
         return [value if rank == self.rank else told[rank] for rank in range(self.size)]

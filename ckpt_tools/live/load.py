@@ -180,7 +180,7 @@ def _share(
 
 
 def _make(entry: TensorEntry) -> torch.Tensor:
-    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
+    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name), device="cpu")
 
 
 def _read_shards(

@@ -14,8 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from ckpt_tools.box import Box
 from ckpt_tools.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.destination import Destination
@@ -29,8 +27,6 @@ from ckpt_tools.live.shards import Shard, alias_key
 from ckpt_tools.live.write import FilePlan, Offer, commit, plan_file, write_part
 from ckpt_tools.manifest import SealedTensor
 from ckpt_tools.soundness import check
-
-_SIGN = 1 << 63
 
 
 class Task(NamedTuple):
@@ -101,7 +97,7 @@ def agree(
         PlanError: ranks disagree about a tensor, or pieces leave a hole; on every rank.
     """
     changed = known is None or known.offers != offers or known.objects != objects
-    if not int(group.sum(torch.tensor([changed], dtype=torch.int64), "agree on the layout")[0]):
+    if not group.sum([changed], "agree on the layout")[0]:
         assert known is not None
         return known
     tasks: list[Task] = []
@@ -255,17 +251,14 @@ def write(
     return SaveReport(target.url, part.nbytes, sum(p.nbytes for p in parts), time.monotonic() - began, notes)
 
 
-def _prints(layout: Layout, shares: Mapping[str, int]) -> torch.Tensor:
-    """Returns this rank's share of every tensor's fingerprint, as int64."""
+def _prints(layout: Layout, shares: Mapping[str, int]) -> list[int]:
+    """Returns this rank's share of every tensor's fingerprint."""
     values = [0] * layout.task.num_tensors
     for number, tensor in zip(layout.task.offers, layout.task.numbers, strict=True):
         values[tensor] = shares[layout.offers[number].fqn]
-    return torch.tensor([v - (1 << 64) if v >= _SIGN else v for v in values], dtype=torch.int64)
+    return values
 
 
-def _seal(head: Head, prints: torch.Tensor) -> dict[str, SealedTensor]:
-    tensors = {
-        fqn: sealed._replace(fingerprint=f"{value & ((1 << 64) - 1):016x}")
-        for (fqn, sealed), value in zip(head.tensors, prints.tolist(), strict=True)
-    }
+def _seal(head: Head, prints: Sequence[int]) -> dict[str, SealedTensor]:
+    tensors = {fqn: sealed._replace(fingerprint=f"{value:016x}") for (fqn, sealed), value in zip(head.tensors, prints, strict=True)}
     return tensors | {fqn: tensors[other] for fqn, other in head.aliases.items() if other in tensors}

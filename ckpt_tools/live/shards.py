@@ -84,7 +84,7 @@ class Stage:
     """Host memory beside tensors that cannot be written from, or read into, as they lie: made once and used again; pinned for CUDA."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = _pageable(0)
         self._is_pinned = False
         self._busy: list[torch.cuda.Event] = []
 
@@ -140,14 +140,14 @@ class Stage:
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         wants_pin = any(t.is_cuda for t in tensors)
         if len(self._buffer) < end or (wants_pin and not self._is_pinned):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._buffer = _pageable(0)  # the old one goes before the new one comes
             self._buffer, self._is_pinned = (_pinned if wants_pin else _pageable)(max(end, 1)), wants_pin
         parts = [self._buffer[start : start + t.numel() * t.element_size()] for start, t in zip(starts, tensors, strict=True)]
         return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def _pageable(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

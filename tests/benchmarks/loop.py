@@ -1,4 +1,6 @@
-"""Tokens/s of `training` against a bare FSDP2 loop written straight to PyTorch, in turn: `torchrun --nproc-per-node 2 tests/benchmarks/loop.py`.
+"""Tokens/s of `training` against a bare FSDP2 loop written straight to PyTorch, in turn.
+
+    PYTHONPATH=. torchrun --standalone --nproc-per-node 2 tests/benchmarks/loop.py [TABLE.KEY=VALUE …]    # CKPT_DEVICE=cuda: on a GPU
 
 Both train the same model on the same sequences on the same ranks; the bare loop does nothing else: no metrics, no checkpoints, no
 clipping, no schedule. Medians of the rounds, and their ratio.
@@ -16,12 +18,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
+from tests.dist import device
 from training import config as configuration
 from training import model as models
-from training import train
+from training import parallel, train
 from training.config import Config
 from training.data import open_tokens
 
@@ -31,11 +34,12 @@ WARM = 3  # steps that are not counted
 def bare(config: Config) -> float:
     """Returns tokens/s of the bare loop."""
     model = models.make(config.model)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(parallel.dtype_of(config.precision.param), parallel.dtype_of(config.precision.reduce))
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=device.here())
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -45,18 +49,19 @@ def bare(config: Config) -> float:
     for step in range(config.run.steps):
         began = time.perf_counter()
         start = step * data.batch_size + dist.get_rank() * part
-        inputs, targets = tokens.sequences(list(range(start, start + part)), data.seq_len)
+        inputs, targets = (t.to(device.here()) for t in tokens.sequences(list(range(start, start + part)), data.seq_len))
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        loss.item()  # as whoever looks at a loss waits for it
         times.append(time.perf_counter() - began)
     return data.batch_size * data.seq_len / statistics.median(times[WARM:])
 
 
 def ours(config: Config) -> float:
     """Returns tokens/s of the program, everything included that it does in a step without a checkpoint."""
-    train.train(train.prove(config, dist.get_world_size(), dist.get_world_size()), torch.device("cpu"))
+    train.train(train.prove(config, dist.get_world_size(), dist.get_world_size()), device.here())
     lines = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
     return config.data.batch_size * config.data.seq_len / statistics.median(line["step_s"] for line in lines[WARM:-1])
 
@@ -67,7 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("options", nargs="*")
     args = parser.parse_args()
-    dist.init_process_group("gloo")
+    device.begin(is_default=False)
     torch.set_num_threads(1)
     rates: dict[str, list[float]] = {"bare": [], "training": []}
     for number in range(args.rounds):

@@ -1,9 +1,9 @@
 """Peak memory of a rank: against the estimate, for every strategy; and of starting from pretrained weights, against the model's size.
 
-    python tests/benchmarks/memory.py strategies
-    python tests/benchmarks/memory.py pretrained
+    PYTHONPATH=. python tests/benchmarks/memory.py strategies [RANKS]      # CKPT_DEVICE=cuda: on a GPU
+    PYTHONPATH=. python tests/benchmarks/memory.py pretrained
 
-Measured is the most resident memory of a rank, less what it held before the model was made.
+Measured is the most resident memory of a rank, less what it held before the model was made; on a GPU what PyTorch allocated there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt_tools
+from tests.dist import device
 from training import config as configuration
 from training import estimate, train
 from training import model as models
@@ -41,27 +42,26 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144"}  # freed tensors go back to th
 
 def rank_main(what: str, options: list[str]) -> None:
     """Does one thing on one rank, and prints the most that any rank took for it, in MiB."""
-    dist.init_process_group("gloo")
+    here, ranks = device.begin(is_default=False), dist.get_world_size()
     torch.set_num_threads(1)
-    cpu, ranks = torch.device("cpu"), dist.get_world_size()
     if what == "train":
         plan = train.prove(configuration.resolve(None, options), ranks, ranks)
     with open("/proc/self/status") as file:
         before = next(int(line.split()[1]) for line in file if line.startswith("VmRSS:")) / 1024
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
     if what == "train":
-        train.train(plan, cpu)
+        train.train(plan, here)
     elif what.startswith("fsdp"):
         config = configuration.resolve(
             None, [f"model.path={options[0]}", "data.batch_size=8", "fsdp.wrap_embeddings=true", f"fsdp.api={what}"]
         )
-        model = train.build(train.prove(config, ranks, ranks), cpu).model
+        model = train.build(train.prove(config, ranks, ranks), here).model
         ckpt_tools.load(options[0], {"model": model}, cast=True)
     else:
         from transformers import AutoModelForCausalLM
 
         AutoModelForCausalLM.from_pretrained(options[0], dtype=torch.float32)
-    peaks = gather(torch.tensor([peak_mib(cpu) - before], dtype=torch.float64))
+    peaks = gather(torch.tensor([peak_mib(here) - (before if here.type == "cpu" else 0)], dtype=torch.float64))
     if dist.get_rank() == 0:
         print("PEAK", max(p[0] for p in peaks), flush=True)
     dist.destroy_process_group()
@@ -114,4 +114,4 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         rank_main(sys.argv[1], sys.argv[2:])
     else:
-        {"strategies": strategies, "pretrained": pretrained}[sys.argv[1]]()
+        {"strategies": strategies, "pretrained": pretrained}[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -1,8 +1,8 @@
 """Times saving and loading from inside a job, beside the raw limit and the peers, in turn; prints the tables of docs/benchmarks.md.
 
-    torchrun --standalone --nproc-per-node 4 tests/benchmarks/saving.py DIR --gb 1 --runs 5 [--only sync,async,load]
+    PYTHONPATH=. torchrun --standalone --nproc-per-node 4 tests/benchmarks/saving.py DIR --gb 1 --runs 5 [--only sync,async,load]
 
-The state is a decoder of float32 parameters under FSDP2, on CPU. Every time is from the first rank's beginning to the last
+The state is a decoder of float32 parameters under FSDP2, on CPU; on the machine's GPU with CKPT_DEVICE=cuda. Every time is from the first rank's beginning to the last
 one's end; results are durable unless the name says otherwise; each contender writes to a directory that does not exist yet, and what
 it wrote is removed outside the time. torch_checkpointing takes part where it can be imported.
 """
@@ -26,12 +26,14 @@ import torch.distributed.checkpoint as dcp
 from make_input import shapes
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ckpt_tools import CheckpointManager
 from ckpt_tools.live.shards import as_bytes
+from tests.dist import device
 
 try:
     import torch_checkpointing as tc
@@ -42,13 +44,14 @@ try:
 except ImportError:
     tc = None
 
-SETTLE_MIB = 6000
+IS_CUDA = device.NAME == "cuda"
+SETTLE_MIB = int(os.environ.get("SETTLE_MIB", "6000"))
 Times = dict[str, list[float]]
 
 
 def build(gb: float, placement: Shard) -> nn.Module:
     """A model whose parameters are DTensors, as FSDP2 leaves them."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
     model = nn.Module()
     torch.manual_seed(0)
     for name, shape in shapes(gb, 1024).items():
@@ -70,10 +73,12 @@ def build(gb: float, placement: Shard) -> nn.Module:
 
 def timed(call: Callable[[], object]) -> float:
     """From the first rank's beginning to the last one's end: with more ranks than cores, they neither begin nor end together."""
+    if IS_CUDA:
+        torch.cuda.synchronize()
     dist.barrier()
     began = time.monotonic()
     call()
-    span = torch.tensor([-began, time.monotonic()], dtype=torch.float64)
+    span = torch.tensor([-began, time.monotonic()], dtype=torch.float64, device="cpu")
     dist.all_reduce(span, dist.ReduceOp.MAX)
     return span.sum().item()
 
@@ -143,8 +148,24 @@ def show(title: str, times: Times, base: str, nbytes: int) -> None:
 # ---- contenders --------------------------------------------------------------------------------------------------------------
 
 
-def raw_write(folder: Path, local: list[memoryview]) -> float:
+def hosts_of(model: nn.Module) -> list[torch.Tensor]:
+    """Host memory for this rank's shards, pinned for those of a GPU."""
+    return [torch.empty(p._local_tensor.shape, dtype=p.dtype, device="cpu", pin_memory=IS_CUDA) for p in model.parameters()]
+
+
+def copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=True)
+    if IS_CUDA:
+        torch.cuda.synchronize()
+
+
+def raw_write(folder: Path, shards: list[torch.Tensor], hosts: list[torch.Tensor]) -> float:
     def call() -> None:
+        if IS_CUDA:
+            copy_all(shards, hosts)
+        local = [as_bytes(t) for t in (hosts if IS_CUDA else shards)]
         fd = os.open(folder / f"raw{dist.get_rank()}", os.O_WRONLY | os.O_CREAT)
         at = 0
         for view in local:
@@ -162,7 +183,7 @@ def peer_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def sync_saves(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[str, Callable[[], float]]:
-    local = [as_bytes(p._local_tensor) for p in model.parameters()]
+    shards, hosts = [p._local_tensor.detach() for p in model.parameters()], hosts_of(model) if IS_CUDA else []
     number = [0]
 
     def ours() -> float:
@@ -177,7 +198,7 @@ def sync_saves(model: nn.Module, folder: Path, manager: CheckpointManager) -> di
 
         return call
 
-    found = {"raw: pwrite, fsync": lambda: raw_write(folder, local), "CheckpointManager": ours}
+    found = {"raw: pwrite, fsync": lambda: raw_write(folder, shards, hosts), "CheckpointManager": ours}
     found |= {f"dcp.save, {n} thread{'s' * (n > 1)}": stock(n) for n in (1, 2, 4)}
     if tc is not None:
         saver = tc.CheckpointManager(tc.CheckpointManager.Config(save=tc.SyncCheckpointSaverConfig(), storage_config=buffered))
@@ -196,13 +217,10 @@ def sync_saves(model: nn.Module, folder: Path, manager: CheckpointManager) -> di
 
 def stalls(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[str, Callable[[], float]]:
     """How long the loop stands still; the writing itself is waited for outside the time."""
-    parameters = [p._local_tensor for p in model.parameters()]
-    buffers = [torch.empty_like(p) for p in parameters]
+    parameters = [p._local_tensor.detach() for p in model.parameters()]
+    buffers = hosts_of(model)
     number = [10_000]
-
-    def copy() -> None:
-        for buffer, parameter in zip(buffers, parameters, strict=True):
-            buffer.copy_(parameter.detach())
+    pinned = DefaultStager(StagingOptions(True, False, False, True)) if IS_CUDA else None  # pinned, kept, copied before it returns
 
     def ours() -> float:
         number[0] += 1
@@ -210,20 +228,23 @@ def stalls(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[s
         manager.wait()
         return took
 
-    def stock(kind: AsyncCheckpointerType) -> Callable[[], float]:
+    def stock(kind: AsyncCheckpointerType, stager: DefaultStager | None = None) -> Callable[[], float]:
         def call() -> float:
-            futures = []
+            futures, how = [], {"async_checkpointer_type": kind} | ({"async_stager": stager} if stager else {})
             state = {"model": peer_state(model)}
-            took = timed(lambda: futures.append(dcp.async_save(state, checkpoint_id=folder / "dcp", async_checkpointer_type=kind)))
-            futures[0].result()
+            took = timed(lambda: futures.append(dcp.async_save(state, checkpoint_id=folder / "dcp", **how)))
+            done = futures[0]
+            (done.upload_completion if hasattr(done, "upload_completion") else done).result()
             return took
 
         return call
 
-    found = {"memory copy": lambda: timed(copy), "CheckpointManager": ours}
+    found = {"memory copy": lambda: timed(lambda: copy_all(parameters, buffers)), "CheckpointManager": ours}
     found |= {f"dcp.async_save, {kind.value}": stock(kind) for kind in AsyncCheckpointerType}
+    if pinned:
+        found["dcp.async_save, thread, pinned"] = stock(AsyncCheckpointerType.THREAD, pinned)
     if tc is not None:
-        staging = CheckpointStagerConfig(use_pinned_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+        staging = CheckpointStagerConfig(use_pinned_memory=IS_CUDA, use_async_staging=False, use_non_blocking_copy=IS_CUDA)
         config = tc.CheckpointManager.Config(save=tc.AsyncCheckpointSaverConfig(staging_config=staging), storage_config=buffered)
         saver = tc.CheckpointManager(config)
 
@@ -238,7 +259,8 @@ def stalls(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[s
 
 
 def loads(model: nn.Module, source: Path, manager: CheckpointManager) -> dict[str, Callable[[], float]]:
-    views = [as_bytes(p._local_tensor) for p in model.parameters()]
+    shards, hosts = [p._local_tensor.detach() for p in model.parameters()], hosts_of(model) if IS_CUDA else []
+    views = [as_bytes(t) for t in hosts or shards]
     files = sorted(source.glob("*.distcp"))
     sizes = [f.stat().st_size for f in files]
 
@@ -258,6 +280,8 @@ def loads(model: nn.Module, source: Path, manager: CheckpointManager) -> dict[st
                 at, view = at + count, view[count:]
         for fd in fds:
             os.close(fd)
+        if IS_CUDA:
+            copy_all(hosts, shards)
         assert at - sum(sizes) * rank // world >= 0.99 * sum(map(len, views)), "the end of the files came too early"
 
     def stock() -> None:
@@ -344,7 +368,7 @@ def main() -> None:
     parser.add_argument("--source", type=Path, help="for load: a checkpoint, of any number of ranks, instead of one of these ranks")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+    device.begin()
     torch.set_num_threads(1)
     model = build(args.gb, Shard(args.dim))
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckpt_tools import CheckpointError, CheckpointManager, PerRank, RngState
+from tests.dist import device
 from tests.dist.save import Net, adamw, whole
 
 
@@ -38,7 +39,7 @@ class Position:
 
 
 def mesh(*shape, names=("dp",)):
-    return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+    return init_device_mesh(device.NAME, shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
 def fsdp2(model, where=None):
@@ -62,7 +63,7 @@ def build(case):
         fully_shard(model, mesh=both["dp"])
     elif case == "fsdp1":
         model.frozen.weight.requires_grad_(True)
-        model = FullyShardedDataParallel(model, use_orig_params=True, device_mesh=mesh(), device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_mesh=mesh(), device_id=torch.device(device.NAME))
     elif case == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif case == "wrapped":
@@ -89,7 +90,7 @@ def build(case):
 
 
 def train(model, optimizers, num_steps):
-    inputs = torch.Generator().manual_seed(num_steps)  # the same on all ranks, so that their replicated buffers stay the same
+    inputs = torch.Generator(device.NAME).manual_seed(num_steps)  # the same on all ranks, so that their replicated buffers stay the same
     for _ in range(num_steps):
         model(torch.randn(4, 6, generator=inputs)).pow(2).mean().backward()
         for optimizer in optimizers:
@@ -130,7 +131,7 @@ def assert_same(got, want, path=""):
         for key in want:
             assert_same(got[key], want[key], f"{path}.{key}")
     elif isinstance(want, torch.Tensor):
-        assert got.dtype == want.dtype and torch.equal(got, want), path
+        assert got.dtype == want.dtype and torch.equal(got.cpu(), want.cpu()), path
     elif isinstance(want, (list, tuple)):
         assert len(got) == len(want), path
         for i, (a, b) in enumerate(zip(got, want)):
@@ -312,7 +313,7 @@ def main() -> None:
             sys.argv[2]
         ],
     )
-    dist.init_process_group("gloo")
+    device.begin()
     for case in sys.argv[3:]:
         action(root, case)
         dist.barrier()

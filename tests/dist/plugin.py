@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
 from ckpt_tools.distributed import StorageReader, StorageWriter
+from tests.dist import device
 from tests.dist import save as cases
 
 warnings.simplefilter("ignore")
@@ -98,7 +99,7 @@ def refused(out):
 
 def main() -> None:
     out = Path(sys.argv[1])
-    dist.init_process_group("gloo")
+    device.begin()
     for case in sys.argv[2:]:
         cases._FULL.clear()
         check(case, out)

@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.dist import device
+
 
 class Net(nn.Module):
     """Uneven, tiny, replicated, 0-d, frozen: dims of 6, 7 and 1 do not divide by anybody's number of ranks."""
@@ -38,11 +40,11 @@ class Net(nn.Module):
 
 def whole(value):
     if isinstance(value, DTensor):
-        return value.full_tensor().detach().clone()
+        return value.full_tensor().detach().cpu().clone()
     if isinstance(value, dict):
         return {k: whole(v) for k, v in value.items()}
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value.detach().cpu().clone()
     return value
 
 
@@ -85,11 +87,11 @@ def case_sgd():
 
 
 def case_hsdp():
-    return fsdp2(init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
+    return fsdp2(init_device_mesh(device.NAME, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
 
 
 def case_tp():
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device.NAME, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = Net()
     parallelize_module(model, mesh["tp"], {"c": ColwiseParallel(), "d": RowwiseParallel()})
@@ -105,7 +107,7 @@ def case_tp():
 
 
 def case_columns():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
     torch.manual_seed(0)
     shapes = {"even": (5, 16), "uneven": (5, 13), "few": (3, 2), "cube": (3, 11, 4), "last": (2, 3, 9)}
     dims = {"cube": 1, "last": 2}
@@ -113,7 +115,7 @@ def case_columns():
 
 
 def case_dtypes():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
     names = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2".split()
     torch.manual_seed(0)
     state = {}
@@ -145,7 +147,7 @@ def case_strided():
         "row": big[4],
         "channels": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     }
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
     full = torch.randn(13, 8)
     local = _rows(full).t().contiguous().t()
     _FULL["columns_first"] = full
@@ -163,9 +165,9 @@ def case_names():
 
 def case_fsdp1():
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
     model = FullyShardedDataParallel(
-        nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5)), use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu")
+        nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5)), use_orig_params=True, device_mesh=mesh, device_id=torch.device(device.NAME)
     )
     optim = torch.optim.AdamW(model.parameters())
     train(model, optim)
@@ -176,7 +178,7 @@ def case_fsdp1():
 
 def case_compiled():
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
     names = ["_orig_mod.a._checkpoint_wrapped_module.w", "b._fsdp_wrapped_module._orig_mod.w", "module.module.c.w", "d.module.w"]
     return {
         "model": {n: distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)]) for n in names},
@@ -186,7 +188,7 @@ def case_compiled():
 
 def case_titan():
     """torchtitan's way: the model's names at the top."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
     torch.manual_seed(0)
     model = {
         n: distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
@@ -215,7 +217,7 @@ def case_flat():
 
 def case_headless():
     """The coordinator holds nothing: the mesh starts at rank 1; and tensors of which every shard is empty."""
-    mesh = DeviceMesh("cpu", list(range(1, dist.get_world_size())))
+    mesh = DeviceMesh(device.NAME, list(range(1, dist.get_world_size())))
     torch.manual_seed(0)
     full = {"w": torch.randn(9, 4), "one": torch.randn(1, 17), "empty": torch.empty(0, 5)}
     _FULL.update(full)
@@ -242,7 +244,7 @@ def case_differ():
 
 def main() -> None:
     out = Path(sys.argv[1])
-    dist.init_process_group("gloo")
+    device.begin()
     for case in sys.argv[2:]:
         _FULL.clear()
         state = globals()[f"case_{case}"]()

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ckpt_tools import CheckpointError, IntegrityError, PeerError
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.load import load_into
+from tests.dist import device
 
 LAYOUTS = {
     "rows": ((4,), [Shard(0)]),
@@ -30,7 +31,7 @@ CLONE_NEWUTS = 0x04000000
 def state_for(whole, layout):
     """Empty tensors of a layout, plain ones where there are too few dims, and what they should hold."""
     sizes, placements = LAYOUTS[layout]
-    mesh = init_device_mesh("cpu", sizes)
+    mesh = init_device_mesh(device.NAME, sizes)
     found = {}
     for name, value in whole.items():
         fits = all(not isinstance(p, Shard) or p.dim < value.dim() for p in placements)
@@ -55,8 +56,8 @@ def check(whole, url, layout, read_once, group):
 
 
 def main():
-    url, whole = sys.argv[1], torch.load(sys.argv[2])
-    dist.init_process_group("gloo")
+    url, device_of_rank = sys.argv[1], device.begin()
+    whole = torch.load(sys.argv[2], map_location=device_of_rank)
     rank, nbytes = dist.get_rank(), sum(v.numel() * v.element_size() for v in whole.values())
     group = Group(60.0)
     for layout in LAYOUTS:

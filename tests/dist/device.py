@@ -1,0 +1,28 @@
+"""Where real jobs compute: on the CPU, or with CKPT_DEVICE=cuda on the GPUs of the machine, ranks going round: `make test-cuda`."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+NAME = os.environ.get("CKPT_DEVICE") or "cpu"
+
+
+def here() -> torch.device:
+    """Returns this rank's device."""
+    return torch.device("cpu") if NAME == "cpu" else torch.device(NAME, torch.cuda.current_device())
+
+
+def begin(is_default: bool = True) -> torch.device:
+    """Joins the job and returns this rank's device, torch's default from then on: by nccl where each has a GPU of its own, else by gloo."""
+    if NAME == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device(NAME, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.set_default_device(device if is_default else "cpu")
+    is_alone = int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_alone else "cpu:gloo,cuda:gloo")
+    return device
