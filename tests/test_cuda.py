@@ -202,6 +202,22 @@ def test_pinned_memory_is_what_is_needed_and_is_given_back() -> None:
     assert len(places) == 1  # used again
 
 
+def test_where_memory_cannot_be_pinned_copies_are_made_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = every_kind()
+    want = {name: value.cpu().clone() for name, value in model.items()}
+    taken = torch.empty(1 << 20, dtype=torch.uint8, device="cpu")
+    runtime = torch.cuda.cudart()
+    assert int(runtime.cudaHostRegister(taken.data_ptr(), len(taken), 0)) == 0
+    monkeypatch.setattr("ckpt_tools.live.shards._pageable", lambda nbytes: taken[:nbytes])  # CUDA registers nothing twice
+    stage = Stage()
+    views = stage.copy(list(model.values()))
+    monkeypatch.undo()
+    runtime.cudaHostUnregister(taken.data_ptr())
+    for view, value in zip(views, want.values(), strict=True):
+        assert bytes(view) == value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    assert torch.ones(3, device="cuda").sum() == 3
+
+
 LOAD = """
 import sys, torch, ckpt_tools
 from pathlib import Path

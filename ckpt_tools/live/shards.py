@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -153,8 +153,11 @@ def _pageable(nbytes: int) -> torch.Tensor:
 def _pinned(nbytes: int) -> torch.Tensor:
     """Returns pinned memory, of that size, that is given back with the tensor: torch's own takes the next power of two, and keeps it."""
     buffer, runtime = _pageable(nbytes), torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)) == 0:  # else it is copied from and to as it is, more slowly
+    if int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)) == 0:
         weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    else:  # copies are slower then; CUDA tells whoever asks next of the error
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
     return buffer
 
 

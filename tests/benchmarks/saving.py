@@ -363,7 +363,9 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", default="sync,async,load")
-    parser.add_argument("--skip", default="$^", metavar="REGEX", help="for async: contenders to leave out, where memory does not hold all")
+    parser.add_argument(
+        "--skip", default="$^", metavar="REGEX", help="for sync and async: contenders to leave out, where memory does not hold all"
+    )
     parser.add_argument("--dim", type=int, default=0)
     parser.add_argument("--source", type=Path, help="for load: a checkpoint, of any number of ranks, instead of one of these ranks")
     args = parser.parse_args()
@@ -382,7 +384,11 @@ def main() -> None:
         if "sync" in args.only.split(","):
             show(
                 f"Blocking save, {what}",
-                rounds(sync_saves(model, work / "out", manager), args.runs, work / "out"),
+                rounds(
+                    {n: c for n, c in sync_saves(model, work / "out", manager).items() if not re.search(args.skip, n)},
+                    args.runs,
+                    work / "out",
+                ),
                 "raw: pwrite, fsync",
                 nbytes,
             )

@@ -155,7 +155,7 @@ def prove_memory() -> None:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
             return tensor
 
-        inputs, targets = job.tokens.sequences(list(range(8)), job.config.data.seq_len)
+        inputs, targets = (t.to(job.device) for t in job.tokens.sequences(list(range(8)), job.config.data.seq_len))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             train.loss_of(job, inputs, targets).backward()
         kept[every] = sum(s.nbytes() for s in storages.values())
