@@ -50,7 +50,7 @@ def bare(config: Config) -> float:
         began = time.perf_counter()
         start = step * data.batch_size + dist.get_rank() * part
         inputs, targets = (t.to(device.here()) for t in tokens.sequences(list(range(start, start + part)), data.seq_len))
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -6,8 +6,19 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 NAME = os.environ.get("CKPT_DEVICE") or "cpu"
+
+
+def on_cpu(value: DTensor) -> DTensor:
+    """Returns a copy on the host, which gloo gathers; of a GPU's, it cannot do all that DTensor asks for."""
+    if value.device_mesh.device_type == "cpu":
+        return value
+    mesh = DeviceMesh("cpu", value.device_mesh.mesh)
+    local = value._local_tensor.detach().cpu()
+    return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
 
 
 def here() -> torch.device:

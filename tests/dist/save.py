@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 def whole(value):
     if isinstance(value, DTensor):
-        return value.full_tensor().detach().cpu().clone()
+        return device.on_cpu(value).full_tensor().detach().clone()
     if isinstance(value, dict):
         return {k: whole(v) for k, v in value.items()}
     if isinstance(value, torch.Tensor):

@@ -200,7 +200,9 @@ def prove_effects() -> None:
     assert [[states.index(s) for s in state._states_to_forward_prefetch] for state in states] == [[1, 2], [2, 3], [3], []]
     assert [[states.index(s) for s in state._states_to_backward_prefetch] for state in states] == [[], [0], [1], [2]]
     job = build("fsdp.cpu_offload=true")
-    assert all(p.offload_to_cpu for g in job.model._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params)
+    state = job.model._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.13
+    assert all(p.offload_to_cpu for g in groups for p in g.fsdp_params)
     train.take_step(job, train.Meter(Path("/nonexistent"), 0, 1, 1, False))
     assert all(p.grad is not None and not p.grad.to_local().any() for p in job.model.parameters())
     job = build("compute.compile=true", "compute.compile_backend=eager")
