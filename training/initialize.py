@@ -20,12 +20,14 @@ class Init:
 
     Args:
         model: on the meta device, before anything is wrapped around its modules.
+        device: where numbers are drawn, which differ between a CPU and a GPU: the same wherever parameters are kept.
         draw: give parameters values; buffers get theirs in any case.
     """
 
-    def __init__(self, model: nn.Module, seed: int, draw: bool = True) -> None:
+    def __init__(self, model: nn.Module, seed: int, device: torch.device, draw: bool = True) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.fill, self.seed, self.draw = initializer(model), seed, draw
+        self.device = device if draw else torch.device("meta")
         self.first: dict[tuple[int, str], Use] = {}  # of a tied weight that a module holds: the place that gives it its values
         for uses in tied(model):
             self.first |= {(id(use.module), use.name): uses[0] for use in uses}
@@ -57,9 +59,7 @@ class Init:
     @torch.no_grad()
     def _fill(self, module: nn.Module) -> None:
         held = {name: p for name, p in module._parameters.items() if p is not None}
-        whole = {
-            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=_place(p) if self.draw else "meta")) for name, p in held.items()
-        }
+        whole = {name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=self.device)) for name, p in held.items()}
         digest = hashlib.blake2b(f"{self.seed}:{self.names[id(module)]}".encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "big") >> 1)
         module._parameters.update(whole)
@@ -71,10 +71,6 @@ class Init:
             use = self.first.get((id(module), name))
             if use is None or (use.module is module and use.name == name):
                 _keep_shard(parameter, whole[name])
-
-
-def _place(parameter: Tensor) -> torch.device:
-    return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
 
 
 def _keep_shard(parameter: Tensor, whole: Tensor) -> None:

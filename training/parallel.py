@@ -146,7 +146,7 @@ def shard(model: nn.Module, config: Config, mesh: DeviceMesh, device: torch.devi
         ConfigError: the model does not fit the mesh or the units asked for.
     """
     units, blocks = units_of(model, config), blocks_of(model)
-    init = Init(model, config.run.seed, draw=not has_weights)
+    init = Init(model, config.run.seed, device, draw=not has_weights)
     if mesh["tensor"].size() > 1:
         _split_tensors(model, mesh["tensor"])
     _checkpoint_activations(model, blocks, config.compute.checkpoint_every)

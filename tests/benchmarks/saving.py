@@ -220,7 +220,6 @@ def stalls(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[s
     parameters = [p._local_tensor.detach() for p in model.parameters()]
     buffers = hosts_of(model)
     number = [10_000]
-    pinned = DefaultStager(StagingOptions(True, False, False, True)) if IS_CUDA else None  # pinned, kept, copied before it returns
 
     def ours() -> float:
         number[0] += 1
@@ -228,9 +227,11 @@ def stalls(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[s
         manager.wait()
         return took
 
-    def stock(kind: AsyncCheckpointerType, stager: DefaultStager | None = None) -> Callable[[], float]:
+    def stock(kind: AsyncCheckpointerType, is_pinned: bool = False) -> Callable[[], float]:
         def call() -> float:
-            futures, how = [], {"async_checkpointer_type": kind} | ({"async_stager": stager} if stager else {})
+            futures, how = [], {"async_checkpointer_type": kind}
+            if is_pinned:  # and copied before it returns; `async_save` closes it, so it serves once
+                how["async_stager"] = DefaultStager(StagingOptions(True, False, False, True))
             state = {"model": peer_state(model)}
             took = timed(lambda: futures.append(dcp.async_save(state, checkpoint_id=folder / "dcp", **how)))
             done = futures[0]
@@ -241,8 +242,8 @@ def stalls(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[s
 
     found = {"memory copy": lambda: timed(lambda: copy_all(parameters, buffers)), "CheckpointManager": ours}
     found |= {f"dcp.async_save, {kind.value}": stock(kind) for kind in AsyncCheckpointerType}
-    if pinned:
-        found["dcp.async_save, thread, pinned"] = stock(AsyncCheckpointerType.THREAD, pinned)
+    if IS_CUDA:
+        found["dcp.async_save, thread, pinned"] = stock(AsyncCheckpointerType.THREAD, is_pinned=True)
     if tc is not None:
         staging = CheckpointStagerConfig(use_pinned_memory=IS_CUDA, use_async_staging=False, use_non_blocking_copy=IS_CUDA)
         config = tc.CheckpointManager.Config(save=tc.AsyncCheckpointSaverConfig(staging_config=staging), storage_config=buffered)

@@ -113,17 +113,17 @@ def config_of(variant: Variant, directory: Path) -> Config:
 
 def plain(config: Config) -> list[float]:
     """The losses of the same model and data in a loop that has never heard of ranks."""
-    model = models.make(config.model).to_empty(device="cpu")
+    model = models.make(config.model).to_empty(device=device.here())
     if config.model.tied_embeddings:
         model.output.weight = model.tok_embeddings.weight
-    parallel.Init(model, config.run.seed).all(model)
+    parallel.Init(model, config.run.seed, device.here()).all(model)
     data = config.data
     tokens = open_tokens(data.train, data.seq_len, data.batch_size, 256)
     sampler = Sampler(tokens.windows(data.seq_len), config.run.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay)
     losses = []
     for step in range(STEPS):
-        inputs, targets = tokens.sequences(sampler.next_batch(data.batch_size), data.seq_len)
+        inputs, targets = (t.to(device.here()) for t in tokens.sequences(sampler.next_batch(data.batch_size), data.seq_len))
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
