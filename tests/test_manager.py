@@ -72,6 +72,32 @@ def test_torch_s_default_device_is_nothing_to_a_save_or_a_load(tmp_path: Path) -
         torch.set_default_device(None)
 
 
+def test_what_goes_through_other_memory_is_loaded_in_batches_and_proved_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a device's memory does; transposed tensors are the like of it that every machine has."""
+    torch.manual_seed(0)
+    whole = {f"w{i}": torch.randn(30 + i, 20) for i in range(12)} | {"flat": torch.randn(500), "none": torch.empty(0, 3)}
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(7, {"model": whole}, asynchronous=False)
+    reports = []
+    for most_nbytes in (1 << 30, 6000, 1):
+        monkeypatch.setattr("ckpt_tools.live.load._BATCH_BYTES", most_nbytes)
+        got = {
+            name: torch.zeros_like(value).mT.contiguous().mT if value.dim() > 1 else torch.zeros_like(value)
+            for name, value in whole.items()
+        }
+        reports.append(ckpt_tools.load(tmp_path / "step-00000007", {"model": got}))
+        assert all(torch.equal(got[name], value) for name, value in whole.items())
+        assert not got["w3"].is_contiguous()
+    assert {(r.num_tensors, r.needed_nbytes, r.num_proved) for r in reports} == {(14, sum(v.nbytes for v in whole.values()), 13)}
+    data = bytearray((tmp_path / "step-00000007" / "__0_0.distcp").read_bytes())
+    data[data.index(whole["w9"].numpy().tobytes()) + 17] ^= 1
+    (tmp_path / "step-00000007" / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(IntegrityError, match="w9"):
+        ckpt_tools.load(tmp_path / "step-00000007", {"model": got})
+
+
 # ---- what fits ---------------------------------------------------------------------------------------------------------------
 
 

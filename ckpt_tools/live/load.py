@@ -31,7 +31,7 @@ from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore, read
 from ckpt_tools.storage.ahead import GAP_BYTES
 
-_BATCH_BYTES = 128 << 20
+_BATCH_BYTES = 64 << 20
 
 
 @dataclass(slots=True)

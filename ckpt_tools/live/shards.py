@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -43,27 +44,32 @@ def local_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
     Raises:
         PlanError: a tensor cannot be stored: partial sums, a sparse or quantized layout, an unknown element type.
     """
+    known: dict[Any, Box] = {}
     return [
         Shard(fqn, _dtype(fqn, value), tuple(value.shape), box, local)
         for fqn, value in tensors.items()
-        for box, local in _pieces(fqn, value)
+        for box, local in _pieces(fqn, value, known)
     ]
 
 
-def _pieces(fqn: str, value: torch.Tensor) -> Sequence[tuple[Box, torch.Tensor]]:
+def _pieces(fqn: str, value: torch.Tensor, known: dict[Any, Box]) -> Sequence[tuple[Box, torch.Tensor]]:
+    """Returns this rank's parts of a tensor; `known` has the box of every shape, mesh and placements that there were before."""
     if isinstance(value, ShardedTensor):
         return [(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach()) for s in value.local_shards()]
     if not isinstance(value, DTensor):
         return [(whole(value.shape), value.detach())]
-    if value.device_mesh.get_coordinate() is None:
+    mesh, placements = value.device_mesh, value.placements
+    if mesh.get_coordinate() is None:
         return []
-    if any(isinstance(p, Partial) for p in value.placements):
-        raise PlanError(
-            f"a tensor is a partial sum and cannot be stored: {value.placements} ({printable(fqn)!r})", hint="redistribute it first"
-        )
-    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    local = value._local_tensor.detach()  # to_local() would wait for a collective and record a gradient
-    return [(Box(tuple(offsets), tuple(sizes)), local)]
+    box = known.get(key := (value.shape, mesh, placements))
+    if box is None:
+        if any(isinstance(p, Partial) for p in placements):
+            raise PlanError(
+                f"a tensor is a partial sum and cannot be stored: {placements} ({printable(fqn)!r})", hint="redistribute it first"
+            )
+        sizes, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+        box = known[key] = Box(tuple(offsets), tuple(sizes))
+    return [(box, value._local_tensor.detach())]  # to_local() would wait for a collective and record a gradient
 
 
 def _dtype(fqn: str, value: torch.Tensor) -> DType:
@@ -80,12 +86,20 @@ def as_bytes(tensor: torch.Tensor) -> memoryview | None:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
+class _Room(NamedTuple):
+    """Host memory for a tensor: as one of its type and shape, and as bytes."""
+
+    tensor: torch.Tensor
+    memory: memoryview
+
+
 class Stage:
     """Host memory beside tensors that cannot be written from, or read into, as they lie: made once and used again; pinned for CUDA."""
 
     def __init__(self) -> None:
         self._buffer = _pageable(0)
         self._is_pinned = False
+        self._kept: tuple[list[tuple[Any, ...]], list[_Room]] = ([], [])  # the last use's, which as a rule is the next one's
         self._busy: list[torch.cuda.Event] = []
 
     def __reduce__(self) -> tuple[type[Stage], tuple[()]]:
@@ -101,10 +115,10 @@ class Stage:
         """Copies tensors side by side, and returns once all of them are there; the views hold until the next use."""
         rooms = self._rooms(tensors)
         for room, tensor in zip(rooms, tensors, strict=True):
-            room.copy_(tensor, non_blocking=tensor.is_cuda)
+            room.tensor.copy_(tensor, non_blocking=tensor.is_cuda)
         self._leave(tensors)
         self.settle()
-        return [_memory(room) for room in rooms]
+        return [room.memory for room in rooms]
 
     @contextmanager
     def fill(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[memoryview]]:
@@ -116,9 +130,9 @@ class Stage:
         away = [t for t, view in zip(tensors, views, strict=True) if view is None]
         rooms = self._rooms(away)
         theirs = iter(rooms)
-        yield [_memory(next(theirs)) if view is None else view for view in views]
+        yield [next(theirs).memory if view is None else view for view in views]
         for room, tensor in zip(rooms, away, strict=True):
-            tensor.copy_(room, non_blocking=tensor.is_cuda)
+            tensor.copy_(room.tensor, non_blocking=tensor.is_cuda)
         self._leave(away)
 
     def settle(self) -> None:
@@ -131,19 +145,21 @@ class Stage:
         for device in {t.device for t in tensors if t.is_cuda}:
             self._busy.append(torch.cuda.current_stream(device).record_event())
 
-    def _rooms(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _rooms(self, tensors: Sequence[torch.Tensor]) -> list[_Room]:
         """Returns memory for each tensor, of its type and shape, side by side."""
         self.settle()
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         wants_pin = any(t.is_cuda for t in tensors)
-        if len(self._buffer) < end or (wants_pin and not self._is_pinned):
-            self._buffer = _pageable(0)  # the old one goes before the new one comes
-            self._buffer, self._is_pinned = (_pinned if wants_pin else _pageable)(max(end, 1)), wants_pin
-        parts = [self._buffer[start : start + t.numel() * t.element_size()] for start, t in zip(starts, tensors, strict=True)]
-        return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+        key = [(t.shape, t.dtype) for t in tensors]
+        if key == self._kept[0] and (self._is_pinned or not wants_pin):
+            return self._kept[1]
+        ends = list(accumulate((-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for t in tensors), initial=0))
+        if len(self._buffer) < ends[-1] or (wants_pin and not self._is_pinned):
+            self._kept, self._buffer = ([], []), _pageable(0)  # the old one goes before the new one comes
+            self._buffer, self._is_pinned = (_pinned if wants_pin else _pageable)(max(ends[-1], 1)), wants_pin
+        parts = [self._buffer[start : start + t.numel() * t.element_size()] for start, t in zip(ends, tensors, strict=False)]
+        rooms = [_Room(part.view(t.dtype).view(t.shape), part.numpy().data) for part, t in zip(parts, tensors, strict=True)]
+        self._kept = key, rooms
+        return rooms
 
 
 def _pageable(nbytes: int) -> torch.Tensor:
@@ -159,12 +175,6 @@ def _pinned(nbytes: int) -> torch.Tensor:
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
     return buffer
-
-
-def _memory(room: torch.Tensor) -> memoryview:
-    view = as_bytes(room)
-    assert view is not None
-    return view
 
 
 def alias_key(shard: Shard) -> Any:

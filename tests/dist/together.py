@@ -24,6 +24,7 @@ LAYOUTS = {
     "hsdp": ((2, 2), [Replicate(), Shard(0)]),
     "both": ((2, 2), [Shard(1), Shard(0)]),
     "tp": ((2, 2), [Replicate(), Shard(1)]),
+    "strided": ((4,), [Replicate()]),  # whose memory is not row-major, like a device's, goes through the host's
 }
 CLONE_NEWUTS = 0x04000000
 
@@ -36,6 +37,8 @@ def state_for(whole, layout):
     for name, value in whole.items():
         fits = all(not isinstance(p, Shard) or p.dim < value.dim() for p in placements)
         found[name] = distribute_tensor(torch.zeros_like(value), mesh, placements) if fits else torch.zeros_like(value)
+    if layout == "strided":
+        found = {n: torch.zeros_like(v).mT.contiguous().mT if v.dim() > 1 else torch.zeros_like(v) for n, v in whole.items()}
     want = {n: distribute_tensor(v, mesh, placements) if isinstance(found[n], DTensor) else v for n, v in whole.items()}
     return found, want
 
