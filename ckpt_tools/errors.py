@@ -15,6 +15,8 @@ got Y (path, fqn)*; `hint` is what to do about it. Text that comes out of a chec
 
 from __future__ import annotations
 
+import re
+
 
 class CheckpointError(Exception):
     """The root of the tree: `except CheckpointError` catches whatever this package reports."""
@@ -76,11 +78,11 @@ class PeerError(CheckpointError):
     exit_code = 16
 
 
-_ESCAPED = {*range(0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF}
+_ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _PRINTABLE_CHARS = 512
 
 
 def printable(text: str) -> str:
     """Returns text from a checkpoint made safe for a terminal: controls, bidi and zero-width characters escaped."""
     shown = text if len(text) <= _PRINTABLE_CHARS else f"{text[:_PRINTABLE_CHARS]}… ({len(text)} characters)"
-    return "".join(ascii(c)[1:-1] if ord(c) in _ESCAPED or 0xD800 <= ord(c) <= 0xDFFF else c for c in shown)
+    return _ESCAPED.sub(lambda found: ascii(found[0])[1:-1], shown)

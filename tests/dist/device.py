@@ -12,6 +12,11 @@ from torch.distributed.tensor import DTensor
 NAME = os.environ.get("CKPT_DEVICE") or "cpu"
 
 
+def is_shared(num_ranks: int) -> bool:
+    """Tells whether several ranks share a GPU: by gloo then, which crashes at some of what FSDP1 and DTensor ask of it."""
+    return NAME != "cpu" and torch.cuda.device_count() < num_ranks
+
+
 def on_cpu(value: DTensor) -> DTensor:
     """Returns a copy on the host, which gloo gathers; of a GPU's, it cannot do all that DTensor asks for."""
     if value.device_mesh.device_type == "cpu":
