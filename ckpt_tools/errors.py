@@ -26,6 +26,8 @@ class CheckpointError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # below the message in a traceback
 
 
 class NotACheckpointError(CheckpointError):

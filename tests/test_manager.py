@@ -7,6 +7,7 @@ import logging
 import random
 import re
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def test_a_parameter_that_was_added_is_named_and_may_be_left_as_it_is(saved: Pat
     with pytest.raises(PlanError, match=r"missing from the checkpoint: 2\n    model.third.weight +float32 \[4, 4\]") as caught:
         resume(saved, {"model": model})
     assert "strict=False" in (caught.value.hint or "")
+    assert "\nhint: pass strict=False" in "".join(traceback.format_exception(caught.value))
     loaded = resume(saved, {"model": model}, strict=False).last_load
     assert loaded is not None and any("model.third.weight" in note for note in loaded.notes)
     assert all(torch.equal(v, before[k]) for k, v in model.third.state_dict().items())

@@ -80,9 +80,10 @@ class Ranks(ABC):
         failed = self.sum([own is not None], what)
         if not int(failed[0]):
             return
-        text = None if own is None else f"{type(own).__name__}: {own}"
-        texts = [(rank, t) for rank, t in enumerate(self.all_gather(text, what)) if t]
         hint = own.hint if isinstance(own, CheckpointError) else None
+        mine = None if own is None else (f"{type(own).__name__}: {own}", hint)
+        told = [(rank, *theirs) for rank, theirs in enumerate(self.all_gather(mine, what)) if theirs]
+        texts, hint = [(rank, text) for rank, text, _ in told], next((hint for *_, hint in told if hint), None)
         shown = "\n".join(f"  rank {rank}: {t}" for rank, t in texts[:8]) + (f"\n  and {len(texts) - 8} more" if len(texts) > 8 else "")
         raise PeerError(f"{what} failed on {len(texts)} of {self.size} ranks:\n{shown}", hint=hint)
 

@@ -312,7 +312,7 @@ def _per_rank(source: Source, name: str, wrapper: PerRank, group: Group, trust_p
         stored += 1
     if stored == group.size:
         return (_read_object(source, name_of_rank(name, group.rank), trust_pickle),)
-    what = f"{name}: the checkpoint has the states of {stored} ranks, this job has {group.size}"
+    what = f"{name}: the checkpoint has the states of {stored} rank{'s' * (stored != 1)}, this job has {group.size}"
     if callable(wrapper.on_resize) and stored:
         states = [_read_object(source, name_of_rank(name, r), trust_pickle) for r in range(stored)]
         report.notes.append(f"{what}; redistributed")

@@ -1,6 +1,6 @@
 """Trains one small model under every option, and compares the losses with a plain loop in one process. Run by torchrun.
 
-    torchrun --standalone --nproc-per-node 4 tests/dist/strategies.py DIR [NAME …]
+    PYTHONPATH=. torchrun --standalone --nproc-per-node 4 tests/dist/strategies.py DIR [NAME …]
 
 Prints one line a variant, `ok NAME` or `FAILED NAME: why`, on rank 0.
 """

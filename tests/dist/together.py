@@ -83,6 +83,15 @@ def main():
         except (expected, PeerError) as error:
             assert path != "flipped" or "damaged since they were written" in str(error), error
 
+    try:
+        with group.phase("ask all"):
+            if rank == 2:
+                raise CheckpointError("there is none", hint="make one")
+        raise AssertionError("nobody was told")
+    except CheckpointError as error:  # its own, or PeerError with its text
+        assert error.hint == "make one" and "there is none" in str(error), error
+        assert isinstance(error, PeerError) == (rank != 2), error
+
     libc = ctypes.CDLL(None, use_errno=True)
     may = torch.tensor([libc.unshare(CLONE_NEWUTS) == 0])
     dist.all_reduce(may, dist.ReduceOp.MIN)
