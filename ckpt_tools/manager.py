@@ -96,7 +96,7 @@ class CheckpointManager:
         self._jobs = jobs or min(4, max(1, (os.cpu_count() or 1) // ranks_here))
         self._group, self._writers = Group(timeout_s, process_group), Group(timeout_s, process_group)
         self._stage, self._layout = Stage(), None
-        self._told: set[str] = set()  # a remark on the store is made once, not at each step
+        self._told, self._passed = set[str](), set[str]()  # remarks on the store, made once; steps that resume found to be of no use
         try:
             self._claim(mirror_every)
         except BaseException:
@@ -136,7 +136,7 @@ class CheckpointManager:
         """Saves a step. Returns once the state may change again: at once after a copy, or with the step committed.
 
         Args:
-            step: its number, at least 0; a step that is there already is refused.
+            step: its number, at least 0. A step that is there already is refused, but for one that `resume` passed over: it is replaced.
             state: dicts of modules, optimizers, anything with `state_dict`, `RngState`, `PerRank`, tensors and plain values.
             asynchronous: instead of what the manager was made with.
 
@@ -152,8 +152,10 @@ class CheckpointManager:
         what = step_name(step)
         with torch.no_grad():
             with self._group.phase(f"collect the state for {what}"):
-                if self._group.rank == 0 and (target := self._target(step)).exists():
-                    raise StorageError(f"step {step} is there already: {printable(target.url)}", hint="a step is saved once")
+                if self._group.rank == 0 and (target := self._target(step)).exists() and target.url not in self._passed:
+                    raise StorageError(
+                        f"step {step} is there already: {printable(target.url)}", hint="a step is saved once: move it away to save it again"
+                    )
                 exported = export(state)
                 shards = local_shards(exported.tensors)
                 objects = self._objects(exported.objects if self._group.rank == 0 else {}, exported.per_rank)
@@ -189,7 +191,9 @@ class CheckpointManager:
         return {name: pack(value) for name, value in (*objects.items(), *own.items())}
 
     def _write(self, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], group: Group) -> SaveReport:
-        report = write(group, self._target(step), step, layout, memory, objects, self._jobs)
+        target = self._target(step)
+        report = write(group, target, step, layout, memory, objects, self._jobs, target.url in self._passed)
+        self._passed.discard(target.url)
         for note in report.notes:
             if note not in self._told:
                 log.warning("%s: %s", step_name(step), note)
@@ -277,7 +281,7 @@ class CheckpointManager:
                 if step is not None or path is not None or not self._is_damage(error):
                     raise
                 if self._group.rank == 0:
-                    log.warning("passed over %s: %s", found, error)
+                    self._pass_over(found, error)
                 damaged.append(found)
         self.last_load = report
         for note in report.notes if self._group.rank == 0 else ():
@@ -290,6 +294,11 @@ class CheckpointManager:
     def _is_damage(self, error: CheckpointError) -> bool:
         """Tells, on all ranks alike, whether damaged bytes were what made a load fail on any of them."""
         return bool(self._group.sum([isinstance(error, IntegrityError)], "find out whether the step is damaged")[0])
+
+    def _pass_over(self, step: Path | str, reason: object) -> None:
+        """Notes that a step is of no use: when the job gets there again, it is saved again."""
+        log.warning("passed over %s: %s", step, reason)
+        self._passed.add(os.fspath(step))
 
     def _choose(
         self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path | str]
@@ -308,7 +317,7 @@ class CheckpointManager:
         if damaged and choice.step is None:
             raise IntegrityError(f"every step is damaged: {', '.join(os.path.basename(p) for p in damaged)} ({printable(str(self.root))})")
         for passed, reason in choice.passed_over:
-            log.warning("passed over %s: %s", passed, reason)
+            self._pass_over(passed, reason)
         return (choice.step.number, choice.step.path) if choice.step else (0, None)
 
     def steps(self) -> list[Step]:

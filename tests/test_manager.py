@@ -222,6 +222,37 @@ def test_retention_keeps_the_last_and_those_kept_by_rule(tmp_path: Path) -> None
     assert [s.number for s in list_steps(tmp_path)] == [4, 6, 7]
 
 
+@pytest.mark.parametrize("harm", ["flipped", "short", "no index"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_that_was_passed_over_is_saved_again_when_the_job_gets_there(harm: str, asynchronous: bool, tmp_path: Path) -> None:
+    model = nn.Linear(50, 40)
+    state = {"model": model}
+    with CheckpointManager(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state)
+    data = tmp_path / "step-00000002" / "__0_0.distcp"
+    if harm == "flipped":
+        data.write_bytes(data.read_bytes().replace(model.weight.detach().numpy().tobytes()[:8], b"\x00" * 8, 1))
+    elif harm == "short":
+        data.write_bytes(data.read_bytes()[:-100])
+    else:
+        (data.parent / ".metadata").unlink()
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as checkpoints:
+        with pytest.raises(StorageError, match="step 2 is there already"):  # nobody has looked at it yet
+            checkpoints.save(2, state)
+        assert checkpoints.resume(state) == 1
+        nn.init.ones_(model.weight)
+        checkpoints.save(2, state)
+        checkpoints.wait()
+        with pytest.raises(StorageError, match="step 2 is there already"):
+            checkpoints.save(2, state)
+        nn.init.zeros_(model.weight)
+        assert checkpoints.resume(state) == 2
+        assert bool((model.weight == 1).all())
+    assert [(s.number, s.problem) for s in list_steps(tmp_path)] == [(1, ""), (2, "")]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".ckpt.lock", "step-00000001", "step-00000002"]
+
+
 def test_what_was_resumed_from_stays_until_a_newer_one_is_committed(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep_last=3) as checkpoints:
         for step in (1, 2, 3):

@@ -208,18 +208,20 @@ def _head(
 
 
 def write(
-    group: Group, target: Destination, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], jobs: int
-) -> SaveReport:
+    group: Group, target: Destination, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], jobs: int,
+    overwrite: bool = False,
+) -> SaveReport:  # fmt: skip
     """Writes one checkpoint and makes it visible; called by all ranks, from the layout that they agreed on.
 
     Args:
         group: all ranks.
-        target: the checkpoint to be; it must not exist.
+        target: the checkpoint to be; it must not exist, unless `overwrite`.
         step: for the manifest.
         layout: from `agree`.
         memory: the bytes of this rank's pieces, in the order of its task.
         objects: this rank's objects as archives, in the layout's order.
         jobs: threads on this rank.
+        overwrite: replace what is there, once all is written; rank 0's.
 
     Raises:
         CheckpointError: this rank's error, or PeerError with another's; nothing is then visible at `target`.
@@ -230,8 +232,8 @@ def write(
     with ExitStack() as stack:
         with group.phase(f"begin {what}"):
             if group.rank == 0:
-                target.check(False)
-                place = stack.enter_context(target.stage(attempt))
+                target.check(overwrite)
+                place = stack.enter_context(target.stage(attempt, overwrite))
         with group.phase(f"write {what}"):
             if group.rank:
                 place = target.join(attempt)

@@ -229,6 +229,10 @@ def fallback(root, case):
         dist.barrier()
         assert checkpoints.resume(state) == 1
         assert_same(snapshot(model, optimizers), want)
+        checkpoints.save(2, state)  # it takes the place of the damaged one
+        train(model, optimizers, 1)
+        assert checkpoints.resume(state) == 2
+        assert_same(snapshot(model, optimizers), want)
 
 
 def stock(root, case):
