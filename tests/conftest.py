@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.jobs import torchrun_command
+from tests.jobs import PYTHON_PATH, torchrun_command
 from tests.servers import servers
 from tests.servers.servers import Server
 
@@ -32,8 +32,7 @@ CASES = {8: ALL_CASES, 4: "adamw columns tp hsdp", 3: "adamw columns", 1: "adamw
 def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> None:
     """Runs a script of tests/dist on real gloo processes, and shows what it printed if it fails."""
     command = torchrun_command(num_ranks, HERE / "dist" / script, *args)
-    path = os.pathsep.join([str(HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # so that scripts find `tests`
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH} | environment
     result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stdout + result.stderr
 

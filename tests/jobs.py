@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PYTHON_PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # so that scripts find `tests`
 LONG = bool(os.environ.get("CKPT_LONG"))
 EVERY = 1 if LONG else 2  # of the system calls that are made to fail, one by one
 

@@ -202,7 +202,7 @@ def test_pinned_memory_is_what_is_needed_and_is_given_back() -> None:
     assert len(places) == 1  # used again
 
 
-def test_where_memory_cannot_be_pinned_copies_are_made_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_cannot_be_pinned_copies_are_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = every_kind()
     want = {name: value.cpu().clone() for name, value in model.items()}
     taken = torch.empty(1 << 20, dtype=torch.uint8, device="cpu")

@@ -10,6 +10,7 @@ import pytest
 import ckpt_tools
 
 ROOT = Path(ckpt_tools.__file__).parent
+LIVE = [f"live.{name}" for name in "group launch shards state divide share match save load".split()]
 LEVELS = [
     ["errors", "box", "dtypes", "checksum", "version", "team"],
     [
@@ -102,34 +103,14 @@ LEVELS = [
         "operations.salvage",
         "operations",
     ],
-    [
-        "live.group",
-        "live.launch",
-        "live.shards",
-        "live.state",
-        "live.divide",
-        "live.share",
-        "live.match",
-        "live.write",
-        "live.save",
-        "live.load",
-        "live",
-    ],
+    [*LIVE, "live.write", "live"],
     ["mirror", "manager", "distributed"],
     ["", "render", "verdicts", "options", "cli_runs", "cli", "__main__"],
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 MAY_IMPORT_TORCH = {
     "formats.dtensor_write",
-    "live.group",
-    "live.launch",
-    "live.shards",
-    "live.state",
-    "live.divide",
-    "live.share",
-    "live.match",
-    "live.save",
-    "live.load",
+    *LIVE,
     "manager",
     "distributed",
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import random
 import re
 import threading
 import traceback
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, NotACheckpointError, PerRank, PlanError, RngState, StorageError, UnsafePickleError
+from ckpt_tools.live.shards import Stage
 from ckpt_tools.steps import list_steps
 
 
@@ -81,8 +84,15 @@ def test_what_goes_through_other_memory_is_loaded_in_batches_and_proved_all_the_
     whole = {f"w{i}": torch.randn(30 + i, 20) for i in range(12)} | {"flat": torch.randn(500), "none": torch.empty(0, 3)}
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(7, {"model": whole}, asynchronous=False)
-    reports = []
-    for most_nbytes in (1 << 30, 6000, 1):
+    reports, batches, fill = [], [], Stage.fill
+
+    def counted(self: Stage, tensors: list[torch.Tensor]) -> AbstractContextManager[list[memoryview]]:
+        batches.append(sum(t.nbytes for t in tensors if not t.is_contiguous()))
+        return fill(self, tensors)
+
+    monkeypatch.setattr(Stage, "fill", counted)
+    for most_nbytes, num_batches in ((1 << 30, 1), (6000, 8), (1, 12)):
+        batches.clear()
         monkeypatch.setattr("ckpt_tools.live.load._BATCH_BYTES", most_nbytes)
         got = {
             name: torch.zeros_like(value).mT.contiguous().mT if value.dim() > 1 else torch.zeros_like(value)
@@ -91,6 +101,7 @@ def test_what_goes_through_other_memory_is_loaded_in_batches_and_proved_all_the_
         reports.append(ckpt_tools.load(tmp_path / "step-00000007", {"model": got}))
         assert all(torch.equal(got[name], value) for name, value in whole.items())
         assert not got["w3"].is_contiguous()
+        assert len(batches) == num_batches and max(batches) <= max(most_nbytes, 41 * 20 * 4), batches
     assert {(r.num_tensors, r.needed_nbytes, r.num_proved) for r in reports} == {(14, sum(v.nbytes for v in whole.values()), 13)}
     data = bytearray((tmp_path / "step-00000007" / "__0_0.distcp").read_bytes())
     data[data.index(whole["w9"].numpy().tobytes()) + 17] ^= 1
@@ -352,6 +363,13 @@ def test_memory_is_one_copy_that_is_used_again(tmp_path: Path) -> None:
         first = checkpoints._stage._buffer.data_ptr()
         checkpoints.save(2, state)
         assert checkpoints._stage._buffer.data_ptr() == first and checkpoints._stage._buffer.numel() == 4032
+
+
+def test_a_stage_goes_to_another_process_without_its_memory() -> None:
+    stage = Stage()
+    (view,) = stage.copy([torch.arange(100_000.0)])
+    assert len(view) == 400_000 and len(pickle.dumps(stage)) < 1000
+    assert len(pickle.loads(pickle.dumps(stage)).copy([torch.ones(3)])) == 1
 
 
 def test_a_step_is_saved_once(saved: Path) -> None:

@@ -1,7 +1,7 @@
 """Who reads what of the bytes that several ranks need: areas of stored chunks, dealt out in rounds.
 
-Every rank knows what all of them need, so all come to the same division without asking again. Imports torch. May import levels 0 to 4,
-shards and group.
+Every rank knows what all of them need, so all come to the same division without asking again. Imports torch by way of these. May import
+levels 0 to 4, shards and group.
 """
 
 from __future__ import annotations

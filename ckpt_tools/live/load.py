@@ -24,7 +24,7 @@ from ckpt_tools.formats import Source, open_source
 from ckpt_tools.live.divide import divide
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.match import Match, match, root_of
-from ckpt_tools.live.shards import Shard, Stage, alias_key, as_bytes, local_shards
+from ckpt_tools.live.shards import Shard, Stage, alias_key, has_bytes, local_shards
 from ckpt_tools.live.share import read_together
 from ckpt_tools.live.state import PerRank, export, name_of_rank, restore, unpack
 from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
@@ -216,15 +216,13 @@ def fill(source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, 
             stage.settle()
 
 
-def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[Sequence[Shard]]:
+def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[list[Shard]]:
     """Divides shards where they need other memory on their way: tensor by tensor, in the order in which they are stored."""
     nbytes: dict[str, int] = {}
     by_tensor: dict[str, list[Shard]] = {}
     for shard in shards:
-        nbytes[shard.fqn] = nbytes.get(shard.fqn, 0) + (shard.nbytes if as_bytes(shard.tensor) is None else 0)
+        nbytes[shard.fqn] = nbytes.get(shard.fqn, 0) + (0 if has_bytes(shard.tensor) else shard.nbytes)
         by_tensor.setdefault(shard.fqn, []).append(shard)
-    if not any(nbytes.values()):
-        return [shards]
     batches: list[list[Shard]] = [[]]
     room = _BATCH_BYTES
     for fqn in sorted(by_tensor, key=lambda n: min((c.extent[:2] for c in catalog.tensors[n].chunks), default=("", 0))):
@@ -233,7 +231,7 @@ def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[Sequence[Shard]]
             room = _BATCH_BYTES
         batches[-1] += by_tensor[fqn]
         room -= nbytes[fqn]
-    return list(batches)
+    return batches
 
 
 def _fill(source: Source, shards: Sequence[Shard], views: Sequence[memoryview], jobs: int, memory_bytes: int, report: LoadReport) -> None:

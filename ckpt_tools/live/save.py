@@ -1,7 +1,7 @@
 """Saving a live state: the ranks agree once on who writes what, then each writes its shards from memory, and one commits.
 
 What was agreed is kept: as long as no rank's layout changes, a save exchanges a few bytes a file, and an exclusive-or of the
-tensors' checksums. The files are what stock `dcp.save` writes, and the manifest. Imports torch. May import levels 0 to 4,
+tensors' checksums. The files are what stock `dcp.save` writes, and the manifest. May import levels 0 to 4,
 shards, state and group.
 """
 

@@ -79,9 +79,14 @@ def _dtype(fqn: str, value: torch.Tensor) -> DType:
     return BY_NAME[name]
 
 
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor's elements lie in the host's memory in row-major order."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def as_bytes(tensor: torch.Tensor) -> memoryview | None:
-    """Returns the memory of a tensor's elements in row-major order; None where they do not lie so in the host's memory."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    """Returns the memory of a tensor's elements; None where it has no such bytes."""
+    if not has_bytes(tensor):
         return None
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 

@@ -20,7 +20,7 @@ from tests.conftest import HERE
 from tests.dist import device
 from tests.dist.strategies import VARIANTS
 from tests.dist.test_real_jobs import assert_same, stock_load
-from tests.jobs import LONG, torchrun_command
+from tests.jobs import LONG, PYTHON_PATH, torchrun_command
 from training.data import prepare
 
 TINY = (
@@ -69,7 +69,7 @@ def test_every_option_has_the_losses_of_a_plain_loop(num_ranks: int, tmp_path: P
             n for i, n in enumerate(expected) if n == "full" or VARIANTS[n].min_ranks == num_ranks or i % (3 * num_ranks) == num_ranks // 4
         }
         expected = [n for n in expected if n in chosen or n in {VARIANTS[c].same_as for c in chosen}]
-    said = run(*command(num_ranks, tmp_path, *expected, script="strategies.py"), PYTHONPATH=str(HERE.parent))
+    said = run(*command(num_ranks, tmp_path, *expected, script="strategies.py"), PYTHONPATH=PYTHON_PATH)
     assert [line for line in said.splitlines() if line.startswith(("ok ", "FAILED "))] == [f"ok {name}" for name in expected]
     assert "memory, effects and collectives are as they should be" in said
 
