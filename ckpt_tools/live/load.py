@@ -226,7 +226,7 @@ def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[list[Shard]]:
     batches: list[list[Shard]] = [[]]
     room = _BATCH_BYTES
     for fqn in sorted(by_tensor, key=lambda n: min((c.extent[:2] for c in catalog.tensors[n].chunks), default=("", 0))):
-        if nbytes[fqn] > room and room < _BATCH_BYTES:
+        if nbytes[fqn] > max(room, 0) and room < _BATCH_BYTES:
             batches.append([])
             room = _BATCH_BYTES
         batches[-1] += by_tensor[fqn]
