@@ -86,3 +86,8 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"ckpt_tools.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Names what `import *` gives: operations that nobody has asked for yet are there too."""
+    return sorted({*globals(), *__all__})

@@ -6,6 +6,7 @@ format packs its items. May import errors, box and dtypes.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from abc import abstractmethod
@@ -204,6 +205,25 @@ def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
     patterns = [fnmatch.translate(g) for g in globs]
     joined = re.compile("|".join(patterns)) if patterns else None
     return lambda name: joined is not None and joined.match(name) is not None
+
+
+def check_globs(globs: Iterable[str], names: Sequence[str], what: str) -> None:
+    """Refuses globs that match no name.
+
+    Args:
+        globs: as for `matcher`.
+        names: all that they may match.
+        what: the option, for the message.
+
+    Raises:
+        PlanError: with the names that are nearest.
+    """
+    for glob in globs:
+        wanted = matcher([glob])
+        if not any(map(wanted, names)):
+            close = difflib.get_close_matches(glob.rstrip("*."), list(names)[:2000], 3, 0.5) or list(names)[:3]
+            shown = ", ".join(map(printable, close)) or "there are none"
+            raise PlanError(f"{what} matches none of {len(names)} names: {printable(glob)!r}", hint=f"the nearest names: {shown}")
 
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

@@ -8,8 +8,6 @@ dies in it. May import levels 0 to 3. `docs/architecture.md` has the protocol, s
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import shutil
 import time
@@ -19,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.flock import release, try_lock
 from ckpt_tools.formats.base import ASIDE, MANIFEST, note_of
 from ckpt_tools.renames import exchange, publish_name
 from ckpt_tools.storage import LocalStore, write_file
@@ -150,7 +149,7 @@ def staging(target: Path, attempt: str, keeps: str = "", heir_of: Path | None = 
             raise
         finally:
             if lock >= 0:
-                os.close(lock)
+                release(lock)
 
 
 def _inherit(old: Path, path: Path) -> int:
@@ -173,20 +172,8 @@ def _lock(path: Path) -> int:
     with suppress(OSError):
         if try_lock(fd) is not False and os.path.samestat(os.fstat(fd), os.lstat(path)):
             return fd
-    os.close(fd)
+    release(fd)
     return -1
-
-
-def try_lock(fd: int) -> bool | None:
-    """Locks an open file or directory; False where another holds it, None where the file system has no locks, as Lustre is often mounted.
-
-    Nobody is taken for dead then: what a killed run leaves stays.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return None if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK) else False
-    return True
 
 
 def find_dead(target: Path) -> list[Path]:
@@ -249,7 +236,7 @@ def _unheld(parent: Path, prefix: str, name: str) -> Iterator[Path]:
             if try_lock(fd):
                 yield path
         finally:
-            os.close(fd)
+            release(fd)
 
 
 def _escape_glob(name: str) -> str:
@@ -315,7 +302,7 @@ def _replace_by_turns(place: Staging) -> None:
                 os.rename(aside, target)
         raise
     finally:
-        os.close(lock)
+        release(lock)
 
 
 def publish_file(place: Staging, name: str, manifest: str, overwrite: bool) -> None:

@@ -42,8 +42,8 @@ from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Source, dcp, open_source
 from ckpt_tools.live.load import LoadReport, fill
+from ckpt_tools.live.objects import unpack
 from ckpt_tools.live.shards import Shard, Stage
-from ckpt_tools.live.state import pack, unpack
 from ckpt_tools.live.write import NOTHING, Offer, Part, commit, plan_file, write_part
 from ckpt_tools.manifest import SealedTensor
 from ckpt_tools.storage import read
@@ -295,7 +295,7 @@ class StorageReader(storage.StorageReader):
                 extent = self.source.catalog.objects[item.storage_index.fqn].extent
                 data = read(self.source.store, extent.file, extent.start, extent.nbytes)
                 if not self.trust_pickle:  # a planner unpickles whatever it gets: so it gets our own
-                    data = pack(unpack(data, item.storage_index.fqn, False))
+                    data = _archive(unpack(data, item.storage_index.fqn, False))
                 planner.load_bytes(item, io.BytesIO(data))
                 continue
             tensor = planner.resolve_tensor(item).detach()
@@ -323,3 +323,10 @@ class StorageReader(storage.StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return "::" not in str(checkpoint_id)
+
+
+def _archive(value: Any) -> bytes:
+    """Returns a value that was read safely as the archive that torch's planner loads."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

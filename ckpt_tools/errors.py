@@ -65,13 +65,18 @@ class IntegrityError(CheckpointError):
 
 
 class StorageError(CheckpointError):
-    """An operation on a store failed; the message gives path, operation and cause. `is_missing`: there is no such file."""
+    """An operation on a store failed; the message gives path, operation and cause.
+
+    Attributes:
+        is_missing: there is no such file.
+        is_transient: the store could not be reached, or was busy; the same may succeed later.
+    """
 
     exit_code = 15
 
-    def __init__(self, message: str, *, hint: str | None = None, is_missing: bool = False) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, is_missing: bool = False, is_transient: bool = False) -> None:
         super().__init__(message, hint=hint)
-        self.is_missing = is_missing
+        self.is_missing, self.is_transient = is_missing, is_transient
 
 
 class PeerError(CheckpointError):

@@ -13,31 +13,43 @@ Imports torch. May import everything below the command.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import operator
 import os
 import signal
+import sys
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ckpt_tools.destination import Destination, open_destination
-from ckpt_tools.errors import CheckpointError, IntegrityError, NotACheckpointError, PeerError, StorageError, printable
+from ckpt_tools import rollback
+from ckpt_tools.background import Save, Writer, tries_again
+from ckpt_tools.candidates import Candidates
+from ckpt_tools.errors import CheckpointError, IntegrityError, PeerError, StorageError, printable
 from ckpt_tools.leftovers import remove_leftovers
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.load import LoadReport, load_into
-from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of, write
+from ckpt_tools.live.match import LoadRequest, OnMismatch
+from ckpt_tools.live.objects import pack
+from ckpt_tools.live.restore import state_of_rank
+from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of
 from ckpt_tools.live.shards import Stage, local_shards
-from ckpt_tools.live.state import export, name_of_rank, pack, state_of
+from ckpt_tools.live.signals import SignalWatch
+from ckpt_tools.live.state import Exported, export, name_of_rank
+from ckpt_tools.live.waiting import retry_outage
+from ckpt_tools.lock import FileLock, Lease, see_lock
 from ckpt_tools.mirror import Mirror
-from ckpt_tools.steps import Step, latest, latest_of, list_steps, lock, number_of, prune, see_lock, step_name
+from ckpt_tools.steps import Step, latest, list_steps, step_name
 from ckpt_tools.storage import is_url
 
 log = logging.getLogger("ckpt_tools")
+_MAX_STEP = 10**18
 
 
 class CheckpointManager:
@@ -45,13 +57,16 @@ class CheckpointManager:
 
     `save` leaves a committed `root/step-00000500/`: stock DCP files and a manifest. Until that instant the step does not
     exist, and from then on it is whole; an error on one rank is an error on all, and the steps before stay as they are.
+
+    A manager that nobody closes is closed when the process ends. If a save in the background has failed by then, the error is
+    logged and the exit status is 1. `del` alone closes nothing, and `os._exit` ends a save that is being written.
     """
 
     def __init__(
         self,
         root: str | os.PathLike[str],
         *,
-        keep_last: int = 3,
+        keep_last: int | None = 3,
         keep_every: int | None = None,
         asynchronous: bool = True,
         when_busy: str = "wait",
@@ -62,14 +77,16 @@ class CheckpointManager:
         handle_signals: bool = True,
         mirror: str | None = None,
         mirror_every: int | None = None,
+        retry_s: float = 300.0,
+        max_failures: int = 1,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Claims a directory for this job, and removes what dead ones left half-written in it.
 
         Args:
-            root: a directory that all ranks share, made if it is not there; or a URL, `s3://bucket/run`. In an object store nobody can hold
-                a lock: of two jobs that save one step, one wins and the other gets an error.
-            keep_last: how many of the newest complete steps stay.
+            root: a directory that all ranks share, made if it is not there; or a URL, `s3://bucket/run`. One job at a time has it:
+                by a locked file on a disk, by a lease in an object store.
+            keep_last: how many of the newest complete steps stay; all where None.
             keep_every: steps whose number is a multiple of this stay for good.
             asynchronous: copy to host memory and write in the background.
             when_busy: what a save does while the one before is still being written: `"wait"` for it, or `"skip"`.
@@ -78,157 +95,139 @@ class CheckpointManager:
             jobs: threads a rank writes and reads with; its share of the machine's processors, at most 4, where None.
             read_once: of what several ranks need (DDP, HSDP, columns of rows), one reads and sends: among all ranks, or among nobody;
                 None, from an object store among the ranks of a host.
-            handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once.
+            handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once. Where the loop does not call
+                it, and at a second signal, what would have happened without a manager happens.
             mirror: a URL to which complete steps are copied in the background; they outlive the machine, and `resume` takes the
-                newest of both.
+                newest of both. Where it cannot be reached, the steps on the disk are used, with a warning.
             mirror_every: steps whose number is a multiple of this are copied; all where None.
+            retry_s: for how long a save, a start or a resume is tried again while the object store cannot be reached.
+            max_failures: how many saves in the background may fail in a row: this one raises, those before are warnings.
             storage_options: of the object store, as fsspec takes them.
 
         Raises:
             StorageError: another job holds the directory, it cannot be written to, or not all ranks see it.
         """
-        _check(root, keep_last, when_busy, mirror)
-        self.root = root if is_url(root) else Path(root)
+        _check(root, keep_last, when_busy, mirror, max_failures)
+        self.root = root if is_url(root) else Path(os.fspath(root).removeprefix("file://"))
         self._options, self._mirror_url = storage_options, mirror
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
-        self.read_once = read_once
+        self.read_once, self.retry_s, self.max_failures = read_once, min(retry_s, timeout_s * 0.8), max_failures
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
         self._jobs = jobs or min(4, max(1, (os.cpu_count() or 1) // ranks_here))
         self._group, self._writers = Group(timeout_s, process_group), Group(timeout_s, process_group)
-        self._stage, self._layout = Stage(), None
-        self._told, self._passed = set[str](), set[str]()  # remarks on the store, made once; steps that resume found to be of no use
+        self._stage, self._pid = Stage(), os.getpid()
+        self._candidates = Candidates(self.root, mirror, storage_options)
+        self._writer = Writer(self._candidates, self._jobs, self.retry_s, max_failures, (keep_last, keep_every))
         try:
             self._claim(mirror_every)
         except BaseException:
             self._release()
             raise
-        self._old_handlers = self._watch_signals() if handle_signals else {}
+        self._signals = SignalWatch() if handle_signals else None
+        atexit.register(self._at_exit)
 
-    last_save: SaveReport | None = None
     last_load: LoadReport | None = None
-    _layout: Layout | None
-    _running: Future[SaveReport] | None = None
-    _pool: ThreadPoolExecutor | None = None
+    _layout: Layout | None = None
     _mirror: Mirror | None = None
-    _resumed: Path | str | None = None
-    _lock = -1
-    _signal = 0
+    _signals: SignalWatch | None = None
+    _is_open = True
 
     def _claim(self, mirror_every: int | None) -> None:
         with self._group.phase("open the run's directory"):
             if self._group.rank == 0:
-                if not is_url(self.root):
-                    self._lock = lock(Path(self.root))
-                for left in remove_leftovers(self.root, options=self._options):
-                    log.info("removed what a dead job left: %s", left.url)
+                retry_outage(f"cannot open {self.root}", self._open_root, self.retry_s)
                 if self._mirror_url is not None:
                     self._mirror = Mirror(self._mirror_url, mirror_every, self.keep_last, self.keep_every, self._options)
-                    self._mirror.catch_up(Path(self.root))
+                    self._writer.mirror = self._mirror
+                    self._mirror.start(Path(self.root))
         if is_url(self.root):
             return
-        written = self._group.broadcast(os.pread(self._lock, 4096, 0) if self._group.rank == 0 else b"", "share the run's directory")
+        lock = self._writer.lock
+        mine = lock.written if isinstance(lock, FileLock) else b""
+        written = self._group.broadcast(mine, "share the run's directory")
         with self._group.phase("share the run's directory"):
             see_lock(Path(self.root), written, self._group.rank)
 
+    def _open_root(self) -> None:
+        if self._writer.lock is None:
+            self._writer.lock = Lease(self.root, self._options) if is_url(self.root) else FileLock(Path(self.root))
+        for left in remove_leftovers(self.root, options=self._options):
+            log.info("removed what a dead job left: %s", left.url)
+        rollback.complete(self.root, self._options, keeps_notes=self._mirror_url is not None)
+
     # ---- saving --------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: Mapping[str, Any], asynchronous: bool | None = None) -> bool:
+    def save(self, step: int, state: Mapping[str, Any], asynchronous: bool | None = None, *, overwrite: bool = False) -> bool:
         """Saves a step. Returns once the state may change again: at once after a copy, or with the step committed.
 
         Args:
-            step: its number, at least 0. A step that is there already is refused, but for one that `resume` passed over: it is replaced.
-            state: dicts of modules, optimizers, anything with `state_dict`, `RngState`, `PerRank`, tensors and plain values.
+            step: its number, at least 0. A step that is there already is refused, but for one that `resume` passed over: it is
+                replaced. The very step that this manager saved last, or resumed from, is not saved again; that is logged.
+            state: dicts, lists and tuples of modules, optimizers, anything with `state_dict`, `RngState`, `PerRank`, generators,
+                tensors and plain values.
             asynchronous: instead of what the manager was made with.
+            overwrite: replace the step if it is there; the old one stays until the new one is complete.
 
         Returns:
             False where `when_busy="skip"` and the save before is still being written.
 
         Raises:
+            PlanError: something in the state could not be loaded again; the message has its place.
             CheckpointError: this save failed, or the one before in the background, with its own traceback.
         """
-        if self._is_busy() and self.when_busy == "skip":
+        step = _check_step(step)
+        self._check_open("save")
+        if self._group.meet("save", step, (self._writer.is_busy and self.when_busy == "skip", 0))[0]:
             return False
         self.wait()
+        if step == self._writer.last_step and not overwrite:
+            log.warning("step %d is saved already, and not saved again; overwrite=True replaces it", step)
+            return True
         what = step_name(step)
         with torch.no_grad():
             with self._group.phase(f"collect the state for {what}"):
-                if self._group.rank == 0 and (target := self._target(step)).exists() and target.url not in self._passed:
+                if self._group.rank == 0 and not overwrite and self._writer.exists(step):
                     raise StorageError(
-                        f"step {step} is there already: {printable(target.url)}", hint="a step is saved once: move it away to save it again"
+                        f"step {step} is there already: {printable(self._writer.target(step).url)}",
+                        hint="a step is saved once: pass overwrite=True to replace it, or move it away",
                     )
                 exported = export(state)
                 shards = local_shards(exported.tensors)
-                objects = self._objects(exported.objects if self._group.rank == 0 else {}, exported.per_rank)
-                paths = exported.paths | {
-                    name_of_rank(n, self._group.rank): (*n.split("."), f"rank_{self._group.rank}") for n in exported.per_rank
-                }
+                objects, paths = self._objects(exported)
             offers = offers_of(shards)
-            self._layout = layout = agree(
-                self._group, self._layout, offers, tuple(objects), {n: paths[n] for n in (*exported.tensors, *objects)}
-            )
+            self._layout = layout = agree(self._group, self._layout, offers, tuple(objects), paths)
             is_background = self.asynchronous if asynchronous is None else asynchronous
             with self._group.phase(f"copy the state for {what}"):
                 tensors = [shards[i].tensor for i in layout.task.offers]
                 memory = self._stage.copy(tensors) if is_background else self._stage.live(tensors)
-        if not is_background:
-            self._write(step, layout, memory, objects, self._group)
-            return True
-        self._running = self._background().submit(self._write, step, layout, memory, objects, self._writers)
+        save = Save(step, layout, memory, objects, overwrite)
+        if is_background:
+            self._writer.submit(save, self._writers)
+        else:
+            self._writer.write(save, self._group)
         return True
 
-    def _target(self, step: int) -> Destination:
-        root = self.root if is_url(self.root) else os.fspath(self.root)
-        return open_destination(f"{root.rstrip('/')}/{step_name(step)}", self._options)
+    def _check_open(self, method: str) -> None:
+        if not self._is_open:
+            raise CheckpointError(f"{method} was called on a manager that is closed ({printable(str(self.root))})", hint="make a new one")
 
-    def _background(self) -> ThreadPoolExecutor:
-        """Returns the one thread that writes, and removes old steps: freeing a gigabyte of page cache takes a sixth of a second."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "ckpt-save")
-        return self._pool
-
-    def _objects(self, objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> dict[str, bytes]:
-        own = {name_of_rank(name, self._group.rank): state_of(wrapper) for name, wrapper in per_rank.items()}
-        return {name: pack(value) for name, value in (*objects.items(), *own.items())}
-
-    def _write(self, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], group: Group) -> SaveReport:
-        target = self._target(step)
-        report = write(group, target, step, layout, memory, objects, self._jobs, target.url in self._passed)
-        self._passed.discard(target.url)
-        for note in report.notes:
-            if note not in self._told:
-                log.warning("%s: %s", step_name(step), note)
-        self._told.update(report.notes)
-        if group.rank == 0:
-            if self._mirror is not None:
-                self._mirror.offer(step, Path(report.path))
-            self._background().submit(self._retain)
-        self.last_save = report
-        return report
-
-    def _retain(self) -> None:
-        """Lets old steps go; a failure to do so is a warning, the save is committed."""
-        kept = [*([self._resumed] if self._resumed else []), *(self._mirror.needed() if self._mirror else [])]
-        try:
-            for step in prune(self.root, self.keep_last, self.keep_every, kept, options=self._options):
-                log.info("removed %s: newer ones are complete", step.path)
-            self._resumed = None  # a newer one is committed
-        except (CheckpointError, OSError) as error:
-            log.warning("could not remove old steps: %s", error)
-
-    def _is_busy(self) -> bool:
-        """Tells whether a save is still being written on any rank."""
-        mine = self._running is not None and not self._running.done()
-        return bool(self._group.sum([mine], "ask whether a save is being written")[0])
+    def _objects(self, exported: Exported) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
+        """Returns the objects that this rank writes, as archives, and the keys on the way to each of its entries."""
+        rank = self._group.rank
+        found = {name: (value, exported.paths[name]) for name, value in exported.objects.items()} if rank == 0 else {}
+        for name, (wrapper, path) in exported.per_rank.items():
+            found[name_of_rank(name, rank)] = state_of_rank(wrapper.value, path), (*path, f"rank_{rank}")
+        paths = {name: exported.paths[name] for name in exported.tensors} | {name: path for name, (_, path) in found.items()}
+        return {name: pack(value, path) for name, (value, path) in found.items()}, paths
 
     def wait(self) -> None:
         """Waits until the save in the background is committed.
 
         Raises:
-            CheckpointError: it failed; raised once, with its own traceback.
+            CheckpointError: it failed; raised once, with its own traceback. With `max_failures=n`, at the n-th failure in a row;
+                those before are logged.
         """
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        self._writer.wait()
 
     # ---- resuming ------------------------------------------------------------------------------------------------------
 
@@ -242,83 +241,80 @@ class CheckpointManager:
         strict: bool = True,
         cast: bool = False,
         trust_pickle: bool = False,
+        rename: Mapping[str, str] | None = None,
+        on_mismatch: Mapping[str, OnMismatch] | None = None,
     ) -> int:
         """Loads the newest complete step into a state, on any number of ranks.
 
         Args:
             state: as given to `save`. Modules and optimizers are loaded in place, plain values are replaced.
-            step: this one instead of the newest.
+            step: this one instead of the newest. When the first new step is committed, newer ones are set aside under the names
+                `step-….superseded-…`, and are no longer candidates for anything.
             path: a checkpoint anywhere instead, a path or a URL: of another run, of stock DCP, torchtitan.
             select: globs of names to load, such as `["model.*"]`; everything where empty. The rest keeps what it has.
             strict: refuse where the checkpoint lacks something of the state or has more under the same keys.
             cast: let floating-point tensors change their type; nothing is cast unless asked.
             trust_pickle: run the code that objects in the checkpoint ask for; never needed for what this tool saved.
+            rename: regular expressions to what replaces them in the checkpoint's names, in order.
+            on_mismatch: globs of the state's names to what becomes of tensors whose shape is another in the checkpoint: `"grow"`
+                loads the elements that both have, `"skip"` keeps the tensor, a function `(stored, shape) -> tensor` makes it from the
+                whole stored one.
 
         Returns:
             The number of the step; 0 where there is none, and for a `path` that tells none by manifest or name.
 
         Raises:
-            PlanError: the checkpoint does not fit the state; the message is a table.
+            PlanError: the checkpoint does not fit the state; the message is a table. Or a glob matches nothing.
             NotACheckpointError: there is no such step.
             IntegrityError: it is damaged. Without `step` and `path`, the next older step is loaded instead, and that is logged.
             CheckpointError: it cannot be read; or another rank failed.
         """
+        self._check_open("resume")
+        request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
+        self._group.meet("resume")
         self.wait()
         damaged: list[Path | str] = []
+        deadline, num_tries = time.monotonic() + self.retry_s, 0
         while True:
             with self._group.phase("find the step to resume"):
-                chosen = self._choose(step, path, damaged) if self._group.rank == 0 else (0, None)
+                chosen: tuple[int, Path | str | None] = (0, None)
+                if self._group.rank == 0:
+                    left = max(0.0, deadline - time.monotonic())
+                    chosen = retry_outage("cannot find the step to resume", lambda: self._candidates.choose(step, path, damaged), left)
             number, found = self._group.broadcast(chosen, "find the step to resume")
             if found is None:
                 return 0
+            num_tries += 1
             try:
-                report = load_into(
-                    found, state, self._group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle,
-                    read_once=self.read_once, jobs=self._jobs, storage_options=self._options,
-                )  # fmt: skip
+                report = load_into(found, state, self._group, request, self.read_once, self._options, self._jobs)
                 break
-            except (IntegrityError, PeerError) as error:
+            except BaseException as error:
+                if tries_again(self._group, error, deadline, f"cannot load step {number}", num_tries):
+                    continue
                 if step is not None or path is not None or not self._is_damage(error):
                     raise
                 if self._group.rank == 0:
-                    self._pass_over(found, error)
+                    self._candidates.pass_over(found, error)
                 damaged.append(found)
         self.last_load = report
         for note in report.notes if self._group.rank == 0 else ():
             log.warning("%s: %s", os.path.basename(found), note)
-        self._resumed = found if path is None else None
+        self._writer.resumed, self._writer.last_step = (found, number) if path is None else (None, None)
         if self._mirror is not None:
-            self._mirror.resumed = self._resumed
+            self._mirror.resumed = self._writer.resumed
         return number
 
-    def _is_damage(self, error: CheckpointError) -> bool:
+    def _is_damage(self, error: BaseException) -> bool:
         """Tells, on all ranks alike, whether damaged bytes were what made a load fail on any of them."""
-        return bool(self._group.sum([isinstance(error, IntegrityError)], "find out whether the step is damaged")[0])
+        try:
+            return bool(self._group.sum([isinstance(error, IntegrityError)], "find out whether the step is damaged")[0])
+        except PeerError:
+            return False
 
-    def _pass_over(self, step: Path | str, reason: object) -> None:
-        """Notes that a step is of no use: when the job gets there again, it is saved again."""
-        log.warning("passed over %s: %s", step, reason)
-        self._passed.add(os.fspath(step))
-
-    def _choose(
-        self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path | str]
-    ) -> tuple[int, Path | str | None]:
-        if path is not None:
-            return number_of(path), path if is_url(path) else Path(path)
-        if step is not None:
-            found = next((s for s in list_steps(self.root, self._options) if s.number == step), None)
-            if found is None:
-                there = ", ".join(str(s.number) for s in list_steps(self.root, self._options)) or "none"
-                raise NotACheckpointError(f"no step {step} in {printable(str(self.root))}; there are: {there}")
-            if found.problem:
-                raise NotACheckpointError(f"step {step} is not complete: {found.problem} ({printable(str(found.path))})")
-            return step, found.path
-        choice = latest_of([self.root, *([self._mirror_url] if self._mirror_url else [])], damaged, self._options)
-        if damaged and choice.step is None:
-            raise IntegrityError(f"every step is damaged: {', '.join(os.path.basename(p) for p in damaged)} ({printable(str(self.root))})")
-        for passed, reason in choice.passed_over:
-            self._pass_over(passed, reason)
-        return (choice.step.number, choice.step.path) if choice.step else (0, None)
+    @property
+    def last_save(self) -> SaveReport | None:
+        """What the last save wrote, once it is committed."""
+        return self._writer.last_save
 
     def steps(self) -> list[Step]:
         """Returns all steps of the run, complete or not, by number."""
@@ -330,53 +326,59 @@ class CheckpointManager:
 
     # ---- signals and the end ---------------------------------------------------------------------------------------------
 
-    def _watch_signals(self) -> dict[int, Any]:
-        def note(number: int, frame: FrameType | None) -> None:
-            del frame
-            self._signal = self._signal or number
-
-        try:
-            return {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
-        except ValueError:  # not in the main thread
-            return {}
-
     def preempted(self) -> int:
         """Tells, on all ranks alike, whether any of them got SIGTERM or SIGUSR1: the number of the signal, or 0.
 
         Call it after each step. Then save with `asynchronous=False` and exit with 128 + the number (143, 138): torchrun and
         Slurm start the job again, and `resume` goes on from there.
         """
-        flags = [self._signal == signal.SIGTERM, self._signal == signal.SIGUSR1]
-        term, user = self._group.sum(flags, "ask for signals")
+        self._check_open("preempted")
+        number = 0
+        if self._signals is not None:
+            self._signals.was_asked, number = True, self._signals.number
+        term, user = self._group.meet("preempted", 0, (number == signal.SIGTERM, number == signal.SIGUSR1))
         return signal.SIGTERM if term else signal.SIGUSR1 if user else 0
 
     def close(self) -> None:
-        """Waits for the save in the background and gives the directory free.
+        """Waits for the save in the background, then releases the directory.
 
         Raises:
             CheckpointError: that save failed.
         """
+        if not self._is_open:
+            return
         try:
-            self.wait()
+            self._writer.wait(is_last=True)
             if self._mirror is not None:
                 self._mirror.close()
         finally:
             self._release()
 
     def _release(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._is_open = False
+        atexit.unregister(self._at_exit)
+        self._writer.close()
         if self._mirror is not None:
             self._mirror.wait()
-        for number, handler in getattr(self, "_old_handlers", {}).items():
-            signal.signal(number, handler)
-        self._old_handlers = {}
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._signals is not None:
+            self._signals.stop()
+        if self._writer.lock is not None:
+            self._writer.lock.release()
         self._group.close()
         self._writers.close()
+
+    def _at_exit(self) -> None:
+        """Closes a manager that nobody has closed. Python has no other way to end with a status than at once."""
+        if os.getpid() != self._pid:
+            return  # a forked child's copy
+        try:
+            self.close()
+        except BaseException:
+            log.exception("the process ends, and its last save is not there")
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -386,15 +388,29 @@ class CheckpointManager:
             self.close()
             return
         try:
-            self.wait()
+            self._writer.wait(is_last=True)
         except CheckpointError:
             log.exception("the save in the background failed as well")
         finally:
             self._release()
 
 
-def _check(root: str | os.PathLike[str], keep_last: int, when_busy: str, mirror: str | None) -> None:
+def _check_step(step: int) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step: expected an integer, got {step!r}") from None
+    if isinstance(step, bool) or not 0 <= number < _MAX_STEP:
+        raise ValueError(f"step: expected an integer from 0 on, below 10**18, got {step!r}")
+    return number
+
+
+def _check(root: str | os.PathLike[str], keep_last: int | None, when_busy: str, mirror: str | None, max_failures: int) -> None:
     if mirror is not None and (is_url(root) or not is_url(mirror)):
         raise ValueError(f"mirror is a URL, for a run on a disk, got {str(root)!r} and {mirror!r}")
-    if keep_last < 1 or when_busy not in ("wait", "skip"):
-        raise ValueError(f"keep_last must be at least 1 and when_busy 'wait' or 'skip', got {keep_last} and {when_busy!r}")
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ValueError(f"keep_last: expected at least 1, or None to keep all steps, got {keep_last!r}")
+    if when_busy not in ("wait", "skip"):
+        raise ValueError(f"when_busy: expected 'wait' or 'skip', got {when_busy!r}")
+    if type(max_failures) is not int or max_failures < 1:
+        raise ValueError(f"max_failures: expected at least 1, got {max_failures!r}")

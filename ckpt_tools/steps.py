@@ -5,31 +5,25 @@ Truth is found by looking, never in a pointer file. Unknown names are never touc
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import re
 import shutil
-import socket
-import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.commit import make_folder, sync_directory, trash_path, try_lock
-from ckpt_tools.errors import CheckpointError, NotACheckpointError, StorageError, printable
+from ckpt_tools.commit import sync_directory, trash_path
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
 from ckpt_tools.formats import INDEXES, detect_in
 from ckpt_tools.integrity import first_problem
 from ckpt_tools.manifest import Manifest, find, names_in
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url
 from ckpt_tools.storage.local import failed
+from ckpt_tools.superseded import SUPERSEDED, Note, read_notes
 
-log = logging.getLogger("ckpt_tools")
 _STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?(\d{1,18})")
-LOCK = ".ckpt.lock"
 _LOOKERS = 16  # each waits for a store
 Root = str | os.PathLike[str]
 Options = Mapping[str, Any] | None
@@ -40,7 +34,7 @@ class Step:
     """One checkpoint of a run.
 
     `path` is the URL of one in an object store; `manifest` is None for one that this tool did not write; `problem` says why it cannot be
-    resumed from, "" where it can; `store` has its files.
+    resumed from, "" where it can; `store` has its files. `superseded_by` names the first step of the branch that took its place.
     """
 
     number: int
@@ -49,6 +43,7 @@ class Step:
     manifest: Manifest | None
     problem: str
     store: Store | None = field(default=None, compare=False, repr=False)
+    superseded_by: str = ""
 
     @property
     def name(self) -> str:
@@ -74,7 +69,7 @@ def step_name(number: int) -> str:
     return f"step-{number:08d}"
 
 
-def list_steps(root: Root, options: Options = None) -> list[Step]:
+def list_steps(root: Root, options: Options = None, with_superseded: bool = False) -> list[Step]:
     """Returns the steps directly under a directory or prefix, by number. Reads names, sizes and manifests, no data.
 
     In an object store, what was never committed is no step.
@@ -82,27 +77,86 @@ def list_steps(root: Root, options: Options = None) -> list[Step]:
     Args:
         root: of the run, a path or a URL.
         options: of the object store, as fsspec takes them.
+        with_superseded: also those that a rollback set aside under another name.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    return _list(_find(root, options), with_superseded)
+
+
+def _list(found: _Found, with_superseded: bool = False) -> list[Step]:
+    is_far = any(isinstance(store, RemoteStore) for _, store in found.steps)
+    with ThreadPoolExecutor(_LOOKERS if is_far else 1, "ckpt-look") as pool:
+        steps = [step for step in pool.map(lambda item: look_at(*item), found.steps) if _is_visible(step)]
+        victims = _victims(found)
+        steps = [_judged(step, victims) for step in steps]
+        if not with_superseded:
+            return [step for step in steps if not step.superseded_by]
+        steps += [replace(look_at(number, store), superseded_by=by) for number, store, by in found.aside]
+    return sorted(steps, key=lambda step: (step.number, bool(step.superseded_by)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is named like a step under a root, by number; what rollbacks set aside; and their notes."""
+
+    steps: list[tuple[int, Store]]
+    aside: list[tuple[int, Store, str]]
+    notes: list[Note]
+
+
+def _find(root: Root, options: Options) -> _Found:
+    run: LocalStore | RemoteStore
+    if is_url(root):
+        run = RemoteStore(root, options)
+        folders, files = run.folders(), list(run.list_files())
+        stores: dict[str, Store] = {name: run.enter(name) for name in folders}
+    else:
+        run = LocalStore(Path(root))
+        try:
+            entries = sorted(os.scandir(root), key=lambda e: e.name)
+        except FileNotFoundError:
+            return _Found([], [], [])
+        except OSError as error:
+            raise failed("list", os.fspath(root), error) from error
+        files = [e.name for e in entries if e.is_file(follow_symlinks=False)]
+        stores = {e.name: LocalStore(e.path) for e in entries if e.is_dir()}
+    steps = sorted(((int(m[1]), store) for n, store in stores.items() if (m := _STEP.fullmatch(n))), key=lambda item: item[0])
+    moved = [(m, store) for n, store in stores.items() if (m := SUPERSEDED.fullmatch(n))]
+    aside = [(int(s[1]), store, m[2]) for m, store in moved if (s := _STEP.fullmatch(m[1]))]
+    return _Found(steps, aside, read_notes(run, files))
+
+
+def rollbacks(root: Root, options: Options = None) -> list[tuple[Note, bool]]:
+    """Returns the notes of rollbacks in a root, and whether each is in effect.
 
     Raises:
         StorageError: it cannot be read.
     """
     found = _find(root, options)
-    with ThreadPoolExecutor(_LOOKERS if is_url(root) else 1, "ckpt-look") as pool:
-        return [step for step in pool.map(lambda item: look_at(*item), found) if _is_visible(step)]
+    return [(note, _is_in_effect(note, found)) for note in found.notes]
 
 
-def _find(root: Root, options: Options) -> list[tuple[int, Store]]:
-    """Returns the numbers and stores of what is named like a step, by number."""
-    if is_url(root):
-        run = RemoteStore(root, options)
-        return sorted(((int(m[1]), run.enter(n)) for n in run.folders() if (m := _STEP.fullmatch(n))), key=lambda item: item[0])
-    try:
-        found = [(int(m[1]), e.path) for e in os.scandir(root) if (m := _STEP.fullmatch(e.name)) and e.is_dir()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise failed("list", os.fspath(root), error) from error
-    return [(number, LocalStore(path)) for number, path in sorted(found)]
+def _is_in_effect(note: Note, found: _Found) -> bool:
+    """Tells whether the first step of a new branch was committed."""
+    if note.is_committed:
+        return True
+    for number, store in found.steps:
+        if store.url.rstrip("/").rpartition("/")[2] == note.step:
+            step = look_at(number, store)
+            return not step.problem and step.manifest is not None and step.manifest.attempt == note.attempt
+    return False
+
+
+def _victims(found: _Found) -> dict[tuple[str, str], str]:
+    """Returns name and attempt of the steps that rollbacks in effect superseded, each with the step that took its place."""
+    return {victim: note.step for note in found.notes if _is_in_effect(note, found) for victim in note.victims.items()}
+
+
+def _judged(step: Step, victims: Mapping[tuple[str, str], str]) -> Step:
+    by = victims.get((step.name, step.manifest.attempt if step.manifest else ""), "")
+    return replace(step, superseded_by=by) if by else step
 
 
 def _is_visible(step: Step) -> bool:
@@ -148,7 +202,7 @@ def damage(step: Step) -> str:
 
 
 def latest(root: Root, verify: bool = False, skip: Container[Path | str] = (), options: Options = None) -> Latest:
-    """Finds the newest step that is complete, by number.
+    """Finds the newest step that is complete, by number; those that a rollback superseded are none.
 
     Args:
         root: of the run, a path or a URL.
@@ -156,16 +210,33 @@ def latest(root: Root, verify: bool = False, skip: Container[Path | str] = (), o
         skip: paths that are known to be damaged.
         options: of the object store, as fsspec takes them.
     """
+    found = _find(root, options)
+    return _latest(found, verify, skip, _victims(found))
+
+
+def _latest(found: _Found, verify: bool, skip: Container[Path | str], victims: Mapping[tuple[str, str], str]) -> Latest:
     passed: list[tuple[Path | str, str]] = []
-    for number, store in reversed(_find(root, options)):
-        step = look_at(number, store)
-        if step.path in skip or not _is_visible(step):
+    for number, store in reversed(found.steps):
+        step = _judged(look_at(number, store), victims)
+        if step.path in skip or step.superseded_by or not _is_visible(step):
             continue
         problem = damage(step) if verify else step.problem
         if not problem:
             return Latest(step, passed)
         passed.append((step.path, problem))
     return Latest(None, passed)
+
+
+def latest_of(roots: Sequence[Root], skip: Container[Path | str] = (), options: Options = None) -> Latest:
+    """Finds the newest complete step of several places, the first of them where they are equal; arguments as for `latest`.
+
+    A rollback that is in effect in one of them is so in all: a mirror may not have heard of it yet.
+    """
+    places = [_find(root, options if is_url(root) else None) for root in roots]
+    victims = {victim: by for found in places for victim, by in _victims(found).items()}
+    best = [_latest(found, False, skip, victims) for found in places]
+    step = max((b.step for b in best if b.step is not None), key=lambda s: s.number, default=None)
+    return Latest(step, [item for b in best for item in b.passed_over])
 
 
 def number_of(path: Root) -> int:
@@ -175,33 +246,28 @@ def number_of(path: Root) -> int:
     return int((manifest and manifest.step) or (digits[-1] if digits else 0))
 
 
-def latest_of(roots: Sequence[Root], skip: Container[Path | str] = (), options: Options = None) -> Latest:
-    """Finds the newest complete step of several places, the first of them where they are equal; arguments as for `latest`."""
-    found = [latest(root, skip=skip, options=options if is_url(root) else None) for root in roots]
-    step = max((f.step for f in found if f.step is not None), key=lambda s: s.number, default=None)
-    return Latest(step, [item for f in found for item in f.passed_over])
-
-
 # ---- retention -------------------------------------------------------------------------------------------------------------
 
 
-def removable(steps: Iterable[Step], keep_last: int, keep_every: int | None, kept: Iterable[Path | str] = ()) -> list[Step]:
+def removable(steps: Iterable[Step], keep_last: int | None, keep_every: int | None, kept: Iterable[Path | str] = ()) -> list[Step]:
     """Returns the steps that retention lets go: never one of the newest `keep_last` complete ones, never the only one.
 
     Args:
-        steps: from `list_steps`; incomplete and foreign ones are neither counted nor removed.
-        keep_last: how many of the newest complete ones stay, at least 1.
+        steps: from `list_steps`; incomplete, foreign and superseded ones are neither counted nor removed.
+        keep_last: how many of the newest complete ones stay, at least 1; all where None.
         keep_every: steps whose number is a multiple of this stay for good.
         kept: paths that stay whatever the rules say.
     """
-    complete = [s for s in steps if not s.problem]
+    if keep_last is None:
+        return []
+    complete = [s for s in steps if not s.problem and not s.superseded_by]
     stay = {*kept, *(s.path for s in complete[-max(1, keep_last) :])}
     return [s for s in complete if s.is_ours and s.path not in stay and not (keep_every and s.number % keep_every == 0)]
 
 
 def prune(
     root: Root,
-    keep_last: int,
+    keep_last: int | None,
     keep_every: int | None = None,
     kept: Iterable[Path | str] = (),
     dry_run: bool = False,
@@ -209,13 +275,17 @@ def prune(
 ) -> list[Step]:
     """Removes the steps that retention lets go, oldest first, and returns them; arguments as for `removable`.
 
+    The first step of a new branch stays until the old one's steps have been set aside.
+
     Raises:
         NotACheckpointError: there is no such directory.
         StorageError: one could not be removed; those before it are gone.
     """
     if not is_url(root) and not os.path.isdir(root):
         raise NotACheckpointError(f"not a directory: {printable(str(root))}")
-    steps = removable(list_steps(root, options), keep_last, keep_every, kept)
+    found = _find(root, options)
+    needed = {note.step for note in found.notes if not note.is_committed}
+    steps = [s for s in removable(_list(found), keep_last, keep_every, kept) if s.name not in needed]
     for step in steps if not dry_run else ():
         remove(step)
     return steps
@@ -227,12 +297,10 @@ def remove(step: Step) -> None:
     Raises:
         StorageError: it could not be removed.
     """
-    assert step.manifest is not None
     if isinstance(step.store, RemoteStore):
-        files = step.store.list_files()
-        for part in ([n for n in files if n in INDEXES], names_in(step.store), list(files)):
-            step.store.remove(part)
+        remove_files(step.store)
         return
+    assert step.manifest is not None
     path = Path(step.path)
     trash = trash_path(path, step.manifest.attempt)
     try:
@@ -243,50 +311,12 @@ def remove(step: Step) -> None:
         raise failed("remove", path, error) from error
 
 
-# ---- one job at a time -----------------------------------------------------------------------------------------------------
-
-
-def lock(root: Path) -> int:
-    """Claims a root, made if it is not there, for this process, as long as it lives; the kernel releases the open file.
+def remove_files(store: RemoteStore) -> None:
+    """Removes the objects of a step, its index first: from then on it is none.
 
     Raises:
-        StorageError: another live job holds it; host, pid and time are named. Where the file system has no locks, a warning is logged.
+        StorageError: it could not be removed.
     """
-    path = root / LOCK
-    try:
-        make_folder(root.absolute())
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise failed("create", path, error) from error
-    is_mine = try_lock(fd)
-    if is_mine is False:
-        holder = printable(os.pread(fd, 4096, 0).decode("utf-8", "replace").strip()) or "unknown"
-        os.close(fd)
-        raise StorageError(
-            f"another job saves to {printable(str(root))}: {holder}", hint="give each job a root of its own, or end that job first"
-        )
-    if is_mine is None:
-        log.warning("%s: no file locks here; a second job would not be refused, nor a dead one's leftovers removed", printable(str(root)))
-    text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{text}\n".encode(), 0)
-    os.fsync(fd)  # so that other nodes see it
-    return fd
-
-
-def see_lock(root: Path, written: bytes, rank: int) -> None:
-    """Makes sure that a directory is the one that another rank has just locked, by what that rank has written there.
-
-    Raises:
-        StorageError: it is not there after ten seconds.
-    """
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline:
-        with suppress(OSError):
-            if (root / LOCK).read_bytes() == written:
-                return
-        time.sleep(0.1)
-    raise StorageError(
-        f"rank {rank} does not see rank 0's directory: {printable(str(root))} is not shared",
-        hint="save to a filesystem that all nodes mount",
-    )
+    files = store.list_files()
+    for part in ([n for n in files if n in INDEXES], names_in(store), list(files)):
+        store.remove(part)

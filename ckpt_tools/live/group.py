@@ -12,7 +12,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from ckpt_tools.errors import CheckpointError, PeerError
 
 T = TypeVar("T")
 _ROLL_CALL_S = 3.0
+_CALLS = ("save", "resume", "preempted")
 
 
 class Ranks(ABC):
@@ -81,7 +82,8 @@ class Ranks(ABC):
         if not int(failed[0]):
             return
         hint = own.hint if isinstance(own, CheckpointError) else None
-        mine = None if own is None else (f"{type(own).__name__}: {own}", hint)
+        notes = [note for note in getattr(own, "__notes__", ()) if not note.startswith("hint: ")]
+        mine = None if own is None else (" ".join((f"{type(own).__name__}: {own}", *(f"({note})" for note in notes))), hint)
         told = [(rank, *theirs) for rank, theirs in enumerate(self.all_gather(mine, what)) if theirs]
         texts, hint = [(rank, text) for rank, text, _ in told], next((hint for *_, hint in told if hint), None)
         shown = "\n".join(f"  rank {rank}: {t}" for rank, t in texts[:8]) + (f"\n  and {len(texts) - 8} more" if len(texts) > 8 else "")
@@ -89,7 +91,11 @@ class Ranks(ABC):
 
 
 class Group(Ranks):
-    """All ranks of a job, or one process alone."""
+    """All ranks of a job, or one process alone. After an exchange has failed, it can do no other."""
+
+    _made = 0
+    _broken = ""
+    _call_text = "nothing yet"
 
     def __init__(self, timeout_s: float, pg: dist.ProcessGroup | None = None) -> None:
         """Opens a gloo group over the ranks of `pg` (all ranks where None); alone where torch.distributed is not initialised."""
@@ -102,13 +108,44 @@ class Group(Ranks):
             ranks = None if pg is None else dist.get_process_group_ranks(pg)
             self._pg = dist.new_group(ranks, timeout=dt.timedelta(seconds=timeout_s), backend="gloo")
             self._root = 0 if ranks is None else ranks[0]
-            self._name = f"ckpt/{dist.get_world_size()}/{self._root}"
+            Group._made += 1  # all ranks make their groups in one order
+            self._name = f"ckpt/{Group._made}/{self._root}"
 
     def sum(self, values: Sequence[int], what: str) -> list[int]:
         sums = np.array(values, np.int64)
         if not self._is_alone:
             self._call(what, lambda: dist.all_reduce(torch.from_numpy(sums), group=self._pg))
         return sums.tolist()  # type: ignore[no-any-return]
+
+    def meet(self, call: str, number: int = 0, flags: Sequence[int] = (0, 0)) -> list[int]:
+        """Makes sure that all ranks make the same call, and returns the maximum of each flag over all ranks.
+
+        Args:
+            call: name of the public method.
+            number: what it is called with: a step.
+            flags: two numbers of this rank.
+
+        Raises:
+            PeerError: the ranks make different calls; the message has each rank's. Nothing else has happened.
+        """
+        if self._is_alone:
+            return list(flags)
+        self._call_text = f"{call}({number})" if call == "save" else f"{call}()"
+        if call != "preempted":  # which is called after every step, and must cost no more than the exchange
+            self._tell("call", f"{self._call_text} at {time.strftime('%H:%M:%S')}")
+        code = _CALLS.index(call)
+        found = np.array([code, -code, number, -number, *flags], np.int64)
+        self._call(
+            f"{call} {number}" if call == "save" else call, lambda: dist.all_reduce(torch.from_numpy(found), dist.ReduceOp.MAX, self._pg)
+        )
+        if found[0] != -found[1] or found[2] != -found[3]:
+            calls = self.all_gather(self._call_text, "compare calls")
+            shown = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(calls))
+            raise PeerError(
+                f"the ranks do not make the same call:\n{shown}",
+                hint="every rank calls save, resume and preempted in the same order, with the same step",
+            )
+        return found[4:].tolist()  # type: ignore[no-any-return]
 
     def xor(self, values: Sequence[int], what: str) -> list[int]:
         """Returns the element-wise exclusive-or over all ranks of values below 2**64; of use on rank 0."""
@@ -169,34 +206,59 @@ class Group(Ranks):
         return self if len(near) == self.size else Near(self, near)
 
     def _call(self, what: str, collective: Callable[[], object]) -> None:
+        if self._broken:
+            raise PeerError(
+                f"{what}: this manager cannot exchange anything any more: {self._broken}",
+                hint="close it and make a new one on all ranks, or restart the job",
+            )
+        began = time.monotonic()
         try:
             collective()
         except (RuntimeError, ValueError) as error:
-            missing = self._missing()
-            who = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+            self._broken = self._diagnose(what, time.monotonic() - began, str(error).splitlines()[0])
             raise PeerError(
-                f"{what}: {who} did not answer (waited at most {self._timeout_s:g} s): {str(error).splitlines()[0]}",
-                hint="look at that rank's own log; nothing was published, the newest complete step is as it was",
+                f"{what}: {self._broken}",
+                hint="look at that rank's own log; nothing was published, the newest complete step is as it was."
+                " Then make a new manager on all ranks, or restart the job",
             ) from error
 
-    def _missing(self) -> list[int]:
-        """Returns the ranks that do not answer a roll call: those that live have seen an exchange fail by now, this one or another."""
+    def _diagnose(self, what: str, waited_s: float, reason: str) -> str:
+        """Returns why an exchange failed: who did not come, or who had waited for this rank and given up."""
         try:
             store = dist.distributed_c10d._get_default_store()
-            store.set(f"{self._name}/roll/{self.rank}", str(time.time()))
-            deadline = time.monotonic() + _ROLL_CALL_S
-            missing = list(range(self.size))
-            while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not self._is_here(store, rank)]
-                time.sleep(0.05)
+            gave_up = f"{self._name}/gave_up"
+            if store.check([gave_up]) and not store.get(gave_up).decode().startswith(f"rank {self.rank} "):
+                return f"this rank, {self.rank}, came too late: {store.get(gave_up).decode()}"
+            missing = self._missing(store)
+            calls = {rank: self._told(store, "call", rank) for rank in missing}
         except (RuntimeError, ValueError):  # the store died with the rank that served it
-            return []
-        return missing
+            return f"a rank did not answer, and the job's store is gone: rank 0 or the launcher has ended ({reason})"
+        if not missing:
+            return f"the connection between the ranks broke ({reason})"
+        who = ", ".join(f"rank {rank} (its last call was {calls[rank] or 'none'})" for rank in missing)
+        text = f"rank {self.rank} waited {waited_s:.0f} s at {what} for {who}"
+        self._tell("gave_up", text, is_shared=True)
+        return f"{who} did not answer (waited {waited_s:.0f} s, at most {self._timeout_s:g} s: {reason})"
 
-    def _is_here(self, store: Any, rank: int) -> bool:
-        """Tells whether a rank has answered, not long ago: an exchange may have failed before, and the job gone on."""
-        key = f"{self._name}/roll/{rank}"
-        return bool(store.check([key])) and time.time() - float(store.get(key)) < self._timeout_s + 2 * _ROLL_CALL_S
+    def _tell(self, key: str, text: str, is_shared: bool = False) -> None:
+        """Leaves a word in the job's store, where ranks find it that exchange nothing any more."""
+        with suppress(RuntimeError, ValueError):
+            where = f"{self._name}/{key}" if is_shared else f"{self._name}/{key}/{self.rank}"
+            dist.distributed_c10d._get_default_store().set(where, text)
+
+    def _told(self, store: Any, key: str, rank: int) -> str:
+        where = f"{self._name}/{key}/{rank}"
+        return store.get(where).decode() if store.check([where]) else ""
+
+    def _missing(self, store: Any) -> list[int]:
+        """Returns the ranks that do not answer a roll call: those that live have seen the exchange fail by now."""
+        store.set(f"{self._name}/roll/{self.rank}", "here")
+        deadline = time.monotonic() + _ROLL_CALL_S
+        missing = list(range(self.size))
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not store.check([f"{self._name}/roll/{rank}"])]
+            time.sleep(0.05)
+        return missing
 
     def close(self) -> None:
         """Gives the group up."""

@@ -7,6 +7,7 @@ told in one table before a byte is read. Imports torch. May import levels 0 to 4
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt_tools.catalog import Catalog, TensorEntry, matcher
+from ckpt_tools.box import Box, whole
+from ckpt_tools.catalog import Catalog, TensorEntry
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
@@ -23,10 +25,12 @@ from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
 from ckpt_tools.live.divide import divide
 from ckpt_tools.live.group import Group
-from ckpt_tools.live.match import Match, match, root_of
+from ckpt_tools.live.match import LoadRequest, Match, OnMismatch, int_keys, match, renamed, root_of
+from ckpt_tools.live.objects import unpack
+from ckpt_tools.live.restore import restore, set_state_of_rank
 from ckpt_tools.live.shards import Shard, Stage, alias_key, has_bytes, local_shards
 from ckpt_tools.live.share import read_together
-from ckpt_tools.live.state import PerRank, export, name_of_rank, restore, unpack
+from ckpt_tools.live.state import STRUCTURE, OfRank, PerRank, export, name_of_rank
 from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore, read
 from ckpt_tools.storage.ahead import GAP_BYTES
@@ -65,6 +69,8 @@ def load(
     strict: bool = True,
     cast: bool = False,
     trust_pickle: bool = False,
+    rename: Mapping[str, str] | None = None,
+    on_mismatch: Mapping[str, OnMismatch] | None = None,
     read_once: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -78,18 +84,16 @@ def load(
         storage_options: of the object store, as fsspec takes them; the rest is its own configuration's.
         process_group: the ranks that load together; all where None. One process where torch.distributed is not initialised.
         timeout_s: how long ranks wait for each other before the missing one is named.
-        select, strict, cast, trust_pickle, read_once: as in `CheckpointManager.resume`.
+        select, strict, cast, trust_pickle, rename, on_mismatch, read_once: as in `CheckpointManager.resume`.
 
     Raises:
         PlanError: the checkpoint does not fit the state; the message is a table of everything that does not.
         CheckpointError: it is damaged or cannot be read; or another rank failed.
     """
+    request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
     group = Group(timeout_s, process_group)
     try:
-        return load_into(
-            path, state, group, select=select, strict=strict, cast=cast, trust_pickle=trust_pickle, read_once=read_once,
-            storage_options=storage_options,
-        )  # fmt: skip
+        return load_into(path, state, group, request, read_once, storage_options)
     finally:
         group.close()
 
@@ -98,11 +102,7 @@ def load_into(
     path: str | os.PathLike[str],
     state: MutableMapping[str, Any],
     group: Group,
-    *,
-    select: Sequence[str] = (),
-    strict: bool = True,
-    cast: bool = False,
-    trust_pickle: bool = False,
+    request: LoadRequest,
     read_once: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     jobs: int | None = None,
@@ -113,10 +113,7 @@ def load_into(
         path: any checkpoint that `ckpt` reads.
         state: as it was given to `save`; plain values in it are replaced.
         group: the ranks that load together.
-        select: globs of names to load; everything where empty. The rest keeps what it has.
-        strict: refuse where the checkpoint lacks something of the state or has more under the same keys; else note it.
-        cast: let floating-point tensors change their type on the way.
-        trust_pickle: run the code that objects of the checkpoint ask for.
+        request: what of it, and how.
         read_once: of what several ranks need, one reads and sends: among all ranks, or among nobody; None, from an object store among
             those of a host.
         storage_options: of the object store, as fsspec takes them.
@@ -126,34 +123,116 @@ def load_into(
         PlanError: the checkpoint does not fit the state; the message is a table of everything that does not.
         CheckpointError: it is damaged or cannot be read; or another rank failed.
     """
-    with group.phase(f"open {printable(str(path))}"):
+    job = _Load(state, group, request, jobs or min(4, max(1, (os.cpu_count() or 1))))
+    where = printable(str(path))
+    with group.phase(f"open {where}"):
+        shards = job.open(path, storage_options)
+    shards = _share(group, job.source, shards, job.found.tensors, read_once, job.jobs, job.report)
+    with group.phase(f"read {where}"):
+        job.read(shards)
+        job.source.store.close()
+    with group.phase(f"restore {where}"):
+        job.restore()
+    return job.report
+
+
+class _Load:
+    """One load on one rank: `open`, `read` and `restore`, in this order."""
+
+    source: Source
+    found: Match
+    report: LoadReport
+
+    def __init__(self, state: MutableMapping[str, Any], group: Group, request: LoadRequest, jobs: int) -> None:
+        self.state, self.group, self.request, self.jobs = state, group, request, jobs
+        self.made: dict[str, torch.Tensor] = {}  # for tensors that the state does not have yet
+        self.by_hand: dict[str, OnMismatch] = {}  # tensors that functions of the user fit to another shape
+        self.values: dict[str, Any] = {}
+        self.of_rank: dict[str, tuple[Any] | None] = {}
+
+    def open(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> list[Shard]:
+        """Opens the checkpoint, pairs its names with the state's, and returns the shards that are to be read."""
         source = open_source(path, storage_options)
-        exported = export(state, for_loading=True)
-        found = match(exported, source.catalog, matcher(select) if select else lambda _: True, strict, cast, str(source.path))
-        made = {n: _make(source.catalog.tensors[n]) for n in found.new if n in source.catalog.tensors}
-        tensors = {n: exported.tensors[n] for n in found.tensors} | made
-        shards = _distinct(local_shards(tensors))
-    report = LoadReport(str(source.path), notes=found.notes)
-    jobs = jobs or min(4, max(1, (os.cpu_count() or 1)))
-    shards = _share(group, source, shards, found.tensors, read_once, jobs, report)
-    with group.phase(f"read {printable(str(path))}"):
-        report.num_tensors = len(tensors)
-        _read_shards(source, shards, found.tensors, jobs, DEFAULT_MEMORY_BYTES, report)
+        self.source = source = replace(source, catalog=renamed(source.catalog, self.request.rename))
+        self.exported = exported = export(self.state, for_loading=True)
+        self.found = found = match(exported, source.catalog, self.request, str(source.path))
+        self.report = LoadReport(str(source.path), notes=found.notes)
+        self.made = {n: _make(source.catalog.tensors[n]) for n in found.new if n in source.catalog.tensors}
+        self.by_hand = {n: how for n, how in found.resized.items() if callable(how)}
+        tensors = {n: exported.tensors[n] for n in found.tensors if n not in self.by_hand} | self.made
+        self.report.num_tensors = len(tensors) + len(self.by_hand)
+        self.tensors = tensors
+        return _distinct([_cut(s, source.catalog.tensors[found.tensors.get(s.fqn, s.fqn)]) for s in local_shards(tensors)])
+
+    def read(self, shards: Sequence[Shard]) -> None:
+        """Reads the bytes of shards into their memory, and the objects."""
+        source, found, exported, request = self.source, self.found, self.exported, self.request
+        _read_shards(source, shards, found.tensors, self.jobs, DEFAULT_MEMORY_BYTES, self.report)
+        for name, how in self.by_hand.items():
+            _fit_by_hand(source, found.tensors[name], name, exported.tensors[name], how, self.jobs, self.report)
+        by_stored = {found.tensors.get(n, n): value for n, value in exported.tensors.items()} | self.made
         wanted = found.objects | {n: n for n in found.new if n in source.catalog.objects}
-        values: dict[str, Any] = {ours: _read_object(source, stored, trust_pickle) for ours, stored in wanted.items()}
+        self.values = {n: _read_object(source, stored, request.trust_pickle, by_stored) for n, stored in wanted.items()}
+        _rename_params(self.values, source, request.rename)
         _check_alike(source, found)
-        report.num_objects = len(values)
-        ranks = {n: _per_rank(source, n, w, group, trust_pickle, report) for n, w in exported.per_rank.items() if not select}
-        source.store.close()
-    with group.phase(f"restore {printable(str(path))}"):
-        touched = {root_of(n) for n in (*tensors, *values)}
+        self.report.num_objects = len(self.values)
+        self.of_rank = {
+            n: _per_rank(source, n, held.wrapper, self.group, request, self.report)
+            for n, held in exported.per_rank.items()
+            if request.wants(n)
+        }
+
+    def restore(self) -> None:
+        """Hands everything to the state."""
+        exported, report, stored = self.exported, self.report, self.source.catalog.paths
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
-        given = {n: v for n, v in current.items() if root_of(n) in touched and n not in found.gone} | made | values
-        restore(state, given, {n: exported.paths.get(n) or source.catalog.paths.get(n) or tuple(n.split(".")) for n in given})
-        for name, value in ranks.items():
+        paths = {n: exported.paths.get(n) or stored.get(n) or tuple(n.split(".")) for n in (*current, *self.made, *self.values)}
+        touched = {root_of(n, paths) for n in (*self.tensors, *self.values, *self.by_hand)}
+        given = {n: v for n, v in current.items() if root_of(n, paths) in touched and n not in self.found.gone}
+        given |= self.made | self.values
+        int_keys(exported, given, paths, report.notes)
+        restore(self.state, given, paths)
+        for name, value in self.of_rank.items():
             if value is not None:
-                _set_per_rank(state, name, value[0])
-    return report
+                _set_per_rank(self.state, exported.per_rank[name], value[0])
+        kept = [n for n in exported.kept if root_of(n, paths) in touched]
+        if kept:
+            shown = ", ".join(kept[:8]) + (" …" if len(kept) > 8 else "")
+            report.notes.append(f"{len(kept)} buffers are not persistent, are in no checkpoint and keep what they have: {shown}")
+
+
+def _cut(shard: Shard, entry: TensorEntry) -> Shard:
+    """Returns the part of a shard that the checkpoint has, where its tensor was smaller."""
+    if shard.shape == entry.shape:
+        return shard
+    box = shard.box.intersect(whole(entry.shape)) or Box(shard.box.offsets, (0,) * len(shard.box.sizes))
+    inner = tuple(slice(o - p, o - p + n) for o, p, n in zip(box.offsets, shard.box.offsets, box.sizes, strict=True))
+    offsets = box.offsets if box.numel else (0,) * len(box.offsets)
+    return Shard(shard.fqn, shard.dtype, entry.shape, Box(offsets, box.sizes), shard.tensor[inner])
+
+
+def _fit_by_hand(source: Source, stored: str, name: str, tensor: torch.Tensor, how: OnMismatch, jobs: int, report: LoadReport) -> None:
+    """Reads a whole tensor and has a function of the user make one of the shape that the state has."""
+    entry = source.catalog.tensors[stored]
+    read_whole_tensor = _make(entry)
+    _read_shards(source, local_shards({name: read_whole_tensor}), {name: stored}, jobs, DEFAULT_MEMORY_BYTES, report)
+    assert callable(how)
+    made = how(read_whole_tensor, tuple(tensor.shape))
+    if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
+        got = list(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
+        raise PlanError(f"the function of on_mismatch returned {got} for {printable(name)!r}: expected {list(tensor.shape)}")
+    for shard in local_shards({name: tensor}):
+        inner = tuple(slice(o, e) for o, e in zip(shard.box.offsets, shard.box.ends, strict=True))
+        shard.tensor.copy_(made[inner])
+
+
+def _rename_params(values: dict[str, Any], source: Source, rules: Mapping[str, str]) -> None:
+    """Renames the parameters in the lists of optimizers' groups, as their states are renamed."""
+    for name, value in values.items() if rules else ():
+        path = source.catalog.paths.get(name) or tuple(name.split("."))
+        if path[-1] == "params" and len(path) > 2 and path[-3] == "param_groups" and isinstance(value, list):
+            for pattern, new in rules.items():
+                value[:] = [re.sub(pattern, new, item) if isinstance(item, str) else item for item in value]
 
 
 def _share(
@@ -285,9 +364,11 @@ def _used(entry: TensorEntry, numbers: set[int]) -> TensorEntry:
     return replace(entry, chunks=tuple(entry.chunks[i] for i in sorted(numbers)))
 
 
-def _read_object(source: Source, name: str, trust_pickle: bool) -> Any:
+def _read_object(source: Source, name: str, trust_pickle: bool, tensors: Mapping[str, Any] | None = None) -> Any:
+    """Reads an object; `tensors` has those that a value may refer to, by their stored names."""
     extent = source.catalog.objects[name].extent
-    return unpack(read(source.store, extent.file, extent.start, extent.nbytes), name, trust_pickle)
+    data = read(source.store, extent.file, extent.start, extent.nbytes)
+    return unpack(data, name, trust_pickle, tensors.__getitem__ if tensors and name.endswith(f".{STRUCTURE}") else None)
 
 
 def _check_alike(source: Source, found: Match) -> None:
@@ -303,16 +384,16 @@ def _check_alike(source: Source, found: Match) -> None:
             )
 
 
-def _per_rank(source: Source, name: str, wrapper: PerRank, group: Group, trust_pickle: bool, report: LoadReport) -> tuple[Any] | None:
+def _per_rank(source: Source, name: str, wrapper: PerRank, group: Group, request: LoadRequest, report: LoadReport) -> tuple[Any] | None:
     """Returns this rank's state of a per-rank value, None where it keeps what it has."""
     stored = 0
     while name_of_rank(name, stored) in source.catalog.objects:
         stored += 1
     if stored == group.size:
-        return (_read_object(source, name_of_rank(name, group.rank), trust_pickle),)
+        return (_read_object(source, name_of_rank(name, group.rank), request.trust_pickle),)
     what = f"{name}: the checkpoint has the states of {stored} rank{'s' * (stored != 1)}, this job has {group.size}"
     if callable(wrapper.on_resize) and stored:
-        states = [_read_object(source, name_of_rank(name, r), trust_pickle) for r in range(stored)]
+        states = [_read_object(source, name_of_rank(name, r), request.trust_pickle) for r in range(stored)]
         report.notes.append(f"{what}; redistributed")
         return (wrapper.on_resize(states, group.rank, group.size),)
     if wrapper.on_resize == "refuse":
@@ -321,14 +402,11 @@ def _per_rank(source: Source, name: str, wrapper: PerRank, group: Group, trust_p
     return None
 
 
-def _set_per_rank(state: MutableMapping[str, Any], name: str, value: Any) -> None:
-    *path, key = name.split(".")
-    owner = state
-    for part in path:
-        owner = owner[part]
-    holder = owner[key]
+def _set_per_rank(state: Any, held: OfRank, value: Any) -> None:
+    holder = state
+    for key in held.path:
+        holder = holder[next(k for k in holder if str(k) == key)] if isinstance(holder, Mapping) else holder[key]
     inner = holder.value if isinstance(holder, PerRank) else holder
-    if hasattr(inner, "load_state_dict"):
-        inner.load_state_dict(value)
-    else:
-        holder.value = value
+    made = set_state_of_rank(inner, value, held.path)
+    if isinstance(holder, PerRank):
+        holder.value = made

@@ -6,25 +6,60 @@ Imports torch. May import levels 0 to 4, shards and state.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ckpt_tools.catalog import Catalog, TensorEntry, find_model, strip_wrappers
+from ckpt_tools.catalog import BytesEntry, Catalog, TensorEntry, check_globs, find_model, matcher, strip_wrappers
 from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.live.objects import Key
 from ckpt_tools.live.shards import alias_key, local_shards
-from ckpt_tools.live.state import Exported, Key
+from ckpt_tools.live.state import Exported, join
 
 _SHOWN = 8
+OnMismatch = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+E = TypeVar("E", TensorEntry, BytesEntry)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What is to be loaded of a checkpoint, and how; `CheckpointManager.resume` describes every field."""
+
+    select: Sequence[str] = ()
+    strict: bool = True
+    cast: bool = False
+    trust_pickle: bool = False
+    rename: Mapping[str, str] = field(default_factory=dict)
+    on_mismatch: Mapping[str, OnMismatch] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, kind in (("select", (list, tuple)), ("rename", Mapping), ("on_mismatch", Mapping)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name}: expected {'a list of globs' if name == 'select' else 'a dict'}, got {getattr(self, name)!r}")
+        for glob, how in self.on_mismatch.items():
+            if how not in ("grow", "skip") and not callable(how):
+                raise ValueError(f"on_mismatch[{glob!r}]: expected 'grow', 'skip' or a function, got {how!r}")
+
+    @property
+    def wants(self) -> Callable[[str], bool]:
+        """Tells of a name whether it is to be loaded."""
+        return matcher(self.select) if self.select else lambda _: True
 
 
 class Match(NamedTuple):
-    """How the names of a state and of a checkpoint meet: ours to stored.
+    """How the names of a state and of a checkpoint meet.
 
-    `new` has stored names below free values, which become whatever was stored; `gone` ours that are left out for that reason,
-    or because the checkpoint has no optimizer state of that parameter. `alike` has stored names that must hold the same as one of
-    `objects`: an option that a flattened optimizer keeps for every parameter of a group.
+    Attributes:
+        tensors, objects: our name to the stored name.
+        new: stored names below free values, which become whatever was stored.
+        gone: our names that are left out for that reason, or because the checkpoint has no optimizer state of that parameter.
+        notes: remarks for the report.
+        alike: stored names that must hold the same as one of `objects`: an option that a flattened optimizer keeps for every
+            parameter of a group.
+        resized: what becomes of tensors whose shape in the checkpoint is another.
     """
 
     tensors: dict[str, str]
@@ -33,53 +68,191 @@ class Match(NamedTuple):
     gone: set[str]
     notes: list[str]
     alike: dict[str, list[str]]
+    resized: dict[str, OnMismatch]
 
 
-def root_of(name: str) -> str:
+class _Misfit(NamedTuple):
+    """Names of a state, and of a checkpoint, that do not fit."""
+
+    absent: list[str]
+    extra: list[str]
+    shapes: list[str]
+    types: list[str]
+    kinds: list[str]
+
+
+def root_of(name: str, paths: Mapping[str, Key]) -> str:
     """Returns the state's own key for an entry."""
-    return name.partition(".")[0]
+    path = paths.get(name)
+    return str(path[0]) if path else name.partition(".")[0]
 
 
-def match(exported: Exported, catalog: Catalog, wanted: Callable[[str], bool], strict: bool, cast: bool, where: str) -> Match:
+def renamed(catalog: Catalog, rules: Mapping[str, str]) -> Catalog:
+    """Returns the catalog under other names.
+
+    Args:
+        catalog: of the checkpoint.
+        rules: what replaces each regular expression, wherever it matches in a name; in order. In an optimizer, names of
+            parameters are meant, not those of options.
+
+    Raises:
+        PlanError: a rule matches nothing, or two entries would get one name.
+    """
+    if not rules:
+        return catalog
+    names = [*catalog.tensors, *catalog.objects]
+    compiled = _compiled(rules, names)
+
+    def substitute(name: str) -> str:
+        for pattern, new in compiled:
+            name = pattern.sub(new, name)
+        return name
+
+    def new_path(name: str) -> Key:
+        path = catalog.paths.get(name) or (name,)
+        if "param_groups" in path:
+            return path  # names of options; `params` has those of parameters
+        if len(path) > 3 and path[-3] == "state":
+            return (*path[:-2], substitute(str(path[-2])), path[-1])
+        new = substitute(name)
+        return path if new == name else tuple(new.split("."))
+
+    moved = {name: new_path(name) for name in names}
+    taken: dict[str, str] = {}
+    for name, path in moved.items():
+        if (other := taken.setdefault(join(path), name)) != name:
+            raise PlanError(f"rename gives two entries one name: {printable(other)!r} and {printable(name)!r}")
+    paths = {join(path): path for name, path in moved.items() if name in catalog.paths}
+    new_names = {name: join(path) for name, path in moved.items()}
+    return replace(catalog, tensors=_moved(catalog.tensors, new_names), objects=_moved(catalog.objects, new_names), paths=paths)
+
+
+def _compiled(rules: Mapping[str, str], names: Sequence[str]) -> list[tuple[re.Pattern[str], str]]:
+    try:
+        compiled = [(re.compile(pattern), new) for pattern, new in rules.items()]
+    except re.error as error:
+        raise PlanError(f"rename: not a regular expression: {printable(str(error.pattern))!r}: {error.msg}") from error
+    for pattern, _ in compiled:
+        if not any(map(pattern.search, names)):
+            raise PlanError(
+                f"rename matches none of {len(names)} names: {printable(pattern.pattern)!r}",
+                hint=f"names look like: {', '.join(map(printable, names[:3]))}",
+            )
+    return compiled
+
+
+def _moved(entries: Mapping[str, E], new_names: Mapping[str, str]) -> dict[str, E]:
+    return {new_names[name]: replace(entry, fqn=new_names[name]) for name, entry in entries.items()}
+
+
+def match(exported: Exported, catalog: Catalog, request: LoadRequest, where: str) -> Match:
     """Pairs a state's names with a checkpoint's.
 
     Raises:
-        PlanError: with a table of all that does not fit.
+        PlanError: with a table of all that does not fit; or a glob matches nothing.
     """
     notes: list[str] = []
+    wanted = request.wants
     names = _mapping(exported, catalog, notes)
     alike, settled = _groups_by_parameter(exported, catalog)
     names |= {n: stored[0] for n, stored in alike.items()}
+    ours = [*exported.tensors, *exported.objects, *exported.per_rank]
+    stored_below = [n for n in (*catalog.tensors, *catalog.objects) if any(_is_below(n, join(f)) for f in exported.free)]
+    check_globs(request.select, [*ours, *stored_below], "select")
+    check_globs(request.on_mismatch, [*exported.tensors], "on_mismatch")
     tensors = {n: names.get(n, n) for n in exported.tensors if wanted(n)}
     objects = {n: names.get(n, n) for n in exported.objects if wanted(n)}
-    missing = [n for n, stored in tensors.items() if stored not in catalog.tensors]
-    missing_objects = [n for n, stored in objects.items() if stored not in catalog.objects]
+    free = [join(path) for path in exported.free]
+    kinds = _kinds(catalog, tensors, objects, free)
+    missing = [n for n, stored in tensors.items() if stored not in catalog.tensors and n not in kinds]
+    missing_objects = [n for n, stored in objects.items() if stored not in catalog.objects and n not in kinds]
     tied = _tied(exported, missing, tensors, catalog)
     stateless = set(_stateless(missing, catalog, names, exported))
-    free = [".".join(map(str, path)) for path in exported.free]
     below = {f: [n for n in (*catalog.tensors, *catalog.objects) if _is_below(n, f) and wanted(n)] for f in free}
     gone = {n for n in (*missing, *missing_objects) for f in free if _is_below(n, f) and below[f]} | stateless
-    absent = [n for n in (*missing, *missing_objects) if n not in tied | settled and n not in gone]
-    used = {*tensors.values(), *objects.values(), *(s for stored in alike.values() for s in stored)}
+    empty = {n for n in missing_objects if isinstance(exported.objects[n], Mapping) and not exported.objects[n]}  # DCP stores none
+    absent = [n for n in (*missing, *missing_objects) if n not in tied | settled | empty and n not in gone]
+    fitting = {n: s for n, s in tensors.items() if s in catalog.tensors and n not in kinds}
+    fitting_objects = {n: s for n, s in objects.items() if s in catalog.objects and n not in kinds}
+    used = {*fitting.values(), *fitting_objects.values(), *(names.get(n, n) for n in kinds)}
+    used |= {s for stored in alike.values() for s in stored}
     new = [n for names_below in below.values() for n in names_below if n not in used]
-    extra = _extra(exported, catalog, {*used, *new}, wanted) if strict else []
-    fitting = {n: s for n, s in tensors.items() if s in catalog.tensors}
-    shapes = [n for n, s in fitting.items() if tuple(exported.tensors[n].shape) != catalog.tensors[s].shape]
-    types = [n for n, s in fitting.items() if not _fits_type(exported.tensors[n], catalog.tensors[s], cast)]
-    if shapes or types or (strict and (absent or extra)):
-        raise PlanError(_table(exported, catalog, names, absent, extra, shapes, types, where), hint=_hint(absent, extra, types))
+    extra = _extra(exported, catalog, {*used, *new}, wanted) if request.strict else []
+    resized = _resized(exported, catalog, fitting, request)
+    shapes = [n for n, s in fitting.items() if n not in resized and tuple(exported.tensors[n].shape) != catalog.tensors[s].shape]
+    types = [n for n, s in fitting.items() if not _fits_type(exported.tensors[n], catalog.tensors[s], request.cast)]
+    misfit = _Misfit(absent, extra, shapes, types, kinds)
+    if shapes or types or (request.strict and (absent or extra or kinds)):
+        raise PlanError(_table(exported, catalog, names, misfit, where), hint=_hint(misfit, request.strict))
     if stateless:
         notes.append(f"{len(stateless)} entries of optimizer state are not in the checkpoint: those parameters start without")
-    if absent:
-        notes.append(f"{len(absent)} entries are not in the checkpoint and keep what they have: {_some(absent)}")
-    left = sorted(
-        {root_of(n) for n in (*catalog.tensors, *catalog.objects)}
-        - {root_of(names.get(n, n)) for n in exported.paths}
-        - set(exported.per_rank)
-    )
+    if absent or kinds:
+        notes.append(f"{len(absent) + len(kinds)} entries are not in the checkpoint and keep what they have: {_some([*absent, *kinds])}")
+    notes += _turned(exported, catalog, new, gone, free)
+    notes += [_told(n, how, exported, catalog.tensors[fitting[n]]) for n, how in resized.items()]
+    stored_roots = {root_of(n, catalog.paths) for n in (*catalog.tensors, *catalog.objects)}
+    left = sorted(stored_roots - exported.roots - {root_of(s, catalog.paths) for s in names.values()} - {root_of(s, {}) for s in used})
     if left and not any(names):
         notes.append(f"not asked for and left out: {_some(left)}")
-    return Match(fitting, {n: s for n, s in objects.items() if s in catalog.objects}, new, gone, notes, alike)
+    fitting = {n: s for n, s in fitting.items() if resized.get(n) != "skip"}
+    return Match(fitting, fitting_objects, new, gone, notes, alike, resized)
+
+
+def _kinds(catalog: Catalog, tensors: Mapping[str, str], objects: Mapping[str, str], free: Sequence[str]) -> list[str]:
+    """Returns our names of tensors that were stored as values, and of values of modules and optimizers stored as tensors.
+
+    A plain value of the state becomes what was stored, also a tensor; a tensor stays one, because others may refer to it.
+    """
+    found = [n for n, stored in tensors.items() if stored in catalog.objects]
+    return found + [n for n, stored in objects.items() if stored in catalog.tensors and not any(_is_below(n, f) for f in free)]
+
+
+def _turned(exported: Exported, catalog: Catalog, new: Sequence[str], gone: set[str], free: Sequence[str]) -> list[str]:
+    """Returns notes on plain values that become something of another kind."""
+    turned = [n for n in new if n in exported.objects and n in catalog.tensors]
+    notes = [f"{printable(n)}: a tensor was stored, and replaces a value that is none" for n in turned]
+    for name in free:
+        lost = [n for n in gone if n in exported.tensors and _is_below(n, name)]
+        if lost:
+            notes.append(f"{printable(name)}: {len(lost)} tensors of the state are replaced by what was stored: {_some(sorted(lost))}")
+    return notes
+
+
+def _resized(exported: Exported, catalog: Catalog, fitting: Mapping[str, str], request: LoadRequest) -> dict[str, OnMismatch]:
+    """Returns what becomes of tensors whose shape differs, where the request says it."""
+    found: dict[str, OnMismatch] = {}
+    rules = [(matcher([glob]), how) for glob, how in request.on_mismatch.items()]
+    for name, stored in fitting.items():
+        mine, theirs = tuple(exported.tensors[name].shape), catalog.tensors[stored].shape
+        how = next((how for fits, how in rules if fits(name)), None) if mine != theirs else None
+        if how == "grow" and (len(mine) != len(theirs) or any(a < b for a, b in zip(mine, theirs, strict=True))):
+            raise PlanError(
+                f"on_mismatch cannot grow {printable(name)!r}: the checkpoint has {list(theirs)}, the state {list(mine)}",
+                hint="every dim of the state must be at least that of the checkpoint; pass 'skip', or a function",
+            )
+        if how is not None:
+            found[name] = how
+    return found
+
+
+def _told(name: str, how: OnMismatch, exported: Exported, entry: TensorEntry) -> str:
+    what = {"grow": "its elements are loaded, the others keep what they have", "skip": "it keeps what it has"}
+    done = what[how] if isinstance(how, str) else "made from the stored one by the function of on_mismatch"
+    return f"{printable(name)}: the checkpoint has {list(entry.shape)}, the state {list(exported.tensors[name].shape)}: {done}"
+
+
+def int_keys(exported: Exported, values: dict[str, Any], paths: Mapping[str, Key], notes: list[str]) -> None:
+    """Gives dicts with integers as keys these keys back, where the writer, as stock DCP, made texts of them."""
+    for name, value in exported.objects.items():
+        if not isinstance(value, Mapping) or not value or not all(type(key) is int for key in value) or name in values:
+            continue
+        depth = len(exported.paths[name])
+        below = {n: paths[n] for n in values if paths[n][:depth] == exported.paths[name]}
+        if below and all(len(path) == depth + 1 and re.fullmatch(r"-?\d{1,18}", str(path[-1])) for path in below.values()):
+            made: Any = {int(path[-1]): values.pop(n) for n, path in below.items()}
+            kind: Any = type(value)
+            values[name] = kind(made)
+            notes.append(f"{printable(name)}: its keys were stored as texts, and are integers again")
 
 
 def _is_below(name: str, path: str) -> bool:
@@ -93,8 +266,10 @@ def _mapping(exported: Exported, catalog: Catalog, notes: list[str]) -> dict[str
         plain.setdefault(strip_wrappers(stored), stored)
     result: dict[str, str] = {}
     model = ".".join(find_model(catalog))
-    for root in {root_of(n) for n in exported.tensors}:
-        ours = [n for n in exported.tensors if root_of(n) == root]
+    by_root: dict[str, list[str]] = {}
+    for name in exported.tensors:
+        by_root.setdefault(root_of(name, exported.paths), []).append(name)
+    for root, ours in by_root.items():
         if any(n in catalog.tensors for n in ours):
             continue
         for prefix in dict.fromkeys((f"{root}.", f"{model}." if model else "", "")):
@@ -149,12 +324,12 @@ def _stateless(missing: Sequence[str], catalog: Catalog, names: Mapping[str, str
 
 
 def _extra(exported: Exported, catalog: Catalog, used: set[str], wanted: Callable[[str], bool]) -> list[str]:
-    roots = {root_of(n) for n in exported.paths}
+    roots = exported.roots
     known = tuple(f"{name}." for name in exported.per_rank)
     return [
         n
         for n in (*catalog.tensors, *catalog.objects)
-        if root_of(n) in roots and n not in used and wanted(n) and not n.startswith(known or ("\0",))
+        if root_of(n, catalog.paths) in roots and n not in used and wanted(n) and not n.startswith(known or ("\0",))
     ]
 
 
@@ -163,10 +338,7 @@ def _fits_type(tensor: torch.Tensor, entry: TensorEntry, cast: bool) -> bool:
     return name == entry.dtype.name or (cast and tensor.dtype.is_floating_point and entry.dtype.is_castable)
 
 
-def _table(
-    exported: Exported, catalog: Catalog, names: Mapping[str, str],
-    absent: Sequence[str], extra: Sequence[str], shapes: Sequence[str], types: Sequence[str], where: str,
-) -> str:  # fmt: skip
+def _table(exported: Exported, catalog: Catalog, names: Mapping[str, str], misfit: _Misfit, where: str) -> str:
     def ours(name: str) -> str:
         value = exported.tensors.get(name)
         return "" if value is None else f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -175,12 +347,16 @@ def _table(
         entry = catalog.tensors.get(names.get(name, name))
         return "" if entry is None else f"{entry.dtype.name} {list(entry.shape)}"
 
+    def both(name: str) -> str:
+        return f"state {ours(name) or 'a plain value'}, checkpoint {theirs(name) or 'a plain value'}"
+
     lines = [f"the checkpoint does not fit the state ({printable(where)})"]
     for title, group, describe in (
-        ("missing from the checkpoint", absent, lambda n: ours(n) + _nearest(n, extra)),
-        ("in the checkpoint, but not in the state", extra, theirs),
-        ("shapes differ", shapes, lambda n: f"state {ours(n)}, checkpoint {theirs(n)}"),
-        ("types differ", [n for n in types if n not in set(shapes)], lambda n: f"state {ours(n)}, checkpoint {theirs(n)}"),
+        ("missing from the checkpoint", misfit.absent, lambda n: ours(n) + _nearest(n, misfit.extra)),
+        ("in the checkpoint, but not in the state", misfit.extra, theirs),
+        ("shapes differ", misfit.shapes, both),
+        ("types differ", [n for n in misfit.types if n not in set(misfit.shapes)], both),
+        ("kinds differ", misfit.kinds, both),
     ):
         if group:
             width = min(60, max(len(printable(n)) for n in group[:_SHOWN]))
@@ -195,12 +371,15 @@ def _nearest(name: str, others: Sequence[str]) -> str:
     return f"  nearest: {printable(close[0])}" if close else ""
 
 
-def _hint(absent: Sequence[str], extra: Sequence[str], types: Sequence[str]) -> str:
+def _hint(misfit: _Misfit, strict: bool) -> str:
+    absent, extra = misfit.absent, misfit.extra
     if absent and len(absent) == len(extra):
         ours, theirs = _difference(absent[0], extra[0])
         if {ours + n.removeprefix(theirs) for n in extra} == set(absent):
             return f"the names differ by a prefix only: {printable(theirs)!r} in the checkpoint, {printable(ours)!r} in the state"
-    if types and not absent and not extra:
+    if misfit.shapes:
+        return f"say what becomes of other shapes: on_mismatch={{{misfit.shapes[0]!r}: 'grow' or 'skip'}}, or a function"
+    if misfit.types and (not strict or not (absent or extra or misfit.kinds)):
         return "pass cast=True to convert on the way"
     return "pass strict=False to load what fits and keep the rest, or select=[…] to load a part"
 

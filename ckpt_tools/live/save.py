@@ -8,7 +8,6 @@ shards, state and group.
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -209,7 +208,7 @@ def _head(
 
 def write(
     group: Group, target: Destination, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], jobs: int,
-    overwrite: bool = False,
+    attempt: str, overwrite: bool = False,
 ) -> SaveReport:  # fmt: skip
     """Writes one checkpoint and makes it visible; called by all ranks, from the layout that they agreed on.
 
@@ -221,13 +220,13 @@ def write(
         memory: the bytes of this rank's pieces, in the order of its task.
         objects: this rank's objects as archives, in the layout's order.
         jobs: threads on this rank.
+        attempt: id of this try, the same on all ranks.
         overwrite: replace what is there, once all is written; rank 0's.
 
     Raises:
         CheckpointError: this rank's error, or PeerError with another's; nothing is then visible at `target`.
     """
     what, began = target.url.rpartition("/")[2], time.monotonic()
-    attempt = group.broadcast(str(uuid.uuid4()), f"begin {what}")
     notes: list[str] = []
     with ExitStack() as stack:
         with group.phase(f"begin {what}"):

@@ -1,36 +1,41 @@
-"""What a training loop keeps, as names and values, and back: modules, optimizers, anything with `state_dict`, plain values.
+"""What a training loop keeps, as names and values: modules, optimizers, anything with `state_dict`, plain values.
 
-`export` turns a user's dict into flat names, the same as `dcp.save(get_state_dict(…))` would store; `restore` hands loaded
-values back. FSDP, DDP, `torch.compile` and activation checkpointing never show in a name: torch's own state-dict functions
-take care of that. Imports torch. May import errors.
+`export` turns a user's dict into flat names, the same as `dcp.save(get_state_dict(…))` would store. FSDP,
+DDP, `torch.compile` and activation checkpointing never show in a name: torch's own state-dict functions take care of that.
+
+Imports torch. May import errors, objects and optimizers.
 """
 
 from __future__ import annotations
 
-import io
 import random
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
-from ckpt_tools.errors import IntegrityError, PlanError, UnsafePickleError, printable
+from ckpt_tools.errors import CheckpointError, PlanError, printable
+from ckpt_tools.live.objects import (
+    TAG,
+    Key,
+    Structure,
+    encode,
+    generator_state,
+    is_generator,
+    place,
+)
+from ckpt_tools.live.optimizers import WRAPPERS, Holders, export_optimizer, extra_of, is_container
 
-Key = tuple[str | int, ...]
+STRUCTURE = "__structure__"  # last key of a value whose tensors are entries of their own
 _RANK = "rank_"
-_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+_MAX_DEPTH = 64
 
 
 class PerRank:
@@ -78,19 +83,34 @@ class RngState:
         np.random.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
+class OfRank(NamedTuple):
+    """A `PerRank` of a state, and its place there."""
+
+    wrapper: PerRank
+    path: Key
+
+
 @dataclass(slots=True)
 class Exported:
     """A state under flat names: tensors as they live (DTensors and all), other values, and the keys on the way to each.
 
-    `per_rank` has the names under which each rank has a value of its own, with the wrapper. `free` has the paths of values
-    whose structure may have changed since (a history, a scheduler): what was stored below them is what they become.
+    `per_rank` has the names under which each rank has a value of its own. `free` has the places of values whose structure may
+    have changed since (a history, a scheduler): what was stored below them is what they become. `kept` names what no
+    checkpoint holds: non-persistent buffers of modules. `roots` has the state's own keys.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Key] = field(default_factory=dict)
-    per_rank: dict[str, PerRank] = field(default_factory=dict)
+    per_rank: dict[str, OfRank] = field(default_factory=dict)
     free: list[Key] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    roots: set[str] = field(default_factory=set)
+
+
+def join(path: Key) -> str:
+    """Returns the flat name of a place."""
+    return ".".join(map(str, path))
 
 
 def name_of_rank(name: str, rank: int) -> str:
@@ -98,178 +118,258 @@ def name_of_rank(name: str, rank: int) -> str:
     return f"{name}.{_RANK}{rank}"
 
 
+# ---- what is in a state --------------------------------------------------------------------------------------------------
+
+
+def _items(value: Any) -> Iterable[tuple[str | int, Any]]:
+    """Returns the entries of a dict, a list or a tuple."""
+    if isinstance(value, Mapping):
+        return [(key if isinstance(key, str) else str(key), item) for key, item in value.items()]
+    return enumerate(value)
+
+
+def has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and not isinstance(value, type)
+
+
+def loads_itself(value: Any) -> bool:
+    """Tells whether something of a state is asked for its state, and loads it in place."""
+    return isinstance(value, (nn.Module, Optimizer, PerRank, RngState)) or is_generator(value) or has_state(value)
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Tells whether a value is loaded by replacing it: nothing in it loads itself."""
+    if isinstance(value, Mapping):
+        items: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        items = value
+    else:
+        return not loads_itself(value)
+    return depth > _MAX_DEPTH or all(is_plain(item, depth + 1) for item in items)
+
+
+def holders_of(state: Mapping[str, Any]) -> Holders:
+    modules: list[tuple[Key, nn.Module]] = []
+    tensors: list[tuple[Key, torch.Tensor]] = []
+
+    def visit(value: Any, path: Key) -> None:
+        if isinstance(value, nn.Module):
+            modules.append((path, value))
+        elif isinstance(value, torch.Tensor):
+            tensors.append((path, value))
+        elif isinstance(value, (Mapping, list, tuple)) and len(path) <= _MAX_DEPTH:
+            for key, item in _items(value):
+                visit(item, (*path, key))
+
+    visit(state, ())
+    return Holders(modules, tensors)
+
+
+def _holds_tensor(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth > _MAX_DEPTH:
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(item, depth + 1) for item in value.values())
+    if isinstance(value, (list, tuple, AbstractSet)) or type(value).__name__ == "deque":
+        return any(_holds_tensor(item, depth + 1) for item in value)
+    return False
+
+
+@contextmanager
+def calling(method: str, value: Any, path: Key) -> Iterator[None]:
+    """Lets exceptions of a user's own code through, and says of which object they are."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        error.add_note(f"raised by {type(value).__name__}.{method}() of {place(path)}")
+        raise
+
+
+# ---- export --------------------------------------------------------------------------------------------------------------
+
+
 def export(state: Mapping[str, Any], for_loading: bool = False) -> Exported:
     """Returns a user's state under flat names. The tensors are the live ones: nothing is copied or gathered.
 
     Args:
-        state: dicts (nested at will) of modules, optimizers, objects with `state_dict`, tensors and plain values.
+        state: dicts, lists and tuples (nested at will) of modules, optimizers, objects with `state_dict`, generators,
+            tensors and plain values.
         for_loading: give an optimizer that has taken no step yet the state that it is to be loaded into.
 
     Raises:
-        PlanError: two entries have one name, or an optimizer's parameters belong to no module of the state.
+        PlanError: two entries have one name, an optimizer's parameters belong to nothing of the state, or a tensor is on the
+            meta device.
     """
-    try:
-        flat, paths = flatten_state_dict(_export_dict(state, (), _modules(state), for_loading))
-    except ValueError as error:
-        raise PlanError(f"two entries of the state have one name: {printable(str(error))}") from error
-    result = Exported(paths=dict(paths), per_rank=dict(_find_per_rank(state, ())), free=list(_find_free(state, ())))
-    for name, value in flat.items():
-        if isinstance(value, torch.Tensor):
-            result.tensors[name] = value
+    _check_nesting(state, (), ())
+    exporter = _Exporter(holders_of(state), for_loading)
+    exporter.result.roots = {str(key) for key in state}
+    exporter.visit_container(state, ())
+    exporter.check_meta()
+    return exporter.result
+
+
+def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
+    """Refuses containers that hold themselves, and very deep ones: no walk through them would end."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return
+    if len(above) > _MAX_DEPTH or id(value) in above:
+        raise PlanError(f"cannot save {place(path[:4])}: it is nested more than {_MAX_DEPTH} deep, or contains itself")
+    if isinstance(value, Mapping) or not set(map(type, value)) <= {int, float, str, bool, type(None)}:
+        for key, item in _items(value):
+            _check_nesting(item, (*path, key), (*above, id(value)))
+
+
+class _Exporter:
+    """Walks a state and gives every leaf its name."""
+
+    def __init__(self, holders: Holders, for_loading: bool) -> None:
+        self.holders, self.for_loading, self.result = holders, for_loading, Exported()
+
+    def visit(self, value: Any, path: Key) -> None:
+        """Exports a value of the state itself."""
+        if isinstance(value, (PerRank, RngState)):
+            wrapper = value if isinstance(value, PerRank) else PerRank(value, "reset")
+            self.result.per_rank[self._name(path)] = OfRank(wrapper, path)
+        elif isinstance(value, nn.Module):
+            with calling("state_dict", value, path):
+                exported = get_model_state_dict(value)
+            self.emit(_tied(value, exported), path, is_root=True)
+            self.result.kept += [f"{join(path)}.{name}" for name in _non_persistent(value)]
+        elif isinstance(value, Optimizer) and not is_container(value):
+            with calling("state_dict", value, path):
+                exported = export_optimizer(value, self.holders, path, self.for_loading)
+            self.result.free += [(*path, key) for key in extra_of(value)]
+            self.emit(exported, path, is_root=True)
+        elif isinstance(value, (Mapping, list, tuple)) and not is_plain(value):
+            self.visit_container(value, path)
         else:
-            result.objects[name] = value
-    return result
+            self._visit_value(value, path)
+
+    def visit_container(self, value: Any, path: Key) -> None:
+        """Exports the entries of a dict, a list or a tuple of the state."""
+        for key, item in _items(value):
+            if isinstance(value, tuple) and is_plain(item):
+                raise PlanError(
+                    f"cannot load into {place((*path, key))}: a plain value within a tuple cannot be replaced",
+                    hint="use a list, or a dict",
+                )
+            self.visit(item, (*path, key))
+
+    def _visit_value(self, value: Any, path: Key) -> None:
+        self.result.free.append(path)
+        if is_generator(value):
+            self._leaf(generator_state(value), path)
+        elif has_state(value):
+            if not hasattr(value, "load_state_dict"):
+                raise PlanError(f"cannot load into {place(path)}: {type(value).__name__} has state_dict, and no load_state_dict")
+            with calling("state_dict", value, path):
+                exported = value.state_dict()
+            self.emit(exported, path)
+        else:
+            self.emit(value, path)
+
+    def emit(self, value: Any, path: Key, is_root: bool = False) -> None:
+        """Names the leaves of what was exported, as DCP does; what DCP would not give back as it was is kept as a `Structure`."""
+        if isinstance(value, torch.Tensor):
+            self.result.tensors[self._name(path)] = value
+        elif isinstance(value, Mapping) and (value or is_root) and _is_walked(value):
+            for key, item in value.items():
+                self.emit(item, (*path, key))
+        elif type(value) is list and _is_walked_list(value):
+            for number, item in enumerate(value):
+                self.emit(item, (*path, number))
+        elif _holds_tensor(value):
+            self._structure(value, path)
+        else:
+            self._leaf(value, path)
+
+    def _leaf(self, value: Any, path: Key) -> None:
+        self.result.objects[self._name(path)] = value
+
+    def _structure(self, value: Any, path: Key) -> None:
+        def put(tensor: torch.Tensor, at: Key) -> dict[str, str]:
+            where = (*path, *map(str, at[len(path) :]))
+            while join(where) in self.result.paths:
+                where = (*where[:-1], f"{where[-1]}~")
+            self.result.tensors[self._name(where)] = tensor
+            return {TAG: "tensor", "name": join(where)}
+
+        self._leaf(Structure(encode(value, path, put)), (*path, STRUCTURE))
+
+    def _name(self, path: Key) -> str:
+        name = join(path)
+        if (other := self.result.paths.setdefault(name, path)) is not path:
+            raise PlanError(
+                f"two entries of the state have one name: {printable(name)!r}: {place(other)} and {place(path)}",
+                hint="keys are joined by dots, and numbers as keys are written as texts: choose other keys",
+            )
+        return name
+
+    def check_meta(self) -> None:
+        """Refuses tensors without memory.
+
+        Raises:
+            PlanError: with the call that gives them memory.
+        """
+        without = [name for name, tensor in self.result.tensors.items() if tensor.is_meta]
+        if without:
+            kept = f", then give first values to what no checkpoint holds: {', '.join(self.result.kept[:4])}" if self.result.kept else ""
+            raise PlanError(
+                f"{len(without)} tensors are on the meta device and have no memory: {', '.join(map(printable, without[:3]))}",
+                hint=f"call model.to_empty(device=…) first{kept}",
+            )
 
 
-def _export_dict(state: Mapping[str, Any], path: tuple[str, ...], modules: Sequence[nn.Module], for_loading: bool) -> dict[str, Any]:
-    exported: dict[str, Any] = {}
-    for key, value in state.items():
-        here = (*path, str(key))
-        if isinstance(value, nn.Module):
-            exported[key] = _tied(value, get_model_state_dict(value))
-        elif isinstance(value, Optimizer):
-            exported[key] = _export_optimizer(_owner(value, modules, here), value, for_loading)
-        elif isinstance(value, Mapping):
-            exported[key] = _export_dict(value, here, modules, for_loading)
-        elif not isinstance(value, (PerRank, RngState)):
-            exported[key] = value.state_dict() if hasattr(value, "state_dict") else value
-    return exported
+def _is_walked(value: Mapping[Any, Any]) -> bool:
+    """Tells whether a dict is one level of names."""
+    is_dict = type(value) in (dict, OrderedDict) or (not isinstance(value, dict) and isinstance(value, Mapping))
+    return is_dict and STRUCTURE not in value and all(type(key) is str for key in value)
+
+
+def _is_walked_list(value: Any) -> bool:
+    kinds = set(map(type, value))
+    if kinds <= {int, float, str, bool, type(None)}:
+        return False
+    return any(isinstance(v, Mapping) or (type(v) is list and _is_walked_list(v)) or _holds_tensor(v) for v in value)
 
 
 def _tied(model: nn.Module, exported: dict[str, Any]) -> dict[str, Any]:
     """Makes the entries of a tied weight one tensor again, of which FSDP1 hands out a copy each."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        plain = _plain(name)
         original = first.setdefault(id(parameter), plain)
+        if plain in exported and original in exported:
+            exported[plain] = exported[original]
+    for plain, original in _tied_in_flat(model):
         if plain in exported and original in exported:
             exported[plain] = exported[original]
     return exported
 
 
-def _find_free(state: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Key]:
-    for key, value in state.items():
-        here = (*path, str(key))
-        if isinstance(value, Mapping) and not _is_plain(value):
-            yield from _find_free(value, here)
-        elif not isinstance(value, (nn.Module, Optimizer, PerRank, RngState)):
-            yield here
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _is_plain(value: Any) -> bool:
-    """Tells whether a value is loaded by replacing it, not by asking something in it to load."""
-    if isinstance(value, Mapping):
-        return all(_is_plain(v) for v in value.values())
-    return not isinstance(value, (nn.Module, Optimizer, PerRank, RngState)) and not hasattr(value, "load_state_dict")
+def _tied_in_flat(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields the names of tied weights in the flat parameters of FSDP1 without `use_orig_params`, each with the first one's name."""
+    for name, module in model.named_modules():
+        flat = getattr(module, "_flat_param", None)
+        inside = f"{_plain(name)}." if _plain(name) else ""
+        for info in getattr(flat, "_shared_param_infos", None) or ():
+            plain, original = (
+                _plain(f"{inside}{prefix}.{parameter}" if prefix else f"{inside}{parameter}")
+                for prefix, parameter in ((info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name))
+            )
+            yield plain, original
 
 
-def _find_per_rank(state: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, PerRank]]:
-    for key, value in state.items():
-        if isinstance(value, (PerRank, RngState)):
-            yield ".".join((*path, str(key))), value if isinstance(value, PerRank) else PerRank(value, "reset")
-        elif isinstance(value, Mapping):
-            yield from _find_per_rank(value, (*path, str(key)))
-
-
-def _modules(state: Mapping[str, Any]) -> list[nn.Module]:
-    found = [v for v in state.values() if isinstance(v, nn.Module)]
-    return found + [m for v in state.values() if isinstance(v, Mapping) for m in _modules(v)]
-
-
-def _owner(optimizer: Optimizer, modules: Sequence[nn.Module], path: tuple[str, ...]) -> nn.Module:
-    """Returns the module that an optimizer's parameters belong to."""
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for module in modules:
-        if wanted <= {id(p) for p in module.parameters()}:
-            return module
-    raise PlanError(
-        f"the optimizer at {'.'.join(path)!r} has parameters that no single module of the state has",
-        hint="put the module in beside it, or one module that holds them all",
-    )
-
-
-def _export_optimizer(model: nn.Module, optimizer: Optimizer, for_loading: bool) -> dict[str, Any]:
-    """Returns an optimizer's state by parameter name.
-
-    torch gives one that has taken no step a state by taking a step of length 0, which would count from then on; so unless
-    that is what the state is loaded into, it is taken back.
-    """
-    is_fresh = not optimizer.state
-    exported: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-    if is_fresh and not for_loading:
-        optimizer.state.clear()
-    if not exported["state"] or (is_fresh and not for_loading):
-        del exported["state"]
-    return exported
-
-
-def pack(value: Any) -> bytes:
-    """Returns an object as DCP stores it: a `torch.save` archive."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes, name: str, trust_pickle: bool) -> Any:
-    """Returns an object from its archive, after proving its checksums; by torch's allow-list, unless told to trust it.
-
-    Raises:
-        IntegrityError: its bytes were damaged.
-        UnsafePickleError: it asks for code, and `trust_pickle` is False.
-    """
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            damaged = archive.testzip() if any(i.CRC for i in archive.infolist()) else None
-    except zipfile.BadZipFile as error:
-        raise IntegrityError(f"an object's archive is damaged: {printable(str(error))} ({printable(name)!r})") from error
-    if damaged:
-        raise IntegrityError(f"an object was damaged since it was written: {printable(damaged)} ({printable(name)!r})")
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust_pickle)
-    except Exception as error:  # whatever torch's unpickler trips over
-        if trust_pickle:
-            raise
-        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line), str(error).splitlines()[0])
-        raise UnsafePickleError(
-            f"refused an object of the checkpoint: {printable(reason.strip())} ({printable(name)!r})",
-            hint="nothing of it was run; if you wrote the file, pass trust_pickle=True",
-        ) from error
-
-
-def state_of(wrapper: PerRank) -> Any:
-    """Returns this rank's state of a per-rank value."""
-    value = wrapper.value
-    return value.state_dict() if hasattr(value, "state_dict") else value
-
-
-def restore(state: MutableMapping[str, Any], values: Mapping[str, Any], paths: Mapping[str, Key]) -> None:
-    """Hands values back: modules, optimizers and the like take theirs in place, plain values are put into `state`.
-
-    Args:
-        state: as it was given to `export`.
-        values: by flat name. An optimizer's parameter whose state is left out is left without any; for the rest, what is
-            given at all must be given whole.
-        paths: from `export`.
-    """
-    modules = _modules(state)
-
-    def visit(owner: MutableMapping[str, Any], given: Mapping[str, Any], path: tuple[str, ...]) -> None:
-        for key, value in list(owner.items()):
-            if str(key) not in given or isinstance(value, (PerRank, RngState)):
-                continue
-            new, here = given[str(key)], (*path, str(key))
-            if isinstance(value, nn.Module):
-                set_model_state_dict(value, new, options=StateDictOptions(strict=False))
-            elif isinstance(value, Optimizer):
-                set_optimizer_state_dict(_owner(value, modules, here), value, {"state": {}, **new}, options=StateDictOptions(strict=False))
-            elif isinstance(value, MutableMapping) and _is_plain(value):
-                value.clear()
-                value.update(new)
-            elif isinstance(value, MutableMapping):
-                visit(value, new, here)
-            elif hasattr(value, "load_state_dict"):
-                value.load_state_dict(new)
-            else:
-                owner[key] = new
-
-    visit(state, unflatten_state_dict(dict(values), {name: paths[name] for name in values}), ())
+def _non_persistent(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        for buffer in module._non_persistent_buffers_set:
+            if module._buffers.get(buffer) is not None:
+                yield _plain(f"{name}.{buffer}" if name else buffer)

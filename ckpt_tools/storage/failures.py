@@ -15,7 +15,14 @@ from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Traffic
 
 ATTEMPTS = 4
-_SECRET = re.compile(r"(?i)([\w-]*(?:secret|token|password|credential|signature|key)[\w-]*)([\"']?\s*[=:]\s*[\"']?)[^\s\"'&,)]+")
+_SECRET = re.compile(
+    r"(?i)([\w-]*(?:secret|token|password|credential|signature|key(?!s\b|count|-?marker))[\w-]*)([\"']?\s*[=:]\s*[\"']?)[^\s\"'&,)]+"
+)
+_UNREACHABLE = "is the endpoint right? --storage-option endpoint_url=…"
+_OUTAGE = (
+    "Timeout", "Connection", "Payload", "Disconnected", "SlowDown", "status=50", "Incomplete", "Could not connect", "Cannot connect",
+    "Name or service not known", "closed the connection",
+)  # fmt: skip
 _HINTS = (
     (("NoCredentials", "Unable to locate credentials"), "give credentials as s3fs takes them: environment, ~/.aws, or --storage-option"),
     (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"), "the credentials are wrong or have expired"),
@@ -26,7 +33,8 @@ _HINTS = (
         ("AccessDenied", "Forbidden", "Access Denied", "PermissionError"),
         "the credentials are wrong, or do not permit this",
     ),
-    (("Could not connect", "Cannot connect", "Name or service not known"), "is the endpoint right? --storage-option endpoint_url=…"),
+    (("status=400", "[Errno 22] Bad Request"), "the credentials may have expired: a store says no more to a question about an object"),
+    (("Could not connect", "Cannot connect", "Name or service not known"), _UNREACHABLE),
 )
 
 
@@ -58,8 +66,28 @@ def retry(operation: str, url: str, call: Callable[[], Any], missing: Any = None
             if attempt + 1 < ATTEMPTS and may_pass(error):
                 pause(attempt)
                 continue
-            raise StorageError(f"cannot {operation}: {plain(error)} ({printable(url)})", hint=hint(error)) from None
+            raise failure(operation, url, error) from None
     raise AssertionError
+
+
+def failure(operation: str, url: str, error: BaseException) -> StorageError:
+    """Returns the error that a person is told of a call that failed for good.
+
+    Args:
+        operation: a verb.
+        url: of what it was done to.
+        error: of the store's package.
+    """
+    advice = hint(error)
+    text = f"cannot {operation}: {plain(error)} ({printable(url)})"
+    return StorageError(text, hint=advice, is_transient=advice in (None, _UNREACHABLE) and _is_outage(error))
+
+
+def _is_outage(error: BaseException) -> bool:
+    """Tells whether a store could not be reached, or was busy."""
+    if isinstance(error, (PermissionError, NotImplementedError)):
+        return False
+    return isinstance(error, (ConnectionError, TimeoutError, EOFError)) or any(word in _text(error) for word in _OUTAGE)
 
 
 def pause(attempt: int) -> None:

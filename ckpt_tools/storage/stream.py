@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.storage.failures import appeared, hint, plain
+from ckpt_tools.storage.failures import appeared, failure
 from ckpt_tools.storage.upload import How
 
 
@@ -50,7 +50,7 @@ class Stream:
         except NotImplementedError:
             raise StorageError(f"cannot {operation}: this kind of store is only read ({printable(self._url)})") from None
         except Exception as error:  # noqa: BLE001  # every package has exceptions of its own
-            raise StorageError(f"cannot {operation}: {plain(error)} ({printable(self._url)})", hint=hint(error)) from None
+            raise failure(operation, self._url, error) from None
 
     def finish(self) -> None:
         if not self._how.is_held:

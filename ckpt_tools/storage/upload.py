@@ -19,7 +19,7 @@ from typing import Any
 from ckpt_tools.checksum import crc64nvme, hex64, join_crc64
 from ckpt_tools.errors import IntegrityError, StorageError, printable
 from ckpt_tools.storage.begun import Begun, Sent
-from ckpt_tools.storage.failures import ATTEMPTS, appeared, delay, hint, may_pass, pause, plain, status
+from ckpt_tools.storage.failures import ATTEMPTS, appeared, delay, failure, may_pass, pause, status
 from ckpt_tools.storage.s3 import S3, encoded, stored_crc64
 
 PART_BYTES, MIN_PART_BYTES, MAX_PARTS = 8 << 20, 5 << 20, 10_000
@@ -158,7 +158,7 @@ class Upload:
             self._error = future.exception()
 
     def _failed(self, error: BaseException) -> StorageError:
-        return StorageError(f"cannot write: {plain(error)} ({printable(self._url)})", hint=hint(error))
+        return failure("write", self._url, error)
 
     @property
     def mark(self) -> str:

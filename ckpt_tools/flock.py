@@ -1,0 +1,43 @@
+"""File locks of this process that its children do not inherit.
+
+A lock of `flock` belongs to the open file, which a forked child shares: a DataLoader worker that outlives a killed job would keep
+the job's lock. So a child closes them as soon as it is forked. Imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from contextlib import suppress
+
+_held: set[int] = set()
+
+
+def try_lock(fd: int) -> bool | None:
+    """Locks an open file or directory until it is closed; False where another holds it, None where the file system has no locks.
+
+    Lustre is often mounted without locks. No attempt is taken for dead then: what a killed run leaves stays.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return None if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK) else False
+    _held.add(fd)
+    return True
+
+
+def release(fd: int) -> None:
+    """Closes a file, and with it its lock."""
+    _held.discard(fd)
+    os.close(fd)
+
+
+def _after_fork() -> None:
+    for fd in _held:
+        with suppress(OSError):
+            os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

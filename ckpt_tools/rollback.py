@@ -1,0 +1,77 @@
+"""Leaving a branch of a run: the steps that a rollback superseded get another name, and stay.
+
+`step-00000300` becomes `step-00000300.superseded-1a2b3c4d`: on a disk by a rename, in an object store by a copy within the store.
+Nothing removes them but their owner. May import everything below the manager.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.commit import sync_directory
+from ckpt_tools.errors import printable
+from ckpt_tools.operations.copy import copy
+from ckpt_tools.renames import publish_name
+from ckpt_tools.steps import Root, Step, list_steps, remove_files, rollbacks
+from ckpt_tools.storage import RemoteStore, is_url
+from ckpt_tools.superseded import Note, remove_note, write_note
+
+log = logging.getLogger("ckpt_tools")
+Options = Mapping[str, Any] | None
+
+
+def newer_than(steps: Iterable[Step], number: int) -> dict[str, str]:
+    """Returns the names of the steps above a number, complete or not, each with its attempt."""
+    return {s.name: s.manifest.attempt if s.manifest else "" for s in steps if s.number > number}
+
+
+def make_way(root: Root, note: Note, options: Options) -> None:
+    """Sets aside the old step of the very name that the first new step will have.
+
+    Raises:
+        StorageError: it cannot be moved.
+    """
+    for step in list_steps(root, options):
+        if step.name == note.step and note.victims.get(step.name) == (step.manifest.attempt if step.manifest else ""):
+            _set_aside(root, step, note, options)
+
+
+def complete(root: Root, options: Options, keeps_notes: bool = False, is_alone: bool = True) -> None:
+    """Sets aside what rollbacks in effect superseded, and removes the notes of those that never were.
+
+    Args:
+        root: of the run, a path or a URL.
+        options: of the object store, as fsspec takes them.
+        keeps_notes: the notes are still needed, for a mirror.
+        is_alone: no other save is at work, so that a note without its step is that of a dead one.
+
+    Raises:
+        StorageError: a step cannot be moved; the next call goes on with it.
+    """
+    for note, is_in_effect in rollbacks(root, options):
+        if not is_in_effect:
+            if is_alone:
+                remove_note(root, note, options)
+            continue
+        if not note.is_committed:
+            write_note(root, note.committed, options)
+        for step in list_steps(root, options, with_superseded=True):
+            if step.name in note.victims and note.victims[step.name] == (step.manifest.attempt if step.manifest else ""):
+                _set_aside(root, step, note, options)
+        if not keeps_notes:
+            remove_note(root, note, options)
+
+
+def _set_aside(root: Root, step: Step, note: Note, options: Options) -> None:
+    name = f"{step.name}.superseded-{note.attempt[:8]}"
+    where = f"{str(root).rstrip('/')}/{name}"
+    if is_url(root):
+        copy(str(step.path), where, storage_options=options)
+        remove_files(RemoteStore(str(step.path), options))
+    else:
+        publish_name(Path(step.path), Path(where))
+        sync_directory(Path(root))
+    log.warning("set aside %s: superseded by %s, which goes on from step %d", printable(where), note.step, note.resumed)
