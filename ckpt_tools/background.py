@@ -180,10 +180,7 @@ class Writer:
                 log.warning("could not set aside the steps of the branch before; the next start does: %s", told(error))
         if self.mirror is not None:
             self.mirror.offer(step, Path(path))
-        try:
-            self._background().submit(self._retain)
-        except RuntimeError:  # the interpreter is ending, and takes no more work
-            self._retain()
+        self._background().submit(self._retain)
 
     def _retain(self) -> None:
         """Lets old steps go; a failure to do so is a warning, the save is committed."""

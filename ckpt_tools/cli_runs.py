@@ -22,7 +22,7 @@ def list_(root: Root, storage_option: StorageOption = None, as_json: Json = Fals
     from ckpt_tools import render
     from ckpt_tools.steps import list_steps
 
-    steps = list_steps(root, parse_storage_options(storage_option))
+    steps = list_steps(root, parse_storage_options(storage_option), with_superseded=True)
     if not steps and not is_url(root) and not os.path.isdir(root):
         raise NotACheckpointError(f"not a directory: {printable(root)}")
     if as_json:

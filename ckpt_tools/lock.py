@@ -71,11 +71,11 @@ def _is_mine(holder: Mapping[str, Any]) -> bool:
     return all(holder.get(key) == me[key] for key in ("host", "pid", "boot", "started"))
 
 
-def _is_dead(holder: Mapping[str, Any]) -> bool:
-    """Tells whether the process that holds a lease ran on this machine and has ended."""
+def _lives_here(holder: Mapping[str, Any]) -> bool | None:
+    """Tells whether the process that holds a lease lives; None where it is, or was, on another machine."""
     if not holder.get("boot") or holder.get("boot") != _boot() or holder.get("host") != socket.gethostname():
-        return False
-    return _started(int(holder.get("pid", 0))) != holder.get("started")
+        return None
+    return _started(int(holder.get("pid", 0))) == holder.get("started")
 
 
 def _taken(root: str, holder: Mapping[str, Any], text: str) -> StorageError:
@@ -202,8 +202,8 @@ class Lease:
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         """Claims a root for this job.
 
-        A lease whose process has ended on this machine, or that has expired, is replaced at once. Another one is watched, for
-        60 s at most: if it is renewed, its job lives.
+        A lease whose process has ended on this machine, or that has expired, is replaced at once. That of another machine is
+        watched, for 60 s at most: if it is renewed, its job lives.
 
         Raises:
             StorageError: another live job holds it; host, pid and time are named. Or the store cannot be reached.
@@ -261,7 +261,7 @@ class Lease:
                     return
                 first, began = None, time.monotonic()
             holder, text = _parse(seen.data if seen else b"")
-            if seen and (_is_mine(holder) or (first is not None and first.data != seen.data)):
+            if seen and (_lives_here(holder) or (first is not None and first.data != seen.data)):
                 raise _taken(self._store.url, holder, text)
             if seen and not told:
                 told = True
@@ -272,7 +272,7 @@ class Lease:
 
     def _is_over(self, seen: _Seen, watched_s: float) -> bool:
         holder, _ = _parse(seen.data)
-        return _is_dead(holder) or watched_s > LEASE_S or (seen.age_s is not None and seen.age_s > LEASE_S)
+        return _lives_here(holder) is False or watched_s > LEASE_S or (seen.age_s is not None and seen.age_s > LEASE_S)
 
     def _renew(self) -> None:
         while not self._stops.wait(RENEW_S):

@@ -13,12 +13,10 @@ Imports torch. May import everything below the command.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import operator
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -33,6 +31,7 @@ from ckpt_tools.background import Save, Writer, tries_again
 from ckpt_tools.candidates import Candidates
 from ckpt_tools.errors import CheckpointError, IntegrityError, PeerError, StorageError, printable
 from ckpt_tools.leftovers import remove_leftovers
+from ckpt_tools.live import at_exit
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.load import LoadReport, load_into
 from ckpt_tools.live.match import LoadRequest, OnMismatch
@@ -115,7 +114,7 @@ class CheckpointManager:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
         self._jobs = jobs or min(4, max(1, (os.cpu_count() or 1) // ranks_here))
         self._group, self._writers = Group(timeout_s, process_group), Group(timeout_s, process_group)
-        self._stage, self._pid = Stage(), os.getpid()
+        self._stage = Stage()
         self._candidates = Candidates(self.root, mirror, storage_options)
         self._writer = Writer(self._candidates, self._jobs, self.retry_s, max_failures, (keep_last, keep_every))
         try:
@@ -124,7 +123,7 @@ class CheckpointManager:
             self._release()
             raise
         self._signals = SignalWatch() if handle_signals else None
-        atexit.register(self._at_exit)
+        at_exit.register(self.close)
 
     last_load: LoadReport | None = None
     _layout: Layout | None = None
@@ -356,7 +355,7 @@ class CheckpointManager:
 
     def _release(self) -> None:
         self._is_open = False
-        atexit.unregister(self._at_exit)
+        at_exit.unregister(self.close)
         self._writer.close()
         if self._mirror is not None:
             self._mirror.wait()
@@ -366,19 +365,6 @@ class CheckpointManager:
             self._writer.lock.release()
         self._group.close()
         self._writers.close()
-
-    def _at_exit(self) -> None:
-        """Closes a manager that nobody has closed. Python has no other way to end with a status than at once."""
-        if os.getpid() != self._pid:
-            return  # a forked child's copy
-        try:
-            self.close()
-        except BaseException:
-            log.exception("the process ends, and its last save is not there")
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
 
     def __enter__(self) -> CheckpointManager:
         return self

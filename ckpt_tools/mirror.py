@@ -97,6 +97,7 @@ class Mirror:
             try:
                 self._begin()
             except (CheckpointError, OSError) as error:
+                self.error = error if isinstance(error, CheckpointError) else StorageError(str(error))
                 log.warning("the mirror cannot be looked at: %s", told(error))
         while True:
             with self._lock:

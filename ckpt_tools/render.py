@@ -261,6 +261,7 @@ def show_steps(steps: Sequence[Step]) -> None:
     for step in steps:
         made, ranks = ("", "") if step.manifest is None else (step.manifest.created, str(step.manifest.world_size or ""))
         state = f"incomplete: {step.problem}" if step.problem else "complete" if step.manifest else "complete (another tool's)"
+        state = "superseded by a rollback" if step.superseded_by else state
         rows.append(
             (f"{step.number:,}", size(step.nbytes), made.replace("T", " ").replace("+00:00", "Z"), ranks, state, printable(step.name))
         )
@@ -301,4 +302,5 @@ def step_as_json(step: Step) -> dict[str, Any]:
     return {
         "step": step.number, "path": str(step.path), "nbytes": step.nbytes, "is_complete": not step.problem, "problem": step.problem,
         "world_size": step.manifest.world_size if step.manifest else None, "created": step.manifest.created if step.manifest else None,
+        "superseded": bool(step.superseded_by),
     }  # fmt: skip

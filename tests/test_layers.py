@@ -12,7 +12,7 @@ import ckpt_tools
 ROOT = Path(ckpt_tools.__file__).parent
 LIVE = [f"live.{name}" for name in "group launch shards objects optimizers state restore divide share match save load".split()]
 LEVELS = [
-    ["errors", "box", "dtypes", "checksum", "version", "team", "flock", "live.signals", "live.waiting"],
+    ["errors", "box", "dtypes", "checksum", "version", "team", "flock", "live.at_exit", "live.signals", "live.waiting"],
     [
         "catalog",
         "chunks",

@@ -211,40 +211,49 @@ class Group(Ranks):
                 f"{what}: this manager cannot exchange anything any more: {self._broken}",
                 hint="close it and make a new one on all ranks, or restart the job",
             )
-        began = time.monotonic()
+        began = time.time()
         try:
             collective()
         except (RuntimeError, ValueError) as error:
-            self._broken = self._diagnose(what, time.monotonic() - began, str(error).splitlines()[0])
+            self._broken = self._diagnose(what, began, str(error).splitlines()[0])
             raise PeerError(
                 f"{what}: {self._broken}",
                 hint="look at that rank's own log; nothing was published, the newest complete step is as it was."
                 " Then make a new manager on all ranks, or restart the job",
             ) from error
 
-    def _diagnose(self, what: str, waited_s: float, reason: str) -> str:
-        """Returns why an exchange failed: who did not come, or who had waited for this rank and given up."""
+    def _diagnose(self, what: str, began: float, reason: str) -> str:
+        """Returns why an exchange failed: who did not come, or who had given up before this rank came.
+
+        Args:
+            what: the exchange.
+            began: when this rank came to it, by the wall clock.
+            reason: torch's words.
+        """
         try:
             store = dist.distributed_c10d._get_default_store()
             gave_up = f"{self._name}/gave_up"
-            if store.check([gave_up]) and not store.get(gave_up).decode().startswith(f"rank {self.rank} "):
-                return f"this rank, {self.rank}, came too late: {store.get(gave_up).decode()}"
+            if store.check([gave_up]):
+                when, _, text = store.get(gave_up).decode().partition(" ")
+                if float(when) < began:
+                    return f"this rank, {self.rank}, came too late: {text}"
+            waited_s = time.time() - began
+            store.set(gave_up, f"{time.time()} rank {self.rank} waited {waited_s:.0f} s at {what}")
             missing = self._missing(store)
             calls = {rank: self._told(store, "call", rank) for rank in missing}
+            who = ", ".join(f"rank {rank} (its last call was {calls[rank] or 'none'})" for rank in missing)
+            if missing:
+                store.set(gave_up, f"{time.time()} rank {self.rank} waited {waited_s:.0f} s at {what} for {who}")
         except (RuntimeError, ValueError):  # the store died with the rank that served it
             return f"a rank did not answer, and the job's store is gone: rank 0 or the launcher has ended ({reason})"
         if not missing:
             return f"the connection between the ranks broke ({reason})"
-        who = ", ".join(f"rank {rank} (its last call was {calls[rank] or 'none'})" for rank in missing)
-        text = f"rank {self.rank} waited {waited_s:.0f} s at {what} for {who}"
-        self._tell("gave_up", text, is_shared=True)
         return f"{who} did not answer (waited {waited_s:.0f} s, at most {self._timeout_s:g} s: {reason})"
 
-    def _tell(self, key: str, text: str, is_shared: bool = False) -> None:
+    def _tell(self, key: str, text: str) -> None:
         """Leaves a word in the job's store, where ranks find it that exchange nothing any more."""
         with suppress(RuntimeError, ValueError):
-            where = f"{self._name}/{key}" if is_shared else f"{self._name}/{key}/{self.rank}"
-            dist.distributed_c10d._get_default_store().set(where, text)
+            dist.distributed_c10d._get_default_store().set(f"{self._name}/{key}/{self.rank}", text)
 
     def _told(self, store: Any, key: str, rank: int) -> str:
         where = f"{self._name}/{key}/{rank}"

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ckpt_tools import CheckpointError, IntegrityError, PeerError
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.load import load_into
+from ckpt_tools.live.match import LoadRequest
 from tests.dist import device
 
 LAYOUTS = {
@@ -50,7 +51,7 @@ def local(value):
 def check(whole, url, layout, read_once, group):
     """Loads, compares, and returns what all ranks together have read, received and proved."""
     state, want = state_for(whole, layout)
-    report = load_into(url, {"model": state}, group, read_once=read_once)
+    report = load_into(url, {"model": state}, group, LoadRequest(), read_once)
     for name, value in want.items():
         assert torch.equal(local(state[name]), local(value)), (layout, read_once, name)
     totals = torch.tensor([report.read_nbytes, report.received_nbytes, report.num_proved, report.needed_nbytes])
@@ -72,13 +73,13 @@ def main():
         check(whole, f"{url}/elsewhere", layout, None, group)
     state, want = state_for({n: v for n, v in whole.items() if v.is_floating_point()}, "columns")
     state = {n: v.to(torch.float64) for n, v in state.items()}
-    load_into(f"{url}/good", {"model": state}, group, cast=True, strict=False)
+    load_into(f"{url}/good", {"model": state}, group, LoadRequest(cast=True, strict=False))
     assert all(torch.equal(local(state[n]), local(v).to(torch.float64)) for n, v in want.items())
 
     for path, expected in (("flipped", IntegrityError), ("short", CheckpointError), ("gone", CheckpointError)):
         state, _ = state_for(whole, "replicas")
         try:
-            load_into(f"{url}/{path}", {"model": state}, group)
+            load_into(f"{url}/{path}", {"model": state}, group, LoadRequest())
             raise AssertionError(path)
         except (expected, PeerError) as error:
             assert path != "flipped" or "damaged since they were written" in str(error), error

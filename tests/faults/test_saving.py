@@ -44,6 +44,14 @@ def test_a_fault_at_every_call_of_a_save_that_changes_the_disk(fault: str, tmp_p
     fleet(tmp_path, "syscalls", "--faults", fault)
 
 
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_going_back_to_an_older_step_is_safe_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.faults.rollbacks", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0 and "kills" in result.stdout, result.stdout + result.stderr
+
+
 def test_a_disk_that_is_full_fails_the_save_and_once_there_is_room_saving_goes_on(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path)], capture_output=True).returncode:
         pytest.skip("mounting a tmpfs needs root")

@@ -1,0 +1,99 @@
+"""Ranks that do not make the same calls: every rank is told who did what, and what it can do next.
+
+    torchrun --nproc-per-node 3 calls.py FOLDER SCENARIO
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ckpt_tools import CheckpointManager, PeerError
+from tests.dist import device
+
+STATE = {"w": torch.ones(6, device="cpu")}
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except PeerError as error:
+        return f"{error}\nhint: {error.hint}"
+    raise AssertionError("not refused")
+
+
+def different_steps(checkpoints: CheckpointManager, rank: int) -> None:
+    """Another step on every rank is told, and the manager goes on."""
+    text = refused(lambda: checkpoints.save(10 + rank, STATE, asynchronous=False))
+    assert all(f"rank {r}: save({10 + r})" in text for r in range(3)), text
+    text = refused(lambda: checkpoints.preempted() if rank == 1 else checkpoints.save(20, STATE))
+    assert "rank 0: save(20)" in text and "rank 1: preempted()" in text and "rank 2: save(20)" in text, text
+    text = refused(lambda: checkpoints.resume(dict(STATE)) if rank == 2 else checkpoints.preempted())
+    assert "rank 2: resume()" in text, text
+    checkpoints.save(30, STATE, asynchronous=False)
+    assert checkpoints.resume(dict(STATE)) == 30 and checkpoints.preempted() == 0
+
+
+def one_rank_only(checkpoints: CheckpointManager, rank: int) -> None:
+    """The ranks that do not come are named with their last call, to those that come late, too; then the manager says that it cannot go on."""
+    checkpoints.save(1, STATE, asynchronous=False)
+    if rank == 0:
+        text = refused(lambda: checkpoints.save(2, STATE))
+        assert "rank 1 (its last call was save(1) at " in text and "rank 2 (its last call was save(1) at " in text, text
+        assert "did not answer" in text and "make a new manager on all ranks" in text, text
+    else:
+        time.sleep(8)
+        text = refused(lambda: checkpoints.save(2, STATE))
+        assert f"this rank, {rank}, came too late: rank 0 waited" in text and "at save 2" in text, text
+    text = refused(lambda: checkpoints.save(3, STATE))
+    assert "cannot exchange anything any more: " in text and "make a new one on all ranks" in text, text
+    dist.barrier()
+    checkpoints.close()
+    with CheckpointManager(checkpoints.root, timeout_s=60) as new:
+        new.save(4, STATE, asynchronous=False)
+        assert new.resume(dict(STATE)) == 4
+
+
+def user_code_fails_on_one_rank(checkpoints: CheckpointManager, rank: int) -> None:
+    """Its exception is that rank's own; the others are told whose it was, and nobody waits for anybody."""
+
+    class Sampler:
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if rank == 1:
+                raise ValueError("not today")
+
+    state = {"sampler": Sampler()}
+    checkpoints.save(1, state, asynchronous=False)
+    began = time.monotonic()
+    try:
+        checkpoints.resume(state)
+    except ValueError as error:
+        assert rank == 1 and error.__notes__ == ["raised by Sampler.load_state_dict() of state['sampler']"]
+    except PeerError as error:
+        assert rank != 1 and "rank 1: ValueError: not today (raised by Sampler.load_state_dict() of state['sampler'])" in str(error), error
+    else:
+        raise AssertionError("not refused")
+    assert time.monotonic() - began < 4  # the manager's time-out is 5
+    checkpoints.save(2, state, asynchronous=False)
+
+
+def main() -> None:
+    folder, scenario = Path(sys.argv[1]), sys.argv[2]
+    device.begin()
+    checkpoints = CheckpointManager(folder / scenario, timeout_s=5)
+    {f.__name__: f for f in (different_steps, one_rank_only, user_code_fails_on_one_rank)}[scenario](checkpoints, dist.get_rank())
+    dist.barrier()
+    checkpoints.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
