@@ -241,14 +241,15 @@ class Group(Ranks):
             store.set(gave_up, f"{time.time()} rank {self.rank} waited {waited_s:.0f} s at {what}")
             missing = self._missing(store)
             calls = {rank: self._told(store, "call", rank) for rank in missing}
-            who = ", ".join(f"rank {rank} (its last call was {calls[rank] or 'none'})" for rank in missing)
+            last = "last call: " + ", ".join(f"rank {rank} {call or 'none yet'}" for rank, call in calls.items())
+            who = f"rank {', '.join(map(str, missing))}"
             if missing:
                 store.set(gave_up, f"{time.time()} rank {self.rank} waited {waited_s:.0f} s at {what} for {who}")
         except (RuntimeError, ValueError):  # the store died with the rank that served it
             return f"a rank did not answer, and the job's store is gone: rank 0 or the launcher has ended ({reason})"
         if not missing:
             return f"the connection between the ranks broke ({reason})"
-        return f"{who} did not answer (waited {waited_s:.0f} s, at most {self._timeout_s:g} s: {reason})"
+        return f"{who} did not answer ({last}; waited {waited_s:.0f} s, at most {self._timeout_s:g} s: {reason})"
 
     def _tell(self, key: str, text: str) -> None:
         """Leaves a word in the job's store, where ranks find it that exchange nothing any more."""
