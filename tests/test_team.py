@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -265,7 +266,7 @@ def test_a_member_that_hangs_is_given_up(tmp_path: Path) -> None:
     finally:
         jobs[1].kill()
         jobs[1].communicate()
-    assert jobs[0].returncode == 16 and "rank 1 did not answer (waited at most 5 s)" in errors, errors
+    assert jobs[0].returncode == 16 and re.search(r"rank 1 did not answer \(.*at most 5 s", errors), errors
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".tmp.*"))
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -30,6 +31,7 @@ class Run:
     seed: int = 0
     resume_from: str = ""  # a checkpoint to start from, instead of the newest in `dir`
     export: bool = False  # at the end, merge to dir/export: safetensors and the model's config
+    stop_at_nan: bool = True  # end with exit status 3 at a loss that is not finite, and save nothing of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Data:
     accumulation: int = 1  # micro-batches of a step
     shuffle: bool = True
     drop_last: bool = True  # false: the last batch of an epoch runs on into the next one
+    may_change: bool = False  # resume with other data than the checkpoint was trained on
+    check_tokenizer: bool = True  # refuse tokens of another tokenizer than the one beside `model.path`
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +183,10 @@ def resolve(file: str | Path | None, overrides: Sequence[str] = (), base: Mappin
     config = merge(Config(), base or {})
     if file is not None:
         try:
-            with open(file, "rb") as stream:
-                config = merge(config, tomllib.load(stream))
+            config = parse(Path(file).read_text(encoding="utf-8"), str(file), config)
         except OSError as error:
             raise ConfigError(f"cannot read the configuration: {error.strerror} ({file})") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
             raise ConfigError(f"not a TOML file: {error} ({file})") from error
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -194,6 +197,18 @@ def resolve(file: str | Path | None, overrides: Sequence[str] = (), base: Mappin
             nested = {part.strip('"'): nested}
         config = merge(config, nested)
     return config
+
+
+def parse(text: str, where: str, over: Config | None = None) -> Config:
+    """Returns the configuration that a TOML text gives, over another one.
+
+    Raises:
+        ConfigError: it is no TOML, a key is unknown, a value is not allowed.
+    """
+    try:
+        return merge(over or Config(), tomllib.loads(text))  # type: ignore[no-any-return]
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not a TOML file: {error} ({where})") from error
 
 
 def _value_of(text: str) -> Any:
@@ -339,6 +354,9 @@ def _problems(config: Config) -> list[str]:
         "metrics.every": config.metrics.every, "checkpoint.keep_last": config.checkpoint.keep_last, "run.steps": config.run.steps,
     }  # fmt: skip
     found = [f"{key} = {value}: must be at least 1" for key, value in at_least_one.items() if value < 1]
+    found += _range_problems(config)
+    if config.model.path and not config.data.train:
+        found.append("model.path needs data.train: without it, the tokens would be the bytes of Python's standard library")
     if config.model.path and (changed := _changed(config.model, ("path", "weights"))):
         found.append(f"model.{changed[0]} belongs to the built-in decoder, and model.path = {config.model.path!r} is set")
     if config.metrics.validate_every and not config.data.validation:
@@ -346,6 +364,30 @@ def _problems(config: Config) -> list[str]:
     if config.checkpoint.mirror and ("://" in config.checkpoint.dir or "://" not in config.checkpoint.mirror):
         found.append("checkpoint.mirror is a URL such as s3://bucket/run, beside steps on a disk")
     return found + _sharding_problems(config) + _precision_problems(config)
+
+
+def _range_problems(config: Config) -> list[str]:
+    """Returns the numbers that AdamW, the schedule or the loop could not work with."""
+    optim, metrics, checkpoint = config.optim, config.metrics, config.checkpoint
+    above, at_least = {"optim.lr": optim.lr}, {
+        "optim.warmup_steps": optim.warmup_steps, "optim.weight_decay": optim.weight_decay, "optim.eps": optim.eps,
+        "optim.max_grad_norm": optim.max_grad_norm, "metrics.validate_every": metrics.validate_every,
+        "checkpoint.every": checkpoint.every, "checkpoint.keep_every": checkpoint.keep_every,
+        "checkpoint.mirror_every": checkpoint.mirror_every,
+        "compute.checkpoint_every": config.compute.checkpoint_every, "run.seed": config.run.seed,
+    }  # fmt: skip
+    found = [f"{key} = {value}: must be above 0" for key, value in above.items() if not 0 < value < math.inf]
+    found += [f"{key} = {value}: must be at least 0" for key, value in at_least.items() if not 0 <= value < math.inf]
+    found += [f"{key} = {value}: must be at least 0 and below 1" for key, value in _betas(optim).items() if not 0 <= value < 1]
+    if not 0 <= optim.min_lr_ratio <= 1:
+        found.append(f"optim.min_lr_ratio = {optim.min_lr_ratio}: must be from 0 to 1")
+    if metrics.validate_every and metrics.validate_batches < 1:
+        found.append(f"metrics.validate_batches = {metrics.validate_batches}: must be at least 1")
+    return found
+
+
+def _betas(optim: Optim) -> dict[str, float]:
+    return {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2}
 
 
 def _sharding_problems(config: Config) -> list[str]:

@@ -9,6 +9,7 @@ A token file is a NumPy array on disk, mapped and never loaded; `tokens.npy.json
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sysconfig
@@ -26,6 +27,12 @@ from tqdm import tqdm
 from training.config import ConfigError
 
 _READ = 4 << 20  # bytes of text that are read, and tokenized, at once
+_BLOCKS = 256
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+
+
+class DataError(Exception):
+    """A token file is not what it promises; found while training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,13 @@ class Tokens:
     ids: np.ndarray[Any, Any]
     vocab_size: int
     name: str
+    tokenizer: str = "bytes"
+    tokenizer_fingerprint: str = ""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells these tokens from others: name, number and fingerprint, and the tokenizer."""
+        return {"name": self.name, "tokens": len(self.ids), "fingerprint": fingerprint(self.ids), "tokenizer": self.tokenizer}
 
     def windows(self, seq_len: int) -> int:
         """Returns how many sequences it holds: of `seq_len` inputs, with the targets one further on."""
@@ -44,6 +58,11 @@ class Tokens:
         """Returns inputs and targets, `[len(numbers), seq_len]` int64 each."""
         rows = np.stack([self.ids[n * seq_len : (n + 1) * seq_len + 1] for n in numbers])
         tokens = torch.from_numpy(rows.astype(np.int64))
+        if int(tokens.max()) >= self.vocab_size:
+            worst = int(tokens.max())
+            raise DataError(
+                f"{self.name} holds the id {worst:,} in sequences {min(numbers)} to {max(numbers)}, and promises {self.vocab_size:,}"
+            )
         return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -76,13 +95,48 @@ def _map(path: str, key: str) -> Tokens:
         raise ConfigError(f"{key}: {path} is truncated, or was not made by `python -m training.data prepare`: {error}") from error
     if ids.ndim != 1 or ids.dtype.kind != "u" or len(ids) != expected:
         raise ConfigError(f"{key}: {path} holds {ids.dtype} {list(ids.shape)}, and {path}.json promises {expected:,} tokens")
-    return Tokens(ids, vocab_size, path)
+    return Tokens(ids, vocab_size, path, str(about.get("tokenizer", "")), str(about.get("tokenizer_fingerprint", "")))
 
 
 def _standard_library() -> Tokens:
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     return Tokens(np.frombuffer(text, np.uint8), 256, "the standard library's sources")
+
+
+def fingerprint(ids: np.ndarray[Any, Any]) -> str:
+    """Returns 16 hex digits of type, length and 256 blocks of 4 KiB from all over an array: enough to tell two files apart."""
+    digest = hashlib.blake2b(f"{ids.dtype.str} {len(ids)}".encode(), digest_size=8)
+    block = 4096 // ids.itemsize
+    starts = np.linspace(0, max(0, len(ids) - block), _BLOCKS, dtype=np.int64) if len(ids) > block * _BLOCKS else range(0, len(ids), block)
+    for start in starts:
+        digest.update(np.ascontiguousarray(ids[start : start + block]).tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(directory: Path) -> str:
+    """Returns 16 hex digits of the files that make a tokenizer, "" where there are none."""
+    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest() if files else ""
+
+
+def check_tokenizer(tokens: Tokens, model: Path, key: str = "data.train") -> None:
+    """Refuses tokens that another tokenizer made than the one beside a model's weights.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    mine = tokenizer_fingerprint(model)
+    if mine and tokens.tokenizer_fingerprint != mine:
+        is_known = tokens.tokenizer_fingerprint or tokens.tokenizer == "bytes"
+        made_by = tokens.tokenizer if is_known else f"{tokens.tokenizer or 'unknown'}, without a fingerprint"
+        raise ConfigError(
+            f"{key}: the tokens of {tokens.name} are of another tokenizer ({made_by}) than the model's, in {model}:"
+            f" python -m training.data prepare --tokenizer {model}; or set data.check_tokenizer = false"
+        )
 
 
 # ---- order -------------------------------------------------------------------------------------------------------------------
@@ -192,7 +246,10 @@ def prepare(sources: Sequence[Path], out: Path, tokenizer: Path | None = None, p
             _write_header(stream, encode.dtype, count)
         if not count:
             raise ConfigError(f"no text in {', '.join(map(str, sources))}")
-        about = {"tokenizer": str(tokenizer or "bytes"), "vocab_size": encode.vocab_size, "documents": len(files), "tokens": count}
+        about = {
+            "tokenizer": str(tokenizer or "bytes"), "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer) if tokenizer else "",
+            "vocab_size": encode.vocab_size, "documents": len(files), "tokens": count,
+        }  # fmt: skip
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)

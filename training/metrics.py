@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -43,13 +44,20 @@ class Meter:
         yield
         self.spent[what] += time.perf_counter() - began
 
-    def step(self, step: int, loss: Tensor, tokens: int, lr: float, norm: Tensor, epoch: int) -> None:
-        """Counts a step and, every so many, writes a line: means over ranks and over the steps since the last line."""
+    def is_due(self, step: int) -> bool:
+        """Tells whether a line is written after a step."""
+        return step % self.every == 0 or step == self.last
+
+    def step(self, step: int, everyone: Sequence[Sequence[float]], tokens: int, lr: float, norm: Tensor, epoch: int) -> None:
+        """Counts a step and, every so many, writes a line: means over ranks and over the steps since the last line.
+
+        Args:
+            everyone: loss and peak memory of every rank; needed where a line is due.
+        """
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
         self.bar.update()
-        if step % self.every and step != self.last:
+        if not self.is_due(step):
             return
-        everyone = gather(torch.tensor([loss.item(), peak_mib(loss.device)], dtype=torch.float64))
         elapsed = time.perf_counter() - self.began
         line = {
             "step": step,
@@ -69,6 +77,13 @@ class Meter:
         self.spent = dict.fromkeys(self.spent, 0.0)
         self.tokens, self.steps, self.began = 0, 0, time.perf_counter()
 
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Leaves the time of a block out of the next step's."""
+        began = time.perf_counter()
+        yield
+        self.began += time.perf_counter() - began
+
     def validation(self, step: int, loss: float) -> None:
         """Writes the mean loss over the validation data."""
         self.write({"step": step, "validation_loss": loss})
@@ -82,10 +97,20 @@ class Meter:
     def write(self, line: dict[str, Any]) -> None:
         if self.is_writer:
             with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps({key: _finite(value) for key, value in line.items()}, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self.bar.close()
+
+
+def _finite(value: Any) -> Any:
+    """Returns a number as JSON has it: what is not finite is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def loss_and_peak(loss: Tensor) -> list[list[float]]:
+    """Returns loss and peak memory of every rank, in order of rank; called by all of them."""
+    return gather(torch.tensor([loss.item(), peak_mib(loss.device)], dtype=torch.float64))
 
 
 def gather(mine: Tensor) -> list[list[float]]:
@@ -131,9 +156,10 @@ def plot(directory: Path) -> list[Path]:
     checks = [line for line in lines if "validation_loss" in line]
     figure, (loss, speed, memory) = plt.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")
     x = [line["step"] for line in steps]
-    loss.plot(x, [line["loss"] for line in steps], label="training")
+    loss.plot(x, [math.nan if line["loss"] is None else line["loss"] for line in steps], label="training")
     if checks:
-        loss.plot([c["step"] for c in checks], [c["validation_loss"] for c in checks], "o-", label="validation")
+        losses = [math.nan if c["validation_loss"] is None else c["validation_loss"] for c in checks]
+        loss.plot([c["step"] for c in checks], losses, "o-", label="validation")
     loss.set_ylabel("loss")
     loss.legend()
     speed.plot(x, [line["tokens_per_s"] for line in steps])

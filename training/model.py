@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 
+import ckpt_tools
 from training import config as configuration
 from training.config import ConfigError
 
@@ -176,6 +177,31 @@ def _pretrained(path: str) -> nn.Module:
         raise ConfigError(f"model.path: {path} holds no causal LM that transformers knows: {str(error).splitlines()[0]}") from error
     model.config.use_cache = False
     return model
+
+
+def check_weights(model: nn.Module, config: configuration.Model) -> None:
+    """Refuses weights whose names are not those of the model, while no rank waits for another yet.
+
+    Raises:
+        ConfigError: with some of the names. transformers fuses the experts of mixture-of-experts models as it loads them.
+    """
+    if not config.path or not config.weights:
+        return
+    stored = set(ckpt_tools.inspect(config.path).catalog.tensors)
+    names = {name: id(tensor) for name, tensor in [*model.named_parameters(remove_duplicate=False), *_persistent(model)]}
+    there = {key for name, key in names.items() if name in stored}
+    missing = [name for name, key in names.items() if key not in there]
+    extra = [name for name in stored if name not in names]
+    if missing and len(missing) * 2 < len(names):  # else they have another prefix, which loading finds out
+        raise ConfigError(
+            f"model.path: {len(missing)} weights of the model are not in {config.path}, such as {missing[0]}, and {len(extra)} there are"
+            f" not in the model{f', such as {min(extra)}' if extra else ''}: models whose experts transformers fuses are not supported"
+        )
+
+
+def _persistent(model: nn.Module) -> list[tuple[str, Tensor]]:
+    held = set(model.state_dict())
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in held]
 
 
 def initializer(model: nn.Module) -> Callable[[nn.Module], None]:

@@ -92,16 +92,23 @@ def _chosen(model: nn.Module, config: Config) -> set[str]:
 
 
 def _by_size(model: nn.Module, least: int) -> set[str]:
-    """Returns modules that have at least so many parameters outside of smaller ones of that kind, as FSDP1's policy chooses them."""
+    """Returns the modules that FSDP1's size policy wraps: those with at least so many parameters outside of wrapped ones.
+
+    `units_of` then leaves those out that share a parameter with a module outside of them: FSDP1 alone would wrap them.
+    Source: torch 2.13 `torch/distributed/fsdp/wrap.py`, `_recursive_wrap` and `size_based_auto_wrap_policy`.
+    """
     chosen: set[str] = set()
 
     def visit(name: str, module: nn.Module) -> int:
-        rest = sum(p.numel() for p in module._parameters.values() if p is not None)
-        rest += sum(visit(f"{name}.{child}" if name else child, m) for child, m in module.named_children())
-        if name and rest >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            chosen.add(name)
+        """Returns how many parameters are wrapped in a module."""
+        numel = sum(p.numel() for p in module.parameters())
+        if numel < least or isinstance(module, nn.MultiheadAttention):
             return 0
-        return rest
+        wrapped = sum(visit(f"{name}.{child}" if name else child, m) for child, m in module.named_children())
+        if name and numel - wrapped >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            chosen.add(name)
+            return numel
+        return wrapped
 
     visit("", model)
     return chosen

@@ -42,6 +42,12 @@ class Profiler:
         """Names what a block of the step does."""
         return torch.profiler.record_function(name) if self.trace else contextlib.nullcontext()
 
+    def problem(self, steps_left: int) -> str:
+        """Returns why the trace would be empty or short, "" where it will not."""
+        if not self.steps or steps_left >= self.steps + _SKIPPED:
+            return ""
+        return f"--profile {self.steps} takes {self.steps + _SKIPPED} steps, {_SKIPPED} of them to warm up, and {steps_left} are left"
+
     def step(self) -> None:
         """Tells the profiler that a step is over."""
         if self.trace:

@@ -41,12 +41,13 @@ def load_decoder(weights: Path, sizes: Path) -> Decoder:
 
 @torch.no_grad()
 def generate(model: nn.Module, tokens: list[int], count: int, temperature: float, seed: int) -> list[int]:
-    """Returns the prompt's ids and `count` sampled ones behind them."""
+    """Returns the prompt's ids and `count` sampled ones behind them; the likeliest ones at temperature 0."""
     generator = torch.Generator().manual_seed(seed)
     window, tokens = max_seq_len(model), list(tokens)
     for _ in range(count):
         logits = logits_of(model, torch.tensor([tokens[-window:]]))[0, -1].float()
-        tokens.append(int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)))
+        chances = torch.softmax(logits / temperature, -1) if temperature else None
+        tokens.append(int(logits.argmax() if chances is None else torch.multinomial(chances, 1, generator=generator)))
     return tokens
 
 
@@ -64,11 +65,17 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="run.dir/export of a run with run.export = true")
     parser.add_argument("--prompt", default="def main(")
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not args.directory.is_dir():
         raise SystemExit(f"training.sample: no such directory: {args.directory}")
+    if not (args.directory / "model.json").exists() and not (args.directory / "config.json").exists():
+        export = args.directory / "export"
+        where = f"give {export}" if export.is_dir() else "train with --set run.export=true, and give run.dir/export"
+        raise SystemExit(f"training.sample: no exported model in {args.directory}: {where}")
+    if not args.temperature >= 0 or args.tokens < 0:
+        raise SystemExit(f"training.sample: --temperature and --tokens must be at least 0, got {args.temperature} and {args.tokens}")
     tokenizer = tokenizer_of(args.directory)
     prompt = tokenizer(args.prompt)["input_ids"] if tokenizer else list(args.prompt.encode())
     ids = generate(load_model(args.directory), prompt, args.tokens, args.temperature, args.seed)

@@ -31,16 +31,21 @@ from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager, RngState
-from training import accelerate_config, parallel
+from training import accelerate_config, changes, parallel
 from training import config as configuration
 from training import model as models
 from training.config import Config, ConfigError, Degrees
-from training.data import Sampler, Tokens, open_tokens
-from training.metrics import Meter, gather, plot
+from training.data import DataError, Sampler, Tokens, check_tokenizer, open_tokens
+from training.metrics import Meter, gather, loss_and_peak, plot
 from training.profiling import Profiler
 
 PROMPT = b"def main():\n    parser = argparse"
 _FAILED = "training/failed"  # key of the job's store: which rank failed first
+_NOT_FINITE = 3  # exit status
+
+
+class LossError(Exception):
+    """A loss is not finite; exit status 3."""
 
 
 @dataclass(slots=True)
@@ -75,7 +80,7 @@ class Job:
         """Returns everything that a resumed run needs, and the configuration, as the checkpoint manager takes it."""
         return {
             "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "sampler": self.sampler,
-            "rng": RngState(), "train_state": {"step": step}, "config": self.text,
+            "rng": RngState(), "train_state": {"step": step, "data": self.tokens.identity}, "config": self.text,
         }  # fmt: skip
 
 
@@ -116,6 +121,10 @@ def main() -> None:
             advice = "; pip install 'ckpt-tools[train]'" if isinstance(error, ModuleNotFoundError) else ""
             print(f"training: {f'rank {rank}: ' if rank else ''}{error}{advice}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+    except LossError as error:
+        if rank == 0:
+            print(f"training: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(_NOT_FINITE) from None
 
 
 _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
@@ -143,10 +152,14 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     parallel.units_of(model, config)
     if data.seq_len > models.max_seq_len(model):
         raise ConfigError(f"data.seq_len = {data.seq_len}, and the model takes sequences of at most {models.max_seq_len(model)}")
+    models.check_weights(model, config.model)
     tokens = open_tokens(data.train, data.seq_len, data.batch_size, models.vocab_size(model))
     validation = None
     if config.metrics.validate_every:
         validation = open_tokens(data.validation, data.seq_len, data.batch_size, models.vocab_size(model), "data.validation")
+    for key, opened in (("data.train", tokens), ("data.validation", validation)):
+        if opened is not None and config.model.path and data.check_tokenizer:
+            check_tokenizer(opened, Path(config.model.path), key)
     return Plan(config, configuration.to_toml(config), sizes, model, tokens, validation)
 
 
@@ -162,11 +175,18 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     try:
         return train(plan, device, profile_steps, logits)
-    except (ConfigError, CheckpointError):
+    except (ConfigError, CheckpointError, LossError):
         _is_first(store, rank)  # alike on all ranks, or rank 0's own at the end; told by `main`
         raise
+    except (DataError, MemoryError, torch.OutOfMemoryError) as error:  # this rank's alone
+        _is_first(store, rank)
+        print(f"training: rank {rank}: {_one_line(error)}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
     except Exception as error:  # noqa: BLE001  # whatever it is, it is told
-        if _is_first(store, rank):
+        if "can't allocate memory" in str(error):  # as torch says it on a CPU
+            _is_first(store, rank)
+            print(f"training: rank {rank}: {_one_line(error)}", file=sys.stderr, flush=True)
+        elif _is_first(store, rank):
             print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
             get_error_handler().record_exception(error)
         else:
@@ -174,6 +194,13 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
         raise SystemExit(1) from None
     finally:
         dist.destroy_process_group()
+
+
+def _one_line(error: BaseException) -> str:
+    """Returns what a person needs of an error that a smaller job, or other data, would not have."""
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    hint = "" if isinstance(error, DataError) else ": out of memory; python -m training … --estimate shows what each strategy takes"
+    return text + hint
 
 
 def _is_first(store: dist.Store, rank: int) -> bool:
@@ -203,17 +230,20 @@ def train(plan: Plan, device: torch.device, profile_steps: int = 0, logits: Path
         checkpoint.dir or directory, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every or None,
         asynchronous=checkpoint.asynchronous, mirror=checkpoint.mirror or None, mirror_every=checkpoint.mirror_every or None,
     ) as checkpoints:  # fmt: skip
-        state = job.state(0)
-        checkpoints.resume(state, path=config.run.resume_from or None)
-        first = int(state["train_state"]["step"])
-        if not first and config.model.path and config.model.weights:
-            ckpt_tools.load(config.model.path, {"model": job.model}, cast=True)
+        first, notes = _resume(job, checkpoints)
         if rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.toml").write_text(job.text, encoding="utf-8")
-        began = f"resumed at step {first}" if first else "from scratch"
+        has_weights = config.model.path and config.model.weights
+        began = f"resumed at step {first}" if first else f"from the weights in {config.model.path}" if has_weights else "from scratch"
         meter = Meter(directory, first, config.run.steps, config.metrics.every, config.metrics.progress)
         meter.say(f"{job.num_parameters:,} parameters on {dist.get_world_size()} ranks ({device.type}), {began}")
+        data = job.tokens.identity
+        meter.say(f"data: {data['name']}, {data['tokens']:,} tokens ({data['tokenizer']}), fingerprint {data['fingerprint']}")
+        for note in notes:
+            meter.say(note)
+        if first >= config.run.steps:
+            meter.say(f"nothing to do: run.steps = {config.run.steps}, and the checkpoint is of step {first}")
         number = _loop(job, checkpoints, meter, first, profile_steps)
         meter.close()
     if checkpoints.last_save:
@@ -225,6 +255,25 @@ def train(plan: Plan, device: torch.device, profile_steps: int = 0, logits: Path
     if config.run.export and not number:
         _export(config, checkpoints, meter)
     return 128 + number if number else 0
+
+
+def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
+    """Loads the newest checkpoint, or the weights that a new run starts from; returns its step, and remarks.
+
+    Raises:
+        ConfigError: the data, or a key that cannot change, is another than before.
+    """
+    config, state = job.config, job.state(0)
+    checkpoints.resume(state, path=config.run.resume_from or None)
+    first = int(state["train_state"]["step"])
+    if not first:
+        if config.model.path and config.model.weights:
+            ckpt_tools.load(config.model.path, {"model": job.model}, cast=True)
+        return 0, []
+    notes = changes.check_data(state["train_state"].get("data"), job.tokens.identity, config.data.may_change)
+    notes += changes.notes_on(state["config"], config)
+    changes.apply_optim(config, job.optimizer, job.scheduler)
+    return first, notes
 
 
 def _same_model(config: Config, directory: Path) -> None:
@@ -247,7 +296,8 @@ def build(plan: Plan, device: torch.device) -> Job:
     num_parameters = sum(p.numel() for p in plan.model.parameters())
     mesh = parallel.make_mesh(plan.sizes, device)
     model = parallel.shard(plan.model, config, mesh, device, has_weights=bool(config.model.path and config.model.weights))
-    seed = config.run.seed + dist.get_rank()  # from here on, ranks draw numbers of their own
+    # From here on, ranks draw numbers of their own; those of one tensor group the same, since all of them hold the same activations.
+    seed = config.run.seed + parallel.data_rank(mesh)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -277,21 +327,40 @@ def _loop(job: Job, checkpoints: CheckpointManager, meter: Meter, first: int, pr
     """Takes the steps behind `first`, saving on the way and at the end; returns the signal that ended it early, or 0."""
     config, checkpoint = job.config, job.config.checkpoint
     with Profiler(Path(config.run.dir) / "profile", profile_steps, job.device) as profiler:
+        if problem := profiler.problem(config.run.steps - first):
+            meter.say(f"warning: {problem}")
         for step in range(first + 1, config.run.steps + 1):
             lr = job.scheduler.get_last_lr()[0]
             loss, norm = take_step(job, meter)
             number = checkpoints.preempted()
-            if number or step == config.run.steps or (checkpoint.every and step % checkpoint.every == 0):
+            is_saved = bool(number) or step == config.run.steps or (checkpoint.every > 0 and step % checkpoint.every == 0)
+            everyone = loss_and_peak(loss) if is_saved or meter.is_due(step) else []
+            if not all(math.isfinite(of_rank[0]) for of_rank in everyone):
+                _not_finite(config, meter, step)
+            if is_saved:
                 with meter.timing("checkpoint_s"), profiler.range("checkpoint"):
                     checkpoints.save(step, job.state(step), asynchronous=False if number else None)
-            meter.step(step, loss, config.data.batch_size * config.data.seq_len, lr, norm, job.sampler.epoch)
+            meter.step(step, everyone, config.data.batch_size * config.data.seq_len, lr, norm, job.sampler.epoch)
             if job.validation and (step % config.metrics.validate_every == 0 or step == config.run.steps):
-                meter.validation(step, evaluate(job, job.validation))
+                with meter.pausing():
+                    meter.validation(step, evaluate(job, job.validation))
             profiler.step()
             if number:
                 meter.say(f"got {signal.Signals(number).name}: saved step {step}, start again to go on")
                 return number
     return 0
+
+
+def _not_finite(config: Config, meter: Meter, step: int) -> None:
+    """Ends the training, unless told otherwise: what is saved from here on could not be trained on.
+
+    Raises:
+        LossError: by default.
+    """
+    text = f"the loss of step {step} is not finite"
+    if config.run.stop_at_nan:
+        raise LossError(f"{text}: nothing of it is saved; start again with a lower optim.lr, or go on with run.stop_at_nan = false")
+    meter.say(f"warning: {text}")
 
 
 def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:

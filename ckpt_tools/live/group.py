@@ -131,7 +131,7 @@ class Group(Ranks):
         if self._is_alone:
             return list(flags)
         self._call_text = f"{call}({number})" if call == "save" else f"{call}()"
-        if call != "preempted":  # which is called after every step, and must cost no more than the exchange
+        if call != "preempted" and not self._broken:  # which is called after every step, and must cost no more than the exchange
             self._tell("call", f"{self._call_text} at {time.strftime('%H:%M:%S')}")
         code = _CALLS.index(call)
         found = np.array([code, -code, number, -number, *flags], np.int64)

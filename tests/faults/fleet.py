@@ -388,6 +388,7 @@ def disagree(root: Path) -> None:
                 tell, "kinds", lambda: checkpoints.save(2, {"w": torch.ones(3) if rank else torch.ones(3).to_sparse()}, asynchronous=False)
             )
             _attempt(tell, "well", lambda: checkpoints.save(3, {"w": torch.ones(3)}, asynchronous=False))
+            _attempt(tell, "more", lambda: checkpoints.save(4, {"w": torch.ones(3)}, asynchronous=False))
             _attempt(tell, "again", lambda: checkpoints.save(3, {"w": torch.ones(3)}, asynchronous=False))
 
     fleet = Fleet(2, work)
@@ -396,7 +397,7 @@ def disagree(root: Path) -> None:
         said = fleet.said(rank)
         assert "ranks disagree about 'w': rank 0 has float32 [3], rank 1 has float32 [4]" in said, said
         assert "sparse" in said and "well: fine" in said and "step 3 is there already" in said, said
-    assert [s.number for s in list_steps(root)] == [3]
+    assert [s.number for s in list_steps(root)] == [3, 4]
     print("ranks that disagree: told by all")
 
 

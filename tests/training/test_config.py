@@ -64,7 +64,7 @@ def test_an_unknown_key_or_a_bad_value_is_named_with_what_is_allowed(override: s
         (["precision.overrides.norm=fp32"], 1, "precision.overrides.norm = 'fp32': allowed are 'float32'"),
         (["precision.param=float16"], 1, "float16 needs a scaled loss"),
         (["precision.buffer=bfloat16"], 1, 'precision.buffer needs fsdp.api = "fsdp1"'),
-        (["model.path=x", "model.dim=3"], 1, "model.dim belongs to the built-in decoder"),
+        (["model.path=x", "model.dim=3", "data.train=y"], 1, "model.dim belongs to the built-in decoder"),
         (["metrics.validate_every=3"], 1, "metrics.validate_every needs data.validation"),
         (["run.steps=0"], 1, "run.steps = 0: must be at least 1"),
     ],

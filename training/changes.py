@@ -1,0 +1,85 @@
+"""What a resumed run does otherwise than before: hyperparameters that were changed are applied, and other data is refused.
+
+A checkpoint holds the configuration and what identifies the data. Nothing that differs passes without a line on the screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from training import config as configuration
+from training.config import Config, ConfigError
+
+_QUIET = ("run.dir", "run.resume_from", "run.export", "checkpoint", "metrics", "data.train", "data.validation", "data.may_change")
+_FIXED = ("data.shuffle", "data.drop_last")  # the place in the data would mean another one
+_OPTIONS = ("weight_decay", "eps")
+
+
+def differences(before: Config, now: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the keys in which two configurations differ, with both values."""
+    for table in fields(before):
+        old, new = getattr(before, table.name), getattr(now, table.name)
+        for field in fields(old):
+            a, b = getattr(old, field.name), getattr(new, field.name)
+            if a != b:
+                yield f"{table.name}.{field.name}", a, b
+
+
+def notes_on(stored: str, now: Config) -> list[str]:
+    """Returns a line for each key that was changed since a checkpoint and that matters to the training.
+
+    Args:
+        stored: the configuration in the checkpoint, as TOML.
+        now: this run's.
+
+    Raises:
+        ConfigError: a key was changed that cannot change within a run.
+    """
+    notes = []
+    for key, a, b in differences(configuration.parse(stored, "the checkpoint's configuration"), now):
+        if key in _FIXED:
+            raise ConfigError(f"{key} = {b!r}, and the run that is resumed has {a!r}: it cannot change within a run")
+        if not key.startswith(_QUIET):
+            notes.append(f"changed since the checkpoint: {key} = {b!r}, was {a!r}")
+    return notes
+
+
+def apply_optim(now: Config, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
+    """Gives an optimizer that was loaded this run's hyperparameters, and its schedule this run's learning rate."""
+    optim = now.optim
+    for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+        group["initial_lr"], group["betas"] = optim.lr, (optim.beta1, optim.beta2)
+        group["lr"] = optim.lr * factor(scheduler.last_epoch)
+        group |= {option: getattr(optim, option) for option in _OPTIONS}
+        if optim.implementation != "auto":
+            group |= {kind: optim.implementation == kind for kind in ("fused", "foreach")}
+    scheduler.base_lrs = [optim.lr] * len(optimizer.param_groups)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def check_data(stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_change: bool) -> list[str]:
+    """Compares the data of a checkpoint with this run's; returns remarks.
+
+    Args:
+        stored: what identifies the data, None where an older program saved.
+        now: the same of this run.
+        may_change: go on with other data, and say so.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if stored is None:
+        return ["the checkpoint does not tell which data it was trained on"]
+    if stored == now:
+        return []
+    text = f"the checkpoint was trained on {stored['name']} ({stored['tokens']:,} tokens, fingerprint {stored['fingerprint']})"
+    text += f", and data.train is {now['name']} ({now['tokens']:,} tokens, fingerprint {now['fingerprint']})"
+    if stored["fingerprint"] == now["fingerprint"]:
+        return []  # the same tokens at another place
+    if not may_change:
+        raise ConfigError(f"{text}: go on with the same data, or set data.may_change = true")
+    return [text]
