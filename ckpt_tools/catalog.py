@@ -218,10 +218,11 @@ def check_globs(globs: Iterable[str], names: Sequence[str], what: str) -> None:
     Raises:
         PlanError: with the names that are nearest.
     """
+    names = list(dict.fromkeys(names))
     for glob in globs:
         wanted = matcher([glob])
         if not any(map(wanted, names)):
-            close = difflib.get_close_matches(glob.rstrip("*."), list(names)[:2000], 3, 0.5) or list(names)[:3]
+            close = difflib.get_close_matches(glob.rstrip("*."), names[:2000], 3, 0.5) or names[:3]
             shown = ", ".join(map(printable, close)) or "there are none"
             raise PlanError(f"{what} matches none of {len(names)} names: {printable(glob)!r}", hint=f"the nearest names: {shown}")
 

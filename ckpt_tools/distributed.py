@@ -39,7 +39,7 @@ from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.destination import Place as Staged
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
-from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.formats import Source, dcp, open_source
 from ckpt_tools.live.load import LoadReport, fill
 from ckpt_tools.live.objects import unpack
@@ -78,6 +78,7 @@ class StorageWriter(storage.StorageWriter):
         *,
         overwrite: bool = False,
         jobs: int = 2,
+        trust_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Takes the directory to be.
@@ -86,10 +87,12 @@ class StorageWriter(storage.StorageWriter):
             path: a path or a URL; it must not exist, unless `overwrite`; `checkpoint_id` of `dcp.save` takes its place.
             overwrite: replace a checkpoint there; the old one stays until the new one is complete.
             jobs: threads on each rank.
+            trust_pickle: save values that cannot be loaded without running a pickle's code; the reader then needs the same.
             storage_options: of the object store, as fsspec takes them.
         """
         super().__init__()
         self.path, self.overwrite, self.jobs, self._options = path, overwrite, jobs, storage_options
+        self._trust_pickle = trust_pickle
         self._is_collective = True
         self._stack: ExitStack | None = None
         self._place: Staged | None = None
@@ -137,6 +140,7 @@ class StorageWriter(storage.StorageWriter):
         """Writes this rank's items.
 
         Raises:
+            PlanError: a value could not be loaded again.
             StorageError: there is no room, a write failed, or the directory is not shared.
         """
         order: _Order = plan.storage_data
@@ -146,6 +150,9 @@ class StorageWriter(storage.StorageWriter):
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         pieces = [_offer(item) for item in tensors]
         values = [planner.resolve_data(item) for item in plan.items]
+        for item, value in zip(plan.items, values, strict=True):
+            if isinstance(value, io.BytesIO) and not self._trust_pickle:
+                _check_loadable(value.getvalue(), item.index.fqn)
         memory = self._stage.live([v.detach() for v in values if isinstance(v, torch.Tensor)])
         file = plan_file(order.rank, pieces)
         part = write_part(file, target, place, memory, [v.getvalue() for v in values if isinstance(v, io.BytesIO)], self.jobs)
@@ -323,6 +330,21 @@ class StorageReader(storage.StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return "::" not in str(checkpoint_id)
+
+
+def _check_loadable(data: bytes, name: str) -> None:
+    """Reads an object as `StorageReader` will.
+
+    Raises:
+        PlanError: it could not be loaded.
+    """
+    try:
+        unpack(data, name, False)
+    except CheckpointError as error:
+        raise PlanError(
+            f"cannot save {printable(name)!r}: it could not be loaded again: {error}",
+            hint="save plain values and tensors, or pass trust_pickle=True to the writer and to the reader",
+        ) from error
 
 
 def _archive(value: Any) -> bytes:

@@ -442,3 +442,23 @@ def test_what_convert_wrote_can_be_replaced_and_other_files_cannot(state: tuple[
         with pytest.raises(ckpt_tools.StorageError, match="holds what no checkpoint consists of|diary.txt|own.pt"):
             ckpt_tools.convert(path, tmp_path / name, to=to, overwrite=True)
     assert (tmp_path / "hf" / "diary.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("merge", "{src}", "{out}.safetensors", "--select", "*", "--select", "optimizer*"), "--select matches none of"),
+        (("merge", "{src}", "{out}.safetensors", "--keep-dtype", "*"), "--keep-dtype means nothing without --dtype"),
+        (("merge", "{src}", "{out}.safetensors", "--dtype", "bf16", "--keep-dtype", "*exp_avg*"), "--keep-dtype matches none of"),
+        (("convert", "{src}", "{out}", "--to", "dcp", "--select", "*", "--select", "zz"), "--select matches none of"),
+        (("convert", "{src}", "{out}", "--to", "dcp", "--dtype", "bf16", "--keep-dtype", "zz"), "--keep-dtype matches none of"),
+        (("convert", "{src}", "{out}", "--to", "dcp", "--rename", "zz=y"), "--rename 'zz=y' changes no name"),
+        (("diff", "{src}", "{src}", "--select", "*", "--select", "zz"), "--select matches none of"),
+    ],
+)  # fmt: skip
+def test_an_option_that_matches_nothing_is_an_error_and_writes_nothing(
+    words: tuple[str, ...], message: str, saved: Callable[[int], Path], tmp_path: Path, ckpt: Callable[..., Any]
+) -> None:
+    done = ckpt(*(word.format(src=saved(4) / "adamw", out=tmp_path / "out") for word in words))
+    assert done.returncode == 13 and message in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())

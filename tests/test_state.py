@@ -552,3 +552,42 @@ def test_an_archive_is_read_by_stock_torch(tmp_path: Path) -> None:
     torch.save(got, buffer)
     buffer.seek(0)
     torch.load(buffer, weights_only=True)
+
+
+def test_the_plug_in_for_dcp_refuses_at_once_what_it_could_not_load(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from ckpt_tools.distributed import StorageReader, StorageWriter
+
+    with pytest.raises(CheckpointException, match="cannot save 'epoch': it could not be loaded again") as caught:
+        dcp.save({"epoch": np.float32(3)}, storage_writer=StorageWriter(tmp_path / "a"), no_dist=True)
+    assert (
+        "trust_pickle=True to the writer and to the reader" in str(caught.value.__cause__ or caught.value) or not (tmp_path / "a").exists()
+    )
+    assert not (tmp_path / "a").exists()
+    dcp.save({"epoch": np.float32(3)}, storage_writer=StorageWriter(tmp_path / "b", trust_pickle=True), no_dist=True)
+    got = {"epoch": np.float32(0)}
+    dcp.load(got, storage_reader=StorageReader(tmp_path / "b", trust_pickle=True), no_dist=True)
+    assert got["epoch"] == 3
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"epoch": np.float32(3), "path": Path("x")})
+    plain: dict[str, Any] = {"epoch": None, "path": None}
+    dcp.load(plain, storage_reader=StorageReader(tmp_path / "run" / "step-00000001"), no_dist=True)
+    assert plain == {"epoch": np.float32(3), "path": Path("x")}  # the values themselves, not their encoding
+
+
+def test_the_package_lists_its_names_and_a_manager_says_when_it_is_closed(tmp_path: Path) -> None:
+    assert set(ckpt_tools.__all__) <= set(dir(ckpt_tools))
+    checkpoints = CheckpointManager(tmp_path, keep_last=None)
+    for bad, error in ((-1, ValueError), (1.5, TypeError), ("1", TypeError), (True, ValueError), (10**18, ValueError)):
+        with pytest.raises(error, match="step: expected an integer"):
+            checkpoints.save(bad, {"w": X})  # type: ignore[arg-type]
+    for step_ in range(5):
+        checkpoints.save(np.int64(step_), {"w": X})  # type: ignore[arg-type]
+    checkpoints.close()
+    checkpoints.close()
+    for call in (lambda: checkpoints.save(9, {"w": X}), lambda: checkpoints.resume({"w": X}), checkpoints.preempted):
+        with pytest.raises(ckpt_tools.CheckpointError, match="was called on a manager that is closed"):
+            call()
+    with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
+        assert [s.number for s in checkpoints.steps()] == [0, 1, 2, 3, 4]

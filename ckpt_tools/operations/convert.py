@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Unpack, cast
 
 from ckpt_tools.box import whole
-from ckpt_tools.catalog import Catalog, TensorEntry, keep, matcher, strip_wrappers
+from ckpt_tools.catalog import Catalog, TensorEntry, check_globs, keep, matcher, strip_wrappers
 from ckpt_tools.destination import open_destination
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
@@ -44,7 +44,7 @@ from ckpt_tools.operations.move import Options, Path_, transfer
 from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, unpack_objects
 from ckpt_tools.operations.result import TransferResult
 from ckpt_tools.operations.shapes import lay_beside
-from ckpt_tools.operations.transfer import left_out, rank_boxes, shards, target_dtype
+from ckpt_tools.operations.transfer import check_kept, left_out, rank_boxes, shards, target_dtype
 from ckpt_tools.soundness import check as check_catalog
 from ckpt_tools.storage import is_url, read
 from ckpt_tools.team import ALONE
@@ -137,7 +137,11 @@ def _renamed(parts: Parts, source: Source, how: Conversion) -> Parts:
         numbers = (head_counts(base) if base is not None else {}) | dict(how.get("settings") or {})
         parts = apply_map(parts, read_map(key_map, numbers), source)
     for rule in how.get("rename", ()):
-        parts = parts.renamed(_substitute(rule))
+        before, parts = parts, parts.renamed(_substitute(rule))
+        states = zip(parts.optimizers, before.optimizers, strict=True)
+        if parts.model.keys() == before.model.keys() and all(new.state.keys() == old.state.keys() for new, old in states):
+            some = ", ".join(map(printable, list(parts.model)[:3]))
+            raise PlanError(f"--rename {printable(rule)!r} changes no name", hint=f"names look like: {some}")
     return parts
 
 
@@ -175,12 +179,14 @@ class _Job:
         above = self.parts.prefix if prefix is None else prefix
         self._model_names = {join((*above, fqn)) for fqn in self.parts.model}
         globs = self.how.get("select")
+        check_kept(self.how.get("keep_dtype", ()), self.how.get("dtype"), list(catalog.tensors))
         if not globs:
             return catalog
         kept = keep(catalog, matcher(globs))
         if not kept.tensors:
             some = ", ".join(printable(f) for f in list(catalog.tensors)[:5])
             raise PlanError(f"--select matches none of {len(catalog.tensors)} tensors", hint=f"names look like: {some}")
+        check_globs(globs, [*catalog.tensors, *catalog.objects], "--select")
         return kept
 
     def _unpacked(self, catalog: Catalog) -> tuple[Catalog, dict[str, Any], list[str]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Unpack
 
 from ckpt_tools.box import whole
-from ckpt_tools.catalog import Catalog, Chunk, TensorEntry, keep, matcher
+from ckpt_tools.catalog import Catalog, Chunk, TensorEntry, check_globs, keep, matcher
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.compare import CompareSink, Tally
 from ckpt_tools.engine.run import run
@@ -187,6 +187,7 @@ def _views(a: Catalog, b: Catalog, select: Sequence[str]) -> tuple[Catalog, Cata
         a, b = (keep(catalog, matcher(select)) for catalog in (a, b))
         if not (a.tensors or a.objects or b.tensors or b.objects):
             raise PlanError(f"--select matches nothing: {printable(' '.join(select))}", hint="`ckpt inspect --tree` shows the names")
+        check_globs(select, [*a.tensors, *a.objects, *b.tensors, *b.objects], "--select")
     return a, b, notes
 
 

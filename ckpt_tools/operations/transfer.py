@@ -10,7 +10,19 @@ from dataclasses import replace
 from typing import Unpack
 
 from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import Catalog, ManyChunks, TensorEntry, keep, key_path, kinds_of, matcher, model_only, rename, strip_wrappers
+from ckpt_tools.catalog import (
+    Catalog,
+    ManyChunks,
+    TensorEntry,
+    check_globs,
+    keep,
+    key_path,
+    kinds_of,
+    matcher,
+    model_only,
+    rename,
+    strip_wrappers,
+)
 from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.dtypes import BY_NAME, SHORT_NAMES, DType
 from ckpt_tools.errors import PlanError, printable
@@ -65,6 +77,7 @@ def merge(
             f"no tensor of a model is left of {len(source.catalog.tensors)} ({printable(str(source.path))})",
             hint=f"ckpt inspect {source.path}",
         )
+    check_kept(keep_dtype, dtype, list(catalog.tensors))
     targets = [whole_tensor(t, target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
     request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
     alter = adapters.read_lora(lora, catalog) if lora is not None else None
@@ -146,7 +159,20 @@ def select_from(catalog: Catalog, globs: Sequence[str], original: Catalog) -> Ca
         raise PlanError(
             f"--select matches none of {len(catalog.tensors)} tensors: {printable(' '.join(globs))}", hint=f"names look like: {some}"
         )
+    names = [stored.get(c[0].extent, "") for t in catalog.tensors.values() if (c := t.chunks)]
+    check_globs(globs, [*catalog.tensors, *filter(None, names)], "--select")
     return kept
+
+
+def check_kept(keep_dtype: Sequence[str], dtype: object, names: Sequence[str]) -> None:
+    """Refuses globs of tensors that keep their type if they mean nothing.
+
+    Raises:
+        PlanError: no type is asked for, or a glob matches no name.
+    """
+    if keep_dtype and dtype is None:
+        raise PlanError("--keep-dtype means nothing without --dtype: no type is changed", hint="give --dtype, or leave --keep-dtype out")
+    check_globs(keep_dtype, names, "--keep-dtype")
 
 
 def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str], bool]) -> DType:
