@@ -1,4 +1,4 @@
-"""Writing steps: one thread beside the training, what is tried again, and what a committed step brings along.
+"""Writes steps in one thread beside the training, tries again in an outage, and ends rollbacks, feeds mirrors and prunes after a commit.
 
 May import everything below the manager.
 """
@@ -91,7 +91,7 @@ class Writer:
         return open_destination(f"{os.fspath(self.root).rstrip('/')}/{step_name(step)}", self.options)
 
     def exists(self, step: int) -> bool:
-        """Tells of a disk whether a step is there that no save may replace. A store is not asked: there the commit refuses it."""
+        """Tells whether a disk has a step that no save may replace. A store is not asked: its commit refuses such a save."""
         is_left = self.candidates.branch is not None and step_name(step) in self.candidates.branch[1]
         target = self.target(step)
         return not is_url(self.root) and not is_left and target.url not in self.candidates.passed and target.exists()
@@ -171,7 +171,7 @@ class Writer:
         return write(group, target, save.step, save.layout, save.memory, save.objects, self.jobs, attempts[-1], overwrite)
 
     def _follow_up(self, step: int, path: str) -> None:
-        """Does what a committed step brings along, on rank 0: ends a rollback, feeds the mirror, removes old steps."""
+        """Ends a rollback, feeds the mirror and removes old steps, on rank 0 after a commit."""
         if self.candidates.branch is not None:
             self.candidates.branch = None
             try:

@@ -80,7 +80,7 @@ class Candidates:
             return choice
 
     def _by_number(self, number: int) -> Path | str:
-        """Finds one step, in the root or else in the mirror; what is newer belongs to a branch that is left."""
+        """Finds one step, in the root or else in the mirror. The newer steps belong to a branch that the job leaves."""
         steps = list_steps(self.root, self.options)
         found = next((s for s in steps if s.number == number), None)
         newer = rollback.newer_than(steps, number)

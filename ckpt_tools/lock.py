@@ -139,7 +139,7 @@ class FileLock:
 
     @property
     def written(self) -> bytes:
-        """What stands in the file, for the other ranks to see."""
+        """The contents of the file, which the other ranks compare."""
         return os.pread(self._fd, 4096, 0)
 
     def check(self) -> None:

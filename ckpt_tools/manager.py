@@ -255,9 +255,9 @@ class CheckpointManager:
             cast: let floating-point tensors change their type; nothing is cast unless asked.
             trust_pickle: run the code that objects in the checkpoint ask for; never needed for what this tool saved.
             rename: regular expressions to what replaces them in the checkpoint's names, in order.
-            on_mismatch: globs of the state's names to what becomes of tensors whose shape is another in the checkpoint: `"grow"`
-                loads the elements that both have, `"skip"` keeps the tensor, a function `(stored, shape) -> tensor` makes it from the
-                whole stored one.
+            on_mismatch: globs of the state's names. Each says how to load tensors whose shape in the checkpoint differs. `"grow"` loads
+                the elements that both have. `"skip"` keeps the tensor. A function `(stored, shape) -> tensor` makes the new tensor
+                from the whole stored one.
 
         Returns:
             The number of the step; 0 where there is none, and for a `path` that tells none by manifest or name.

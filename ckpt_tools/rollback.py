@@ -46,10 +46,10 @@ def complete(root: Root, options: Options, keeps_notes: bool = False, is_alone: 
         root: of the run, a path or a URL.
         options: of the object store, as fsspec takes them.
         keeps_notes: the notes are still needed, for a mirror.
-        is_alone: no other save is at work, so that a note without its step is that of a dead one.
+        is_alone: no other save is running, so a note without its step belongs to a dead one.
 
     Raises:
-        StorageError: a step cannot be moved; the next call goes on with it.
+        StorageError: a step cannot be moved; the next call tries again.
     """
     for note, is_in_effect in rollbacks(root, options):
         if not is_in_effect:

@@ -69,7 +69,7 @@ def _parse(data: bytes) -> Note | None:
 
 
 def read_notes(store: LocalStore | RemoteStore, names: Iterable[str]) -> list[Note]:
-    """Returns the notes among the files of a root; what is malformed is none."""
+    """Returns the notes among the files of a root. Malformed files are no notes."""
     found = []
     for name in names:
         if _NOTE.fullmatch(name) and store.size(name) <= _MAX_NOTE_BYTES:

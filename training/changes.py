@@ -67,7 +67,7 @@ def check_data(stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_cha
     Args:
         stored: what identifies the data, None where an older program saved.
         now: the same of this run.
-        may_change: go on with other data, and say so.
+        may_change: accept other data, with a remark.
 
     Raises:
         ConfigError: they differ.
@@ -81,5 +81,5 @@ def check_data(stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_cha
     if stored["fingerprint"] == now["fingerprint"]:
         return []  # the same tokens at another place
     if not may_change:
-        raise ConfigError(f"{text}: go on with the same data, or set data.may_change = true")
+        raise ConfigError(f"{text}: give the same data, or set data.may_change = true")
     return [text]

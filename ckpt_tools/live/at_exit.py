@@ -1,4 +1,4 @@
-"""What is left open when the process ends: it is closed while threads can still be started, and a failure is an exit status.
+"""Closes open managers when the process ends, while threads can still be started. A failure becomes the exit status.
 
 Imports nothing of the package.
 """

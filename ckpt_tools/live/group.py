@@ -122,11 +122,11 @@ class Group(Ranks):
 
         Args:
             call: name of the public method.
-            number: what it is called with: a step.
+            number: the step that it is called with.
             flags: two numbers of this rank.
 
         Raises:
-            PeerError: the ranks make different calls; the message has each rank's. Nothing else has happened.
+            PeerError: the ranks make different calls; the message has each rank's. No other exchange was begun.
         """
         if self._is_alone:
             return list(flags)

@@ -151,7 +151,7 @@ class _Load:
         self.of_rank: dict[str, tuple[Any] | None] = {}
 
     def open(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> list[Shard]:
-        """Opens the checkpoint, pairs its names with the state's, and returns the shards that are to be read."""
+        """Opens the checkpoint, pairs its names with the state's, and returns the shards to read."""
         source = open_source(path, storage_options)
         self.source = source = replace(source, catalog=renamed(source.catalog, self.request.rename))
         self.exported = exported = export(self.state, for_loading=True)

@@ -26,7 +26,7 @@ E = TypeVar("E", TensorEntry, BytesEntry)
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What is to be loaded of a checkpoint, and how; `CheckpointManager.resume` describes every field."""
+    """A request to load a checkpoint or a part of it. `CheckpointManager.resume` describes every field."""
 
     select: Sequence[str] = ()
     strict: bool = True
@@ -45,7 +45,7 @@ class LoadRequest:
 
     @property
     def wants(self) -> Callable[[str], bool]:
-        """Tells of a name whether it is to be loaded."""
+        """Returns a test whether a name is wanted."""
         return matcher(self.select) if self.select else lambda _: True
 
 

@@ -48,7 +48,7 @@ def export_optimizer(optimizer: Optimizer, holders: Holders, path: Key, for_load
     """Returns an optimizer's state by parameter name, and the keys that its class adds.
 
     torch gives an optimizer that has taken no step a state by taking a step of length 0, which would count from then on.
-    So the state is removed again, unless a checkpoint is to be loaded into it.
+    So the state is removed again, unless a checkpoint is loaded into it next.
 
     Raises:
         PlanError: a parameter belongs to nothing in the state.

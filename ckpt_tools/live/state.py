@@ -198,7 +198,7 @@ def export(state: Mapping[str, Any], for_loading: bool = False) -> Exported:
     Args:
         state: dicts, lists and tuples (nested at will) of modules, optimizers, objects with `state_dict`, generators,
             tensors and plain values.
-        for_loading: give an optimizer that has taken no step yet the state that it is to be loaded into.
+        for_loading: give an optimizer that has taken no step yet a state, into which the checkpoint is loaded.
 
     Raises:
         PlanError: two entries have one name, an optimizer's parameters belong to nothing of the state, or a tensor is on the
