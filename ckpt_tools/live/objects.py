@@ -39,6 +39,7 @@ Key = tuple[str | int, ...]
 _MAX_DEPTH = 64
 _INT64 = range(-(1 << 63), 1 << 63)
 _SCALARS = frozenset({type(None), bool, float, str})
+_NUMBERS = _SCALARS | {int}
 _NATIVE = (complex, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)  # torch's own reader knows them
 _NUMPY_KINDS = "biufcSUmM?"
 _FACTORIES = {factory.__name__: factory for factory in (int, float, str, bool, list, dict, set, tuple)}
@@ -49,6 +50,11 @@ Take = Callable[[Any, Key], dict[str, Any]]
 def place(path: Key) -> str:
     """Returns how a user writes the place of a value: `state['data']['sampler'][0]`."""
     return "state" + "".join(f"[{printable(key)!r}]" if isinstance(key, str) else f"[{key}]" for key in path)
+
+
+def has_only_scalars(value: Any) -> bool:
+    """Tells whether a list or tuple holds numbers and texts only: a long history is walked by nobody then."""
+    return isinstance(value, (list, tuple)) and set(map(type, value)) <= _NUMBERS
 
 
 # ---- generators ----------------------------------------------------------------------------------------------------------

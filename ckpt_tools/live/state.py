@@ -28,6 +28,7 @@ from ckpt_tools.live.objects import (
     Structure,
     encode,
     generator_state,
+    has_only_scalars,
     is_generator,
     place,
 )
@@ -139,6 +140,8 @@ def loads_itself(value: Any) -> bool:
 
 def is_plain(value: Any, depth: int = 0) -> bool:
     """Tells whether a value is loaded by replacing it: nothing in it loads itself."""
+    if has_only_scalars(value):
+        return True
     if isinstance(value, Mapping):
         items: Iterable[Any] = value.values()
     elif isinstance(value, (list, tuple)):
@@ -157,7 +160,7 @@ def holders_of(state: Mapping[str, Any]) -> Holders:
             modules.append((path, value))
         elif isinstance(value, torch.Tensor):
             tensors.append((path, value))
-        elif isinstance(value, (Mapping, list, tuple)) and len(path) <= _MAX_DEPTH:
+        elif isinstance(value, (Mapping, list, tuple)) and len(path) <= _MAX_DEPTH and not has_only_scalars(value):
             for key, item in _items(value):
                 visit(item, (*path, key))
 
@@ -168,7 +171,7 @@ def holders_of(state: Mapping[str, Any]) -> Holders:
 def _holds_tensor(value: Any, depth: int = 0) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if depth > _MAX_DEPTH:
+    if depth > _MAX_DEPTH or has_only_scalars(value):
         return False
     if isinstance(value, Mapping):
         return any(_holds_tensor(item, depth + 1) for item in value.values())
@@ -218,7 +221,7 @@ def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
         return
     if len(above) > _MAX_DEPTH or id(value) in above:
         raise PlanError(f"cannot save {place(path[:4])}: it is nested more than {_MAX_DEPTH} deep, or contains itself")
-    if isinstance(value, Mapping) or not set(map(type, value)) <= {int, float, str, bool, type(None)}:
+    if not has_only_scalars(value):
         for key, item in _items(value):
             _check_nesting(item, (*path, key), (*above, id(value)))
 
@@ -238,7 +241,8 @@ class _Exporter:
             with calling("state_dict", value, path):
                 exported = get_model_state_dict(value)
             self.emit(_tied(value, exported), path, is_root=True)
-            self.result.kept += [f"{join(path)}.{name}" for name in _non_persistent(value)]
+            if self.for_loading:
+                self.result.kept += [f"{join(path)}.{name}" for name in _non_persistent(value)]
         elif isinstance(value, Optimizer) and not is_container(value):
             with calling("state_dict", value, path):
                 exported = export_optimizer(value, self.holders, path, self.for_loading)
@@ -331,8 +335,7 @@ def _is_walked(value: Mapping[Any, Any]) -> bool:
 
 
 def _is_walked_list(value: Any) -> bool:
-    kinds = set(map(type, value))
-    if kinds <= {int, float, str, bool, type(None)}:
+    if has_only_scalars(value):
         return False
     return any(isinstance(v, Mapping) or (type(v) is list and _is_walked_list(v)) or _holds_tensor(v) for v in value)
 
