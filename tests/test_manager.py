@@ -140,6 +140,7 @@ def test_a_changed_shape_and_a_changed_type_are_one_table_and_nothing_is_loaded(
     with pytest.raises(PlanError) as caught:
         resume(saved, {"model": model}, strict=False)
     text = str(caught.value)
+    assert "strict=False" not in (caught.value.hint or "") and "on_mismatch=" in (caught.value.hint or "")
     assert "shapes differ: 3" in text and re.search(r"model.first.weight +state float32 \[9, 4\], checkpoint float32 \[8, 4\]", text)
     assert "types differ: 1" in text and "state bfloat16 [4], checkpoint float32 [4]" in text
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

@@ -13,7 +13,7 @@ import torch
 
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.steps import damage, list_steps
-from ckpt_tools.storage.failures import plain
+from ckpt_tools.storage.failures import hint, plain
 from tests.servers.gate import Gate, gated
 from tests.servers.servers import Server
 from tests.test_lease import until
@@ -198,6 +198,10 @@ def test_waiting_for_a_slow_store_is_said(
         checkpoints.close()
     assert "waiting for a step to be mirrored to s3://slow/mirror, for " in caplog.text
     gate.open()
+
+
+def test_an_expired_token_has_a_hint_where_the_store_says_only_400() -> None:
+    assert "expired" in (hint(OSError(22, "Bad Request")) or "")
 
 
 def test_words_that_are_no_secrets_are_shown(server: Server) -> None:
