@@ -18,8 +18,8 @@ from ckpt_tools import rollback
 from ckpt_tools.candidates import Candidates
 from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.errors import CheckpointError, PeerError, printable
+from ckpt_tools.live.archives import ReadBack
 from ckpt_tools.live.group import Group
-from ckpt_tools.live.objects import ReadBack
 from ckpt_tools.live.save import Layout, SaveReport, write
 from ckpt_tools.live.waiting import is_outage, pause_of, result_of, told
 from ckpt_tools.lock import RootLock
@@ -175,7 +175,7 @@ class Writer:
         if self.candidates.branch is not None:
             self.candidates.branch = None
             try:
-                rollback.complete(self.root, self.options, keeps_notes=self.mirror is not None)
+                rollback.complete(self.root, self.options, keeps_notes=not is_url(self.root))
             except (CheckpointError, OSError) as error:
                 log.warning("could not set aside the steps of the branch before; the next start does: %s", told(error))
         if self.mirror is not None:

@@ -41,8 +41,8 @@ from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.formats import Source, dcp, open_source
+from ckpt_tools.live.archives import unpack
 from ckpt_tools.live.load import LoadReport, fill
-from ckpt_tools.live.objects import unpack
 from ckpt_tools.live.shards import Shard, Stage
 from ckpt_tools.live.write import NOTHING, Offer, Part, commit, plan_file, write_part
 from ckpt_tools.manifest import SealedTensor

@@ -30,6 +30,8 @@ def try_lock(fd: int) -> bool | None:
 def release(fd: int) -> None:
     """Closes a file, and with it its lock."""
     _held.discard(fd)
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked a moment ago may not have closed its copy yet
     os.close(fd)
 
 

@@ -29,13 +29,13 @@ import torch.distributed as dist
 from ckpt_tools import rollback
 from ckpt_tools.background import Save, Writer, tries_again
 from ckpt_tools.candidates import Candidates
-from ckpt_tools.errors import CheckpointError, IntegrityError, PeerError, StorageError, printable
+from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, IntegrityError, PeerError, StorageError, printable
 from ckpt_tools.leftovers import remove_leftovers
 from ckpt_tools.live import at_exit
+from ckpt_tools.live.archives import check_value, pack
 from ckpt_tools.live.group import Group
 from ckpt_tools.live.load import LoadReport, load_into
 from ckpt_tools.live.match import LoadRequest, OnMismatch
-from ckpt_tools.live.objects import pack
 from ckpt_tools.live.restore import state_of_rank
 from ckpt_tools.live.save import Layout, SaveReport, agree, offers_of
 from ckpt_tools.live.shards import Stage, local_shards
@@ -44,7 +44,7 @@ from ckpt_tools.live.state import Exported, export, name_of_rank
 from ckpt_tools.live.waiting import retry_outage
 from ckpt_tools.lock import FileLock, Lease, see_lock
 from ckpt_tools.mirror import Mirror
-from ckpt_tools.steps import Step, latest, list_steps, step_name
+from ckpt_tools.steps import Step, damage, find_step, latest, list_steps, step_name
 from ckpt_tools.storage import is_url
 
 log = logging.getLogger("ckpt_tools")
@@ -107,14 +107,14 @@ class CheckpointManager:
             StorageError: another job holds the directory, it cannot be written to, or not all ranks see it.
         """
         _check(root, keep_last, when_busy, mirror, max_failures)
-        self.root = root if is_url(root) else Path(os.fspath(root).removeprefix("file://"))
+        self.root = root if is_url(root) else Path(os.fspath(root).removeprefix("file://")).absolute()  # the job may change its directory
         self._options, self._mirror_url = storage_options, mirror
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
         self.read_once, self.retry_s, self.max_failures = read_once, min(retry_s, timeout_s * 0.8), max_failures
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
         self._jobs = jobs or min(4, max(1, (os.cpu_count() or 1) // ranks_here))
         self._group, self._writers = Group(timeout_s, process_group), Group(timeout_s, process_group)
-        self._stage = Stage()
+        self._stage, self._pid = Stage(), os.getpid()
         self._candidates = Candidates(self.root, mirror, storage_options)
         self._writer = Writer(self._candidates, self._jobs, self.retry_s, max_failures, (keep_last, keep_every))
         try:
@@ -152,7 +152,7 @@ class CheckpointManager:
             self._writer.lock = Lease(self.root, self._options) if is_url(self.root) else FileLock(Path(self.root))
         for left in remove_leftovers(self.root, options=self._options):
             log.info("removed what a dead job left: %s", left.url)
-        rollback.complete(self.root, self._options, keeps_notes=self._mirror_url is not None)
+        rollback.complete(self.root, self._options, keeps_notes=not is_url(self.root))
 
     # ---- saving --------------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,9 @@ class CheckpointManager:
         """
         step = _check_step(step)
         self._check_open("save")
-        if self._group.meet("save", step, (self._writer.is_busy and self.when_busy == "skip", 0))[0]:
+        is_background = self.asynchronous if asynchronous is None else asynchronous
+        call = f"save({step}{'' if is_background else ', asynchronous=False'}{', overwrite=True' if overwrite else ''})"
+        if self._group.meet("save", call, (self._writer.is_busy and self.when_busy == "skip", 0))[0]:
             return False
         self.wait()
         if step == self._writer.last_step and not overwrite:
@@ -193,9 +195,9 @@ class CheckpointManager:
                 exported = export(state)
                 shards = local_shards(exported.tensors)
                 objects, paths = self._objects(exported)
+                values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
             offers = offers_of(shards)
-            self._layout = layout = agree(self._group, self._layout, offers, tuple(objects), paths)
-            is_background = self.asynchronous if asynchronous is None else asynchronous
+            self._layout = layout = agree(self._group, self._layout, offers, tuple(objects), values, paths)
             with self._group.phase(f"copy the state for {what}"):
                 tensors = [shards[i].tensor for i in layout.task.offers]
                 memory = self._stage.copy(tensors) if is_background else self._stage.live(tensors)
@@ -207,13 +209,22 @@ class CheckpointManager:
         return True
 
     def _check_open(self, method: str) -> None:
+        if os.getpid() != self._pid:
+            raise CheckpointError(
+                f"{method} was called in a process that was forked from that of the manager ({self._pid})",
+                hint="call it in the parent, or make a manager",
+            )
         if not self._is_open:
             raise CheckpointError(f"{method} was called on a manager that is closed ({printable(str(self.root))})", hint="make a new one")
 
     def _objects(self, exported: Exported) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
         """Returns the objects that this rank writes, as archives, and the keys on the way to each of its entries."""
         rank = self._group.rank
-        found = {name: (value, exported.paths[name]) for name, value in exported.objects.items()} if rank == 0 else {}
+        found = {name: (value, exported.paths[name]) for name, value in exported.objects.items()}
+        if rank:
+            for value, path in found.values():
+                check_value(value, path)  # rank 0 stores them; what it could not store is refused on every rank
+            found = {}
         for name, (wrapper, path) in exported.per_rank.items():
             found[name_of_rank(name, rank)] = state_of_rank(wrapper.value, path), (*path, f"rank_{rank}")
         paths = {name: exported.paths[name] for name in exported.tensors} | {name: path for name, (_, path) in found.items()}
@@ -270,7 +281,8 @@ class CheckpointManager:
         """
         self._check_open("resume")
         request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
-        self._group.meet("resume")
+        words = [f"{name}={str(value)!r}" for name, value in (("step", step), ("path", path)) if value is not None]
+        self._group.meet("resume", f"resume({', '.join(filter(None, (*words, str(request))))})")
         self.wait()
         damaged: list[Path | str] = []
         deadline, num_tries = time.monotonic() + self.retry_s, 0
@@ -290,7 +302,7 @@ class CheckpointManager:
             except BaseException as error:
                 if tries_again(self._group, error, deadline, f"cannot load step {number}", num_tries):
                     continue
-                if step is not None or path is not None or not self._is_damage(error):
+                if step is not None or path is not None or not self._is_damage(found, error):
                     raise
                 if self._group.rank == 0:
                     self._candidates.pass_over(found, error)
@@ -303,10 +315,18 @@ class CheckpointManager:
             self._mirror.resumed = self._writer.resumed
         return number
 
-    def _is_damage(self, error: BaseException) -> bool:
-        """Tells, on all ranks alike, whether damaged bytes were what made a load fail on any of them."""
+    def _is_damage(self, found: Path | str, error: BaseException) -> bool:
+        """Tells, on all ranks alike, whether damaged bytes were what made a load fail on any of them.
+
+        Damage may look like anything: a value of another type, a header that makes no sense. So rank 0 reads the whole step.
+        """
         try:
-            return bool(self._group.sum([isinstance(error, IntegrityError)], "find out whether the step is damaged")[0])
+            reasons = [isinstance(error, IntegrityError), isinstance(error, FormatError | CatalogError | IntegrityError)]
+            known, suspected = self._group.sum(reasons, "find out whether the step is damaged")
+            if known or not suspected:
+                return bool(known)
+            is_bad = self._group.rank == 0 and bool(damage(find_step(_folder_of(found), os.path.basename(found), self._options)))
+            return self._group.broadcast(is_bad, "find out whether the step is damaged")
         except PeerError:
             return False
 
@@ -335,7 +355,7 @@ class CheckpointManager:
         number = 0
         if self._signals is not None:
             self._signals.was_asked, number = True, self._signals.number
-        term, user = self._group.meet("preempted", 0, (number == signal.SIGTERM, number == signal.SIGUSR1))
+        term, user = self._group.meet("preempted", "preempted()", (number == signal.SIGTERM, number == signal.SIGUSR1))
         return signal.SIGTERM if term else signal.SIGUSR1 if user else 0
 
     def close(self) -> None:
@@ -344,8 +364,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: that save failed.
         """
-        if not self._is_open:
-            return
+        if not self._is_open or os.getpid() != self._pid:
+            return  # what a forked child has is a copy
         try:
             self._writer.wait(is_last=True)
             if self._mirror is not None:
@@ -370,7 +390,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
+        if error is None or os.getpid() != self._pid:
             self.close()
             return
         try:
@@ -379,6 +399,11 @@ class CheckpointManager:
             log.exception("the save in the background failed as well")
         finally:
             self._release()
+
+
+def _folder_of(found: Path | str) -> str:
+    """Returns the directory or prefix that a step lies in: the root, or the mirror."""
+    return os.fspath(found).rstrip("/").rpartition("/")[0]
 
 
 def _check_step(step: int) -> int:

@@ -19,7 +19,7 @@ from ckpt_tools.leftovers import remove_leftovers
 from ckpt_tools.live.waiting import FIRST_WORD_S, NEXT_WORD_S, told
 from ckpt_tools.manifest import find
 from ckpt_tools.operations.copy import copy
-from ckpt_tools.steps import latest, list_steps, prune, rollbacks
+from ckpt_tools.steps import find_step, latest, list_steps, prune, remove, rollbacks
 from ckpt_tools.storage import LocalStore
 from ckpt_tools.superseded import remove_note, write_note
 
@@ -123,6 +123,10 @@ class Mirror:
             write_note(
                 self.url, replace(note, step=path.name, attempt=manifest.attempt if manifest else "", is_committed=False), self.options
             )
+        there = find_step(self.url, path.name, self.options)
+        if there is not None and manifest is not None and there.manifest is not None and there.manifest.attempt != manifest.attempt:
+            log.warning("%s was saved anew: replacing the copy in the mirror", printable(str(path)))
+            remove(there)
         result = copy(path, f"{self.url}/{path.name}", storage_options=self.options)
         log.info("mirrored %s in %.1f s", result.destination, result.seconds)
         if notes:

@@ -45,7 +45,7 @@ def complete(root: Root, options: Options, keeps_notes: bool = False, is_alone: 
     Args:
         root: of the run, a path or a URL.
         options: of the object store, as fsspec takes them.
-        keeps_notes: the notes are still needed, for a mirror.
+        keeps_notes: the notes are still needed: on a disk, for a mirror that has not heard of the rollback yet.
         is_alone: no other save is running, so a note without its step belongs to a dead one.
 
     Raises:

@@ -190,10 +190,10 @@ def _foreign_problem(store: Store) -> str:
     return ""
 
 
-def damage(step: Step) -> str:
+def damage(step: Step | None) -> str:
     """Reads a step in full and returns what is wrong with it, "" for nothing; without a manifest there is nothing to compare."""
-    if step.problem or step.manifest is None:
-        return step.problem
+    if step is None or step.problem or step.manifest is None:
+        return step.problem if step is not None else "it is gone"
     store = _open(step)
     try:
         return first_problem(step.manifest, store, reads_all=True)
@@ -237,6 +237,17 @@ def latest_of(roots: Sequence[Root], skip: Container[Path | str] = (), options: 
     best = [_latest(found, False, skip, victims) for found in places]
     step = max((b.step for b in best if b.step is not None), key=lambda s: s.number, default=None)
     return Latest(step, [item for b in best for item in b.passed_over])
+
+
+def find_step(root: Root, name: str, options: Options = None) -> Step | None:
+    """Returns the step of that name, None where there is none.
+
+    Raises:
+        StorageError: the root cannot be read.
+    """
+    number, store = next(((n, s) for n, s in _find(root, options).steps if s.url.rstrip("/").rpartition("/")[2] == name), (0, None))
+    step = look_at(number, store) if store is not None else None
+    return step if step is not None and _is_visible(step) else None
 
 
 def number_of(path: Root) -> int:

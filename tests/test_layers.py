@@ -10,7 +10,9 @@ import pytest
 import ckpt_tools
 
 ROOT = Path(ckpt_tools.__file__).parent
-LIVE = [f"live.{name}" for name in "group launch shards objects optimizers state restore divide share match save load".split()]
+LIVE = [
+    f"live.{name}" for name in "group launch shards objects archives optimizers state restore rename divide share match save load".split()
+]
 LEVELS = [
     ["errors", "box", "dtypes", "checksum", "version", "team", "flock", "live.at_exit", "live.signals", "live.waiting"],
     [

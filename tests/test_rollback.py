@@ -59,7 +59,7 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
     with CheckpointManager(run, keep_last=None) as checkpoints:
         checkpoints.resume(state, path=aside[0].path)
     assert state["w"][0] == 200 and value(run) == (300, pytest.approx(0.9))
-    assert rollbacks(run) == []
+    assert [(note.step, is_in_effect) for note, is_in_effect in rollbacks(run)] == [("step-00000150", True)]  # a mirror may come
     shown = ckpt("ls", run).stdout
     assert shown.count("superseded") == 4 and shown.count("complete") == 4, shown  # state and name of each
     assert [s["superseded"] for s in json.loads(ckpt("ls", run, "--json").stdout)] == [False, False, False, True, False, True]

@@ -10,6 +10,7 @@ import datetime as dt
 import pickle
 import socket
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,6 @@ from ckpt_tools.errors import CheckpointError, PeerError
 
 T = TypeVar("T")
 _ROLL_CALL_S = 3.0
-_CALLS = ("save", "resume", "preempted")
 
 
 class Ranks(ABC):
@@ -95,7 +95,6 @@ class Group(Ranks):
 
     _made = 0
     _broken = ""
-    _call_text = "nothing yet"
 
     def __init__(self, timeout_s: float, pg: dist.ProcessGroup | None = None) -> None:
         """Opens a gloo group over the ranks of `pg` (all ranks where None); alone where torch.distributed is not initialised."""
@@ -117,12 +116,12 @@ class Group(Ranks):
             self._call(what, lambda: dist.all_reduce(torch.from_numpy(sums), group=self._pg))
         return sums.tolist()  # type: ignore[no-any-return]
 
-    def meet(self, call: str, number: int = 0, flags: Sequence[int] = (0, 0)) -> list[int]:
+    def meet(self, kind: str, call: str, flags: Sequence[int] = (0, 0)) -> list[int]:
         """Makes sure that all ranks make the same call, and returns the maximum of each flag over all ranks.
 
         Args:
-            call: name of the public method.
-            number: the step that it is called with.
+            kind: name of the public method.
+            call: the call with its arguments, as a person would write it; compared by its checksum.
             flags: two numbers of this rank.
 
         Raises:
@@ -130,22 +129,21 @@ class Group(Ranks):
         """
         if self._is_alone:
             return list(flags)
-        self._call_text = f"{call}({number})" if call == "save" else f"{call}()"
-        if call != "preempted" and not self._broken:  # which is called after every step, and must cost no more than the exchange
-            self._tell("call", f"{self._call_text} at {time.strftime('%H:%M:%S')}")
-        code = _CALLS.index(call)
-        found = np.array([code, -code, number, -number, *flags], np.int64)
+        if kind != "preempted" and not self._broken:  # which is called after every step, and must cost no more than the exchange
+            self._tell("call", f"{call} at {time.strftime('%H:%M:%S')}")
+        code = zlib.crc32(call.encode())
+        found = np.array([code, -code, *flags], np.int64)
         self._call(
-            f"{call} {number}" if call == "save" else call, lambda: dist.all_reduce(torch.from_numpy(found), dist.ReduceOp.MAX, self._pg)
+            call.rstrip(")").replace("(", " ").strip(), lambda: dist.all_reduce(torch.from_numpy(found), dist.ReduceOp.MAX, self._pg)
         )
-        if found[0] != -found[1] or found[2] != -found[3]:
-            calls = self.all_gather(self._call_text, "compare calls")
+        if found[0] != -found[1]:
+            calls = self.all_gather(call, "compare calls")
             shown = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(calls))
             raise PeerError(
                 f"the ranks do not make the same call:\n{shown}",
-                hint="every rank calls save, resume and preempted in the same order, with the same step",
+                hint="every rank calls save, resume and preempted in the same order, with the same arguments",
             )
-        return found[4:].tolist()  # type: ignore[no-any-return]
+        return found[2:].tolist()  # type: ignore[no-any-return]
 
     def xor(self, values: Sequence[int], what: str) -> list[int]:
         """Returns the element-wise exclusive-or over all ranks of values below 2**64; of use on rank 0."""
@@ -237,14 +235,15 @@ class Group(Ranks):
                 when, _, text = store.get(gave_up).decode().partition(" ")
                 if float(when) < began:
                     return f"this rank, {self.rank}, came too late: {text}"
-            waited_s = time.time() - began
-            store.set(gave_up, f"{time.time()} rank {self.rank} waited {waited_s:.0f} s at {what}")
+            now = time.time()
+            waited_s = now - began
+            store.set(gave_up, f"{now} rank {self.rank} waited {waited_s:.0f} s at {what}")
             missing = self._missing(store)
             calls = {rank: self._told(store, "call", rank) for rank in missing}
             last = "last call: " + ", ".join(f"rank {rank} {call or 'none yet'}" for rank, call in calls.items())
             who = f"rank {', '.join(map(str, missing))}"
             if missing:
-                store.set(gave_up, f"{time.time()} rank {self.rank} waited {waited_s:.0f} s at {what} for {who}")
+                store.set(gave_up, f"{now} rank {self.rank} waited {waited_s:.0f} s at {what} for {who}")
         except (RuntimeError, ValueError):  # the store died with the rank that served it
             return f"a rank did not answer, and the job's store is gone: rank 0 or the launcher has ended ({reason})"
         if not missing:

@@ -7,8 +7,7 @@ told in one table before a byte is read. Imports torch. May import levels 0 to 4
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,14 +22,17 @@ from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
 from ckpt_tools.engine.sinks import FillSink
 from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
+from ckpt_tools.live.archives import unpack
 from ckpt_tools.live.divide import divide
 from ckpt_tools.live.group import Group
-from ckpt_tools.live.match import LoadRequest, Match, OnMismatch, int_keys, match, renamed, root_of
-from ckpt_tools.live.objects import unpack
+from ckpt_tools.live.match import LoadRequest, Match, OnMismatch, int_keys, match, root_of, stored_state
+from ckpt_tools.live.objects import Key
+from ckpt_tools.live.rename import parameter_renamer, renamed, substituter
 from ckpt_tools.live.restore import restore, set_state_of_rank
 from ckpt_tools.live.shards import Shard, Stage, alias_key, has_bytes, local_shards
 from ckpt_tools.live.share import read_together
-from ckpt_tools.live.state import STRUCTURE, OfRank, PerRank, export, name_of_rank
+from ckpt_tools.live.state import STRUCTURE, OfRank, PerRank, export, join, name_of_rank
+from ckpt_tools.manifest import of_source
 from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore, read
 from ckpt_tools.storage.ahead import GAP_BYTES
@@ -153,8 +155,9 @@ class _Load:
     def open(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> list[Shard]:
         """Opens the checkpoint, pairs its names with the state's, and returns the shards to read."""
         source = open_source(path, storage_options)
+        self.as_stored = source.catalog
         self.source = source = replace(source, catalog=renamed(source.catalog, self.request.rename))
-        self.exported = exported = export(self.state, for_loading=True)
+        self.exported = exported = export(self.state, stored_state(source.catalog))
         self.found = found = match(exported, source.catalog, self.request, str(source.path))
         self.report = LoadReport(str(source.path), notes=found.notes)
         self.made = {n: _make(source.catalog.tensors[n]) for n in found.new if n in source.catalog.tensors}
@@ -169,11 +172,12 @@ class _Load:
         source, found, exported, request = self.source, self.found, self.exported, self.request
         _read_shards(source, shards, found.tensors, self.jobs, DEFAULT_MEMORY_BYTES, self.report)
         for name, how in self.by_hand.items():
-            _fit_by_hand(source, found.tensors[name], name, exported.tensors[name], how, self.jobs, self.report)
+            _fit_by_hand(source, found.tensors[name], name, exported.tensors[name], how, request.cast, self.jobs, self.report)
         by_stored = {found.tensors.get(n, n): value for n, value in exported.tensors.items()} | self.made
         wanted = found.objects | {n: n for n in found.new if n in source.catalog.objects}
         self.values = {n: _read_object(source, stored, request.trust_pickle, by_stored) for n, stored in wanted.items()}
-        _rename_params(self.values, source, request.rename)
+        if request.rename:
+            _rename_params(self.values, source, parameter_renamer(self.as_stored, substituter(request.rename)))
         _check_alike(source, found)
         self.report.num_objects = len(self.values)
         self.of_rank = {
@@ -188,9 +192,12 @@ class _Load:
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
         paths = {n: exported.paths.get(n) or stored.get(n) or tuple(n.split(".")) for n in (*current, *self.made, *self.values)}
         touched = {root_of(n, paths) for n in (*self.tensors, *self.values, *self.by_hand)}
-        given = {n: v for n, v in current.items() if root_of(n, paths) in touched and n not in self.found.gone}
+        left = self.found.gone | self._idle(paths)
+        given = {n: v for n, v in current.items() if root_of(n, paths) in touched and n not in left}
         given |= self.made | self.values
-        int_keys(exported, given, paths, report.notes)
+        manifest = of_source(self.source)
+        if manifest is None or manifest.operation != "save" or manifest.step is None:  # the manager keeps keys as they are
+            int_keys(exported, given, paths, report.notes)
         restore(self.state, given, paths)
         for name, value in self.of_rank.items():
             if value is not None:
@@ -199,6 +206,12 @@ class _Load:
         if kept:
             shown = ", ".join(kept[:8]) + (" …" if len(kept) > 8 else "")
             report.notes.append(f"{len(kept)} buffers are not persistent, are in no checkpoint and keep what they have: {shown}")
+
+    def _idle(self, paths: Mapping[str, Key]) -> set[str]:
+        """Returns names of optimizer state for which there was memory only, and that was not loaded."""
+        fresh = {join(path) for path in self.exported.fresh}
+        loaded = {*self.tensors, *self.by_hand}
+        return {n for n in self.exported.tensors if n not in loaded and join(paths[n][:-1]) in fresh}
 
 
 def _cut(shard: Shard, entry: TensorEntry) -> Shard:
@@ -211,7 +224,9 @@ def _cut(shard: Shard, entry: TensorEntry) -> Shard:
     return Shard(shard.fqn, shard.dtype, entry.shape, Box(offsets, box.sizes), shard.tensor[inner])
 
 
-def _fit_by_hand(source: Source, stored: str, name: str, tensor: torch.Tensor, how: OnMismatch, jobs: int, report: LoadReport) -> None:
+def _fit_by_hand(
+    source: Source, stored: str, name: str, tensor: torch.Tensor, how: OnMismatch, cast: bool, jobs: int, report: LoadReport
+) -> None:
     """Reads a whole tensor and has a function of the user make one of the shape that the state has."""
     entry = source.catalog.tensors[stored]
     read_whole_tensor = _make(entry)
@@ -221,18 +236,21 @@ def _fit_by_hand(source: Source, stored: str, name: str, tensor: torch.Tensor, h
     if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
         got = list(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
         raise PlanError(f"the function of on_mismatch returned {got} for {printable(name)!r}: expected {list(tensor.shape)}")
+    if made.dtype != tensor.dtype and not cast:
+        raise PlanError(
+            f"the function of on_mismatch returned {made.dtype} for {printable(name)!r}: expected {tensor.dtype}", hint="pass cast=True"
+        )
     for shard in local_shards({name: tensor}):
         inner = tuple(slice(o, e) for o, e in zip(shard.box.offsets, shard.box.ends, strict=True))
         shard.tensor.copy_(made[inner])
 
 
-def _rename_params(values: dict[str, Any], source: Source, rules: Mapping[str, str]) -> None:
+def _rename_params(values: dict[str, Any], source: Source, new_name: Callable[[str], str]) -> None:
     """Renames the parameters in the lists of optimizers' groups, as their states are renamed."""
-    for name, value in values.items() if rules else ():
+    for name, value in values.items():
         path = source.catalog.paths.get(name) or tuple(name.split("."))
         if path[-1] == "params" and len(path) > 2 and path[-3] == "param_groups" and isinstance(value, list):
-            for pattern, new in rules.items():
-                value[:] = [re.sub(pattern, new, item) if isinstance(item, str) else item for item in value]
+            value[:] = [new_name(item) if isinstance(item, str) else item for item in value]
 
 
 def _share(
@@ -351,7 +369,9 @@ def _read(source: Source, plan: Plan, memory: MemoryStore, jobs: int, memory_byt
     report.num_proved += seals.prove(known_crcs(assumed, found))
     if wrong:
         again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
-        run(schedule(again, found, *tile_bytes(memory_bytes, jobs)), source.store, FillSink(memory), jobs)
+        late = Seals(read_whole(again, found))
+        run(schedule(again, found, *tile_bytes(memory_bytes, jobs)), source.store, FillSink(memory), jobs, seals=late)
+        report.num_proved += late.prove(known_crcs(found, found))
 
 
 def _distinct(shards: Sequence[Shard]) -> list[Shard]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_tools.catalog import BytesEntry, Catalog, TensorEntry, check_globs, find_model, matcher, strip_wrappers
+from ckpt_tools.catalog import Catalog, TensorEntry, check_globs, find_model, matcher, strip_wrappers
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.live.objects import Key
 from ckpt_tools.live.shards import alias_key, local_shards
@@ -21,7 +21,6 @@ from ckpt_tools.live.state import Exported, join
 
 _SHOWN = 8
 OnMismatch = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
-E = TypeVar("E", TensorEntry, BytesEntry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,16 @@ class LoadRequest:
         for glob, how in self.on_mismatch.items():
             if how not in ("grow", "skip") and not callable(how):
                 raise ValueError(f"on_mismatch[{glob!r}]: expected 'grow', 'skip' or a function, got {how!r}")
+
+    def __str__(self) -> str:
+        """Returns what differs from a plain load, so that ranks can compare it."""
+        shown = {"select": list(self.select), "rename": dict(self.rename)}
+        shown["on_mismatch"] = {glob: how if isinstance(how, str) else "a function" for glob, how in self.on_mismatch.items()}
+        words = [f"{name}={value!r}" for name, value in shown.items() if value]
+        words += [
+            f"{name}={getattr(self, name)}" for name, usual in (("strict", True), ("cast", False)) if getattr(self, name) is not usual
+        ]
+        return ", ".join(words)
 
     @property
     def wants(self) -> Callable[[str], bool]:
@@ -87,62 +96,15 @@ def root_of(name: str, paths: Mapping[str, Key]) -> str:
     return str(path[0]) if path else name.partition(".")[0]
 
 
-def renamed(catalog: Catalog, rules: Mapping[str, str]) -> Catalog:
-    """Returns the catalog under other names.
-
-    Args:
-        catalog: of the checkpoint.
-        rules: what replaces each regular expression, wherever it matches in a name; in order. In an optimizer, names of
-            parameters are meant, not those of options.
-
-    Raises:
-        PlanError: a rule matches nothing, or two entries would get one name.
-    """
-    if not rules:
-        return catalog
-    names = [*catalog.tensors, *catalog.objects]
-    compiled = _compiled(rules, names)
-
-    def substitute(name: str) -> str:
-        for pattern, new in compiled:
-            name = pattern.sub(new, name)
-        return name
-
-    def new_path(name: str) -> Key:
-        path = catalog.paths.get(name) or (name,)
-        if "param_groups" in path:
-            return path  # names of options; `params` has those of parameters
-        if len(path) > 3 and path[-3] == "state":
-            return (*path[:-2], substitute(str(path[-2])), path[-1])
-        new = substitute(name)
-        return path if new == name else tuple(new.split("."))
-
-    moved = {name: new_path(name) for name in names}
-    taken: dict[str, str] = {}
-    for name, path in moved.items():
-        if (other := taken.setdefault(join(path), name)) != name:
-            raise PlanError(f"rename gives two entries one name: {printable(other)!r} and {printable(name)!r}")
-    paths = {join(path): path for name, path in moved.items() if name in catalog.paths}
-    new_names = {name: join(path) for name, path in moved.items()}
-    return replace(catalog, tensors=_moved(catalog.tensors, new_names), objects=_moved(catalog.objects, new_names), paths=paths)
-
-
-def _compiled(rules: Mapping[str, str], names: Sequence[str]) -> list[tuple[re.Pattern[str], str]]:
-    try:
-        compiled = [(re.compile(pattern), new) for pattern, new in rules.items()]
-    except re.error as error:
-        raise PlanError(f"rename: not a regular expression: {printable(str(error.pattern))!r}: {error.msg}") from error
-    for pattern, _ in compiled:
-        if not any(map(pattern.search, names)):
-            raise PlanError(
-                f"rename matches none of {len(names)} names: {printable(pattern.pattern)!r}",
-                hint=f"names look like: {', '.join(map(printable, names[:3]))}",
-            )
-    return compiled
-
-
-def _moved(entries: Mapping[str, E], new_names: Mapping[str, str]) -> dict[str, E]:
-    return {new_names[name]: replace(entry, fqn=new_names[name]) for name, entry in entries.items()}
+def stored_state(catalog: Catalog) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Returns what a checkpoint has of the state of each parameter, by the parameter's plain name: key, shape and type."""
+    found: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    for name, entry in catalog.tensors.items():
+        _, is_state, rest = f".{name}".partition(".state.")
+        if is_state:
+            fqn, _, key = rest.rpartition(".")
+            found.setdefault(strip_wrappers(fqn), {})[key] = entry.shape, getattr(torch, entry.dtype.name)
+    return found
 
 
 def match(exported: Exported, catalog: Catalog, request: LoadRequest, where: str) -> Match:
@@ -179,6 +141,9 @@ def match(exported: Exported, catalog: Catalog, request: LoadRequest, where: str
     new = [n for names_below in below.values() for n in names_below if n not in used]
     extra = _extra(exported, catalog, {*used, *new}, wanted) if request.strict else []
     resized = _resized(exported, catalog, fitting, request)
+    skipped = {path[:-1] for n, how in resized.items() if how == "skip" and "state" in (path := exported.paths[n])}
+    fitting = {n: s for n, s in fitting.items() if resized.get(n) != "skip" and exported.paths[n][:-1] not in skipped}
+    new = [n for n in new if not any(_is_below(n, join(path)) for path in skipped)]
     shapes = [n for n, s in fitting.items() if n not in resized and tuple(exported.tensors[n].shape) != catalog.tensors[s].shape]
     types = [n for n, s in fitting.items() if not _fits_type(exported.tensors[n], catalog.tensors[s], request.cast)]
     misfit = _Misfit(absent, extra, shapes, types, kinds)
@@ -189,12 +154,12 @@ def match(exported: Exported, catalog: Catalog, request: LoadRequest, where: str
     if absent or kinds:
         notes.append(f"{len(absent) + len(kinds)} entries are not in the checkpoint and keep what they have: {_some([*absent, *kinds])}")
     notes += _turned(exported, catalog, new, gone, free)
-    notes += [_told(n, how, exported, catalog.tensors[fitting[n]]) for n, how in resized.items()]
+    notes += [_told(n, how, exported, catalog.tensors[tensors[n]]) for n, how in resized.items()]
     stored_roots = {root_of(n, catalog.paths) for n in (*catalog.tensors, *catalog.objects)}
     left = sorted(stored_roots - exported.roots - {root_of(s, catalog.paths) for s in names.values()} - {root_of(s, {}) for s in used})
     if left and not any(names):
         notes.append(f"not asked for and left out: {_some(left)}")
-    fitting = {n: s for n, s in fitting.items() if resized.get(n) != "skip"}
+    notes += _tied_apart(exported, catalog, fitting)
     return Match(fitting, fitting_objects, new, gone, notes, alike, resized)
 
 
@@ -209,12 +174,24 @@ def _kinds(catalog: Catalog, tensors: Mapping[str, str], objects: Mapping[str, s
 
 def _turned(exported: Exported, catalog: Catalog, new: Sequence[str], gone: set[str], free: Sequence[str]) -> list[str]:
     """Returns notes on plain values that become something of another kind."""
-    turned = [n for n in new if n in exported.objects and n in catalog.tensors]
+    turned = [n for n in new if n in exported.objects and n in catalog.tensors and not n.endswith("._extra_state")]
     notes = [f"{printable(n)}: a tensor was stored, and replaces a value that is none" for n in turned]
     for name in free:
         lost = [n for n in gone if n in exported.tensors and _is_below(n, name)]
         if lost:
             notes.append(f"{printable(name)}: {len(lost)} tensors of the state are replaced by what was stored: {_some(sorted(lost))}")
+    return notes
+
+
+def _tied_apart(exported: Exported, catalog: Catalog, fitting: Mapping[str, str]) -> list[str]:
+    """Returns notes on one parameter of the state for which the checkpoint has several values."""
+    names: dict[Any, str] = {}
+    notes = []
+    for shard in local_shards({n: exported.tensors[n] for n in fitting}):
+        first = names.setdefault(key, shard.fqn) if (key := alias_key(shard)) is not None else shard.fqn
+        if first != shard.fqn and catalog.tensors[fitting[first]].chunks != catalog.tensors[fitting[shard.fqn]].chunks:
+            what = f"{printable(first)} and {printable(shard.fqn)} are one tensor here, and two in the checkpoint"
+            notes.append(f"{what}: the value of the first is loaded, that of the second is not")
     return notes
 
 

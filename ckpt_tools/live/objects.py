@@ -1,4 +1,4 @@
-"""Plain values of a state as bytes that load without running code: `pack` writes them, `unpack` reads them.
+"""Plain values of a state in types that load without running code, and back: `encode` and `decode`.
 
 `torch.load(weights_only=True)` reads numbers, texts, lists, tuples, dicts and tensors. Any other supported type is stored as a
 dict with the key `__ckpt_tools__`, which names the type; `docs/formats/objects.md` lists them. A type that is not supported is
@@ -13,16 +13,14 @@ import collections
 import datetime as dt
 import decimal
 import fractions
-import hashlib
 import io
 import pathlib
 import random
 import types
 import uuid
-import zipfile
 import zoneinfo
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import Any
@@ -32,7 +30,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError, PlanError, UnsafePickleError, printable
+from ckpt_tools.errors import FormatError, PlanError, printable
 
 TAG = "__ckpt_tools__"
 Key = tuple[str | int, ...]
@@ -373,74 +371,3 @@ class Structure:
     """A value whose tensors are entries of their own: the rest of it, encoded, with the entries' names in their places."""
 
     encoded: Any
-
-
-# ---- archives ------------------------------------------------------------------------------------------------------------
-
-
-def pack(value: Any, path: Key = ()) -> bytes:
-    """Returns a value as DCP stores an object: a `torch.save` archive.
-
-    Raises:
-        PlanError: its type is not supported; see `encode`.
-    """
-    buffer = io.BytesIO()
-    torch.save(value.encoded if isinstance(value, Structure) else encode(value, path), buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes, name: str, trust_pickle: bool, tensor: Callable[[str], Any] | None = None) -> Any:
-    """Returns a value from its archive, after its checksums were compared.
-
-    Args:
-        data: the archive.
-        name: names the object in messages.
-        trust_pickle: run the code that the archive asks for.
-        tensor: see `decode`.
-
-    Raises:
-        IntegrityError: its bytes were damaged.
-        UnsafePickleError: it asks for code, and `trust_pickle` is False.
-        FormatError: it is malformed.
-    """
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            damaged = archive.testzip() if any(i.CRC for i in archive.infolist()) else None
-    except zipfile.BadZipFile as error:
-        raise IntegrityError(f"an object's archive is damaged: {printable(str(error))} ({printable(name)!r})") from error
-    if damaged:
-        raise IntegrityError(f"an object was damaged since it was written: {printable(damaged)} ({printable(name)!r})")
-    try:
-        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust_pickle)
-    except Exception as error:  # whatever torch's unpickler trips over
-        if trust_pickle:
-            raise
-        lines: Sequence[str] = str(error).splitlines()
-        reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
-        raise UnsafePickleError(
-            f"refused an object of the checkpoint: {printable(reason.strip())} ({printable(name)!r})",
-            hint="no code of it was run; if you wrote the file, pass trust_pickle=True",
-        ) from error
-    return decode(value, tensor)
-
-
-class ReadBack:
-    """Proves of objects, before they are committed, that `resume` can load them."""
-
-    def __init__(self) -> None:
-        self._proved: dict[str, bytes] = {}  # a digest of each object of the save before
-
-    def check(self, objects: Mapping[str, bytes]) -> None:
-        """Reads archives as a resume does; those that are as they were in the save before are proved.
-
-        Raises:
-            PlanError: one could not be loaded.
-        """
-        digests = {name: hashlib.blake2b(data).digest() for name, data in objects.items()}
-        for name, data in objects.items():
-            if self._proved.get(name) != digests[name]:
-                try:
-                    unpack(data, name, False, tensor=lambda stored: stored)
-                except CheckpointError as error:
-                    raise PlanError(f"cannot save {printable(name)!r}: it could not be loaded again: {error}", hint=error.hint) from error
-        self._proved = digests

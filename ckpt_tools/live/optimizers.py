@@ -17,12 +17,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    _init_optim_state,
+    _get_fqns,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckpt_tools.errors import PlanError, printable
@@ -30,6 +29,17 @@ from ckpt_tools.live.objects import Key, place
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _OWN = ("state", "param_groups")
+
+
+Stored = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]  # of each parameter's state: key, shape and type
+
+
+class Exported(NamedTuple):
+    """An optimizer's state by name; parameters whose state is memory that nothing has filled yet; those whose state may have any form."""
+
+    values: dict[str, Any]
+    fresh: list[str]
+    free: list[str]
 
 
 class Holders(NamedTuple):
@@ -44,26 +54,52 @@ def is_container(optimizer: Optimizer) -> bool:
     return type(optimizer).state_dict is not Optimizer.state_dict and not set(_OWN) <= optimizer.state_dict().keys()
 
 
-def export_optimizer(optimizer: Optimizer, holders: Holders, path: Key, for_loading: bool) -> dict[str, Any]:
+def export_optimizer(optimizer: Optimizer, holders: Holders, path: Key, stored: Stored | None) -> Exported:
     """Returns an optimizer's state by parameter name, and the keys that its class adds.
 
-    torch gives an optimizer that has taken no step a state by taking a step of length 0, which would count from then on.
-    So the state is removed again, unless a checkpoint is loaded into it next.
+    An optimizer that is loaded, and that has no state for a parameter yet, gets tensors for it as the checkpoint has them. It takes
+    no step for that: a step would call hooks, and could change parameters. FSDP1 alone has torch do so.
 
     Raises:
         PlanError: a parameter belongs to nothing in the state.
     """
-    is_fresh = not optimizer.state
     owner = _owner(optimizer, holders.modules)
-    if owner is not None:
-        exported: dict[str, Any] = dict(get_optimizer_state_dict(owner, optimizer))
-    else:
-        exported = _export_by_name(optimizer, _names(optimizer, holders, path), for_loading)
+    if owner is not None and _is_fsdp1(owner):
+        return _export_fsdp1(optimizer, owner, stored is not None)
+    names, state = _names(optimizer, holders, owner, path), optimizer.state_dict()
+    numbers = list(chain.from_iterable(group["params"] for group in state["param_groups"]))
+    name_of = dict(zip(numbers, names, strict=True))
+    groups = [{**group, "params": [name_of[n] for n in group["params"]]} for group in state["param_groups"]]
+    values: dict[str, Any] = {name_of[n]: found for n, found in state["state"].items() if found}
+    free = [name for name, found in values.items() if any(isinstance(v, (list, tuple, dict)) for v in found.values())]
+    parameters = dict(zip(names, chain.from_iterable(group["params"] for group in optimizer.param_groups), strict=True))
+    fresh = [name for name in parameters if name not in values] if stored is not None else []
+    for name in fresh:
+        like = {key: _like(parameters[name], shape, dtype) for key, (shape, dtype) in (stored or {}).get(name, {}).items()}
+        values |= {name: like} if like else {}
+    return Exported({**({"state": values} if values else {}), "param_groups": groups, **extra_of(optimizer)}, fresh, [*free, *fresh])
+
+
+def _like(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Returns memory for a tensor of a parameter's state: sharded as the parameter is, where it has the same shape."""
+    if shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def _export_fsdp1(optimizer: Optimizer, owner: nn.Module, for_loading: bool) -> Exported:
+    """Returns the state of an optimizer of flat parameters, as torch translates it.
+
+    torch gives one that has taken no step a state by taking a step of length 0, which would count from then on. So the state is
+    removed again, unless a checkpoint is loaded into it next.
+    """
+    is_fresh = not optimizer.state
+    exported: dict[str, Any] = dict(get_optimizer_state_dict(owner, optimizer))
     if is_fresh and not for_loading:
         optimizer.state.clear()
     if not exported["state"] or (is_fresh and not for_loading):
         del exported["state"]
-    return exported | extra_of(optimizer)
+    return Exported(exported | extra_of(optimizer), [], [])
 
 
 def extra_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -80,10 +116,10 @@ def load_optimizer(optimizer: Optimizer, given: Mapping[str, Any], holders: Hold
     state = {"state": {}} | {key: value for key, value in given.items() if key in _OWN}
     owner = _owner(optimizer, holders.modules)
     with _adding(optimizer, extra):
-        if owner is not None:
+        if owner is not None and _is_fsdp1(owner):
             set_optimizer_state_dict(owner, optimizer, state, options=StateDictOptions(strict=False))
         else:
-            _load_by_name(optimizer, state, _names(optimizer, holders, path))
+            _load_by_name(optimizer, state, _names(optimizer, holders, owner, path))
 
 
 @contextmanager
@@ -106,17 +142,19 @@ def _owner(optimizer: Optimizer, modules: Sequence[tuple[Key, nn.Module]]) -> nn
     return next((module for _, module in modules if wanted <= {id(p) for p in module.parameters()}), None)
 
 
-def _names(optimizer: Optimizer, holders: Holders, path: Key) -> list[str]:
-    """Returns the names of an optimizer's parameters, in its own order: their places in the state."""
+def _is_fsdp1(module: nn.Module) -> bool:
+    return any(isinstance(m, FullyShardedDataParallel) for m in module.modules())
+
+
+def _names(optimizer: Optimizer, holders: Holders, owner: nn.Module | None, path: Key) -> list[str]:
+    """Returns the names of an optimizer's parameters, in its own order: within the module that has all of them, or in the state."""
     known: dict[int, str] = {}
-    for at, module in holders.modules:
-        while isinstance(module, DistributedDataParallel):
-            module = module.module
-        if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+    for at, module in holders.modules if owner is None else [((), owner)]:
+        if owner is None and _is_fsdp1(module):
             continue  # its optimizer is translated by torch, which wants one module with all parameters
         for name, parameter in module.named_parameters():
-            plain = [part for part in name.split(".") if part not in WRAPPERS]
-            known.setdefault(id(parameter), ".".join(map(str, (*at, *plain))))
+            (plain,) = _get_fqns(module, name)
+            known.setdefault(id(parameter), ".".join((*map(str, at), plain)))
     for at, tensor in holders.tensors:
         known.setdefault(id(tensor), ".".join(map(str, at)))
     parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
@@ -130,30 +168,24 @@ def _names(optimizer: Optimizer, holders: Holders, path: Key) -> list[str]:
     return [known[id(p)] for p in parameters]
 
 
-def _export_by_name(optimizer: Optimizer, names: Sequence[str], for_loading: bool) -> dict[str, Any]:
-    if for_loading:
-        _init_optim_state(optimizer)
-    stored = optimizer.state_dict()
-    numbers = list(chain.from_iterable(group["params"] for group in stored["param_groups"]))
-    name_of = dict(zip(numbers, names, strict=True))
-    groups = [{**group, "params": [name_of[n] for n in group["params"]]} for group in stored["param_groups"]]
-    return {"state": {name_of[n]: state for n, state in stored["state"].items()}, "param_groups": groups}
-
-
 def _load_by_name(optimizer: Optimizer, given: Mapping[str, Any], names: Sequence[str]) -> None:
     numbers = {name: number for number, name in enumerate(names)}
     state = {numbers[name]: values for name, values in given["state"].items() if name in numbers}
-    now = optimizer.state_dict()["param_groups"]
-    groups = given.get("param_groups", now)
-    if len(groups) != len(now):
-        raise PlanError(f"an optimizer has {len(now)} groups of parameters, the checkpoint {len(groups)}")
-    joined = [{**old, **new, "params": old["params"]} for old, new in zip(now, groups, strict=True)]
-    for number, (old, new) in enumerate(zip(now, groups, strict=True)):
-        stored = set(new.get("params", ()))
-        if stored and stored != {names[n] for n in old["params"]}:
-            raise PlanError(
-                f"group {number} of an optimizer has other parameters than in the checkpoint:"
-                f" {printable(', '.join(sorted(stored ^ {names[n] for n in old['params']})[:3]))}",
-                hint="group the parameters as they were when they were saved",
-            )
-    optimizer.load_state_dict({"state": state, "param_groups": joined})
+    groups = [_options(group, given.get("param_groups", ()), names) for group in optimizer.state_dict()["param_groups"]]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _options(group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Returns a group with the options that its parameters were saved with.
+
+    Raises:
+        PlanError: they were saved in several groups.
+    """
+    mine = {names[number] for number in group["params"]}
+    found = [other for other in stored if mine & set(other.get("params", ()))]
+    if len(found) > 1:
+        raise PlanError(
+            f"parameters of one group were saved in {len(found)} groups, such as {printable(min(mine))!r}",
+            hint="group the parameters as they were when they were saved",
+        )
+    return {**group, **(found[0] if found else {}), "params": group["params"]}

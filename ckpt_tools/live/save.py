@@ -51,6 +51,7 @@ class Layout:
 
     offers: tuple[Offer, ...]
     objects: tuple[str, ...]
+    values: tuple[str, ...]
     task: Task
     file: FilePlan
     head: Head | None
@@ -82,7 +83,12 @@ def offers_of(shards: Sequence[Shard]) -> tuple[Offer, ...]:
 
 
 def agree(
-    group: Group, known: Layout | None, offers: tuple[Offer, ...], objects: tuple[str, ...], paths: Mapping[str, tuple[str | int, ...]]
+    group: Group,
+    known: Layout | None,
+    offers: tuple[Offer, ...],
+    objects: tuple[str, ...],
+    values: tuple[str, ...],
+    paths: Mapping[str, tuple[str | int, ...]],
 ) -> Layout:
     """Returns the layout of a save, the known one where no rank's part has changed.
 
@@ -90,25 +96,45 @@ def agree(
         group: all ranks.
         known: what the last save returned.
         offers, objects: this rank's pieces, and the names of the objects that it writes.
+        values: the names of all values in this rank's state that are no tensors; rank 0 writes those that are not per rank.
         paths: the keys on the way to every name, from rank 0's point of view.
 
     Raises:
-        PlanError: ranks disagree about a tensor, or pieces leave a hole; on every rank.
+        PlanError: ranks disagree about a tensor, have other values, or pieces leave a hole; on every rank.
     """
-    changed = known is None or known.offers != offers or known.objects != objects
+    changed = known is None or (known.offers, known.objects, known.values) != (offers, objects, values)
     if not group.sum([changed], "agree on the layout")[0]:
         assert known is not None
         return known
     tasks: list[Task] = []
     head = None
-    gathered = group.gather((offers, objects, dict(paths)), "agree on the layout")
+    gathered = group.gather((offers, objects, dict(paths), values), "agree on the layout")
     with group.phase("agree on the layout"):
         if group.rank == 0:
+            _check_values([g[3] for g in gathered], {offer.fqn for g in gathered for offer in g[0]})
             tasks, head = assign(
                 [g[0] for g in gathered], [g[1] for g in gathered], {k: v for g in reversed(gathered) for k, v in g[2].items()}
             )
     task = group.scatter(tasks, "agree on the layout")
-    return Layout(offers, objects, task, plan_file(group.rank, [offers[i] for i in task.offers]), head)
+    return Layout(offers, objects, values, task, plan_file(group.rank, [offers[i] for i in task.offers]), head)
+
+
+def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
+    """Refuses states whose values differ between ranks: only rank 0's would be stored, and no rank could load the others.
+
+    Raises:
+        PlanError: with the first name that differs.
+    """
+    for rank, mine in enumerate(values):
+        differing = sorted({*values[0]} ^ {*mine}) or sorted(tensors & {*mine})
+        if differing:
+            name = differing[0]
+            holder = 0 if name in values[0] else rank
+            who = "a tensor on one rank and a value on another" if name in tensors else f"in the state of rank {holder} only"
+            raise PlanError(
+                f"the states of rank 0 and rank {rank} differ: {printable(name)!r} is {who}",
+                hint="give every rank the same keys; a value of which each rank has its own goes into a PerRank",
+            )
 
 
 def assign(

@@ -57,6 +57,7 @@ def _pieces(fqn: str, value: torch.Tensor, known: dict[Any, Box]) -> Sequence[tu
     if isinstance(value, ShardedTensor):
         return [(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach()) for s in value.local_shards()]
     if not isinstance(value, DTensor):
+        _check_own_memory(fqn, value)
         return [(whole(value.shape), value.detach())]
     mesh, placements = value.device_mesh, value.placements
     if mesh.get_coordinate() is None:
@@ -70,6 +71,15 @@ def _pieces(fqn: str, value: torch.Tensor, known: dict[Any, Box]) -> Sequence[tu
         sizes, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
         box = known[key] = Box(tuple(offsets), tuple(sizes))
     return [(box, value._local_tensor.detach())]  # to_local() would wait for a collective and record a gradient
+
+
+def _check_own_memory(fqn: str, value: torch.Tensor) -> None:
+    """Refuses a tensor into which nothing can be loaded, because elements of it share memory."""
+    if value.layout is torch.strided and any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+        raise PlanError(
+            f"a tensor has elements that share memory: {list(value.shape)}, strides {list(value.stride())} ({printable(fqn)!r})",
+            hint="it was expanded, and nothing could be loaded into it: call clone() on it first",
+        )
 
 
 def _dtype(fqn: str, value: torch.Tensor) -> DType:

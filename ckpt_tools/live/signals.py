@@ -68,6 +68,18 @@ def _handle(number: int, frame: FrameType | None) -> None:
         watch.number = number
 
 
+def _after_fork() -> None:
+    """Gives a child the handlers from before: nobody in it asks for signals."""
+    for number, handler in _old.items():
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    _watches.clear()
+    _old.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _as_before(number: int, frame: FrameType | None) -> None:
     """Does what would have happened without this handler."""
     old: Callable[[int, FrameType | None], object] | int | None = _old.get(number)

@@ -32,7 +32,7 @@ from ckpt_tools.live.objects import (
     is_generator,
     place,
 )
-from ckpt_tools.live.optimizers import WRAPPERS, Holders, export_optimizer, extra_of, is_container
+from ckpt_tools.live.optimizers import WRAPPERS, Holders, Stored, export_optimizer, extra_of, is_container
 
 STRUCTURE = "__structure__"  # last key of a value whose tensors are entries of their own
 _RANK = "rank_"
@@ -97,7 +97,8 @@ class Exported:
 
     `per_rank` has the names under which each rank has a value of its own. `free` has the places of values whose structure may
     have changed since (a history, a scheduler): what was stored below them is what they become. `kept` names what no
-    checkpoint holds: non-persistent buffers of modules. `roots` has the state's own keys.
+    checkpoint holds: non-persistent buffers of modules. `roots` has the state's own keys. `fresh` has
+    the places of optimizer state that is memory only, until something is loaded into it.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -107,6 +108,7 @@ class Exported:
     free: list[Key] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     roots: set[str] = field(default_factory=set)
+    fresh: list[Key] = field(default_factory=list)
 
 
 def join(path: Key) -> str:
@@ -195,20 +197,20 @@ def calling(method: str, value: Any, path: Key) -> Iterator[None]:
 # ---- export --------------------------------------------------------------------------------------------------------------
 
 
-def export(state: Mapping[str, Any], for_loading: bool = False) -> Exported:
+def export(state: Mapping[str, Any], stored: Stored | None = None) -> Exported:
     """Returns a user's state under flat names. The tensors are the live ones: nothing is copied or gathered.
 
     Args:
         state: dicts, lists and tuples (nested at will) of modules, optimizers, objects with `state_dict`, generators,
             tensors and plain values.
-        for_loading: give an optimizer that has taken no step yet a state, into which the checkpoint is loaded.
+        stored: what a checkpoint that is loaded next has of the state of each parameter; None for saving.
 
     Raises:
         PlanError: two entries have one name, an optimizer's parameters belong to nothing of the state, or a tensor is on the
             meta device.
     """
     _check_nesting(state, (), ())
-    exporter = _Exporter(holders_of(state), for_loading)
+    exporter = _Exporter(holders_of(state), stored)
     exporter.result.roots = {str(key) for key in state}
     exporter.visit_container(state, ())
     exporter.check_meta()
@@ -229,8 +231,8 @@ def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
 class _Exporter:
     """Walks a state and gives every leaf its name."""
 
-    def __init__(self, holders: Holders, for_loading: bool) -> None:
-        self.holders, self.for_loading, self.result = holders, for_loading, Exported()
+    def __init__(self, holders: Holders, stored: Stored | None) -> None:
+        self.holders, self.stored, self.result = holders, stored, Exported()
 
     def visit(self, value: Any, path: Key) -> None:
         """Exports a value of the state itself."""
@@ -240,18 +242,27 @@ class _Exporter:
         elif isinstance(value, nn.Module):
             with calling("state_dict", value, path):
                 exported = get_model_state_dict(value)
-            self.emit(_tied(value, exported), path, is_root=True)
-            if self.for_loading:
+            exported = _tied(value, exported)
+            if self.stored is not None:
+                self._free_extra(exported, path)
                 self.result.kept += [f"{join(path)}.{name}" for name in _non_persistent(value)]
+            self.emit(exported, path, is_root=True)
         elif isinstance(value, Optimizer) and not is_container(value):
             with calling("state_dict", value, path):
-                exported = export_optimizer(value, self.holders, path, self.for_loading)
-            self.result.free += [(*path, key) for key in extra_of(value)]
-            self.emit(exported, path, is_root=True)
+                found = export_optimizer(value, self.holders, path, self.stored)
+            self.result.free += [(*path, key) for key in extra_of(value)] + [(*path, "state", name) for name in found.free]
+            self.result.fresh += [(*path, "state", name) for name in found.fresh]
+            self.emit(found.values, path, is_root=True)
         elif isinstance(value, (Mapping, list, tuple)) and not is_plain(value):
             self.visit_container(value, path)
         else:
             self._visit_value(value, path)
+
+    def _free_extra(self, exported: dict[str, Any], path: Key) -> None:
+        """Takes a module's extra state out of what is loaded in place: it becomes what was stored, of whatever form."""
+        for name in [n for n in exported if n.rpartition(".")[2] == "_extra_state"]:
+            self.result.free.append((*path, name))
+            self._leaf(exported.pop(name), (*path, name))
 
     def visit_container(self, value: Any, path: Key) -> None:
         """Exports the entries of a dict, a list or a tuple of the state."""
@@ -330,8 +341,7 @@ class _Exporter:
 
 def _is_walked(value: Mapping[Any, Any]) -> bool:
     """Tells whether a dict is one level of names."""
-    is_dict = type(value) in (dict, OrderedDict) or (not isinstance(value, dict) and isinstance(value, Mapping))
-    return is_dict and STRUCTURE not in value and all(type(key) is str for key in value)
+    return type(value) in (dict, OrderedDict) and STRUCTURE not in value and all(type(key) is str for key in value)
 
 
 def _is_walked_list(value: Any) -> bool:

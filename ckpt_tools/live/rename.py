@@ -1,0 +1,102 @@
+"""Other names for what a checkpoint holds: the regular expressions of `resume(rename=…)`, applied to its catalog.
+
+May import errors, catalog, objects and state.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ckpt_tools.catalog import BytesEntry, Catalog, TensorEntry
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.live.objects import Key
+from ckpt_tools.live.state import join
+
+E = TypeVar("E", TensorEntry, BytesEntry)
+
+
+def renamed(catalog: Catalog, rules: Mapping[str, str]) -> Catalog:
+    """Returns the catalog under other names.
+
+    Args:
+        catalog: of the checkpoint.
+        rules: what replaces each regular expression, wherever it matches in a name; in order. In an optimizer, names of
+            parameters are meant, not those of options.
+
+    Raises:
+        PlanError: a rule matches nothing, or two entries would get one name.
+    """
+    if not rules:
+        return catalog
+    names = [*catalog.tensors, *catalog.objects]
+    _check(rules, names)
+    substitute = substituter(rules)
+
+    def new_path(name: str) -> Key:
+        path = catalog.paths.get(name) or (name,)
+        if "param_groups" in path:
+            return path  # names of options; `params` has those of parameters
+        new = substitute(name)
+        if len(path) > 3 and path[-3] == "state":
+            prefix, suffix = f"{join(path[:-2])}.", f".{path[-1]}"
+            if new != name and new.startswith(prefix) and new.endswith(suffix):
+                return (*path[:-2], new[len(prefix) : -len(suffix)], path[-1])
+            return (*path[:-2], parameter_renamer(catalog, substitute)(str(path[-2])), path[-1])
+        return path if new == name else tuple(new.split("."))
+
+    moved = {name: new_path(name) for name in names}
+    taken: dict[str, str] = {}
+    for name, path in moved.items():
+        if (other := taken.setdefault(join(path), name)) != name:
+            raise PlanError(f"rename gives two entries one name: {printable(other)!r} and {printable(name)!r}")
+    paths = {join(path): path for name, path in moved.items() if name in catalog.paths}
+    new_names = {name: join(path) for name, path in moved.items()}
+    return replace(catalog, tensors=_moved(catalog.tensors, new_names), objects=_moved(catalog.objects, new_names), paths=paths)
+
+
+def _check(rules: Mapping[str, str], names: Sequence[str]) -> None:
+    try:
+        compiled = [re.compile(pattern) for pattern in rules]
+    except re.error as error:
+        raise PlanError(f"rename: not a regular expression: {printable(str(error.pattern))!r}: {error.msg}") from error
+    for pattern in compiled:
+        if not any(map(pattern.search, names)):
+            raise PlanError(
+                f"rename matches none of {len(names)} names: {printable(pattern.pattern)!r}",
+                hint=f"names look like: {', '.join(map(printable, names[:3]))}",
+            )
+
+
+def parameter_renamer(catalog: Catalog, substitute: Callable[[str], str]) -> Callable[[str], str]:
+    """Returns what renames a parameter as an optimizer has it: a rule may be of that name, or of the name in the checkpoint."""
+    roots = sorted({name.partition(".")[0] for name in catalog.tensors})
+
+    def new_name(fqn: str) -> str:
+        if (new := substitute(fqn)) != fqn:
+            return new
+        for root in (r for r in roots if f"{r}.{fqn}" in catalog.tensors):
+            full = substitute(f"{root}.{fqn}")
+            if full.startswith(f"{root}."):
+                return full[len(root) + 1 :]
+        return fqn
+
+    return new_name
+
+
+def substituter(rules: Mapping[str, str]) -> Callable[[str], str]:
+    """Returns what applies rules to a name, in order."""
+    compiled = [(re.compile(pattern), new) for pattern, new in rules.items()]
+
+    def substitute(name: str) -> str:
+        for pattern, new in compiled:
+            name = pattern.sub(new, name)
+        return name
+
+    return substitute
+
+
+def _moved(entries: Mapping[str, E], new_names: Mapping[str, str]) -> dict[str, E]:
+    return {new_names[name]: replace(entry, fqn=new_names[name]) for name, entry in entries.items()}
