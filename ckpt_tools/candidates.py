@@ -50,7 +50,9 @@ class Candidates:
         """
         self.branch = None
         if path is not None:
-            return number_of(path), path if is_url(path) else Path(path)
+            number = number_of(path)
+            self._leave(number, rollback.newer_than(list_steps(self.root, self.options), number))
+            return number, path if is_url(path) else Path(path)
         if step is not None:
             return step, self._by_number(step)
         choice = self._newest(damaged)
@@ -98,7 +100,11 @@ class Candidates:
             raise NotACheckpointError(f"no step {number} in {printable(str(self.root))}; there are: {shown}")
         if found.problem:
             raise NotACheckpointError(f"step {number} is not complete: {found.problem} ({printable(str(found.path))})")
+        self._leave(number, newer)
+        return found.path
+
+    def _leave(self, number: int, newer: Mapping[str, str]) -> None:
+        """Notes the newer steps, which the first new one supersedes."""
         if newer:
             self.branch = number, newer
             log.warning("resuming from step %d: when a new step is committed, these are set aside: %s", number, ", ".join(sorted(newer)))
-        return found.path

@@ -6,15 +6,16 @@ A checkpoint holds the configuration and what identifies the data. Nothing that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 
 from training import config as configuration
+from training import model as models
 from training.config import Config, ConfigError
 
-_QUIET = ("run.dir", "run.resume_from", "run.export", "checkpoint", "metrics", "data.train", "data.validation", "data.may_change")
+_QUIET = ("run.dir", "run.resume_from", "run.export", "checkpoint.", "metrics.every", "metrics.progress", "data.train", "data.may_change")
 _FIXED = ("data.shuffle", "data.drop_last")  # the place in the data would mean another one
 _OPTIONS = ("weight_decay", "eps")
 
@@ -39,13 +40,34 @@ def notes_on(stored: str, now: Config) -> list[str]:
     Raises:
         ConfigError: a key was changed that cannot change within a run.
     """
-    notes = []
-    for key, a, b in differences(configuration.parse(stored, "the checkpoint's configuration"), now):
+    notes, before = [], configuration.parse(stored, "the checkpoint's configuration")
+    _check_model(before, now)
+    for key, a, b in differences(before, now):
         if key in _FIXED:
             raise ConfigError(f"{key} = {b!r}, and the run that is resumed has {a!r}: it cannot change within a run")
         if not key.startswith(_QUIET):
             notes.append(f"changed since the checkpoint: {key} = {b!r}, was {a!r}")
     return notes
+
+
+def _check_model(before: Config, now: Config) -> None:
+    """Refuses another model; how its sizes were given does not matter.
+
+    Raises:
+        ConfigError: with the first size that differs.
+    """
+    if bool(before.model.path) != bool(now.model.path):
+        raise ConfigError(f"model.path = {now.model.path!r}, and the run that is resumed has {before.model.path!r}: it is another model")
+    if now.model.path:
+        return
+    a, b = asdict(models.sizes_of(before.model)), asdict(models.sizes_of(now.model))
+    for key in (key for key in a if a[key] != b[key]):
+        raise ConfigError(f"model.{key} = {b[key]!r}, and the run that is resumed has {a[key]!r}: it is another model")
+
+
+def tensor_parallel(stored: str) -> int:
+    """Returns the number of ranks in a tensor group of the job that saved."""
+    return configuration.parse(stored, "the checkpoint's configuration").fsdp.tensor_parallel
 
 
 def apply_optim(now: Config, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
@@ -55,8 +77,8 @@ def apply_optim(now: Config, optimizer: torch.optim.Optimizer, scheduler: torch.
         group["initial_lr"], group["betas"] = optim.lr, (optim.beta1, optim.beta2)
         group["lr"] = optim.lr * factor(scheduler.last_epoch)
         group |= {option: getattr(optim, option) for option in _OPTIONS}
-        if optim.implementation != "auto":
-            group |= {kind: optim.implementation == kind for kind in ("fused", "foreach")}
+        is_auto = optim.implementation == "auto"
+        group |= {kind: None if is_auto else optim.implementation == kind for kind in ("fused", "foreach")}
     scheduler.base_lrs = [optim.lr] * len(optimizer.param_groups)
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 

@@ -374,9 +374,14 @@ def _range_problems(config: Config) -> list[str]:
         "optim.max_grad_norm": optim.max_grad_norm, "metrics.validate_every": metrics.validate_every,
         "checkpoint.every": checkpoint.every, "checkpoint.keep_every": checkpoint.keep_every,
         "checkpoint.mirror_every": checkpoint.mirror_every,
+        "fsdp.forward_prefetch": config.fsdp.forward_prefetch, "fsdp.backward_prefetch": config.fsdp.backward_prefetch,
+        "fsdp.min_num_params": config.fsdp.min_num_params,
+        **{f"model.{f.name}": size for f in fields(Model) if type(size := getattr(config.model, f.name)) is int},
         "compute.checkpoint_every": config.compute.checkpoint_every, "run.seed": config.run.seed,
     }  # fmt: skip
-    found = [f"{key} = {value}: must be above 0" for key, value in above.items() if not 0 < value < math.inf]
+    found = [f"{key} = {value}: must be above 0, and a float32" for key, value in above.items() if not 0 < value < 3e38]
+    found += [f"run.seed = {config.run.seed}: must be below 2**32"] * (config.run.seed >= 1 << 32)
+    found += ["run.dir is empty: name a directory"] * (not config.run.dir)
     found += [f"{key} = {value}: must be at least 0" for key, value in at_least.items() if not 0 <= value < math.inf]
     found += [f"{key} = {value}: must be at least 0 and below 1" for key, value in _betas(optim).items() if not 0 <= value < 1]
     if not 0 <= optim.min_lr_ratio <= 1:

@@ -44,11 +44,12 @@ class Tokens:
     name: str
     tokenizer: str = "bytes"
     tokenizer_fingerprint: str = ""
+    digest: str = ""  # of all ids, from when the file was prepared
 
     @property
     def identity(self) -> dict[str, Any]:
         """What tells these tokens from others: name, number and fingerprint, and the tokenizer."""
-        return {"name": self.name, "tokens": len(self.ids), "fingerprint": fingerprint(self.ids), "tokenizer": self.tokenizer}
+        return {"name": self.name, "tokens": len(self.ids), "fingerprint": fingerprint(self.ids, self.digest), "tokenizer": self.tokenizer}
 
     def windows(self, seq_len: int) -> int:
         """Returns how many sequences it holds: of `seq_len` inputs, with the targets one further on."""
@@ -95,7 +96,9 @@ def _map(path: str, key: str) -> Tokens:
         raise ConfigError(f"{key}: {path} is truncated, or was not made by `python -m training.data prepare`: {error}") from error
     if ids.ndim != 1 or ids.dtype.kind != "u" or len(ids) != expected:
         raise ConfigError(f"{key}: {path} holds {ids.dtype} {list(ids.shape)}, and {path}.json promises {expected:,} tokens")
-    return Tokens(ids, vocab_size, path, str(about.get("tokenizer", "")), str(about.get("tokenizer_fingerprint", "")))
+    return Tokens(
+        ids, vocab_size, path, str(about.get("tokenizer", "")), str(about.get("tokenizer_fingerprint", "")), str(about.get("digest", ""))
+    )
 
 
 def _standard_library() -> Tokens:
@@ -104,9 +107,14 @@ def _standard_library() -> Tokens:
     return Tokens(np.frombuffer(text, np.uint8), 256, "the standard library's sources")
 
 
-def fingerprint(ids: np.ndarray[Any, Any]) -> str:
-    """Returns 16 hex digits of type, length and 256 blocks of 4 KiB from all over an array: enough to tell two files apart."""
-    digest = hashlib.blake2b(f"{ids.dtype.str} {len(ids)}".encode(), digest_size=8)
+def fingerprint(ids: np.ndarray[Any, Any], known: str = "") -> str:
+    """Returns 16 hex digits that tell one array from another.
+
+    Args:
+        ids: of them type, length and 256 blocks of 4 KiB are read: a file of terabytes must not be read whole at every start.
+        known: a digest of all ids, where `prepare` has noted one.
+    """
+    digest = hashlib.blake2b(f"{ids.dtype.str} {len(ids)} {known}".encode(), digest_size=8)
     block = 4096 // ids.itemsize
     starts = np.linspace(0, max(0, len(ids) - block), _BLOCKS, dtype=np.int64) if len(ids) > block * _BLOCKS else range(0, len(ids), block)
     for start in starts:
@@ -173,8 +181,8 @@ class Sampler:
     batches, so a run that goes on with others of both neither repeats nor skips a sequence.
     """
 
-    def __init__(self, size: int, seed: int, shuffle: bool = True, drop_last: bool = True) -> None:
-        self.size, self.seed, self.shuffle, self.drop_last = size, seed, shuffle, drop_last
+    def __init__(self, size: int, seed: int, shuffle: bool = True, drop_last: bool = True, may_change: bool = False) -> None:
+        self.size, self.seed, self.shuffle, self.drop_last, self.may_change = size, seed, shuffle, drop_last, may_change
         self.epoch = self.index = 0
 
     def next_batch(self, batch_size: int) -> list[int]:
@@ -201,11 +209,14 @@ class Sampler:
         return {"epoch": self.epoch, "index": self.index, "size": self.size, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes to a place.
+        """Goes to a place; in other data that are allowed, to the beginning of the next epoch.
 
         Raises:
             ConfigError: it is a place in another order: other data, another sequence length or seed.
         """
+        if self.may_change and state["size"] != self.size and state["seed"] == self.seed:
+            self.epoch, self.index = state["epoch"] + 1, 0
+            return
         for key, mine in (("size", self.size), ("seed", self.seed)):
             if state[key] != mine:
                 what = "sequences in the data (data.train or data.seq_len was changed)" if key == "size" else "run.seed"
@@ -232,7 +243,7 @@ def prepare(sources: Sequence[Path], out: Path, tokenizer: Path | None = None, p
         raise ConfigError(f"no such file: {missing[0]}")
     encode = _Bytes() if tokenizer is None else _Tokenizer(tokenizer)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    count = 0
+    count, digest = 0, hashlib.blake2b(digest_size=8)
     try:
         with temporary.open("xb") as stream:
             _write_header(stream, encode.dtype, 0)
@@ -240,7 +251,8 @@ def prepare(sources: Sequence[Path], out: Path, tokenizer: Path | None = None, p
             with bar:
                 for path in files:
                     for ids in encode.document(path, bar.update):
-                        stream.write(ids.tobytes())
+                        stream.write(raw := ids.tobytes())
+                        digest.update(raw)
                         count += len(ids)
             stream.seek(0)
             _write_header(stream, encode.dtype, count)
@@ -249,6 +261,7 @@ def prepare(sources: Sequence[Path], out: Path, tokenizer: Path | None = None, p
         about = {
             "tokenizer": str(tokenizer or "bytes"), "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer) if tokenizer else "",
             "vocab_size": encode.vocab_size, "documents": len(files), "tokens": count,
+            "digest": digest.hexdigest(),
         }  # fmt: skip
         temporary.replace(out)
     finally:
@@ -289,7 +302,7 @@ class _Tokenizer:
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def document(self, path: Path, seen: Any) -> Iterator[np.ndarray[Any, Any]]:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8", errors="replace", newline="") as file:
             while lines := file.readlines(_READ):
                 text = "".join(lines)
                 seen(len(text.encode()))

@@ -34,8 +34,7 @@ class Meter:
         is_terminal = progress and self.is_writer and sys.stderr.isatty()
         self.bar = tqdm(initial=first, total=last, unit="step", disable=not is_terminal, dynamic_ncols=True)
         self.prints = self.is_writer and not is_terminal
-        if self.is_writer:
-            _forget(self.path, first)
+        self.first, self.has_written = first, False
 
     @contextlib.contextmanager
     def timing(self, what: str) -> Iterator[None]:
@@ -96,6 +95,9 @@ class Meter:
 
     def write(self, line: dict[str, Any]) -> None:
         if self.is_writer:
+            if not self.has_written:  # not before there is a line in their place
+                _forget(self.path, self.first)
+            self.has_written = True
             with self.path.open("a") as file:
                 file.write(json.dumps({key: _finite(value) for key, value in line.items()}, allow_nan=False) + "\n")
 
@@ -151,7 +153,7 @@ def plot(directory: Path) -> list[Path]:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    lines = [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
+    lines = [json.loads(line) for line in (directory / FILE).read_text().splitlines(keepends=True) if line.endswith("\n")]
     steps = [line for line in lines if "loss" in line]
     checks = [line for line in lines if "validation_loss" in line]
     figure, (loss, speed, memory) = plt.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")

@@ -195,7 +195,8 @@ def check_weights(model: nn.Module, config: configuration.Model) -> None:
     if missing and len(missing) * 2 < len(names):  # else they have another prefix, which loading finds out
         raise ConfigError(
             f"model.path: {len(missing)} weights of the model are not in {config.path}, such as {missing[0]}, and {len(extra)} there are"
-            f" not in the model{f', such as {min(extra)}' if extra else ''}: models whose experts transformers fuses are not supported"
+            f" not in the model{f', such as {min(extra)}' if extra else ''}: models whose weights transformers renames or fuses as it"
+            " loads them, as those with experts, are not supported"
         )
 
 

@@ -77,6 +77,8 @@ def main() -> None:
     if not args.temperature >= 0 or args.tokens < 0:
         raise SystemExit(f"training.sample: --temperature and --tokens must be at least 0, got {args.temperature} and {args.tokens}")
     tokenizer = tokenizer_of(args.directory)
+    if not args.prompt:
+        raise SystemExit("training.sample: --prompt must not be empty")
     prompt = tokenizer(args.prompt)["input_ids"] if tokenizer else list(args.prompt.encode())
     ids = generate(load_model(args.directory), prompt, args.tokens, args.temperature, args.seed)
     print(tokenizer.decode(ids) if tokenizer else bytes(i for i in ids if i < 256).decode("utf-8", "replace"))

@@ -10,11 +10,13 @@ On CUDA with nccl where there is one, on CPU with gloo elsewhere. docs/training.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import random
 import signal
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,7 @@ from training.profiling import Profiler
 PROMPT = b"def main():\n    parser = argparse"
 _FAILED = "training/failed"  # key of the job's store: which rank failed first
 _NOT_FINITE = 3  # exit status
+_FIRST_WORD_S = 3.0
 
 
 class LossError(Exception):
@@ -117,6 +120,8 @@ def main() -> None:
         else:
             raise SystemExit(start(prove(config, world_size, local), args.profile, args.logits))
     except (ConfigError, CheckpointError, FileNotFoundError, ModuleNotFoundError) as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_FIRST_WORD_S)  # torchrun ends the others as soon as one has ended, and rank 0 has something to say
         if os.environ.get("LOCAL_RANK", "0") == "0":  # alike on all ranks, but for files that one node lacks
             advice = "; pip install 'ckpt-tools[train]'" if isinstance(error, ModuleNotFoundError) else ""
             print(f"training: {f'rank {rank}: ' if rank else ''}{error}{advice}", file=sys.stderr, flush=True)
@@ -264,7 +269,7 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
         ConfigError: the data, or a key that cannot change, is another than before.
     """
     config, state = job.config, job.state(0)
-    checkpoints.resume(state, path=config.run.resume_from or None)
+    checkpoints.resume(state, path=_start(config, checkpoints))
     first = int(state["train_state"]["step"])
     if not first:
         if config.model.path and config.model.weights:
@@ -272,8 +277,23 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
         return 0, []
     notes = changes.check_data(state["train_state"].get("data"), job.tokens.identity, config.data.may_change)
     notes += changes.notes_on(state["config"], config)
+    if changes.tensor_parallel(state["config"]) != config.fsdp.tensor_parallel:
+        _seed(config.run.seed + first, job.mesh)
+        notes.append("fsdp.tensor_parallel was changed: the random generators of all ranks start anew")
     changes.apply_optim(config, job.optimizer, job.scheduler)
     return first, notes
+
+
+def _start(config: Config, checkpoints: CheckpointManager) -> str | None:
+    """Returns the checkpoint to resume instead of the newest; None where this run was begun from it, and has steps of its own."""
+    newest = checkpoints.latest() if config.run.resume_from else None
+    if newest is not None:
+        stored: dict[str, Any] = {"config": ""}
+        with contextlib.suppress(CheckpointError, ConfigError):  # another writer's
+            ckpt_tools.load(newest.path, stored)
+            if configuration.parse(stored["config"], str(newest.path)).run.resume_from == config.run.resume_from:
+                return None
+    return config.run.resume_from or None
 
 
 def _same_model(config: Config, directory: Path) -> None:
@@ -296,15 +316,22 @@ def build(plan: Plan, device: torch.device) -> Job:
     num_parameters = sum(p.numel() for p in plan.model.parameters())
     mesh = parallel.make_mesh(plan.sizes, device)
     model = parallel.shard(plan.model, config, mesh, device, has_weights=bool(config.model.path and config.model.weights))
-    # From here on, ranks draw numbers of their own; those of one tensor group the same, since all of them hold the same activations.
-    seed = config.run.seed + parallel.data_rank(mesh)
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
+    _seed(config.run.seed, mesh)
     optimizer = _adamw(model, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
-    sampler = Sampler(plan.tokens.windows(data.seq_len), config.run.seed, data.shuffle, data.drop_last)
+    sampler = Sampler(plan.tokens.windows(data.seq_len), config.run.seed, data.shuffle, data.drop_last, data.may_change)
     return Job(config, plan.text, device, mesh, model, optimizer, scheduler, sampler, plan.tokens, plan.validation, num_parameters)
+
+
+def _seed(seed: int, mesh: DeviceMesh) -> None:
+    """Seeds the generators: from here on, ranks draw numbers of their own; those of one tensor group the same.
+
+    All ranks of a tensor group hold the same activations, and drop out the same of them.
+    """
+    mine = (seed + parallel.data_rank(mesh)) % (1 << 32)
+    torch.manual_seed(mine)
+    random.seed(mine)
+    np.random.seed(mine)
 
 
 def _adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
@@ -335,7 +362,7 @@ def _loop(job: Job, checkpoints: CheckpointManager, meter: Meter, first: int, pr
             number = checkpoints.preempted()
             is_saved = bool(number) or step == config.run.steps or (checkpoint.every > 0 and step % checkpoint.every == 0)
             everyone = loss_and_peak(loss) if is_saved or meter.is_due(step) else []
-            if not all(math.isfinite(of_rank[0]) for of_rank in everyone):
+            if everyone and not (all(math.isfinite(of_rank[0]) for of_rank in everyone) and math.isfinite(norm.item())):
                 _not_finite(config, meter, step)
             if is_saved:
                 with meter.timing("checkpoint_s"), profiler.range("checkpoint"):
@@ -352,12 +379,12 @@ def _loop(job: Job, checkpoints: CheckpointManager, meter: Meter, first: int, pr
 
 
 def _not_finite(config: Config, meter: Meter, step: int) -> None:
-    """Ends the training, unless told otherwise: what is saved from here on could not be trained on.
+    """Ends the training, unless told otherwise: no step from here on could be trained on.
 
     Raises:
         LossError: by default.
     """
-    text = f"the loss of step {step} is not finite"
+    text = f"the loss of step {step}, or the norm of its gradients, is not finite"
     if config.run.stop_at_nan:
         raise LossError(f"{text}: nothing of it is saved; start again with a lower optim.lr, or go on with run.stop_at_nan = false")
     meter.say(f"warning: {text}")
@@ -422,11 +449,11 @@ def evaluate(job: Job, tokens: Tokens) -> float:
 
 def _export(config: Config, checkpoints: CheckpointManager, meter: Meter) -> None:
     """Merges the last step into one safetensors file, beside what is needed to load it."""
-    latest = checkpoints.latest()
-    if dist.get_rank() == 0 and latest is not None:
+    newest = checkpoints.last_save or checkpoints.last_load  # where this run is, which need not be the newest step of the directory
+    if dist.get_rank() == 0 and newest is not None:
         directory = Path(config.run.dir) / "export"
         directory.mkdir(exist_ok=True)
-        ckpt_tools.merge(latest.path, directory / "model.safetensors", overwrite=True)
+        ckpt_tools.merge(newest.path, directory / "model.safetensors", overwrite=True)
         models.write_config(config.model, directory)
         meter.say(f"exported {directory}")
     dist.barrier()

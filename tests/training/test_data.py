@@ -116,6 +116,7 @@ def test_prepare_takes_files_and_folders_in_order_and_replaces_as_a_whole(tmp_pa
     about = prepare([folder, tmp_path / "last.txt"], out, progress=False)
     assert bytes(np.load(out)) == b"one\ntwo\nthree\n"
     assert about == json.loads((tmp_path / "tokens.npy.json").read_text())
+    assert len(about.pop("digest")) == 16
     assert about == {"tokenizer": "bytes", "tokenizer_fingerprint": "", "vocab_size": 256, "documents": 3, "tokens": 14}
     before = out.read_bytes()
     with pytest.raises(ConfigError, match="no such file"):

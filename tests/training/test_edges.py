@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
 from ckpt_tools.steps import list_steps
+from tests.dist.test_real_jobs import stock_load
 from tests.training.test_training import TINY, command, lines, losses, run, sets
 from training import parallel
 from training.config import ConfigError, resolve
@@ -94,10 +96,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_saves_nothing_of_it(data: Pa
     options = (*TINY, "run.steps=20", "optim.warmup_steps=0", "optim.lr=1e30", "checkpoint.every=1", f"data.train={data}/a.npy")
     said = run(*ONE, *sets(*options, f"run.dir={tmp_path}/run"), status=3)
     assert "training: the loss of step " in said and " is not finite: nothing of it is saved" in said and "Traceback" not in said
-    last = int(said.split("the loss of step ")[1].split()[0])
+    last = int(said.split("the loss of step ")[1].split(",")[0])
+    good = list_steps(tmp_path / "run")[-1]
+    assert all(
+        bool(torch.isfinite(t).all()) for t in stock_load(good.path, tmp_path)["model"].values()
+    )  # a finite loss may have gradients that are not
     assert max(s.number for s in list_steps(tmp_path / "run")) == last - 1
     said = run(*ONE, *sets(*options, "run.stop_at_nan=false", f"run.dir={tmp_path}/on"))
-    assert f"warning: the loss of step {last} is not finite" in said
+    assert f"warning: the loss of step {last}, or the norm of its gradients, is not finite" in said
     written = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "on" / "metrics.jsonl").read_text().splitlines()]
     assert written[-1]["step"] == 20 and written[-1]["loss"] is None
     run(*ONE, "--plot", *sets(f"run.dir={tmp_path}/on"))
@@ -200,7 +206,7 @@ def test_a_mixture_of_experts_is_refused_before_any_rank_waits(data: Path, tmp_p
     mixtral = small("Mixtral", tmp_path / "moe", intermediate_size=64, num_key_value_heads=2, num_local_experts=4)
     place = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     said = run(*ONE, *options_for(mixtral, data, tmp_path / "run"), status=2, **place)
-    assert "weights of the model are not in" in said and "models whose experts transformers fuses are not supported" in said
+    assert "weights of the model are not in" in said and "as those with experts, are not supported" in said
     assert said.splitlines()[-1].startswith("training: model.path: ")
 
 
@@ -252,3 +258,41 @@ def test_units_by_size_are_those_of_fsdp1_s_own_policy() -> None:
             for module in [m for m in model.modules() if id(m) in before]:
                 module._modules.update(before[id(module)])
             assert ours == theirs, (type(model).__name__, least)
+
+
+# ---- going back, and on ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_from_an_older_step_is_a_branch_that_is_exported_and_gone_on_with(first: Path, data: Path, tmp_path: Path) -> None:
+    """Its steps are below those of the directory: they stay, the old ones are set aside, and the same command goes on."""
+    tokens = f"data.train={data}/a.npy"
+    again(first, tmp_path, "run.steps=8", "checkpoint.every=2", "checkpoint.keep_last=9", tokens)
+    back = ("run.steps=5", f"run.resume_from={tmp_path}/run/step-00000004", "optim.lr=1e-5", "checkpoint.keep_last=9", tokens)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    said = run(*ONE, *sets(*TINY, *back, "run.steps=4", "run.export=true", f"run.dir={tmp_path}/run"))
+    assert "nothing to do" in said and (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    merged = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    stock = stock_load(tmp_path / "run" / "step-00000004", tmp_path)["model"]
+    assert all(torch.equal(merged[name], stock[name]) for name in merged)
+    said = run(*ONE, *sets(*TINY, *back, f"run.dir={tmp_path}/run"))
+    assert "resumed at step 4" in said and "optim.lr = 1e-05, was 0.003" in said
+    assert [s.number for s in list_steps(tmp_path / "run")] == [2, 4, 5]
+    assert len(list((tmp_path / "run").glob("*.superseded-*"))) == 2
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    said = run(*ONE, *sets(*TINY, *back, "run.steps=6", f"run.dir={tmp_path}/run"))
+    assert "resumed at step 5" in said and [s.number for s in list_steps(tmp_path / "run")] == [2, 4, 5, 6]
+
+
+def test_another_model_is_refused_however_it_is_said_and_the_same_one_is_not(first: Path, data: Path, tmp_path: Path) -> None:
+    tokens, source = f"data.train={data}/a.npy", f"run.resume_from={first}/step-00000002"
+    said = run(*ONE, *sets(*TINY, "run.steps=3", "model.num_heads=8", source, tokens, f"run.dir={tmp_path}/other"), status=2)
+    assert "model.num_heads = 8, and the run that is resumed has 4: it is another model" in said
+    said = run(*ONE, *sets(*TINY, "run.steps=3", "model.vocab_size=256", source, tokens, f"run.dir={tmp_path}/same"))
+    assert "resumed at step 2" in said
+
+
+def test_other_data_of_another_length_begin_an_epoch_where_they_are_allowed(first: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "c.txt").write_bytes((data / "a.txt").read_bytes()[:9000])
+    prepare([tmp_path / "c.txt"], tmp_path / "c.npy", progress=False)
+    said = again(first, tmp_path, "run.steps=3", f"data.train={tmp_path}/c.npy", "data.may_change=true")
+    assert "the checkpoint was trained on" in said and lines(tmp_path / "run")[-1]["epoch"] == 1
