@@ -160,3 +160,47 @@ def test_a_manager_that_is_made_beside_the_main_thread_leaves_signals_alone(tmp_
         tmp_path,
     )
     assert done.returncode == -signal.SIGTERM and steps(tmp_path) == [(1, "")]
+
+
+def test_a_forked_child_can_be_terminated_and_cannot_save(tmp_path: Path) -> None:
+    done = script(
+        """
+        import multiprocessing
+        assert checkpoints.preempted() == 0
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        time.sleep(0.5)
+        child.terminate()
+        child.join(20)
+        assert child.exitcode == -signal.SIGTERM, child.exitcode
+        checkpoints.save(1, state)
+        if os.fork() == 0:
+            try:
+                checkpoints.save(2, state)
+            except Exception as error:
+                print(error, flush=True)
+            checkpoints.close()
+            os._exit(0)
+        os.wait()
+        checkpoints.save(3, state)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0 and "save was called in a process that was forked from that of the manager" in done.stdout, done.stderr
+    assert steps(tmp_path) == [(1, ""), (3, "")]
+
+
+def test_a_relative_root_stays_where_it_was_when_the_job_changes_its_directory(tmp_path: Path) -> None:
+    done = script(
+        """
+        os.makedirs(sys.argv[1] + "/work")
+        os.chdir(sys.argv[1])
+        with CheckpointManager("run") as relative:
+            relative.save(1, state, asynchronous=False)
+            os.chdir("work")
+            relative.save(2, state, asynchronous=False)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert steps(tmp_path / "run") == [(1, ""), (2, "")] and not list((tmp_path / "work").iterdir())

@@ -206,3 +206,15 @@ def test_a_root_that_is_removed_while_a_job_runs_is_made_and_locked_again_with_a
         shutil.rmtree(root)
         with holder(root) as other, pytest.raises(StorageError, match=f"another job saves to .*, pid {other.pid}"):
             checkpoints.save(3, STATE, asynchronous=False)
+
+
+def test_a_root_is_free_at_once_although_a_child_was_just_forked(tmp_path: Path) -> None:
+    for _ in range(20):
+        checkpoints = CheckpointManager(tmp_path)
+        child = os.fork()
+        if child == 0:
+            time.sleep(0.2)
+            os._exit(0)
+        checkpoints.close()
+        CheckpointManager(tmp_path).close()
+        os.waitpid(child, 0)

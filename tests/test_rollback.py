@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,29 @@ def test_a_step_that_only_the_mirror_has_is_gone_back_to(server: Server, tmp_pat
         save(checkpoints, 150, 0.5)
     assert value(root, mirror=url, storage_options=options) == (150, 0.5)
     assert latest(url, options=options).step.number == 150
+
+
+def test_a_rollback_without_the_mirror_is_known_to_the_next_job_that_has_it(server: Server, tmp_path: Path) -> None:
+    server.bucket("later-rollback")
+    root, url, options = tmp_path / "run", "s3://later-rollback/run", server.options
+    with CheckpointManager(root, keep_last=None, mirror=url, storage_options=options) as checkpoints:
+        for step in (100, 200):
+            save(checkpoints, step, step)
+            checkpoints._mirror.wait()
+    with CheckpointManager(root, keep_last=None) as checkpoints:
+        checkpoints.resume({"w": torch.zeros(3)}, step=100)
+        save(checkpoints, 150, 0.5)
+    assert value(root, mirror=url, storage_options=options) == (150, 0.5)
+    assert rollbacks(root) == [] and latest(url, options=options).step.number == 150
+
+
+def test_a_step_that_is_replaced_is_replaced_in_the_mirror(server: Server, tmp_path: Path) -> None:
+    server.bucket("replaced")
+    root, url, options = tmp_path / "run", "s3://replaced/run", server.options
+    with CheckpointManager(root, mirror=url, storage_options=options) as checkpoints:
+        save(checkpoints, 2, 2.0)
+    with CheckpointManager(root, mirror=url, storage_options=options) as checkpoints:
+        checkpoints.resume({"w": torch.zeros(3)})
+        checkpoints.save(2, {"w": torch.full((3,), 22.0)}, overwrite=True, asynchronous=False)
+    shutil.rmtree(root)
+    assert value(root, mirror=url, storage_options=options) == (2, 22.0)

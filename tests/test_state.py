@@ -591,3 +591,190 @@ def test_the_package_lists_its_names_and_a_manager_says_when_it_is_closed(tmp_pa
             call()
     with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
         assert [s.number for s in checkpoints.steps()] == [0, 1, 2, 3, 4]
+
+
+# ---- what a stranger found -----------------------------------------------------------------------------------------------
+
+
+def test_a_save_and_a_load_take_no_step_of_an_optimizer(tmp_path: Path) -> None:
+    """A step calls hooks, here of an average, and may change parameters whatever the gradients are."""
+
+    class Decaying(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(0.5)
+            return super().step(closure)
+
+    model = nn.Linear(2, 2)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for optimizer in (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.Adam(model.parameters()),
+        Decaying(model.parameters(), lr=0.1),
+    ):
+        calls: list[int] = []
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append(1))
+        optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        state = {"model": model, "optimizer": optimizer, "average": average}
+        root = tmp_path / type(optimizer).__name__
+        with CheckpointManager(root) as checkpoints:
+            checkpoints.save(1, state, asynchronous=False)
+            checkpoints.resume(state)
+        assert not calls and int(average.n_averaged) == 0 and not optimizer.state
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_optimizer_that_is_not_loaded_stays_as_it_is(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+        return model, torch.optim.AdamW(model.parameters())
+
+    (model, optimizer), (now, other) = make(), make()
+    step(optimizer)
+    roundtrip(tmp_path, {"model": model, "opt": optimizer}, {"model": now, "opt": other}, select=["model.*"])
+    assert not other.state and torch.equal(now["body"].weight, model["body"].weight)
+    with CheckpointManager(tmp_path) as checkpoints:
+        with pytest.raises(PlanError, match="missing from the checkpoint"):
+            checkpoints.resume({"model": now, "opt": other, "new": nn.Linear(1, 1)})
+        assert not other.state
+        checkpoints.resume({"model": now, "opt": other}, select=["opt.state.head*"])
+    assert {id(p) for p in other.state} == {id(p) for p in now["head"].parameters()}
+    assert same_state_of(other, optimizer, [(now["head"].weight, model["head"].weight)])
+
+
+def same_state_of(a: torch.optim.Optimizer, b: torch.optim.Optimizer, pairs: list[tuple[Any, Any]]) -> bool:
+    return all(torch.equal(a.state[x][key], b.state[y][key]) for x, y in pairs for key in b.state[y])
+
+
+@pytest.mark.parametrize(
+    "kind", ["SGD", "Adagrad", "NAdam", "RAdam", "RMSprop", "Adadelta", "Adamax", "ASGD", "Rprop", "Adafactor", "LBFGS"]
+)
+@pytest.mark.parametrize("now", ["fresh", "with gradients", "stepped"])
+def test_every_optimizer_of_torch_goes_on_bit_for_bit(kind: str, now: str, tmp_path: Path) -> None:
+    inputs = torch.linspace(-1, 1, 12).view(4, 3)
+
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2)
+        return model, getattr(torch.optim, kind)(model.parameters(), **({"max_iter": 3} if kind == "LBFGS" else {}))
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(inputs).pow(2).mean()
+            loss.backward()
+            return loss
+
+        for _ in range(num_steps):
+            optimizer.step(closure)
+
+    (model, optimizer), (other, theirs) = make(0), make(1)
+    train(model, optimizer, 3)
+    if now == "with gradients":
+        other(inputs).sum().backward()
+    elif now == "stepped":
+        train(other, theirs, 1)
+    roundtrip(tmp_path, {"model": model, "optimizer": optimizer}, {"model": other, "optimizer": theirs})
+    train(model, optimizer, 2)
+    train(other, theirs, 2)
+    assert torch.equal(model.weight, other.weight) and torch.equal(model.bias, other.bias)
+
+
+class Recipe(nn.Module):
+    """A module with extra state that is empty until the first forward, as Transformer Engine's is."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.linear, self.extra = nn.Linear(2, 2), extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        (torch.arange(9, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)), ({"a": 1}, None), ({"a": 1}, {"b": 2}), ({"a": X}, {}), (X, None),
+        ((1, X), None), ([X], []), ({}, {"a": 1}), (None, X), (3, X),
+    ],
+)  # fmt: skip
+def test_extra_state_of_a_module_becomes_what_was_saved_whatever_it_is_now(saved: Any, now: Any, tmp_path: Path) -> None:
+    module = Recipe(now)
+    roundtrip(tmp_path, {"model": nn.Sequential(Recipe(saved))}, {"model": nn.Sequential(module)})
+    assert looks(module.extra) == looks(saved)
+
+
+def test_one_parameter_for_which_the_checkpoint_has_two_values_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make(is_tied: bool) -> Any:
+        model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+        if is_tied:
+            model["b"].weight = model["a"].weight
+        return model
+
+    roundtrip(tmp_path, {"model": make(False)}, {"model": make(True)})
+    assert "model.a.weight and model.b.weight are one tensor here, and two in the checkpoint" in caplog.text
+
+
+def test_a_state_that_is_skipped_is_skipped_whole(tmp_path: Path) -> None:
+    def make(num: int) -> tuple[Any, torch.optim.Optimizer]:
+        model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, num)})
+        return model, torch.optim.AdamW(model.parameters())
+
+    (model, optimizer), (now, other) = make(2), make(3)
+    step(optimizer, 5)
+    roundtrip(tmp_path, {"model": model, "opt": optimizer}, {"model": now, "opt": other}, on_mismatch={"*head*": "skip"})
+    assert now["head"].weight not in other.state and now["head"].bias not in other.state  # and no step of an older one
+    assert same_state_of(other, optimizer, [(now["body"].weight, model["body"].weight)])
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {r"^model\.embed\.": "model.tokens."},
+        {r"^model\.embed\.": "model.tokens.", r"^optimizer\.state\.embed\.": "optimizer.state.tokens."},
+    ],
+)
+def test_rules_for_names_may_be_anchored(rules: dict[str, str], tmp_path: Path) -> None:
+    saved, a = embeddings(5)
+    now = nn.ModuleDict({"tokens": nn.Embedding(5, 3), "head": nn.Linear(3, 2)})
+    b = torch.optim.AdamW(now.parameters(), lr=7.0)
+    roundtrip(tmp_path, {"model": saved, "optimizer": a}, {"model": now, "optimizer": b}, rename=rules)
+    assert torch.equal(now["tokens"].weight, saved["embed"].weight) and same_state(a, b)
+
+
+def test_what_could_not_be_written_into_and_other_mappings_are_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as checkpoints:
+        with pytest.raises(PlanError, match=r"elements that share memory: \[4\], strides \[0\]"):
+            checkpoints.save(1, {"t": torch.ones(1).expand(4)})
+        for value in (collections.ChainMap({"a": 1}, {"a": 2}), collections.UserDict(a=1)):
+            with pytest.raises(PlanError, match=r"cannot save state\['v'\]: values of the type collections"):
+                checkpoints.save(1, {"v": value})
+    (saved, _), (now, _) = embeddings(5), embeddings(4)
+    with pytest.raises(PlanError, match="returned torch.float64 for 'model.embed.weight': expected torch.float32"):
+        roundtrip(
+            tmp_path, {"model": saved}, {"model": now}, on_mismatch={"*embed*": lambda _, shape: torch.zeros(shape, dtype=torch.float64)}
+        )
+
+
+@pytest.mark.parametrize("where", ["extra length", *range(24)])
+def test_a_step_with_a_flipped_bit_anywhere_is_passed_over_or_loads_what_was_saved(where: str | int, tmp_path: Path) -> None:
+    """In headers, names and objects, too, which fail in many other ways than by a checksum."""
+    weight = torch.rand(16, 16)
+    with CheckpointManager(tmp_path) as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, {"w": weight * number, "x": {"n": number}, "rng": RngState()}, asynchronous=False)
+    file = tmp_path / "step-00000002" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    at = data.index(b"archive/data/0") - 2 if where == "extra length" else int(where) * len(data) // 24 + 11
+    data[at] ^= 4
+    file.write_bytes(data)
+    state: dict[str, Any] = {"w": torch.zeros(16, 16), "x": {"n": 0}, "rng": RngState()}
+    with CheckpointManager(tmp_path) as checkpoints:
+        number = checkpoints.resume(state)
+    assert torch.equal(state["w"], weight * number) and state["x"] == {"n": number}

@@ -5,12 +5,16 @@ A checkpoint holds the configuration and what identifies the data. Nothing that 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import ckpt_tools
+from ckpt_tools import CheckpointError, CheckpointManager
 from training import config as configuration
 from training import model as models
 from training.config import Config, ConfigError
@@ -105,3 +109,25 @@ def check_data(stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_cha
     if not may_change:
         raise ConfigError(f"{text}: give the same data, or set data.may_change = true")
     return [text]
+
+
+def start_of(config: Config, checkpoints: CheckpointManager) -> str | None:
+    """Returns the checkpoint to resume instead of the newest; None where this run was begun from it, and has steps of its own."""
+    newest = checkpoints.latest() if config.run.resume_from else None
+    if newest is not None:
+        stored: dict[str, Any] = {"config": ""}
+        with contextlib.suppress(CheckpointError, ConfigError):  # another writer's
+            ckpt_tools.load(newest.path, stored)
+            if configuration.parse(stored["config"], str(newest.path)).run.resume_from == config.run.resume_from:
+                return None
+    return config.run.resume_from or None
+
+
+def check_directory(config: Config, directory: Path) -> None:
+    """Refuses to go on in the directory of another model: told here, instead of by a table of shapes."""
+    if config.run.resume_from or not list(directory.glob("step-*")) or not (directory / "config.toml").exists():
+        return
+    before = configuration.resolve(directory / "config.toml").model
+    for key in ("name", "path", "dim", "num_layers", "num_heads", "hidden_dim", "vocab_size", "tied_embeddings"):
+        if (was := getattr(before, key)) != (now := getattr(config.model, key)):
+            raise ConfigError(f"model.{key} = {now!r}, and the run in {directory} has {was!r}: use its config.toml, or another run.dir")

@@ -10,7 +10,6 @@ On CUDA with nccl where there is one, on CPU with gloo elsewhere. docs/training.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import random
@@ -152,7 +151,7 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
         ConfigError: mesh, units, data, sequence length or the run that is there.
     """
     sizes = configuration.check(config, world_size, local_world_size)
-    _same_model(config, Path(config.run.dir))
+    changes.check_directory(config, Path(config.run.dir))
     model, data = models.make(config.model), config.data
     parallel.units_of(model, config)
     if data.seq_len > models.max_seq_len(model):
@@ -269,7 +268,7 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
         ConfigError: the data, or a key that cannot change, is another than before.
     """
     config, state = job.config, job.state(0)
-    checkpoints.resume(state, path=_start(config, checkpoints))
+    checkpoints.resume(state, path=changes.start_of(config, checkpoints))
     first = int(state["train_state"]["step"])
     if not first:
         if config.model.path and config.model.weights:
@@ -282,28 +281,6 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
         notes.append("fsdp.tensor_parallel was changed: the random generators of all ranks start anew")
     changes.apply_optim(config, job.optimizer, job.scheduler)
     return first, notes
-
-
-def _start(config: Config, checkpoints: CheckpointManager) -> str | None:
-    """Returns the checkpoint to resume instead of the newest; None where this run was begun from it, and has steps of its own."""
-    newest = checkpoints.latest() if config.run.resume_from else None
-    if newest is not None:
-        stored: dict[str, Any] = {"config": ""}
-        with contextlib.suppress(CheckpointError, ConfigError):  # another writer's
-            ckpt_tools.load(newest.path, stored)
-            if configuration.parse(stored["config"], str(newest.path)).run.resume_from == config.run.resume_from:
-                return None
-    return config.run.resume_from or None
-
-
-def _same_model(config: Config, directory: Path) -> None:
-    """Refuses to go on in the directory of another model: told here, instead of by a table of shapes."""
-    if config.run.resume_from or not list(directory.glob("step-*")) or not (directory / "config.toml").exists():
-        return
-    before = configuration.resolve(directory / "config.toml").model
-    for key in ("name", "path", "dim", "num_layers", "num_heads", "hidden_dim", "vocab_size", "tied_embeddings"):
-        if (was := getattr(before, key)) != (now := getattr(config.model, key)):
-            raise ConfigError(f"model.{key} = {now!r}, and the run in {directory} has {was!r}: use its config.toml, or another run.dir")
 
 
 def build(plan: Plan, device: torch.device) -> Job:

@@ -16,6 +16,7 @@ import torch
 from ckpt_tools.catalog import Catalog, TensorEntry, check_globs, find_model, matcher, strip_wrappers
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.live.objects import Key
+from ckpt_tools.live.optimizers import StoredTensor
 from ckpt_tools.live.shards import alias_key, local_shards
 from ckpt_tools.live.state import Exported, join
 
@@ -96,14 +97,20 @@ def root_of(name: str, paths: Mapping[str, Key]) -> str:
     return str(path[0]) if path else name.partition(".")[0]
 
 
-def stored_state(catalog: Catalog) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Returns what a checkpoint has of the state of each parameter, by the parameter's plain name: key, shape and type."""
-    found: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+def stored_state(catalog: Catalog) -> dict[str, dict[str, StoredTensor]]:
+    """Returns what a checkpoint has of the state of each parameter, by the parameter's plain name and key."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, entry in catalog.tensors.items():
+        if ".state." not in f".{name}":
+            shapes.setdefault(strip_wrappers(name), entry.shape)
+            shapes.setdefault(strip_wrappers(name.partition(".")[2]), entry.shape)
+    found: dict[str, dict[str, StoredTensor]] = {}
     for name, entry in catalog.tensors.items():
         _, is_state, rest = f".{name}".partition(".state.")
         if is_state:
-            fqn, _, key = rest.rpartition(".")
-            found.setdefault(strip_wrappers(fqn), {})[key] = entry.shape, getattr(torch, entry.dtype.name)
+            fqn, key = strip_wrappers(rest.rpartition(".")[0]), rest.rpartition(".")[2]
+            is_like = entry.shape == shapes[fqn] if fqn in shapes else bool(entry.shape)
+            found.setdefault(fqn, {})[key] = StoredTensor(entry.shape, getattr(torch, entry.dtype.name), is_like)
     return found
 
 

@@ -31,7 +31,15 @@ WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _OWN = ("state", "param_groups")
 
 
-Stored = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]  # of each parameter's state: key, shape and type
+class StoredTensor(NamedTuple):
+    """A tensor of a parameter's state in a checkpoint; `is_like` tells that it has the shape that the parameter had."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_like: bool
+
+
+Stored = Mapping[str, Mapping[str, StoredTensor]]  # by parameter and key
 
 
 class Exported(NamedTuple):
@@ -75,16 +83,16 @@ def export_optimizer(optimizer: Optimizer, holders: Holders, path: Key, stored: 
     parameters = dict(zip(names, chain.from_iterable(group["params"] for group in optimizer.param_groups), strict=True))
     fresh = [name for name in parameters if name not in values] if stored is not None else []
     for name in fresh:
-        like = {key: _like(parameters[name], shape, dtype) for key, (shape, dtype) in (stored or {}).get(name, {}).items()}
+        like = {key: _room(parameters[name], tensor) for key, tensor in (stored or {}).get(name, {}).items()}
         values |= {name: like} if like else {}
     return Exported({**({"state": values} if values else {}), "param_groups": groups, **extra_of(optimizer)}, fresh, [*free, *fresh])
 
 
-def _like(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns memory for a tensor of a parameter's state: sharded as the parameter is, where it has the same shape."""
-    if shape == parameter.shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(shape, dtype=dtype, device="cpu")
+def _room(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    """Returns memory for a tensor of a parameter's state: sharded as the parameter is, where it has its shape."""
+    if stored.is_like or stored.shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
+    return torch.zeros(stored.shape, dtype=stored.dtype, device="cpu")
 
 
 def _export_fsdp1(optimizer: Optimizer, owner: nn.Module, for_loading: bool) -> Exported:

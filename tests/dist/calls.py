@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ckpt_tools import CheckpointManager, PeerError
+from ckpt_tools import CheckpointError, CheckpointManager, PeerError, PerRank
 from tests.dist import device
 
 STATE = {"w": torch.ones(6, device="cpu")}
@@ -38,6 +38,42 @@ def different_steps(checkpoints: CheckpointManager, rank: int) -> None:
     assert "rank 2: resume()" in text, text
     checkpoints.save(30, STATE, asynchronous=False)
     assert checkpoints.resume(dict(STATE)) == 30 and checkpoints.preempted() == 0
+
+
+def different_arguments(checkpoints: CheckpointManager, rank: int) -> None:
+    """Each argument that would change what a rank loads or how it saves is compared."""
+    for step in (1, 2):
+        checkpoints.save(step, STATE, asynchronous=False)
+    for mine, other in (
+        ({"select": ["w"]}, {}), ({"step": 1}, {}), ({"step": 1}, {"step": 2}), ({"path": checkpoints.root / "step-00000001"}, {}),
+        ({"cast": True}, {}), ({"strict": False}, {}), ({"rename": {"w": "w"}}, {}), ({"on_mismatch": {"w": "skip"}}, {"on_mismatch": {"w": "grow"}}),
+    ):  # fmt: skip
+        text = refused(lambda mine=mine, other=other: checkpoints.resume(dict(STATE), **(mine if rank == 1 else other)))
+        assert "rank 0: resume(" in text and f"rank 1: resume({next(iter(mine))}=" in text, text
+    text = refused(lambda: checkpoints.save(3, STATE, asynchronous=bool(rank)))
+    assert "rank 0: save(3, asynchronous=False)" in text and "rank 1: save(3)" in text, text
+    checkpoints.save(3, STATE)
+    assert checkpoints.resume(dict(STATE)) == 3
+
+
+def different_values(checkpoints: CheckpointManager, rank: int) -> None:
+    """A state that no rank could load again is refused by the save, on every rank."""
+    for step, (first, others) in enumerate(
+        (
+            ({"b": PerRank(2)}, {}), ({}, {"b": PerRank(2)}), ({}, {"b": 2}), ({"b": 1}, {"b": torch.ones(2, device="cpu")}), ({"b": 1}, {"b": PerRank(5)}),
+            ({"b": 1}, {"b": lambda: 0}),
+        )
+    ):  # fmt: skip
+        try:
+            checkpoints.save(step, {"a": 1, **(others if rank == 1 else first)}, asynchronous=False)
+        except CheckpointError as error:
+            assert "'b" in str(error) or "['b']" in str(error), error
+        else:
+            raise AssertionError(f"case {step} was not refused")
+    assert checkpoints.steps() == []
+    checkpoints.save(9, {"a": 1, "b": PerRank(rank)}, asynchronous=False)
+    state = {"a": 0, "b": PerRank(None)}
+    assert checkpoints.resume(state) == 9 and state["b"].value == rank
 
 
 def one_rank_only(checkpoints: CheckpointManager, rank: int) -> None:
@@ -90,7 +126,7 @@ def main() -> None:
     folder, scenario = Path(sys.argv[1]), sys.argv[2]
     device.begin()
     checkpoints = CheckpointManager(folder / scenario, timeout_s=5)
-    {f.__name__: f for f in (different_steps, one_rank_only, user_code_fails_on_one_rank)}[scenario](checkpoints, dist.get_rank())
+    globals()[scenario](checkpoints, dist.get_rank())
     dist.barrier()
     checkpoints.close()
     dist.destroy_process_group()

@@ -138,7 +138,7 @@ def test_the_writer_and_reader_for_dcp_save_and_load(tmp_path: Path) -> None:
         assert prints or case == "columns"
 
 
-@pytest.mark.parametrize("scenario", ["different_steps", "one_rank_only", "user_code_fails_on_one_rank"])
+@pytest.mark.parametrize("scenario", ["different_steps", "different_arguments", "different_values", "one_rank_only", "user_code_fails_on_one_rank"])
 def test_ranks_that_do_not_make_the_same_calls_are_told_who_did_what(scenario: str, tmp_path: Path) -> None:
     torchrun(3, "calls.py", str(tmp_path), scenario)
 
