@@ -97,11 +97,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--print-plan", action="store_true", help="show what is sharded how, and end")
     parser.add_argument("--estimate", action="store_true", help="show the memory of each strategy, and end")
     parser.add_argument("--budget", type=float, metavar="GIB", help="of memory a rank, for --estimate")
-    parser.add_argument("--ranks", type=int, help="number of ranks for --print-plan and --estimate; this job's where absent")
+    parser.add_argument("--ranks", type=_positive, help="number of ranks for --print-plan and --estimate; this job's where absent")
     parser.add_argument("--plot", action="store_true", help="draw run.dir/metrics.png and .svg of what is there, and end")
     parser.add_argument("--logits", type=Path, metavar="FILE", help="at the end, write the logits of a fixed prompt, [1, T, V]")
-    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="trace so many steps to run.dir/profile")
+    parser.add_argument("--profile", type=_positive, default=0, metavar="STEPS", help="trace so many steps to run.dir/profile")
     return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
 
 
 def main() -> None:
@@ -117,6 +123,8 @@ def main() -> None:
         elif args.print_plan or args.estimate:
             look(args, config, args.ranks or world_size, local if not args.ranks else min(args.ranks, 8))
         else:
+            if args.logits and not args.logits.absolute().parent.is_dir():
+                raise ConfigError(f"--logits {args.logits}: there is no such directory")
             raise SystemExit(start(prove(config, world_size, local), args.profile, args.logits))
     except (ConfigError, CheckpointError, FileNotFoundError, ModuleNotFoundError) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":

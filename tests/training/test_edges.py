@@ -296,3 +296,16 @@ def test_other_data_of_another_length_begin_an_epoch_where_they_are_allowed(firs
     prepare([tmp_path / "c.txt"], tmp_path / "c.npy", progress=False)
     said = again(first, tmp_path, "run.steps=3", f"data.train={tmp_path}/c.npy", "data.may_change=true")
     assert "the checkpoint was trained on" in said and lines(tmp_path / "run")[-1]["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--print-plan", "--ranks", "0"), "argument --ranks: expected at least 1, got 0"),
+        (("--profile", "-1"), "argument --profile: expected at least 1, got -1"),
+        (("--logits", "/nowhere/logits.pt"), "--logits /nowhere/logits.pt: there is no such directory"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_made(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    assert message in run(*ONE, *options, *sets(f"run.dir={tmp_path}/run"), status=2)
+    assert not (tmp_path / "run").exists()
