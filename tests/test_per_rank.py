@@ -65,7 +65,7 @@ def test_a_job_of_other_ranks_goes_on_from_what_was_written_for_it(ranks: Path, 
         result = ckpt_tools.convert(ranks / case, tmp_path / case, to="per-rank", ranks=3)
         assert any("taken for buffers" in note and ": 3 (2.num" in note for note in result.notes)
         assert ckpt_tools.verify(tmp_path / case).problems == []
-        assert ckpt_tools.diff(ranks / case, tmp_path / case, select=["model.*", "optim.*", "[0-9]*"]).is_same
+        assert ckpt_tools.diff(ranks / case, tmp_path / case, select=["model.*", "optim.*"]).is_same
     ckpt_tools.reshard(ranks / "fsdp", tmp_path / "dcp", to_ranks=2)
     ckpt_tools.convert(tmp_path / "dcp", tmp_path / "of_dcp", to="per-rank", ranks=3, mesh="cpu:dp")
     ckpt_tools.merge(ranks / "fsdp", tmp_path / "m.safetensors")
