@@ -39,9 +39,9 @@ from ckpt_tools.destination import Destination, open_destination
 from ckpt_tools.destination import Place as Staged
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
-from ckpt_tools.errors import CheckpointError, PlanError, printable
+from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Source, dcp, open_source
-from ckpt_tools.live.archives import unpack
+from ckpt_tools.live.archives import check_loadable, unpack
 from ckpt_tools.live.load import LoadReport, fill
 from ckpt_tools.live.shards import Shard, Stage
 from ckpt_tools.live.write import NOTHING, Offer, Part, commit, plan_file, write_part
@@ -49,6 +49,7 @@ from ckpt_tools.manifest import SealedTensor
 from ckpt_tools.storage import read
 
 _VERSION = "1.0.0"
+_TRUST = "save plain values and tensors, or pass trust_pickle=True to the writer and to the reader"
 
 
 class _Order(NamedTuple):
@@ -152,7 +153,7 @@ class StorageWriter(storage.StorageWriter):
         values = [planner.resolve_data(item) for item in plan.items]
         for item, value in zip(plan.items, values, strict=True):
             if isinstance(value, io.BytesIO) and not self._trust_pickle:
-                _check_loadable(value.getvalue(), item.index.fqn)
+                check_loadable(value.getvalue(), item.index.fqn, _TRUST)
         memory = self._stage.live([v.detach() for v in values if isinstance(v, torch.Tensor)])
         file = plan_file(order.rank, pieces)
         part = write_part(file, target, place, memory, [v.getvalue() for v in values if isinstance(v, io.BytesIO)], self.jobs)
@@ -330,21 +331,6 @@ class StorageReader(storage.StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return "::" not in str(checkpoint_id)
-
-
-def _check_loadable(data: bytes, name: str) -> None:
-    """Reads an object as `StorageReader` will.
-
-    Raises:
-        PlanError: it could not be loaded.
-    """
-    try:
-        unpack(data, name, False)
-    except CheckpointError as error:
-        raise PlanError(
-            f"cannot save {printable(name)!r}: it could not be loaded again: {error}",
-            hint="save plain values and tensors, or pass trust_pickle=True to the writer and to the reader",
-        ) from error
 
 
 def _archive(value: Any) -> bytes:

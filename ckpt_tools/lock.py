@@ -211,9 +211,9 @@ class Lease:
         self._store = RemoteStore(url, options)
         self._me, self._id, self._turn = _me(), uuid.uuid4().hex, 0
         self._lost = ""
-        self._stops = threading.Event()
+        self._stops, self._renews = threading.Event(), threading.Lock()
         self._take()
-        self._seen_at = time.monotonic()
+        self._renewed_at = time.monotonic()
         self._thread = threading.Thread(target=self._renew, name="ckpt-lease", daemon=True)
         self._thread.start()
 
@@ -275,20 +275,26 @@ class Lease:
         return _lives_here(holder) is False or watched_s > LEASE_S or (seen.age_s is not None and seen.age_s > LEASE_S)
 
     def _renew(self) -> None:
-        while not self._stops.wait(RENEW_S):
+        while not self._lost and not self._stops.wait(RENEW_S):
             try:
-                seen = self._look()
-                holder, text = _parse(seen.data) if seen else ({}, "")
-                if seen is not None and holder.get("id") != self._id:
-                    self._lost = text or "unknown"
-                    return
-                if not self._put(seen):
-                    continue  # looked at again
-                self._seen_at = time.monotonic()
+                self._renew_once()
             except Exception as error:  # noqa: BLE001  # the store may come back; the lease is compared then
                 log.debug("could not renew the lease of %s: %s", self._store.url, error)
 
+    def _renew_once(self) -> None:
+        """Writes the lease again, unless another job has it or another write was faster: the next look tells."""
+        with self._renews:
+            began, seen = time.monotonic(), self._look()
+            holder, text = _parse(seen.data) if seen else ({}, "")
+            if seen is not None and holder.get("id") != self._id:
+                self._lost = text or "unknown"
+            elif self._put(seen):
+                self._renewed_at = began
+
     def check(self) -> None:
+        """See `RootLock`. A lease that may have expired is renewed first: the thread may not have been there yet."""
+        while not self._lost and time.monotonic() - self._renewed_at > LEASE_S:
+            self._renew_once()
         if self._lost:
             raise StorageError(
                 f"another job has taken over {printable(self._store.url)}: {self._lost}",

@@ -39,22 +39,20 @@ def make_way(root: Root, note: Note, options: Options) -> None:
             _set_aside(root, step, note, options)
 
 
-def complete(root: Root, options: Options, keeps_notes: bool = False, is_alone: bool = True) -> None:
+def complete(root: Root, options: Options, keeps_notes: bool = False) -> None:
     """Sets aside what rollbacks in effect superseded, and removes the notes of those that never were.
 
     Args:
         root: of the run, a path or a URL.
         options: of the object store, as fsspec takes them.
         keeps_notes: the notes are still needed: on a disk, for a mirror that has not heard of the rollback yet.
-        is_alone: no other save is running, so a note without its step belongs to a dead one.
 
     Raises:
         StorageError: a step cannot be moved; the next call tries again.
     """
     for note, is_in_effect in rollbacks(root, options):
         if not is_in_effect:
-            if is_alone:
-                remove_note(root, note, options)
+            remove_note(root, note, options)  # one job saves at a time: this is a dead one's
             continue
         if not note.is_committed:
             write_note(root, note.committed, options)

@@ -117,6 +117,19 @@ def test_a_lease_is_renewed_and_a_job_that_lost_it_saves_no_more(server: Server,
     assert [s.number for s in list_steps(root, server.options)] == [1]
 
 
+def test_a_job_that_was_cut_off_looks_at_its_lease_before_it_saves(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_tools.lock.LEASE_S", 1.0)
+    fs, root, path = server.bucket("cutoff"), "s3://cutoff/run", "cutoff/run/.ckpt.lock"
+    with CheckpointManager(root, storage_options=server.options) as checkpoints:
+        time.sleep(1.2)  # the thread that renews comes after 20 s
+        checkpoints.save(1, STATE, asynchronous=False)  # nobody took it: it is renewed
+        elsewhere(fs, path)
+        time.sleep(1.2)
+        with pytest.raises(StorageError, match="another job has taken over s3://cutoff/run: host elsewhere, pid 1"):
+            checkpoints.save(2, STATE, asynchronous=False)
+    assert [s.number for s in list_steps(root, server.options)] == [1]
+
+
 def until(is_so: Any, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():

@@ -15,6 +15,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class DataError(Exception):
     """A token file is not what it promises; found while training."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tokens:
     """A token file: ids `[n]`, mapped, and how many different ids there can be."""
 
@@ -46,7 +47,7 @@ class Tokens:
     tokenizer_fingerprint: str = ""
     digest: str = ""  # of all ids, from when the file was prepared
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """What tells these tokens from others: name, number and fingerprint, and the tokenizer."""
         return {"name": self.name, "tokens": len(self.ids), "fingerprint": fingerprint(self.ids, self.digest), "tokenizer": self.tokenizer}

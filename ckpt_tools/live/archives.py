@@ -75,6 +75,23 @@ def check_value(value: Any, path: Key) -> None:
         encode(value, path, replace=lambda *_: None)
 
 
+def check_loadable(data: bytes, name: str, hint: str | None = None) -> None:
+    """Reads an archive as a resume does.
+
+    Args:
+        data: the archive.
+        name: names the object in messages.
+        hint: what to do; that of the error where None.
+
+    Raises:
+        PlanError: it could not be loaded.
+    """
+    try:
+        unpack(data, name, False, tensor=lambda stored: stored)
+    except CheckpointError as error:
+        raise PlanError(f"cannot save {printable(name)!r}: it could not be loaded again: {error}", hint=hint or error.hint) from error
+
+
 class ReadBack:
     """Proves of objects, before they are committed, that `resume` can load them."""
 
@@ -90,8 +107,5 @@ class ReadBack:
         digests = {name: hashlib.blake2b(data).digest() for name, data in objects.items()}
         for name, data in objects.items():
             if self._proved.get(name) != digests[name]:
-                try:
-                    unpack(data, name, False, tensor=lambda stored: stored)
-                except CheckpointError as error:
-                    raise PlanError(f"cannot save {printable(name)!r}: it could not be loaded again: {error}", hint=error.hint) from error
+                check_loadable(data, name)
         self._proved = digests

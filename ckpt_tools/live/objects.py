@@ -34,7 +34,7 @@ from ckpt_tools.errors import FormatError, PlanError, printable
 
 TAG = "__ckpt_tools__"
 Key = tuple[str | int, ...]
-_MAX_DEPTH = 64
+MAX_DEPTH = 64
 _INT64 = range(-(1 << 63), 1 << 63)
 _SCALARS = frozenset({type(None), bool, float, str})
 _NUMBERS = _SCALARS | {int}
@@ -115,8 +115,8 @@ def encode(value: Any, path: Key, replace: Replace | None = None) -> Any:
     kind = type(value)
     if kind in _SCALARS or (kind is int and value in _INT64):
         return value
-    if len(path) > _MAX_DEPTH:
-        raise PlanError(f"cannot save {place(path[:4])}…: it is nested more than {_MAX_DEPTH} deep, or contains itself")
+    if len(path) > MAX_DEPTH:
+        raise PlanError(f"cannot save {place(path[:4])}…: it is nested more than {MAX_DEPTH} deep, or contains itself")
     if kind in (list, tuple):
         if (kinds := set(map(type, value))) <= _SCALARS or (kinds == {int} and min(value) in _INT64 and max(value) in _INT64):
             return value
@@ -274,7 +274,7 @@ def decode(value: Any, tensor: Callable[[str], Any] | None = None) -> Any:
     """
     kind = type(value)
     if kind in (list, tuple):
-        if set(map(type, value)) <= _SCALARS:
+        if has_only_scalars(value):
             return value
         return kind(decode(item, tensor) for item in value)
     if kind is not dict:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.live.objects import (
+    MAX_DEPTH,
     TAG,
     Key,
     Structure,
@@ -36,7 +37,6 @@ from ckpt_tools.live.optimizers import WRAPPERS, Holders, Stored, export_optimiz
 
 STRUCTURE = "__structure__"  # last key of a value whose tensors are entries of their own
 _RANK = "rank_"
-_MAX_DEPTH = 64
 
 
 class PerRank:
@@ -150,7 +150,7 @@ def is_plain(value: Any, depth: int = 0) -> bool:
         items = value
     else:
         return not loads_itself(value)
-    return depth > _MAX_DEPTH or all(is_plain(item, depth + 1) for item in items)
+    return depth > MAX_DEPTH or all(is_plain(item, depth + 1) for item in items)
 
 
 def holders_of(state: Mapping[str, Any]) -> Holders:
@@ -162,7 +162,7 @@ def holders_of(state: Mapping[str, Any]) -> Holders:
             modules.append((path, value))
         elif isinstance(value, torch.Tensor):
             tensors.append((path, value))
-        elif isinstance(value, (Mapping, list, tuple)) and len(path) <= _MAX_DEPTH and not has_only_scalars(value):
+        elif isinstance(value, (Mapping, list, tuple)) and len(path) <= MAX_DEPTH and not has_only_scalars(value):
             for key, item in _items(value):
                 visit(item, (*path, key))
 
@@ -173,7 +173,7 @@ def holders_of(state: Mapping[str, Any]) -> Holders:
 def _holds_tensor(value: Any, depth: int = 0) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if depth > _MAX_DEPTH or has_only_scalars(value):
+    if depth > MAX_DEPTH or has_only_scalars(value):
         return False
     if isinstance(value, Mapping):
         return any(_holds_tensor(item, depth + 1) for item in value.values())
@@ -221,8 +221,8 @@ def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
     """Refuses containers that hold themselves, and very deep ones: no walk through them would end."""
     if not isinstance(value, (Mapping, list, tuple)):
         return
-    if len(above) > _MAX_DEPTH or id(value) in above:
-        raise PlanError(f"cannot save {place(path[:4])}: it is nested more than {_MAX_DEPTH} deep, or contains itself")
+    if len(above) > MAX_DEPTH or id(value) in above:
+        raise PlanError(f"cannot save {place(path[:4])}: it is nested more than {MAX_DEPTH} deep, or contains itself")
     if not has_only_scalars(value):
         for key, item in _items(value):
             _check_nesting(item, (*path, key), (*above, id(value)))

@@ -246,6 +246,16 @@ def syscalls(root: Path, faults: list[str]) -> None:
         print(f"{fault}: " + ", ".join(f"{c} {n}" for c, n in hits.items()))
 
 
+def inject(pid: int, call: str, fault: str, number: int, trace: Path) -> subprocess.Popen[bytes]:
+    """Has strace put a fault into the n-th system call of that name; returns once it watches the process."""
+    strace = ["strace", "-f", "-qq", "-o", str(trace), "-e", f"trace={call}", "-e", f"inject={call}:{fault}:when={number}"]
+    tracer = subprocess.Popen([*strace, "-p", str(pid)])
+    status = Path(f"/proc/{pid}/status")
+    while "TracerPid:\t0\n" in status.read_text():
+        time.sleep(0.002)
+    return tracer
+
+
 def _faulted(root: Path, call: str, fault: str, number: int) -> bool:
     """Runs one save with a fault in it, another one if the job survived, and tells whether the fault struck."""
     shutil.rmtree(root)
@@ -255,11 +265,7 @@ def _faulted(root: Path, call: str, fault: str, number: int) -> bool:
     fleet = Fleet(1, lambda tell: _save_on_signal(root, tell, go))
     fleet.wait_for("ready", 0)
     trace = root.parent / "trace"
-    strace = ["strace", "-f", "-qq", "-o", str(trace), "-e", f"trace={call}", "-e", f"inject={call}:{fault}:when={number}"]
-    tracer = subprocess.Popen([*strace, "-p", str(fleet.pids[0])])
-    status = Path(f"/proc/{fleet.pids[0]}/status")
-    while "TracerPid:\t0\n" in status.read_text():
-        time.sleep(0.002)
+    tracer = inject(fleet.pids[0], call, fault, number, trace)
     go.touch()
     (code,) = fleet.end()
     tracer.wait()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch
 
 from ckpt_tools import CheckpointManager, load
 from ckpt_tools.steps import damage, latest, list_steps
-from tests.faults.fleet import Fleet
+from tests.faults.fleet import Fleet, inject
 
 CALLS = ("mkdir", "pwrite64", "fsync", "chmod", "renameat2", "rename", "unlink", "unlinkat")
 
@@ -69,11 +68,7 @@ def main() -> None:
             go.unlink(missing_ok=True)
             fleet = Fleet(1, lambda tell: go_back(root, tell, go))
             fleet.wait_for("ready", 0)
-            strace = ["strace", "-f", "-qq", "-o", str(trace), "-e", f"trace={call}", "-e", f"inject={call}:signal=SIGKILL:when={number}"]
-            tracer = subprocess.Popen([*strace, "-p", str(fleet.pids[0])])
-            status = Path(f"/proc/{fleet.pids[0]}/status")
-            while "TracerPid:\t0\n" in status.read_text():
-                time.sleep(0.002)
+            tracer = inject(fleet.pids[0], call, "signal=SIGKILL", number, trace)
             go.touch()
             (code,) = fleet.end()
             tracer.wait()
