@@ -158,8 +158,7 @@ class Writer:
         with group.phase(f"begin {what}"):
             self._read_back.check(save.objects)
             if group.rank == 0:
-                if self.lock is not None:
-                    self.lock.check()
+                self._check_lock()
                 is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]  # its reply was lost in an outage
                 if self.candidates.branch is not None and not is_there:
                     note = Note(what, attempts[-1], *self.candidates.branch)
@@ -168,7 +167,11 @@ class Writer:
         if group.broadcast(is_there, f"begin {what}"):
             return SaveReport(target.url, 0)
         overwrite = save.overwrite or target.url in self.candidates.passed
-        return write(group, target, save.step, save.layout, save.memory, save.objects, self.jobs, attempts[-1], overwrite)
+        return write(group, target, save.step, save.layout, save.memory, save.objects, self.jobs, attempts[-1], self._check_lock, overwrite)
+
+    def _check_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.check()
 
     def _follow_up(self, step: int, path: str) -> None:
         """Ends a rollback, feeds the mirror and removes old steps, on rank 0 after a commit."""

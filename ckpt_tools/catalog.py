@@ -145,6 +145,8 @@ class Catalog:
         extras: what else the format keeps, as strings for people.
         archives: zips that hold several entries each, as views of their records, so that some may share bytes.
         made: files that exist in memory only: objects and small tensors that a reader made of values which stand in metadata.
+        beside: names of files and folders that lie with the checkpoint's own and of which nothing is read.
+        unread: tensors of kinds that are not read here, such as quantized ones, each with its kind for people.
     """
 
     format: str
@@ -157,6 +159,8 @@ class Catalog:
     extras: Mapping[str, str] = field(default_factory=dict)
     archives: tuple[Extent, ...] = ()
     made: Mapping[str, bytes] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -178,6 +182,7 @@ def keep(catalog: Catalog, wanted: Callable[[str], bool]) -> Catalog:
         tensors={k: v for k, v in catalog.tensors.items() if wanted(k)},
         objects={k: v for k, v in catalog.objects.items() if wanted(k)},
         paths={k: v for k, v in catalog.paths.items() if wanted(k)},
+        unread={k: v for k, v in catalog.unread.items() if wanted(k)},
     )
 
 
@@ -197,7 +202,7 @@ def rename(catalog: Catalog, new_name: Callable[[str], str]) -> Catalog:
                 hint="keep the names as they are with --keep-prefix, or leave one out with --select",
             )
         renamed[name], origin[name] = replace(entry, fqn=name), fqn
-    return replace(catalog, tensors=renamed, paths={})
+    return replace(catalog, tensors=renamed, paths={}, unread={new_name(fqn): kind for fqn, kind in catalog.unread.items()})
 
 
 def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
@@ -225,6 +230,36 @@ def check_globs(globs: Iterable[str], names: Sequence[str], what: str) -> None:
             close = difflib.get_close_matches(glob.rstrip("*."), names[:2000], 3, 0.5) or names[:3]
             shown = ", ".join(map(printable, close)) or "there are none"
             raise PlanError(f"{what} matches none of {len(names)} names: {printable(glob)!r}", hint=f"the nearest names: {shown}")
+
+
+def chooser(select: Sequence[str], exclude: Sequence[str]) -> Callable[..., bool]:
+    """Returns a test of an entry by its names: one of `select` matches one, or there are none, and none of `exclude` matches any."""
+    wanted, unwanted = matcher(select), matcher(exclude)
+    return lambda *names: (not select or any(map(wanted, names))) and not any(map(unwanted, names))
+
+
+def choose(catalog: Catalog, select: Sequence[str], exclude: Sequence[str]) -> Catalog:
+    """Returns the entries that one of `select` matches, or all where there are none, but for those that one of `exclude` matches.
+
+    Raises:
+        PlanError: a glob matches no name.
+    """
+    names = [*catalog.tensors, *catalog.objects, *catalog.unread]
+    check_globs(select, names, "--select")
+    check_globs(exclude, names, "--exclude")
+    return keep(catalog, chooser(select, exclude))
+
+
+def refuse_unread(catalog: Catalog, hint: str = "leave them out: --exclude GLOB") -> None:
+    """Refuses a catalog with tensors of kinds that are not read.
+
+    Raises:
+        PlanError: with their names and kinds.
+    """
+    if catalog.unread:
+        some = [f"{printable(name)!r} ({printable(kind)})" for name, kind in list(catalog.unread.items())[:4]]
+        more = f" and {len(catalog.unread) - 4} more" if len(catalog.unread) > 4 else ""
+        raise PlanError(f"tensors of kinds that ckpt does not read: {', '.join(some)}{more}", hint=hint)
 
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

@@ -7,6 +7,7 @@ so that `--help` and completion are quick.
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ from ckpt_tools.options import (
     parse_counts,
     parse_storage_options,
     plain,
+    reading_options,
     size,
 )  # fmt: skip
 from ckpt_tools.team import Team, is_launched
@@ -122,6 +124,7 @@ def merge(
     src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The .safetensors file to write; with --max-shard-size a directory.", show_default=False)],
     select: Annotated[list[str] | None, typer.Option("--select", metavar="GLOB", help="Only tensors whose name matches; repeatable.", show_default=False)] = None,
+    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave out tensors whose name matches; repeatable.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help="Cast floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
     keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
     max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=size, metavar="SIZE", help="Write shards of at most this size, such as 5GB, and an index.", show_default=False)] = None,
@@ -141,7 +144,7 @@ def merge(
     options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, resume, shapes)
     with _kept(resume):
         result = run(
-            src, dst, select=select or (), dtype=dtype, keep_dtype=keep_dtype or (),
+            src, dst, select=select or (), exclude=exclude or (), dtype=dtype, keep_dtype=keep_dtype or (),
             max_shard_bytes=max_shard_size, keep_prefix=keep_prefix, lora=lora, **options,
         )  # fmt: skip
     _report(result, quiet, as_json)
@@ -181,9 +184,11 @@ def convert(
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help="Cast the model's floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
     keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
     select: Annotated[list[str] | None, typer.Option("--select", metavar="GLOB", help="Only what matches by its name in DST; repeatable.", show_default=False)] = None,
+    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave out what matches by its name in DST; repeatable.", show_default=False)] = None,
     rename: Annotated[list[str] | None, typer.Option("--rename", metavar="REGEX=NEW", help="Rename parameters, in the model and in optimizers; repeatable, in order.", show_default=False)] = None,
     key_map: Annotated[str | None, typer.Option("--map", metavar="FILE|NAME", help="A key map: llama_titan_to_hf, llama_hf_to_titan, qkv_split, qkv_fuse, megatron_unstack, or a file of your own.", show_default=False)] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=N", help="A number that the key map asks for, such as heads=32; repeatable.", show_default=False)] = None,
+    param_order: Annotated[str | None, typer.Option("--param-order", metavar="FILE|model", help="What the numbers of an optimizer mean: a file with one name per line or a JSON list, or `model`: each group has its parameters in the model's order.", show_default=False)] = None,
     optimizer: Annotated[str | None, typer.Option("--optimizer", metavar="groups|flat|ids", help="Name optimizer state by parameter with groups, by parameter throughout (torchtitan), or by number.", show_default=False)] = None,
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave out everything but the model.")] = False,
     keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep wrappers' prefixes in names.")] = False,
@@ -205,8 +210,8 @@ def convert(
     options = make_options(jobs, memory, overwrite, dry_run, quiet or as_json, storage_option, resume, shapes)
     with _kept(resume):
         result = run(
-            src, dst, to=to, ranks=ranks, dtype=dtype, keep_dtype=keep_dtype or (), select=select or (), rename=rename or (),
-            key_map=key_map, settings=parse_counts(settings), optimizer=optimizer, model_only=model_only, keep_prefix=keep_prefix,
+            src, dst, to=to, ranks=ranks, dtype=dtype, keep_dtype=keep_dtype or (), select=select or (), exclude=exclude or (), rename=rename or (),
+            key_map=key_map, settings=parse_counts(settings), param_order=param_order, optimizer=optimizer, model_only=model_only, keep_prefix=keep_prefix,
             base=base, mesh=mesh, max_shard_bytes=max_shard_size, check=check, **options,
         )  # fmt: skip
     _report(result, quiet, as_json)
@@ -227,7 +232,7 @@ def verify(
     from ckpt_tools import verdicts
     from ckpt_tools.operations.verify import verify as run
 
-    result = run(src, quick=quick, deep=deep, **make_options(jobs, memory, False, False, quiet or as_json, storage_option, shapes=shapes))
+    result = run(src, quick=quick, deep=deep, **reading_options(jobs, memory, quiet or as_json, storage_option, shapes))
     if as_json and is_first():
         print(json.dumps(plain(result)))
     elif not quiet and is_first():
@@ -241,6 +246,7 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as SRC elsewhere.", show_default=False)],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one; of any format, layout, store and world size.", show_default=False)],
     select: Annotated[list[str] | None, typer.Option("--select", metavar="GLOB", help="Only what matches; repeatable.", show_default=False)] = None,
+    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave out what matches; repeatable.", show_default=False)] = None,
     atol: Annotated[float, typer.Option("--atol", min=0.0, help="Values count as the same where |a - b| <= atol + rtol * |b|; with neither, only the same bits do.")] = 0.0,
     rtol: Annotated[float, typer.Option("--rtol", min=0.0, help="See --atol.")] = 0.0,
     read_all: Annotated[bool, typer.Option("--read-all", help="Compare bytes even where both manifests have the same fingerprint.")] = False,
@@ -254,8 +260,8 @@ def diff(
     from ckpt_tools import verdicts
     from ckpt_tools.operations.diff import diff as run
 
-    options = make_options(jobs, memory, False, False, quiet or as_json, storage_option, shapes=shapes)
-    result = run(a, b, select=select or (), atol=atol, rtol=rtol, read_all=read_all, **options)
+    options = reading_options(jobs, memory, quiet or as_json, storage_option, shapes)
+    result = run(a, b, select=select or (), exclude=exclude or (), atol=atol, rtol=rtol, read_all=read_all, **options)
     if as_json and is_first():
         print(json.dumps(plain(result) | {"is_same": result.is_same}))
     elif not quiet and is_first():
@@ -272,7 +278,7 @@ def seal(
     from ckpt_tools import verdicts
     from ckpt_tools.operations.seal import seal as run
 
-    result = run(src, **make_options(jobs, memory, False, False, quiet or as_json, storage_option))
+    result = run(src, **reading_options(jobs, memory, quiet or as_json, storage_option))
     if as_json:
         print(json.dumps(plain(result)))
     elif not quiet:
@@ -353,7 +359,28 @@ def _terminated(number: int, frame: Any) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _fail(message: str, hint: str | None, code: int) -> NoReturn:
+def _prepare_streams() -> None:
+    """Makes sure that the standard streams are there, and take any text.
+
+    A closed one (`>&-`) leaves its number to the next file that is opened, which messages would then be written into.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # LC_ALL=C knows ASCII only
+    if not os.environ.get("COLUMNS", "1").isdecimal() or int(os.environ.get("COLUMNS", "1")) < 1:
+        del os.environ["COLUMNS"]
+
+
+def _fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
+    if kind and "--json" in sys.argv[1:]:
+        print(json.dumps({"error": kind, "message": message, "hint": hint, "exit_code": code}))
     red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
     print(f"{red}error:{plain} {message}", file=sys.stderr)
     if hint:
@@ -368,17 +395,18 @@ def main(may_share: bool = False) -> None:
         may_share: do it together with the other processes that torchrun or srun has started, if one has.
     """
     signal.signal(signal.SIGTERM, _terminated)
+    _prepare_streams()
     gc.disable()  # a short-lived process that makes no cycles worth collecting
     try:
         with _team(may_share) as team:
             app(prog_name="ckpt", obj=team)
     except CheckpointError as error:
-        _fail(str(error), error.hint, error.exit_code)
+        _fail(str(error), error.hint, error.exit_code, type(error).__name__)
     except BrokenPipeError:
         sys.stderr.close()
         raise SystemExit(0) from None
     except OSError as error:
-        _fail(f"{error.strerror or error} ({printable(str(error.filename or ''))})", None, 15)
+        _fail(f"{error.strerror or error} ({printable(str(error.filename or ''))})", None, 15, type(error).__name__)
     except KeyboardInterrupt:
         _fail("interrupted", None, 130)
     finally:

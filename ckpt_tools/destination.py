@@ -18,7 +18,7 @@ from ckpt_tools.formats import is_ours
 from ckpt_tools.integrity import hash_files
 from ckpt_tools.manifest import names_in, parse
 from ckpt_tools.plan import Literal
-from ckpt_tools.storage import LocalStore, SharedStore, Shelf, Store, is_url, read, write_file
+from ckpt_tools.storage import LocalStore, SharedStore, Shelf, Store, is_url, local_path, read, write_file
 
 
 class Place(Protocol):
@@ -158,7 +158,7 @@ class Destination(Protocol):
 def open_destination(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Destination:
     """Returns the destination of a path or URL; `options` are those of the object store, as fsspec takes them."""
     where = os.fspath(path)
-    return RemoteDestination(where, options) if is_url(where) else LocalDestination(Path(where.removeprefix("file://")))
+    return RemoteDestination(where, options) if is_url(where) else LocalDestination(Path(local_path(where)))
 
 
 def foreign_files(target: Path) -> list[str]:

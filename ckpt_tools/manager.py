@@ -45,7 +45,7 @@ from ckpt_tools.live.waiting import retry_outage
 from ckpt_tools.lock import FileLock, Lease, see_lock
 from ckpt_tools.mirror import Mirror
 from ckpt_tools.steps import Step, damage, find_step, latest, list_steps, step_name
-from ckpt_tools.storage import is_url
+from ckpt_tools.storage import is_url, local_path
 
 log = logging.getLogger("ckpt_tools")
 _MAX_STEP = 10**18
@@ -107,7 +107,7 @@ class CheckpointManager:
             StorageError: another job holds the directory, it cannot be written to, or not all ranks see it.
         """
         _check(root, keep_last, when_busy, mirror, max_failures)
-        self.root = root if is_url(root) else Path(os.fspath(root).removeprefix("file://")).absolute()  # the job may change its directory
+        self.root = root if is_url(root) else Path(local_path(root)).absolute()  # the job may change its directory
         self._options, self._mirror_url = storage_options, mirror
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
         self.read_once, self.retry_s, self.max_failures = read_once, min(retry_s, timeout_s * 0.8), max_failures

@@ -21,7 +21,7 @@ import typer
 from ckpt_tools.errors import printable
 
 if TYPE_CHECKING:
-    from ckpt_tools.operations.move import Options
+    from ckpt_tools.operations.move import Options, Reading
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
@@ -96,17 +96,25 @@ def is_first() -> bool:
     return team is None or team.rank == 0
 
 
-def make_options(
-    jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool, storage_option: list[str] | None,
-    resume: bool = False, shapes: str | None = None,
-) -> Options:  # fmt: skip
+def reading_options(
+    jobs: int | None, memory: int | None, quiet: bool, storage_option: list[str] | None, shapes: str | None = None
+) -> Reading:
+    """Returns the options of a command that writes no checkpoint."""
     team = click.get_current_context().obj
     if team is not None and jobs is None:
         jobs = max(1, min(8, os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return {
-        "jobs": jobs, "memory_bytes": memory, "overwrite": overwrite, "dry_run": dry_run, "team": team, "resume": resume, "shapes": shapes,
-        "storage_options": parse_storage_options(storage_option), "progress": bar if is_first() and not quiet else None,
+        "jobs": jobs, "memory_bytes": memory, "team": team, "shapes": shapes, "storage_options": parse_storage_options(storage_option),
+        "progress": bar if is_first() and not quiet else None,
     }  # fmt: skip
+
+
+def make_options(
+    jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool, storage_option: list[str] | None,
+    resume: bool = False, shapes: str | None = None,
+) -> Options:  # fmt: skip
+    """Returns the options of a command that writes one."""
+    return {**reading_options(jobs, memory, quiet, storage_option, shapes), "overwrite": overwrite, "dry_run": dry_run, "resume": resume}
 
 
 def parse_storage_options(given: list[str] | None) -> dict[str, Any]:

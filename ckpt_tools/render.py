@@ -66,6 +66,9 @@ def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
     print(f"  {report.format}{world}: {count(total.num_tensors, 'tensor')}, {size(total.nbytes)}, {count(total.num_objects, 'object')}")
     for key, value in islice(((k, v) for k, v in report.extras.items() if v and k not in _OWN_NOTES), _OBJECTS):
         print(f"  {printable(key)}: {printable(value)[:_MAX_NOTE]}")
+    if report.catalog.unread:
+        some = [f"{printable(name)} ({printable(kind)})" for name, kind in islice(report.catalog.unread.items(), _OBJECTS)]
+        print(f"  not read: {', '.join(some)}{' …' if len(report.catalog.unread) > _OBJECTS else ''}")
     print()
     _totals("key", report.by_key)
     print()
@@ -195,6 +198,7 @@ def report_as_json(report: Report) -> dict[str, Any]:
     catalog = report.catalog
     return {
         "path": report.path, "format": report.format, "world_size": report.world_size, "extras": dict(report.extras),
+        "unread": dict(catalog.unread),
         "total": report.total._asdict(),
         "by_dtype": {k: v._asdict() for k, v in report.by_dtype.items()},
         "by_key": {k: v._asdict() for k, v in report.by_key.items()},

@@ -19,7 +19,7 @@ from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
 from ckpt_tools.formats import INDEXES, detect_in
 from ckpt_tools.integrity import first_problem
 from ckpt_tools.manifest import Manifest, find, names_in
-from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url
+from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, local_path
 from ckpt_tools.storage.local import failed
 from ckpt_tools.superseded import SUPERSEDED, Note, read_notes
 
@@ -113,7 +113,7 @@ def _find(root: Root, options: Options) -> _Found:
         folders, files = run.folders(), list(run.list_files())
         stores: dict[str, Store] = {name: run.enter(name) for name in folders}
     else:
-        run = LocalStore(Path(root))
+        run = LocalStore(Path(local_path(root)))
         try:
             entries = sorted(os.scandir(root), key=lambda e: e.name)
         except FileNotFoundError:

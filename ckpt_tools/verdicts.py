@@ -38,6 +38,9 @@ def show_verdict(result: VerifyResult, quick: bool = False) -> None:
     if result.unknown:
         why = "which --quick does not read" if quick else "of which there is no checksum"
         print(f"  not compared: the bytes of {count(len(result.unknown), 'file')}, {why}")
+    if result.unread:
+        some = ", ".join(f"{printable(name)} ({printable(kind)})" for name, kind in list(result.unread.items())[:4])
+        print(f"  not read: {count(len(result.unread), 'tensor')} of kinds that ckpt does not read: {some}")
     print(f"{style(printable(result.path), BOLD)}: {_verdict(result)}")
 
 

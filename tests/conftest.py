@@ -33,7 +33,7 @@ def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> Non
     """Runs a script of tests/dist on real gloo processes, and shows what it printed if it fails."""
     command = torchrun_command(num_ranks, HERE / "dist" / script, *args)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH} | environment
-    result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=800)
+    result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

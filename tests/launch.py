@@ -10,6 +10,7 @@ import importlib.util
 import os
 import runpy
 import signal
+import socket
 import sys
 import uuid
 from pathlib import Path
@@ -42,14 +43,21 @@ def rank(*words: str) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def main() -> None:
+    """Launches. The rendezvous is static: another one has a thread, and a fork while it resolves a name leaves a lock to the child."""
     num_ranks, *words = sys.argv[1:]
     sys.path[0] = os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.abspath(words[0]))
     spec = importlib.util.find_spec(f"{words[1]}.__main__") if words[0] == "-m" else None
     load_imports(Path(spec.origin if spec else words[0]))
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=int(num_ranks), run_id=str(uuid.uuid4()), rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        max_restarts=0, start_method="fork", monitor_interval=0.1,
+        min_nodes=1, max_nodes=1, nproc_per_node=int(num_ranks), run_id=str(uuid.uuid4()), rdzv_backend="static",
+        rdzv_endpoint=f"localhost:{free_port()}", rdzv_configs={"rank": 0}, max_restarts=0, start_method="fork", monitor_interval=0.1,
     )  # fmt: skip
     elastic_launch(config, rank)(*words)
 

@@ -79,7 +79,7 @@ def test_the_metadata_of_a_large_job_is_read_so_too(tmp_path: Path) -> None:
         assert any(isinstance(t.chunks, ManyChunks) for t in found.tensors.values())
         soundness.check(found)
         plain = {f: TensorEntry(f, t.dtype, t.shape, tuple(t.chunks)) for f, t in found.tensors.items()}
-        entries, objects, _ = dcp._read(LocalStore(tmp_path / "run"), [".metadata"])
+        entries, objects, _, _ = dcp._read(LocalStore(tmp_path / "run"), [".metadata"])
         assert entries == plain and {f: e[0] for f, e in objects.items()} == {f: o.extent for f, o in found.objects.items()}
     result = ckpt_tools.merge(tmp_path / "run", tmp_path / "m.safetensors", dry_run=True)
     assert result.num_copies == sum(c.box.numel > 0 for f, t in found.tensors.items() if f.startswith("model.") for c in t.chunks)

@@ -18,6 +18,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError
 from tests.conftest import torchrun
 from tests.dist.test_real_jobs import assert_same
+from tests.stock import assert_stock_torch_reads
 
 Run = Callable[..., Any]
 
@@ -27,13 +28,9 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
 
 
-def trained(groups: bool = False) -> tuple[nn.Sequential, torch.optim.AdamW]:
+def trained() -> tuple[nn.Sequential, torch.optim.AdamW]:
     model = net()
-    parameters: Any = model.parameters()
-    if groups:
-        matrices, vectors = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
-        parameters = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "lr": 2e-3}]
-    optimizer = torch.optim.AdamW(parameters)
+    optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         model(torch.randn(4, 5)).square().sum().backward()
         optimizer.step()
@@ -54,13 +51,37 @@ def state(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize("form", ["groups", "flat", "ids"])
 def test_there_and_back_through_every_naming(form: str, state: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     path, whole = state
-    ckpt_tools.convert(path, tmp_path / "dcp", to="dcp", ranks=3, optimizer=form)
-    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "back.pt", to="torch", optimizer="ids")
+    ckpt_tools.convert(path, tmp_path / "dcp", to="dcp", ranks=3, optimizer=form, param_order="model")
+    again = None if form != "ids" else [name for name, _ in net().named_parameters()]
+    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "back.pt", to="torch", optimizer="ids", param_order=again)
     back = torch.load(tmp_path / "back.pt", weights_only=True, mmap=True)
     assert_same(back, whole)
+    assert_stock_torch_reads(tmp_path / "dcp")
     optimizer = torch.optim.AdamW(net().parameters())
     optimizer.load_state_dict(back["optimizer"])
     assert ckpt_tools.verify(tmp_path / "dcp").problems == ckpt_tools.verify(tmp_path / "back.pt").problems == []
+
+
+@pytest.mark.parametrize("model", [{}, {"model": {"w": torch.ones(2)}}])
+def test_lists_and_dicts_keep_their_places(model: dict[str, Any], tmp_path: Path) -> None:
+    """Those of DCP and of torch.save, in both directions, beside a model and without one."""
+    state = {"l": [3, torch.ones(2), "x"], "n": {"a": [{"b": torch.ones(1)}, 4]}, **model}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(state, tmp_path / "s.pt")
+    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "one.pt", to="torch")
+    assert_same(torch.load(tmp_path / "one.pt"), state)
+    ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "again", to="dcp", ranks=2)
+    assert_same(assert_stock_torch_reads(tmp_path / "again"), state)
+
+
+def test_a_model_with_adapters_inside_is_not_written_for_transformers(tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    inside = {f"{name}.lora_A.default.weight": torch.ones(2, 4), f"{name}.lora_B.default.weight": torch.ones(4, 2)}
+    torch.save({"model": {f"{name}.base_layer.weight": torch.ones(4, 4), **inside}}, tmp_path / "s.pt")
+    with pytest.raises(PlanError, match="the model has adapters of PEFT inside, and transformers does not load such names") as caught:
+        ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "hf", to="hf")
+    assert "--to peft" in (caught.value.hint or "") and "--lora" in (caught.value.hint or "")
+    assert not (tmp_path / "hf").exists()
 
 
 def test_a_training_state_resumes_after_it_became_dcp(state: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -78,61 +99,13 @@ def test_a_training_state_resumes_after_it_became_dcp(state: tuple[Path, dict[st
 
 def test_stock_dcp_loads_what_torchtitan_would_name_so(state: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     path, whole = state
-    ckpt_tools.convert(path, tmp_path / "dcp", to="dcp", optimizer="flat")
+    ckpt_tools.convert(path, tmp_path / "dcp", to="dcp", optimizer="flat", param_order="model")
     names = [n for n, _ in net().named_parameters()]
     got = {"optimizer": {f"state.{n}.exp_avg": torch.zeros_like(whole["model"][n]) for n in names} | {f"param_groups.{names[0]}.lr": 0.0}}
     dcp.load(got, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert got["optimizer"][f"param_groups.{names[0]}.lr"] == 1e-3
     for number, name in enumerate(names):
         assert torch.equal(got["optimizer"][f"state.{name}.exp_avg"], whole["optimizer"]["state"][number]["exp_avg"])
-
-
-def test_groups_by_kind_are_told_by_shape_and_doubt_is_said(tmp_path: Path) -> None:
-    model, optimizer = trained(groups=True)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "s.pt")
-    result = ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "dcp", to="dcp")
-    assert not result.notes
-    names = {id(p): n for n, p in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            got = {f"optimizer.state.{names[id(parameter)]}.exp_avg": torch.zeros_like(parameter)}
-            ckpt_tools.load(tmp_path / "dcp", got, strict=False)
-            assert torch.equal(*got.values(), optimizer.state[parameter]["exp_avg"])
-    square = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
-    doubtful = torch.optim.AdamW([{"params": [square[1].weight]}, {"params": [square[0].weight]}])
-    sum(p.sum() for p in square.parameters()).backward()
-    doubtful.step()
-    torch.save({"model": square.state_dict(), "optimizer": doubtful.state_dict()}, tmp_path / "d.pt")
-    result = ckpt_tools.convert(tmp_path / "d.pt", tmp_path / "doubt", to="dcp")
-    assert "which is which cannot be told from shapes alone" in result.notes[0]
-    assert ckpt_tools.diff(tmp_path / "d.pt", tmp_path / "doubt").is_same
-
-
-def test_batch_norms_buffers_are_no_parameters_and_other_buffers_leave_a_doubt(tmp_path: Path) -> None:
-    class Buffered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.BatchNorm1d(7)
-            self.register_buffer("mask", torch.ones(7))
-            self.last = nn.Linear(7, 7)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.first(x) * self.mask)
-
-    for name, model in (("norms", nn.Sequential(nn.BatchNorm1d(7), nn.BatchNorm1d(7))), ("doubt", Buffered())):
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.randn(5, 7)).square().sum().backward()
-        optimizer.step()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{name}.pt")
-        result = ckpt_tools.convert(tmp_path / f"{name}.pt", tmp_path / name, to="dcp")
-        if name == "doubt":
-            assert "cannot be told from shapes alone" in result.notes[0]
-            assert ckpt_tools.diff(tmp_path / "doubt.pt", tmp_path / "doubt").is_same
-            continue
-        for fqn, parameter in model.named_parameters():
-            got = {f"optimizer.state.{fqn}.exp_avg": torch.zeros(7)}
-            ckpt_tools.load(tmp_path / name, got, strict=False)
-            assert torch.equal(*got.values(), optimizer.state[parameter]["exp_avg"]), fqn
 
 
 @pytest.mark.parametrize("name", ["../out", "a/../../b", "a/b", "x" * 300])
@@ -159,7 +132,7 @@ def test_what_a_job_saved_becomes_a_file_and_what_accelerate_resumes(tmp_path: P
     torchrun(2, "accelerator.py", str(tmp_path), "save")
     ckpt_tools.convert(tmp_path / "saved", tmp_path / "one.pt", to="torch", optimizer="ids")
     assert_same(torch.load(tmp_path / "one.pt")["optimizer"]["state"], torch.load(tmp_path / "whole.pt")["state"])
-    result = ckpt_tools.convert(tmp_path / "one.pt", tmp_path / "acc", to="accelerate", ranks=3)
+    result = ckpt_tools.convert(tmp_path / "one.pt", tmp_path / "acc", to="accelerate", ranks=3, param_order="model")
     assert set(result.files) == {
         f"{f}/{n}" for f in ("pytorch_model_fsdp_0", "optimizer_0") for n in (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp")
     } | {"scheduler.bin"}
@@ -212,7 +185,7 @@ def test_select_rename_dtype_and_model_only(state: tuple[Path, dict[str, Any]], 
     got = torch.load(tmp_path / "m.pt")["model"]
     want = {f"layers.{n}": v if "running" in n or not v.is_floating_point() else v.bfloat16() for n, v in whole["model"].items()}
     assert_same(got, want)
-    ckpt_tools.convert(path, tmp_path / "d", to="dcp", rename=[r"^(\d)\.=layers.\1."], select=["*layers.0*", "epoch"])
+    ckpt_tools.convert(path, tmp_path / "d", to="dcp", param_order="model", rename=[r"^(\d)\.=layers.\1."], select=["*layers.0*", "epoch"])
     report = ckpt_tools.inspect(tmp_path / "d")
     assert {"model.layers.0.weight", "optimizer.state.layers.0.weight.exp_avg"} <= report.catalog.tensors.keys() and set(
         report.catalog.objects
@@ -381,7 +354,9 @@ def test_qkv_is_split_and_put_together_with_what_the_optimizer_keeps(tmp_path: P
     state = {str(i): {"exp_avg": torch.randn_like(v), "step": torch.tensor(4.0)} for i, v in enumerate(fused.values())}
     group = {"lr": 0.5, "params": [0, 1, 2]}
     torch.save({"model": fused, "optimizer": {"state": {int(i): s for i, s in state.items()}, "param_groups": [group]}}, tmp_path / "f.pt")
-    ckpt_tools.convert(tmp_path / "f.pt", tmp_path / "s", to="dcp", ranks=3, key_map="qkv_split", settings={"heads": 4, "kv_heads": 2})
+    ckpt_tools.convert(
+        tmp_path / "f.pt", tmp_path / "s", to="dcp", ranks=3, key_map="qkv_split", settings={"heads": 4, "kv_heads": 2}, param_order="model"
+    )
     catalog = ckpt_tools.inspect(tmp_path / "s").catalog
     assert [catalog.tensors[f"model.l.{c}_proj.weight"].shape for c in "qkv"] == [(8, 6), (4, 6), (4, 6)]
     for key, whole in (
@@ -395,8 +370,9 @@ def test_qkv_is_split_and_put_together_with_what_the_optimizer_keeps(tmp_path: P
     back = torch.load(tmp_path / "back.pt")
     assert_same(back["model"], fused)
     assert_same(back["optimizer"]["state"], {int(i): s for i, s in state.items()})
+    settings = {"heads": 5, "kv_heads": 1}
     with pytest.raises(PlanError, match="16 rows cannot be split as"):
-        ckpt_tools.convert(tmp_path / "f.pt", tmp_path / "no", to="dcp", key_map="qkv_split", settings={"heads": 5, "kv_heads": 1})
+        ckpt_tools.convert(tmp_path / "f.pt", tmp_path / "no", to="dcp", key_map="qkv_split", settings=settings, param_order="model")
 
 
 # ---- what stands beside, and what is overwritten -------------------------------------------------------------------------
@@ -409,7 +385,7 @@ def test_schedulers_and_progress_beside_accelerates_parts_are_resumed(tmp_path: 
     optimizer.step()
     scheduler.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "s.pt")
-    ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "checkpoint-7", to="accelerate", ranks=2)
+    ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "checkpoint-7", to="accelerate", ranks=2, param_order="model")
     torch.save(scheduler.state_dict(), tmp_path / "checkpoint-7" / "scheduler.pt")
     progress = {"global_step": 7, "epoch": 0.5, "log_history": [{"loss": 1.0, "step": 5}], "best_metric": None}
     (tmp_path / "checkpoint-7" / "trainer_state.json").write_text(json.dumps(progress))
@@ -434,7 +410,8 @@ def test_what_convert_wrote_can_be_replaced_and_other_files_cannot(state: tuple[
     (tmp_path / "base" / "config.json").write_text("{}")
     for to, name in (("torch", "x.pt"), ("accelerate", "acc"), ("hf", "hf")):
         for _ in range(2):
-            ckpt_tools.convert(path, tmp_path / name, to=to, base=tmp_path / "base" if to == "hf" else None, overwrite=True)
+            base, order = (tmp_path / "base", None) if to == "hf" else (None, "model")
+            ckpt_tools.convert(path, tmp_path / name, to=to, base=base, overwrite=True, param_order=order)
         assert ckpt_tools.verify(tmp_path / name).problems == []
     (tmp_path / "hf" / "diary.txt").write_text("mine")
     torch.save({}, tmp_path / "own.pt")

@@ -11,7 +11,8 @@ import ckpt_tools
 
 ROOT = Path(ckpt_tools.__file__).parent
 LIVE = [
-    f"live.{name}" for name in "group launch shards objects archives optimizers state restore rename divide share match save load".split()
+    f"live.{name}"
+    for name in "group launch shards objects archives optimizers state restore rename numbers divide share match save load".split()
 ]
 LEVELS = [
     ["errors", "box", "dtypes", "checksum", "version", "team", "flock", "live.at_exit", "live.signals", "live.waiting"],
@@ -85,6 +86,7 @@ LEVELS = [
         "steps",
     ],
     [
+        "operations.arguments",
         "operations.proof",
         "operations.inspect",
         "operations.within",
@@ -94,6 +96,8 @@ LEVELS = [
         "operations.result",
         "operations.move",
         "operations.lora",
+        "operations.param_order",
+        "operations.side_files",
         "operations.mesh",
         "operations.transfer",
         "operations.keymap",

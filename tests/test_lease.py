@@ -24,6 +24,7 @@ import torch
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.steps import list_steps
 from tests.conftest import HERE
+from tests.servers.gate import gated
 from tests.servers.servers import Server
 
 STATE = {"w": torch.ones(3)}
@@ -128,6 +129,22 @@ def test_a_job_that_was_cut_off_looks_at_its_lease_before_it_saves(server: Serve
         with pytest.raises(StorageError, match="another job has taken over s3://cutoff/run: host elsewhere, pid 1"):
             checkpoints.save(2, STATE, asynchronous=False)
     assert [s.number for s in list_steps(root, server.options)] == [1]
+
+
+def test_a_job_that_loses_its_lease_while_it_writes_does_not_commit(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_tools.lock.RENEW_S", 0.3)
+    fs, root = server.bucket("overtaken"), "s3://overtaken/run"
+    with gated(server) as (behind, gate), CheckpointManager(root, storage_options=behind.options) as checkpoints:
+        gate.hold(b"PUT /overtaken/run/step-00000001/")
+        checkpoints.save(1, STATE)
+        assert gate.holding.wait(60)
+        elsewhere(fs, "overtaken/run/.ckpt.lock")
+        until(lambda: checkpoints._writer.lock._lost)
+        gate.let_go()
+        with pytest.raises(StorageError, match="another job has taken over s3://overtaken/run: host elsewhere, pid 1"):
+            checkpoints.wait()
+    assert list_steps(root, server.options) == []
+    assert not [path for path in fs.find("overtaken/run") if "/step-" in path]
 
 
 def until(is_so: Any, seconds: float = 20) -> None:

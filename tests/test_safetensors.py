@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import ckpt_tools
 from ckpt_tools.errors import CatalogError, FormatError
@@ -134,9 +136,29 @@ def test_parts_of_ranks_that_torch_wrote_are_one_checkpoint(ranks: int, tmp_path
     assert got.keys() == want.keys() and all(torch.equal(got[n], v) for n, v in want.items())
     ckpt_tools.convert(tmp_path / "shards", tmp_path / "dcp", to="dcp", ranks=2)
     assert ckpt_tools.diff(tmp_path / "dcp", tmp_path / "m.safetensors").is_same
+    ckpt_tools.reshard(tmp_path / "shards", tmp_path / "resharded", to_ranks=4, from_ranks=ranks)
+    assert ckpt_tools.diff(tmp_path / "resharded", tmp_path / "m.safetensors").is_same
     files[0].unlink()
     with pytest.raises(CatalogError, match="chunks leave a hole"):
         ckpt_tools.inspect(tmp_path / "shards")
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+@pytest.mark.parametrize("files", [{}, {"a.w": 1, "b": 2}])
+def test_what_torch_wrote_without_saving_distributed_is_read(files: dict[str, int], is_renamed: bool, tmp_path: Path) -> None:
+    """Its files have offsets and an index; some releases call them `shard-…` while the index does not."""
+    state = {"a.w": torch.randn(4, 3), "b": torch.arange(5.0)}
+    writer = HuggingFaceStorageWriter(str(tmp_path / "hf"), files or None)
+    dcp.save(dict(state), storage_writer=writer, no_dist=True)
+    for file in list((tmp_path / "hf").glob("model-*.safetensors")) if is_renamed else ():
+        file.rename(file.with_name(f"shard-00001-{file.name}"))
+    ckpt_tools.merge(tmp_path / "hf", tmp_path / "m.safetensors")
+    got = load_file(tmp_path / "m.safetensors")
+    assert got.keys() == state.keys() and all(torch.equal(got[n], v) for n, v in state.items())
+    assert ckpt_tools.verify(tmp_path / "hf").problems == []
+    next((tmp_path / "hf").glob("*.safetensors")).unlink()
+    with pytest.raises(CatalogError, match="a data file is missing"):
+        ckpt_tools.inspect(tmp_path / "hf")
 
 
 @pytest.mark.parametrize("offsets", ["[0]", '["a", 0]', "[-1, 0]", "7", "[0, 99999999999999999999]"])

@@ -19,7 +19,17 @@ from training import config as configuration
 from training import model as models
 from training.config import Config, ConfigError
 
-_QUIET = ("run.dir", "run.resume_from", "run.export", "checkpoint.", "metrics.every", "metrics.progress", "data.train", "data.may_change")
+_QUIET = (
+    "run.dir",
+    "run.resume_from",
+    "run.export",
+    "checkpoint.",
+    "metrics.every",
+    "metrics.progress",
+    "data.train",
+    "data.may_change",
+    "model.may_change",
+)
 _FIXED = ("data.shuffle", "data.drop_last")  # the place in the data would mean another one
 _OPTIONS = ("weight_decay", "eps")
 
@@ -45,7 +55,7 @@ def notes_on(stored: str, now: Config) -> list[str]:
         ConfigError: a key was changed that cannot change within a run.
     """
     notes, before = [], configuration.parse(stored, "the checkpoint's configuration")
-    _check_model(before, now)
+    check_model(before, now)
     for key, a, b in differences(before, now):
         if key in _FIXED:
             raise ConfigError(f"{key} = {b!r}, and the run that is resumed has {a!r}: it cannot change within a run")
@@ -54,19 +64,43 @@ def notes_on(stored: str, now: Config) -> list[str]:
     return notes
 
 
-def _check_model(before: Config, now: Config) -> None:
-    """Refuses another model; how its sizes were given does not matter.
+def check_model(before: Config, now: Config, hint: str = "") -> None:
+    """Refuses another model; how its sizes were given, or in which directory it lies, does not matter.
 
     Raises:
         ConfigError: with the first size that differs.
     """
     if bool(before.model.path) != bool(now.model.path):
-        raise ConfigError(f"model.path = {now.model.path!r}, and the run that is resumed has {before.model.path!r}: it is another model")
+        raise ConfigError(
+            f"model.path = {now.model.path!r}, and the run that is resumed has {before.model.path!r}: it is another model{hint}"
+        )
     if now.model.path:
         return
     a, b = asdict(models.sizes_of(before.model)), asdict(models.sizes_of(now.model))
     for key in (key for key in a if a[key] != b[key]):
-        raise ConfigError(f"model.{key} = {b[key]!r}, and the run that is resumed has {a[key]!r}: it is another model")
+        raise ConfigError(f"model.{key} = {b[key]!r}, and the run that is resumed has {a[key]!r}: it is another model{hint}")
+
+
+def check_description(stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_change: bool) -> list[str]:
+    """Compares the `config.json` of a checkpoint's model with this run's; returns remarks.
+
+    Args:
+        stored: what the checkpoint has of it, None where an older program saved.
+        now: the same of this run. A key that only one of both has is left out: each release of transformers has others.
+        may_change: accept other values, with a remark.
+
+    Raises:
+        ConfigError: they differ. Shapes may be equal, and the model computes something else.
+    """
+    if stored is None:
+        return ["the checkpoint does not tell which config.json its model had"] if now else []
+    changed = [key for key in now if key in stored and stored[key] != now[key]]
+    texts = [
+        f"{key} = {now[key]!r} in the config.json of model.path, and the checkpoint was trained with {stored[key]!r}" for key in changed
+    ]
+    if texts and not may_change:
+        raise ConfigError(f"{texts[0]}: give the same model, or set model.may_change = true")
+    return texts
 
 
 def tensor_parallel(stored: str) -> int:
@@ -127,7 +161,4 @@ def check_directory(config: Config, directory: Path) -> None:
     """Refuses to go on in the directory of another model: told here, instead of by a table of shapes."""
     if config.run.resume_from or not list(directory.glob("step-*")) or not (directory / "config.toml").exists():
         return
-    before = configuration.resolve(directory / "config.toml").model
-    for key in ("name", "path", "dim", "num_layers", "num_heads", "hidden_dim", "vocab_size", "tied_embeddings"):
-        if (was := getattr(before, key)) != (now := getattr(config.model, key)):
-            raise ConfigError(f"model.{key} = {now!r}, and the run in {directory} has {was!r}: use its config.toml, or another run.dir")
+    check_model(configuration.resolve(directory / "config.toml"), config, f"; use {directory}/config.toml, or another run.dir")

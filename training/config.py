@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 Dtype = Literal["", "float32", "bfloat16", "float16"]
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+_FLOAT32_MAX = 3.4e38
 
 
 class ConfigError(Exception):
@@ -48,6 +48,7 @@ class Model:
     vocab_size: int = 0
     max_seq_len: int = 0
     tied_embeddings: bool = False
+    may_change: bool = False  # resume with another config.json in `path` than the checkpoint was trained with
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Data:
     """Token files, and what one step takes from them."""
 
     train: str = ""  # made by `python -m training.data prepare`; the standard library's own sources where empty
-    validation: str = ""
+    validation: str = ""  # used every `metrics.validate_every` steps
     seq_len: int = 128
     batch_size: int = 16  # sequences of one step, over all ranks and micro-batches
     accumulation: int = 1  # micro-batches of a step
@@ -357,10 +358,10 @@ def _problems(config: Config) -> list[str]:
     found += _range_problems(config)
     if config.model.path and not config.data.train:
         found.append("model.path needs data.train: without it, the tokens would be the bytes of Python's standard library")
-    if config.model.path and (changed := _changed(config.model, ("path", "weights"))):
+    if config.model.path and (changed := _changed(config.model, ("path", "weights", "may_change"))):
         found.append(f"model.{changed[0]} belongs to the built-in decoder, and model.path = {config.model.path!r} is set")
-    if config.metrics.validate_every and not config.data.validation:
-        found.append("metrics.validate_every needs data.validation, a token file")
+    if bool(config.metrics.validate_every) != bool(config.data.validation):
+        found.append("data.validation, a token file, and metrics.validate_every, the steps between validations, need each other")
     if config.checkpoint.mirror and ("://" in config.checkpoint.dir or "://" not in config.checkpoint.mirror):
         found.append("checkpoint.mirror is a URL such as s3://bucket/run, beside steps on a disk")
     return found + _sharding_problems(config) + _precision_problems(config)
@@ -379,11 +380,13 @@ def _range_problems(config: Config) -> list[str]:
         **{f"model.{f.name}": size for f in fields(Model) if type(size := getattr(config.model, f.name)) is int},
         "compute.checkpoint_every": config.compute.checkpoint_every, "run.seed": config.run.seed,
     }  # fmt: skip
-    found = [f"{key} = {value}: must be above 0, and a float32" for key, value in above.items() if not 0 < value < 3e38]
+    found = [f"{key} = {value}: must be above 0, and a float32" for key, value in above.items() if not 0 < value < _FLOAT32_MAX]
     found += [f"run.seed = {config.run.seed}: must be below 2**32"] * (config.run.seed >= 1 << 32)
     found += ["run.dir is empty: name a directory"] * (not config.run.dir)
-    found += [f"{key} = {value}: must be at least 0" for key, value in at_least.items() if not 0 <= value < math.inf]
+    found += [f"{key} = {value}: must be at least 0, and a float32" for key, value in at_least.items() if not 0 <= value < _FLOAT32_MAX]
     found += [f"{key} = {value}: must be at least 0 and below 1" for key, value in _betas(optim).items() if not 0 <= value < 1]
+    if not found and max(optim.lr / (1 - optim.beta1), optim.lr * optim.weight_decay) >= _FLOAT32_MAX:
+        found.append(f"optim.lr = {optim.lr}: AdamW's first step, lr / (1 - beta1) and lr * weight_decay, is beyond a float32")
     if not 0 <= optim.min_lr_ratio <= 1:
         found.append(f"optim.min_lr_ratio = {optim.min_lr_ratio}: must be from 0 to 1")
     if metrics.validate_every and metrics.validate_batches < 1:
@@ -424,7 +427,7 @@ def _precision_problems(config: Config) -> list[str]:
         found.append('precision.overrides needs fsdp.api = "fsdp2": FSDP1 does not cast between units of different types')
     elif precision.overrides and fsdp.strategy == "NO_SHARD":
         found.append("precision.overrides needs sharded parameters: with NO_SHARD, autocast chooses the types")
-    if "float16" in (precision.param, precision.reduce):
+    if "float16" in (precision.param, precision.reduce, *precision.overrides.values()):
         found.append("precision float16 needs a scaled loss, which this program does not do: use bfloat16")
     if precision.buffer and fsdp.api == "fsdp2":
         found.append('precision.buffer needs fsdp.api = "fsdp1"; FSDP2 leaves buffers as they are')

@@ -1,12 +1,15 @@
 """First values of a model's parameters and buffers, the same for every strategy and number of ranks.
 
 A module is drawn whole, with a generator of its own, and each rank keeps its shard: no two strategies or numbers of ranks start
-differently, and no rank holds more than one module whole.
+differently, and no rank holds more than one module whole. Values are drawn in a copy of the model on the meta device, because
+FSDP changes the modules of the model itself.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +29,10 @@ class Init:
 
     def __init__(self, model: nn.Module, seed: int, device: torch.device, draw: bool = True) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
+        self.blank = dict(copy.deepcopy(model).named_modules())
         self.fill, self.seed, self.draw = initializer(model), seed, draw
+        self.writes = dict(_writes(self.blank, self.fill)) if draw else {}
+        self.writer = {target: above for above, targets in self.writes.items() for target in targets}
         self.device = device if draw else torch.device("meta")
         self.first: dict[tuple[int, str], Use] = {}  # of a tied weight that a module holds: the place that gives it its values
         for uses in tied(model):
@@ -58,19 +64,54 @@ class Init:
 
     @torch.no_grad()
     def _fill(self, module: nn.Module) -> None:
-        held = {name: p for name, p in module._parameters.items() if p is not None}
-        whole = {name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=self.device)) for name, p in held.items()}
-        digest = hashlib.blake2b(f"{self.seed}:{self.names[id(module)]}".encode(), digest_size=8).digest()
+        name = self.names[id(module)]
+        drawn = self._draw(name, {key: buffer for key, buffer in module._buffers.items() if buffer is not None})
+        for key, parameter in module._parameters.items() if self.draw else ():
+            use = self.first.get((id(module), key))
+            if parameter is not None and (use is None or (use.module is module and use.name == key)):
+                above = self.writer.get((name, key))
+                _keep_shard(parameter, (self._draw(above, {}) if above is not None else drawn)[name, key])
+
+    def _draw(self, name: str, buffers: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+        """Calls the initialiser of one module; returns the parameters that it writes, whole, by module and name.
+
+        Args:
+            buffers: the module's own, which it gives their values in place.
+        """
+        module = self.blank[name]
+        targets = [(name, key) for key, p in module._parameters.items() if p is not None] + self.writes.get(name, [])
+        held = {target: self.blank[target[0]]._parameters[target[1]] for target in targets}
+        whole = {at: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=self.device)) for at, p in held.items() if p is not None}
+        digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "big") >> 1)
-        module._parameters.update(whole)
+        unset = dict(module._buffers)
+        self._put(whole)
+        module._buffers.update(buffers)
         try:
             self.fill(module)
         finally:
-            module._parameters.update(held)
-        for name, parameter in held.items() if self.draw else ():
-            use = self.first.get((id(module), name))
-            if use is None or (use.module is module and use.name == name):
-                _keep_shard(parameter, whole[name])
+            self._put(held)
+            module._buffers.update(unset)
+        return dict(whole)
+
+    def _put(self, parameters: Mapping[tuple[str, str], nn.Parameter | None]) -> None:
+        for (name, key), parameter in parameters.items():
+            self.blank[name]._parameters[key] = parameter
+
+
+@torch.no_grad()
+def _writes(modules: dict[str, nn.Module], fill: Callable[[nn.Module], None]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yields the modules whose initialiser writes parameters of modules within them, inner modules first, with those parameters.
+
+    GPT-2 scales the weights of its residual layers so: the initialiser of the attention writes the weight of its projection.
+    """
+    for name, module in reversed(modules.items()):
+        inner = [(path, key, p) for path, m in module.named_modules(prefix=name) if m is not module for key, p in m._parameters.items()]
+        before = {id(p): p._version for _, _, p in inner if p is not None}
+        if inner:
+            fill(module)
+        if written := [(path, key) for path, key, p in inner if p is not None and p._version != before[id(p)]]:
+            yield name, written
 
 
 def _keep_shard(parameter: Tensor, whole: Tensor) -> None:

@@ -173,10 +173,22 @@ def _pretrained(path: str) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path: {path} holds no causal LM that transformers knows: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # a model's own code raises what it likes
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(f"model.path: {path} holds no causal LM that transformers can make here: {said}") from error
     model.config.use_cache = False
     return model
+
+
+_NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+
+
+def description(model: nn.Module) -> dict[str, Any]:
+    """Returns the configuration of a model of `transformers`, as JSON has it; nothing of a built-in one, whose sizes tell all."""
+    if isinstance(model, Decoder):
+        return {}
+    known: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return {key: value for key, value in known.items() if key not in _NOT_OF_THE_MODEL}
 
 
 def check_weights(model: nn.Module, config: configuration.Model) -> None:
@@ -187,7 +199,10 @@ def check_weights(model: nn.Module, config: configuration.Model) -> None:
     """
     if not config.path or not config.weights:
         return
-    stored = set(ckpt_tools.inspect(config.path).catalog.tensors)
+    report = ckpt_tools.inspect(config.path)
+    stored = set(report.catalog.tensors)
+    if report.format == "accelerate":  # a job's directory, in which the model is one part
+        stored = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
     names = {name: id(tensor) for name, tensor in [*model.named_parameters(remove_duplicate=False), *_persistent(model)]}
     there = {key for name, key in names.items() if name in stored}
     missing = [name for name, key in names.items() if key not in there]

@@ -178,6 +178,23 @@ def shard(model: nn.Module, config: Config, mesh: DeviceMesh, device: torch.devi
     return model
 
 
+def check_backend(config: Config) -> None:
+    """Refuses a compiler that torch does not have.
+
+    Raises:
+        ConfigError: with those that it has.
+    """
+    if config.compute.compile:
+        from torch._dynamo import list_backends, lookup_backend
+        from torch._dynamo.exc import InvalidBackend
+
+        try:
+            lookup_backend(config.compute.compile_backend)
+        except InvalidBackend:
+            known = ", ".join(list_backends(exclude_tags=()))
+            raise ConfigError(f"compute.compile_backend = {config.compute.compile_backend!r}: torch knows {known}") from None
+
+
 def find(model: nn.Module, name: str) -> nn.Module:
     """Returns a module by the name it had before anything was wrapped around it."""
     while isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
@@ -196,7 +213,7 @@ def _fsdp2(model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh
         policy = MixedPrecisionPolicy(
             param_dtype=dtype_of(unit.dtype or precision.param),
             reduce_dtype=dtype_of(precision.reduce),
-            output_dtype=dtype_of(precision.param if unit.dtype else "" if unit.name else precision.output),
+            output_dtype=dtype_of((precision.param or "float32") if unit.dtype else "" if unit.name else precision.output),
             cast_forward_inputs=precision.cast_forward_inputs,
         )
         # the root's parameters are needed first in the backward: unless told, PyTorch keeps them gathered

@@ -77,12 +77,13 @@ class Job:
     tokens: Tokens
     validation: Tokens | None
     num_parameters: int
+    about: dict[str, Any]  # the model's config.json
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns everything that a resumed run needs, and the configuration, as the checkpoint manager takes it."""
         return {
             "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "sampler": self.sampler,
-            "rng": RngState(), "train_state": {"step": step, "data": self.tokens.identity}, "config": self.text,
+            "rng": RngState(), "train_state": {"step": step, "data": self.tokens.identity, "model": self.about}, "config": self.text,
         }  # fmt: skip
 
 
@@ -165,6 +166,7 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     if data.seq_len > models.max_seq_len(model):
         raise ConfigError(f"data.seq_len = {data.seq_len}, and the model takes sequences of at most {models.max_seq_len(model)}")
     models.check_weights(model, config.model)
+    parallel.check_backend(config)
     tokens = open_tokens(data.train, data.seq_len, data.batch_size, models.vocab_size(model))
     validation = None
     if config.metrics.validate_every:
@@ -190,15 +192,12 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
     except (ConfigError, CheckpointError, LossError):
         _is_first(store, rank)  # alike on all ranks, or rank 0's own at the end; told by `main`
         raise
-    except (DataError, MemoryError, torch.OutOfMemoryError) as error:  # this rank's alone
-        _is_first(store, rank)
-        print(f"training: rank {rank}: {_one_line(error)}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
     except Exception as error:  # noqa: BLE001  # whatever it is, it is told
-        if "can't allocate memory" in str(error):  # as torch says it on a CPU
-            _is_first(store, rank)
+        is_first = _is_first(store, rank)
+        is_own = isinstance(error, (DataError, MemoryError, torch.OutOfMemoryError))  # this rank's alone
+        if is_own or "can't allocate memory" in str(error):  # as torch says it on a CPU
             print(f"training: rank {rank}: {_one_line(error)}", file=sys.stderr, flush=True)
-        elif _is_first(store, rank):
+        elif is_first:
             print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
             get_error_handler().record_exception(error)
         else:
@@ -282,7 +281,9 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
         if config.model.path and config.model.weights:
             ckpt_tools.load(config.model.path, {"model": job.model}, cast=True)
         return 0, []
-    notes = changes.check_data(state["train_state"].get("data"), job.tokens.identity, config.data.may_change)
+    stored = state["train_state"]
+    notes = changes.check_data(stored.get("data"), job.tokens.identity, config.data.may_change)
+    notes += changes.check_description(stored.get("model"), job.about, config.model.may_change)
     notes += changes.notes_on(state["config"], config)
     if changes.tensor_parallel(state["config"]) != config.fsdp.tensor_parallel:
         _seed(config.run.seed + first, job.mesh)
@@ -298,14 +299,14 @@ def build(plan: Plan, device: torch.device) -> Job:
         ConfigError: the model does not fit the mesh, or the device.
     """
     config, data = plan.config, plan.config.data
-    num_parameters = sum(p.numel() for p in plan.model.parameters())
+    num_parameters, about = sum(p.numel() for p in plan.model.parameters()), models.description(plan.model)
     mesh = parallel.make_mesh(plan.sizes, device)
     model = parallel.shard(plan.model, config, mesh, device, has_weights=bool(config.model.path and config.model.weights))
     _seed(config.run.seed, mesh)
     optimizer = _adamw(model, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
     sampler = Sampler(plan.tokens.windows(data.seq_len), config.run.seed, data.shuffle, data.drop_last, data.may_change)
-    return Job(config, plan.text, device, mesh, model, optimizer, scheduler, sampler, plan.tokens, plan.validation, num_parameters)
+    return Job(config, plan.text, device, mesh, model, optimizer, scheduler, sampler, plan.tokens, plan.validation, num_parameters, about)
 
 
 def _seed(seed: int, mesh: DeviceMesh) -> None:

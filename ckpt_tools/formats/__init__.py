@@ -17,7 +17,7 @@ from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, St
 from ckpt_tools.formats import accelerate, dcp, deepspeed, gguf, npz, per_rank, safetensors, torch_save
 from ckpt_tools.formats.base import ASIDE, Format, Request, TargetTensor, note_of, whole_tensor
 from ckpt_tools.soundness import check
-from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url
+from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url, local_path
 
 __all__ = [
     "FORMATS",
@@ -134,7 +134,7 @@ def detect(
         NotACheckpointError: there is none, or there are several; they are listed.
         StorageError: the store cannot be opened or listed.
     """
-    where = os.fspath(path).removeprefix("file://")
+    where = local_path(path)
     root, file = _open_remote(where, options) if is_url(where) else _open_local(where)
     store, form = (_OneFile(root, file, where), _file_format(where, file)) if file else detect_in(root)
     return (Overlay(store, beside, is_listed=True) if beside else store), form

@@ -1,90 +1,184 @@
-"""Accelerate's (and the Transformers Trainer's) checkpoint: DCP directories side by side, one for each model and optimizer.
+"""A job's directory in parts, as Accelerate's `save_state` and the Transformers Trainer write it: `checkpoint-100/`.
 
-`checkpoint-100/pytorch_model_fsdp_0/` and `checkpoint-100/optimizer_0/` become one catalog. Where several models stand side by
-side, those after the first go by the name of their directory. May import levels 0 to 2, formats.base and formats.dcp.
+A model and an optimizer stand side by side, each in a file or, as DCP, in a folder: `pytorch_model_fsdp_0/` and `optimizer_0/` of
+FSDP's sharded state, `pytorch_model_fsdp.bin` and `optimizer.bin` of its full state, `model.safetensors` and `optimizer.bin` or
+`optimizer.pt` of other jobs. All become one catalog: the first model is `model.*`, the first optimizer `optimizer.*`, and others have
+the name of their folder or file. May import levels 0 to 2, formats.base and the formats of the parts.
 
-Source: accelerate 1.15 `utils/fsdp_utils.py`; confirmed on directories that it wrote.
+Source: accelerate 1.15 `utils/fsdp_utils.py`, `checkpointing.py`; transformers 5.23 `trainer.py`; confirmed on directories that they
+wrote.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.catalog import Catalog
-from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats import dcp
-from ckpt_tools.formats.base import Request, below
+from ckpt_tools.errors import CheckpointError, FormatError, printable
+from ckpt_tools.formats import dcp, safetensors, torch_save
+from ckpt_tools.formats.base import SHAPES, Request, below, note_of
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.state_pickle import Path, is_value, leaves
-from ckpt_tools.formats.torch_save import join, read_leaves, told
+from ckpt_tools.formats.torch_save import Others, join, read_leaves, told
 from ckpt_tools.plan import Literal, Target
 from ckpt_tools.storage import Store, read
 
 NAME = "accelerate"
 LOOKS_FOR = "pytorch_model_fsdp_0/"
-_PART = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
+_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d{1,6})")
+_FULL = re.compile(r"pytorch_model_fsdp(?:_(\d{1,6}))?\.bin")
+_MORE_MODELS = re.compile(r"(?:model|pytorch_model)_(\d{1,6})\.(?:safetensors|bin)")
+_OPTIMIZER = re.compile(r"optimizer(?:_(\d{1,6}))?\.(?:bin|pt)")
+_VALUES = re.compile(r"(?P<key>(?:scheduler|scaler)(?:_\d{1,6})?)\.(?:bin|pt)|(?P<progress>trainer_state)\.json")
+_MAX_JSON_BYTES = 64 << 20
 locate, guess = dcp.locate, dcp.guess
 
 
 def recognise(files: Mapping[str, int]) -> bool:
-    """Tells whether the metadata of a model's directory is among the files below."""
-    return any(name.startswith("pytorch_model_fsdp_") and name.endswith("/.metadata") for name in files)
+    """Tells whether a model of FSDP is among the files below, or any model beside what else a job keeps."""
+    if any(name.startswith("pytorch_model_fsdp_") and name.endswith("/.metadata") for name in files) or any(map(_FULL.fullmatch, files)):
+        return True
+    return any(_OPTIMIZER.fullmatch(name) or _VALUES.fullmatch(name) for name in files) and bool(_models(files))
+
+
+def _models(files: Mapping[str, int]) -> dict[str, list[str]]:
+    """Returns the files of each model by its name in the catalog; of the first one, its index where it has one.
+
+    Of one model in both formats, the safetensors count, as they do for transformers.
+    """
+    own = {name: size for name, size in files.items() if "/" not in name and not _MORE_MODELS.fullmatch(name)}
+    found: dict[str, list[str]] = {}
+    full = sorted(filter(_FULL.fullmatch, own))
+    if full:
+        return {"model" if name == "pytorch_model_fsdp.bin" else name.removesuffix(".bin"): [name] for name in full}
+    if safetensors.recognise(own):
+        found["model"] = [safetensors.INDEX] if safetensors.INDEX in own else safetensors.data_files(own)
+    elif torch_save.recognise(own):
+        found["model"] = [torch_save.INDEX if torch_save.INDEX in own else "pytorch_model.bin"]
+    if found:
+        found |= {name.rpartition(".")[0]: [name] for name in sorted(filter(_MORE_MODELS.fullmatch, files))}
+    return found
+
+
+class _Parts:
+    """The entries of all parts, as they are gathered."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, Any] = {"tensors": {}, "objects": {}, "paths": {}, "file_sizes": {}, "ranks": {}, "unread": {}}
+        self.archives: list[Any] = []
+        self.made, self.unknown = Made(), Others()
+        self.world_size: int | None = None  # only sharded state tells
+        self.read: set[str] = set()  # files and folders
+
+    def add(self, part: Catalog, where: str) -> None:
+        """Takes a part, whose names are those of the whole."""
+        for name, table in self.tables.items():
+            if both := table.keys() & getattr(part, name).keys():
+                raise FormatError(f"two parts hold {printable(next(iter(both)))!r} ({printable(where)})")
+            table |= getattr(part, name)
+        self.archives += part.archives
+        self.world_size = max(self.world_size or 0, part.world_size or 0) or None
+
+    def add_files(self, part: Catalog, key: str, names: Iterable[str]) -> None:
+        """Takes what files of one part hold; `key` goes before all names."""
+        paths = {n: (key, *(part.paths.get(n) or (n,))) for n in (*part.tensors, *part.objects)}
+        self.add(replace(below(part, "", f"{key}."), paths={f"{key}.{n}": path for n, path in paths.items()}, made={}), key)
+        self.read.update(names)
 
 
 def read_catalog(store: Store) -> Catalog:
     """Reads the metadata of every part; see `Format.read_catalog`."""
+    return _read(store, None)
+
+
+def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], dict[str, str]]:
+    """Reads what can be read where shards of the model's safetensors are gone or damaged; see `safetensors.read_readable`."""
+    model, broken, lost = safetensors.read_readable(store)
+    return _read(store, model), broken, {f"model.{fqn}": name for fqn, name in lost.items()}
+
+
+def _read(store: Store, model: Catalog | None) -> Catalog:
+    """Reads every part, but for the model where it is given."""
     files = store.list_files(below=True)
-    folders = sorted({name.partition("/")[0] for name in files if name.endswith("/.metadata")})
-    joined: dict[str, Any] = {"tensors": {}, "objects": {}, "paths": {}, "file_sizes": {}, "ranks": {}}
-    world_size = 0
-    for folder in folders:
-        match = _PART.fullmatch(folder)
-        if not match:
-            continue
-        inner = store.enter(folder)
-        try:
-            part = dcp.read_catalog(inner)
-        finally:
-            inner.close()
-        beside = "" if int(match[1]) == 0 else f"{folder}."
-        moved = below(part, folder, beside)
-        for name, table in joined.items():
-            both = table.keys() & getattr(moved, name).keys()
-            if both:
-                raise FormatError(f"two parts hold {printable(next(iter(both)))!r} ({folder})")
-            table |= getattr(moved, name)
-        world_size = max(world_size, part.world_size or 0)
-    made, unknown = Made(), Counter[str]()
-    for path, value in _values(store, files, unknown):
+    parts = _Parts()
+    _read_folders(store, files, parts)
+    for key, names in _models(files).items():
+        if key == "model" and any(name.startswith("model.") for name in parts.tables["tensors"]):
+            continue  # a folder of DCP has it already: a copy that was merged into the same directory is named as one beside
+        catalog = model if key == "model" and model else _read_model(store, names, parts)
+        parts.add_files(catalog, key, [*names, *catalog.file_sizes])
+    for name in sorted(filter(_OPTIMIZER.fullmatch, files)):
+        key = name.rpartition(".")[0]
+        if not any(n.startswith(f"{key}.") for n in parts.tables["paths"]):
+            parts.add_files(torch_save.read_files(store, [name], {}, parts.made), key, [name])
+    for name, path, value in _values(store, files, parts.unknown):
         fqn = join(path)
-        if fqn not in joined["tensors"]:
-            joined["objects"][fqn], joined["paths"][fqn] = made.value(fqn, value), path
-    others = sorted(name for name in files if "/" not in name and name not in _VALUES)
-    extras = ({"beside": ", ".join(map(printable, others))} if others else {}) | told(unknown)
-    return Catalog(NAME, **joined, world_size=world_size, extras=extras, made=made.files)
+        parts.read.add(name)
+        if fqn not in parts.tables["tensors"]:
+            parts.tables["objects"][fqn], parts.tables["paths"][fqn] = parts.made.value(fqn, value), path
+    tops = {name.partition("/")[0] for name in (*files, *store.folders())}
+    beside = tuple(sorted(name for name in tops if name not in parts.read and name != SHAPES and note_of(name) is None))
+    parts.tables["unread"] |= parts.unknown.unread
+    extras = ({"beside": ", ".join(map(printable, beside))} if beside else {}) | told(parts.unknown)
+    return Catalog(
+        NAME, **parts.tables, world_size=parts.world_size, extras=extras, archives=tuple(parts.archives), beside=beside,
+        made=parts.made.files,
+    )  # fmt: skip
 
 
-_VALUES = {"scheduler.bin": "scheduler", "scheduler.pt": "scheduler", "trainer_state.json": "trainer_state"}
-_MAX_JSON_BYTES = 64 << 20
+def _read_folders(store: Store, files: Mapping[str, int], parts: _Parts) -> None:
+    for folder in sorted({name.partition("/")[0] for name in files if name.endswith("/.metadata")}):
+        match = _FOLDER.fullmatch(folder)
+        if match:
+            inner = store.enter(folder)
+            try:
+                part = dcp.read_catalog(inner)
+            finally:
+                inner.close()
+            parts.add(below(part, folder, "" if int(match[1]) == 0 else f"{folder}."), folder)
+            parts.read.add(folder)
 
 
-def _values(store: Store, files: Mapping[str, int], unknown: Counter[str]) -> Iterator[tuple[Path, object]]:
-    """Yields the plain values that stand beside the parts: schedulers, the Trainer's progress."""
-    for name, key in _VALUES.items():
-        if name not in files:
+def _read_model(store: Store, names: list[str], parts: _Parts) -> Catalog:
+    index = names[0] if names[0] in (safetensors.INDEX, torch_save.INDEX) else ""
+    weight_map = safetensors.read_index(store, index) if index else {}
+    data = sorted(set(weight_map.values())) or names
+    if data[0].endswith(safetensors.SUFFIX):
+        return safetensors.read_files(store, data, weight_map)
+    return torch_save.read_files(store, data, weight_map, parts.made)
+
+
+def key_of(name: str) -> str:
+    """Returns the key under which a file's values are in a catalog, "" for a file that has no values."""
+    match = _VALUES.fullmatch(name)
+    return (match["key"] or match["progress"]) if match else ""
+
+
+def _values(store: Store, files: Mapping[str, int], unknown: Others) -> Iterator[tuple[str, Path, object]]:
+    """Yields the plain values of schedulers, of a loss scaler, and of the Trainer's progress, each with its file."""
+    for name in sorted(files):
+        match = _VALUES.fullmatch(name)
+        if match is None:
             continue
-        if not name.endswith(".json"):
-            yield from (((key, *path), value) for path, value, extents in read_leaves(store, name, files[name], unknown) if not extents)
+        if match["key"]:
+            mine = Others()
+            found = list(read_leaves(store, name, files[name], mine))
+            unknown.take(mine, (match["key"],))
+            for path, value, extents in found:
+                if extents:
+                    unknown[f"a tensor in {name}"] += 1
+                else:
+                    yield name, (match["key"], *path), value
             continue
         try:
             if files[name] > _MAX_JSON_BYTES:
                 raise ValueError(f"{files[name]} bytes")
-            yield from (((key, *path), value) for path, value in leaves(json.loads(read(store, name)), name) if is_value(value))
+            values = leaves(json.loads(read(store, name)), name)
+            yield from ((name, (match["progress"], *path), value) for path, value in values if is_value(value))
         except (ValueError, RecursionError) as error:
             raise FormatError(f"malformed: {printable(str(error))} ({name})") from error
 

@@ -125,6 +125,7 @@ def attempt_of(file: str) -> str:
     return match[1] if match else ""
 
 
+SHAPES = "shapes.json"  # beside files that lack the shapes of parameters, or their order
 ASIDE = ".aside."  # before the name of what stands aside for a moment, while another takes its place
 MANIFEST, UPLOADS = "manifest", "uploads"  # what an attempt notes beside its data: the result's seal, and what it has begun to send
 _NOTE = re.compile(r"(?:(.+)\.)?ckpt\.(manifest|uploads)\.[0-9a-f]{8}\.json", re.DOTALL)
@@ -180,17 +181,18 @@ def whole_tensor(entry: TensorEntry, dtype: DType | None = None) -> TargetTensor
 
 
 def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
-    """Returns a catalog as seen from the folder above: files in `folder`, names behind `prefix`, which ends in a dot."""
+    """Returns a catalog as a part of another one: files in `folder`, if it is not empty; names behind `prefix`, which ends in a dot."""
+    folder = f"{folder}/" if folder else ""
     tables: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def at(extent: Extent) -> Extent:
-        return extent if extent.file in catalog.made else extent._replace(file=f"{folder}/{extent.file}")
+        return extent if extent.file in catalog.made else extent._replace(file=f"{folder}{extent.file}")
 
     def moved(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         if not isinstance(chunks, ManyChunks):
             return tuple(Chunk(c.box, at(c.extent)) for c in chunks)
         if chunks.names not in tables:
-            tables[chunks.names] = tuple(f"{folder}/{name}" for name in chunks.names)
+            tables[chunks.names] = tuple(f"{folder}{name}" for name in chunks.names)
         return chunks.under(tables[chunks.names])
 
     return replace(
@@ -198,7 +200,8 @@ def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
         tensors={prefix + n: replace(t, fqn=prefix + n, chunks=moved(t.chunks)) for n, t in catalog.tensors.items()},
         objects={prefix + n: BytesEntry(prefix + n, at(o.extent), tuple(map(at, o.replicas))) for n, o in catalog.objects.items()},
         paths={prefix + n: (prefix.rstrip("."), *path) if prefix else path for n, path in catalog.paths.items()},
-        file_sizes={f"{folder}/{f}": size for f, size in catalog.file_sizes.items()},
-        ranks={f"{folder}/{f}": rank for f, rank in catalog.ranks.items()},
+        file_sizes={f"{folder}{f}": size for f, size in catalog.file_sizes.items()},
+        ranks={f"{folder}{f}": rank for f, rank in catalog.ranks.items()},
         archives=tuple(map(at, catalog.archives)),
+        unread={prefix + n: kind for n, kind in catalog.unread.items()},
     )

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ckpt_tools.box import Box
-from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry, files_of
+from ckpt_tools.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry, files_of
 from ckpt_tools.dtypes import by_name
-from ckpt_tools.errors import CatalogError, FormatError, StorageError, printable
+from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, StorageError, printable
 from ckpt_tools.formats import dcp_metadata, torch_zip
 from ckpt_tools.formats.base import Request
 from ckpt_tools.formats.dcp_metadata import Metadata, Place, TensorMeta
 from ckpt_tools.formats.made import Made
-from ckpt_tools.formats.torch_save import join, read_leaves, told
+from ckpt_tools.formats.torch_save import Others, join, read_leaves, told
 from ckpt_tools.formats.unpickle import no_gc
 from ckpt_tools.formats.zip_write import Wrapping, wrap
 from ckpt_tools.plan import Literal, Slot, Target, Trailer
-from ckpt_tools.storage import Store, check_path, read
+from ckpt_tools.storage import MemoryStore, Store, check_path, read
 
 NAME = "dcp"
 LOOKS_FOR = ".metadata"
@@ -34,6 +33,7 @@ _COLUMNS_FROM = 16  # chunks of a tensor
 _MAX_MORE_BYTES = 512  # torch adds a hash of the contents, behind the payload
 _DATA_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{8})?\.distcp$")
 _MANIFEST = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
+_QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 
 
@@ -47,9 +47,12 @@ def read_catalog(store: Store) -> Catalog:
     files = store.list_files()
     names = [".metadata"] if ".metadata" in files else sorted((n for n in files if _RANK_METADATA.fullmatch(n)), key=_metadata_rank)
     is_large = len(names) == 1 and files[names[0]] >= _MANY_BYTES
-    entries, objects, parsed = (_read_many(store, names[0]) if is_large else None) or _read(store, names)
+    entries, objects, parsed, aside = (_read_many(store, names[0]) if is_large else None) or _read(store, names)
     items = {fqn: BytesEntry(fqn, extents[0], tuple(extents[1:])) for fqn, extents in objects.items()}
+    _set_aside(entries, store, aside)
+    archives = tuple(extent for extents in aside.archives.values() for extent in extents)
     used = {file for t in entries.values() for file in files_of(t)} | {e.file for extents in objects.values() for e in extents}
+    used |= {extent.file for extent in archives}
     empty = {file for file, nbytes in files.items() if not nbytes}  # torch's writer leaves one of a rank that saved nothing
     ranks = {file: int(match[1]) for file in sorted(used | empty) if (match := _DATA_FILE.search(file))}
     catalog = Catalog(
@@ -61,16 +64,68 @@ def read_catalog(store: Store) -> Catalog:
         max([*ranks.values(), *map(_metadata_rank, names), _sealed_world_size(store, files) - 1]) + 1,
         ranks,
         parsed[0].extras,
+        archives,
+        unread=aside.kinds,
     )
     beside = next((name for name in _BESIDE if name in files), "")
     return _with_values(catalog, store, beside, files[beside]) if beside else catalog
 
 
-_Read = tuple[dict[str, TensorEntry], dict[str, list[Extent]], list[Metadata]]
+class _Aside:
+    """Tensors that are not read: their kinds, and the archives of their chunks."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, str] = {}
+        self.archives: dict[str, list[Extent]] = {}
+
+    def add(self, fqn: str, kind: str, chunks: Iterable[Chunk]) -> None:
+        self.kinds[fqn], self.archives[fqn] = kind, [chunk.extent for chunk in chunks]
+
+
+def _set_aside(entries: dict[str, TensorEntry], store: Store, aside: _Aside) -> None:
+    """Takes out tensors of classes that store something else than the elements of their shape, such as torchao's.
+
+    Only an archive that is too short for its elements is looked into.
+    """
+    for fqn, entry in list(entries.items()):
+        if isinstance(entry.chunks, ManyChunks):
+            continue
+        short = next((c.extent for c in entry.chunks if c.extent.nbytes < c.box.numel * entry.dtype.itemsize), None)
+        kind = _kind_in(short, store) if short else ""
+        if kind:
+            aside.add(fqn, kind, entries.pop(fqn).chunks)
+
+
+class _Item(MemoryStore):
+    """One item of a data file as a file of its own, of which only what is asked for is read."""
+
+    def __init__(self, store: Store, extent: Extent) -> None:
+        super().__init__()
+        self._store, self._extent = store, extent
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        if start < 0 or start + len(buffer) > self._extent.nbytes:
+            raise FormatError(f"an item ends early: byte {start + len(buffer)} of {self._extent.nbytes} ({printable(path)})")
+        self._store.read_into(self._extent.file, self._extent.start + start, buffer)
+
+
+def _kind_in(extent: Extent, store: Store) -> str:
+    """Returns the kind of a tensor that is not read, "" for any other, and for an archive that is damaged."""
+    others = Others()
+    try:
+        if not 0 <= extent.start < extent.start + extent.nbytes <= store.size(extent.file):
+            return ""
+        list(read_leaves(_Item(store, extent), extent.file, extent.nbytes, others))
+    except (CheckpointError, OSError):
+        return ""
+    return next(iter(others.tensors.values()), "")
+
+
+_Read = tuple[dict[str, TensorEntry], dict[str, list[Extent]], list[Metadata], _Aside]
 
 
 def _read(store: Store, names: Iterable[str]) -> _Read:
-    """Returns tensors, objects with their replicas, and what each metadata file says."""
+    """Returns tensors, objects with their replicas, what each metadata file says, and the tensors of types that are not read."""
     parsed = []
     tensors: dict[str, list[Chunk]] = {}
     metas: dict[str, TensorMeta] = {}
@@ -79,8 +134,13 @@ def _read(store: Store, names: Iterable[str]) -> _Read:
         for name in names:
             parsed.append(dcp_metadata.parse(read(store, name), name))
             _collect(parsed[-1], name, tensors, metas, objects)
-        entries = {fqn: TensorEntry(fqn, by_name(m.dtype, repr(printable(fqn))), m.shape, tuple(tensors[fqn])) for fqn, m in metas.items()}
-    return entries, objects, parsed
+        aside, entries = _Aside(), {}
+        for fqn, meta in metas.items():
+            if meta.dtype in _QUANTIZED:
+                aside.add(fqn, f"a quantized tensor, {meta.dtype}", tensors[fqn])
+            else:
+                entries[fqn] = TensorEntry(fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, tuple(tensors[fqn]))
+    return entries, objects, parsed, aside
 
 
 def _read_many(store: Store, name: str) -> _Read | None:
@@ -94,12 +154,15 @@ def _read_many(store: Store, name: str) -> _Read | None:
     objects = {fqn: [Extent(*metadata.places[fqn, None])] for fqn in metadata.objects if (fqn, None) in metadata.places}
     if len(objects) < len(metadata.objects):
         return None  # some are lost
-    entries = {}
+    aside, entries = _Aside(), {}
     for fqn, meta in metadata.tensors.items():
+        if meta.dtype in _QUANTIZED:
+            aside.add(fqn, f"a quantized tensor, {meta.dtype}", chunks[fqn])
+            continue
         columns = chunks[fqn]  # of few chunks, a question to columns costs more than they save
         kept = columns if len(columns) >= _COLUMNS_FROM else tuple(columns)
         entries[fqn] = TensorEntry(fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, kept)
-    return entries, objects, [metadata]
+    return entries, objects, [metadata], aside
 
 
 _BESIDE = {"meta.pt": "Lightning", "common.pt": "Megatron-Core"}  # what these put beside DCP: a file of torch.save
@@ -107,7 +170,7 @@ _BESIDE = {"meta.pt": "Lightning", "common.pt": "Megatron-Core"}  # what these p
 
 def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalog:
     """Returns the catalog with the plain values of a file that stands beside DCP: counters, schedulers, arguments."""
-    made, others = Made(), Counter[str]()
+    made, others = Made(), Others()
     objects, paths = dict(catalog.objects), dict(catalog.paths)
     for path, value, extents in read_leaves(store, name, size, others):
         fqn = join(path)
@@ -117,9 +180,15 @@ def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalo
         objects[fqn] = made.value(fqn, value)
         paths |= {fqn: path} if catalog.paths else {}
     return replace(
-        catalog, objects=objects, paths=paths, file_sizes={**catalog.file_sizes, name: size}, made=made.files,
-        extras={**catalog.extras, "written by": _BESIDE[name], **told(others)}, archives=(Extent(name, 0, size, TORCH_ZIP),),
-    )  # fmt: skip
+        catalog,
+        objects=objects,
+        paths=paths,
+        file_sizes={**catalog.file_sizes, name: size},
+        made=made.files,
+        extras={**catalog.extras, "written by": _BESIDE[name], **told(others)},
+        archives=(*catalog.archives, Extent(name, 0, size, TORCH_ZIP)),
+        unread={**catalog.unread, **others.unread},
+    )
 
 
 def _metadata_rank(name: str) -> int:
@@ -187,6 +256,19 @@ def _collect(
 
 def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
     """Finds the payloads; see `Format.locate`."""
+    tensors = list(tensors)
+    try:
+        return _locate(store, tensors)
+    except FormatError as error:
+        for tensor in tensors if len(tensors) > 1 else ():
+            locate(store, [tensor])  # raises by name
+        if len(tensors) == 1:
+            hint = "; ".join(filter(None, (error.hint, "merge, convert and diff leave it out with --exclude GLOB")))
+            raise type(error)(f"{printable(tensors[0].fqn)!r}: {error.args[0]}", hint=hint) from error
+        raise
+
+
+def _locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
     same: dict[tuple[int, ...], tuple[int, ...]] = {}  # a million chunks have few sizes
     with no_gc():
         packed = ((box.sizes, extent, t.dtype) for t in tensors for box, extent in t.chunks if extent.packing == TORCH_ZIP)
@@ -243,7 +325,8 @@ def data_file_name(rank: int) -> str:
 def lay_out(request: Request) -> Target:
     """Lays one `.distcp` a rank out, objects on rank 0, and `.metadata` as the index; see `Format.lay_out`."""
     files = [DataFile(request.name(data_file_name(rank))) for rank in range(request.world_size)]
-    metadata = Metadata(paths=dict(request.paths))
+    names = {*request.objects, *(tensor.fqn for tensor in request.tensors)}
+    metadata = Metadata(paths={fqn: path for fqn, path in request.paths.items() if fqn in names})  # stock torch reads what has a path
     slots: dict[str, tuple[Slot, ...]] = {}
     for fqn, nbytes in request.objects.items():
         slot, metadata.places[fqn, None] = files[0].add_object(nbytes)

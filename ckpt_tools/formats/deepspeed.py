@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +21,8 @@ from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats import deepspeed_universal
 from ckpt_tools.formats.base import below, guess_bare, locate_bare
 from ckpt_tools.formats.made import Made
-from ckpt_tools.formats.state_pickle import Malformed, Path, View, is_scalar, is_value, leaves, shapes_of, want
-from ckpt_tools.formats.torch_save import Opened, join, told
+from ckpt_tools.formats.state_pickle import Malformed, Path, Unread, View, is_scalar, is_value, leaves, shapes_of, want
+from ckpt_tools.formats.torch_save import Opened, Others, join, told
 from ckpt_tools.storage import Store, read
 
 NAME = "deepspeed"
@@ -113,14 +112,14 @@ def _read_folder(store: Store) -> Catalog:
     files = store.list_files()
     if "zero" in store.folders() and not any(map(_OPTIM_STATES.fullmatch, files)):
         return deepspeed_universal.read_universal(store, next(name for name in files if MODEL_STATES.fullmatch(name)))
-    others: Counter[str] = Counter()
+    others = Others()
     models = _by_rank(files, MODEL_STATES)
     optims = _by_rank(files, _OPTIM_STATES)
     names = [*models.values(), *optims.values()]
     if not models:
         raise CatalogError(f"the model's states are missing: mp_rank_00_model_states.pt ({printable(store.url)})")
     opened = {name: Opened(store, name, files[name], others) for name in names}
-    builder = _Builder([opened[n] for n in models.values()], [opened[n] for n in optims.values()])
+    builder = _Builder([opened[n] for n in models.values()], [opened[n] for n in optims.values()], others)
     try:
         builder.build()
     except (Malformed, TypeError, KeyError, IndexError, ValueError, AttributeError, ArithmeticError) as error:
@@ -131,6 +130,7 @@ def _read_folder(store: Store) -> Catalog:
     return Catalog(
         NAME, builder.tensors, builder.objects, builder.paths, sizes, max(len(models), len(optims)), ranks,
         {**told(others), **builder.extras}, tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), builder.made.files,
+        unread=others.unread,
     )  # fmt: skip
 
 
@@ -155,8 +155,8 @@ def _by_rank(files: Mapping[str, int], pattern: re.Pattern[str]) -> dict[int, st
 class _Builder:
     """Gathers the entries of a catalog from opened files."""
 
-    def __init__(self, models: Sequence[Opened], optims: Sequence[Opened]) -> None:
-        self.models, self.optims = models, optims
+    def __init__(self, models: Sequence[Opened], optims: Sequence[Opened], others: Others) -> None:
+        self.models, self.optims, self.others = models, optims, others
         self.tensors: dict[str, TensorEntry] = {}
         self.objects: dict[str, BytesEntry] = {}
         self.paths: dict[str, Path] = {}
@@ -198,6 +198,8 @@ class _Builder:
         """Adds what of `module` is whole in the first file: buffers, 16-bit weights."""
         opened = self.models[0]
         for name, view in want(opened.root, "module", dict).items():
+            if isinstance(view, Unread) and wanted(name):
+                self.others.tensors[key, name] = view.kind
             if isinstance(view, View) and wanted(name):
                 chunk = Chunk(whole(view.sizes), opened.extent(view, name))
                 self.add((key, name), TensorEntry(name, view.dtype, view.sizes, (chunk,)))
@@ -335,8 +337,12 @@ class _Builder:
                 self.add(
                     path, TensorEntry("", value.dtype, value.sizes, (Chunk(whole(value.sizes), self.models[0].extent(value, join(path))),))
                 )
+            elif isinstance(value, Unread):
+                self.others.tensors[path] = value.kind
             elif (is_scalar(value) and value is not None) or type(value) in (list, tuple):
                 self.value(path, value)
+            elif value:  # None and an empty dict say nothing
+                self.others[type(value).__name__] += 1
 
 
 def _flat(views: Sequence[Any], files: Sequence[Opened], size: int) -> Flat:

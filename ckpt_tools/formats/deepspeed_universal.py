@@ -9,7 +9,6 @@ Source: DeepSpeed 0.19 `checkpoint/ds_to_universal.py`; confirmed on folders tha
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from ckpt_tools.formats.base import Request, TargetTensor, below
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.pickle_write import Stored
 from ckpt_tools.formats.state_pickle import Malformed, Path, View, is_value, shapes_of, want
-from ckpt_tools.formats.torch_save import Opened, join, read_leaves, told
+from ckpt_tools.formats.torch_save import Opened, Others, join, read_leaves, told
 from ckpt_tools.formats.zip_write import Archive
 from ckpt_tools.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.storage import Store
@@ -35,7 +34,7 @@ def read_universal(store: Store, model_states: str) -> Catalog:
         store: the directory.
         model_states: the file with the shapes and buffers.
     """
-    others: Counter[str] = Counter()
+    others = Others()
     opened = Opened(store, model_states, store.size(model_states), others)
     try:
         tables = want(opened.root, "param_shapes", list)
@@ -69,7 +68,7 @@ def read_universal(store: Store, model_states: str) -> Catalog:
     )
 
 
-def _read_parameter(store: Store, name: str, shapes: Mapping[str, tuple[int, ...]], others: Counter[str]) -> Catalog:
+def _read_parameter(store: Store, name: str, shapes: Mapping[str, tuple[int, ...]], others: Others) -> Catalog:
     """Returns what the folder of a parameter holds."""
     files = store.list_files()
     tensors: dict[str, TensorEntry] = {}
@@ -90,7 +89,7 @@ def _read_parameter(store: Store, name: str, shapes: Mapping[str, tuple[int, ...
 
 
 def _options(
-    store: Store, tables: Sequence[Mapping[str, object]], paths: dict[str, Path], others: Counter[str]
+    store: Store, tables: Sequence[Mapping[str, object]], paths: dict[str, Path], others: Others
 ) -> tuple[dict[str, BytesEntry], Made]:
     """Returns the options of the optimizer's groups, where they were kept; the shapes come by group, which tells its parameters."""
     made, objects = Made(), dict[str, BytesEntry]()

@@ -19,11 +19,11 @@ from ckpt_tools.box import Box, flat_range_boxes
 from ckpt_tools.catalog import Chunk, Extent, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats.base import SHAPES
 from ckpt_tools.formats.state_pickle import Path, Pieces, View, is_number
 from ckpt_tools.storage import Store, read
 
 FLAT = "_flat_param"
-SHAPES = "shapes.json"
 _ALIGNMENT_BYTES = 16
 _MAX_SHAPES_BYTES = 64 << 20
 HINT = (

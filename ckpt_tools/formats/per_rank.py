@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ from ckpt_tools.formats.base import Request, guess_bare, locate_bare
 from ckpt_tools.formats.flat_param import Held, Raw, has_flats, read_shapes, unfold
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.state_pickle import Kept, Path, Pieces, Sharded, View
-from ckpt_tools.formats.torch_save import join, read_leaves, told
+from ckpt_tools.formats.torch_save import Others, join, read_leaves, told
 from ckpt_tools.layout import Placement, Replicate, Shard, StridedShard, rank_boxes
 from ckpt_tools.plan import Target
 from ckpt_tools.storage import Store
@@ -114,7 +113,7 @@ def read_catalog(store: Store) -> Catalog:
     _refuse_bare_shards(files)
     found = _Ranks()
     ranks: dict[str, int] = {}
-    others: Counter[str] = Counter()
+    others = Others()
     raw: Raw = {}
     for part, names in _parts(files).items():
         for rank, name in enumerate(names):
@@ -122,8 +121,10 @@ def read_catalog(store: Store) -> Catalog:
             above = (_PART_NAMES.get(part, part),) if part else ()
             if _OWN.fullmatch(part):
                 above = (*above, f"rank_{rank}")
-            for path, value, extents in read_leaves(store, name, files[name], others):
+            mine = Others()
+            for path, value, extents in read_leaves(store, name, files[name], mine):
                 raw.setdefault((*above, *path), {})[rank] = Held(value, extents)
+            others.take(mine, above)
     num_ranks = max(ranks.values()) + 1
     named = unfold(raw, read_shapes(store, files), num_ranks, others) if has_flats(raw) else {}
     if xla_shards.has_shards(raw):
@@ -140,7 +141,7 @@ def read_catalog(store: Store) -> Catalog:
     sizes = {name: files[name] for name in ranks}
     return Catalog(
         NAME, entries, objects, found.paths, sizes, num_ranks, ranks, {**_told_mesh(found.meshes), **told(others)},
-        tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), made.files,
+        tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), made.files, unread=others.unread,
     )  # fmt: skip
 
 

@@ -40,10 +40,11 @@ _SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 
 def recognise(files: Mapping[str, int]) -> bool:
     """Tells whether an index, one `.safetensors` file, or one set of numbered shards is among the files."""
-    return INDEX in files or bool(_data_files(files))
+    return INDEX in files or bool(data_files(files))
 
 
-def _data_files(files: Mapping[str, int]) -> list[str]:
+def data_files(files: Mapping[str, int]) -> list[str]:
+    """Returns the one file, or the one set of numbered shards; nothing where there are several."""
     found = [name for name in files if name.endswith(".safetensors") and not attempt_of(name)]  # those have an index, or no commit
     is_set = len({m[1] if (m := _SHARD.fullmatch(name)) else name for name in found}) == 1
     return found if is_set else []
@@ -51,7 +52,7 @@ def _data_files(files: Mapping[str, int]) -> list[str]:
 
 def read_catalog(store: Store) -> Catalog:
     """Reads the headers; see `Format.read_catalog`."""
-    return _read_shards(store, *_shards_of(store))
+    return read_files(store, *_shards_of(store))
 
 
 def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], dict[str, str]]:
@@ -73,7 +74,7 @@ def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], di
             broken[name] = error
     if len(broken) == len(names):
         raise FormatError(f"no shard can be read: {next(iter(broken.values()), 'there is none')}")
-    catalog = _read_shards(store, [n for n in names if n not in broken], {f: n for f, n in weight_map.items() if n not in broken})
+    catalog = read_files(store, [n for n in names if n not in broken], {f: n for f, n in weight_map.items() if n not in broken})
     return catalog, broken, {fqn: name for fqn, name in weight_map.items() if name in broken}
 
 
@@ -81,12 +82,24 @@ def _shards_of(store: Store) -> tuple[list[str], dict[str, str]]:
     """Returns the data files, and the file of each tensor where an index says so."""
     files = store.list_files()
     if INDEX not in files:
-        return _data_files(files), {}
+        return data_files(files), {}
     weight_map = read_index(store, INDEX)
-    return sorted(set(weight_map.values())), weight_map
+    renamed = {name: found for name in set(weight_map.values()) - files.keys() if (found := _of_ranks(name, files))}
+    names = {name for at in weight_map.values() for name in renamed.get(at, [at])}
+    return sorted(names), {fqn: renamed.get(at, [at])[0] for fqn, at in weight_map.items()}
 
 
-def _read_shards(store: Store, names: Sequence[str], weight_map: Mapping[str, str]) -> Catalog:
+def _of_ranks(name: str, files: Iterable[str]) -> list[str]:
+    """Returns the files that torch's HuggingFaceStorageWriter has written where its index has the name of the consolidated one."""
+    return sorted(file for file in files if _RANK.fullmatch(file) and file.partition("-")[2].partition("-")[2] == name)
+
+
+def read_files(store: Store, names: Sequence[str], weight_map: Mapping[str, str]) -> Catalog:
+    """Reads the headers of some files of a directory; `weight_map` has the file of each tensor where an index says so.
+
+    Raises:
+        FormatError, CatalogError: see `Format.read_catalog`.
+    """
     tensors: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}
     extras: dict[str, str] = {}
@@ -104,8 +117,8 @@ def _read_shards(store: Store, names: Sequence[str], weight_map: Mapping[str, st
                 )
             else:
                 tensors[fqn] = entry
-    compare_index(weight_map, tensors, INDEX)
     tensors |= {fqn: _whole(fqn, parts) for fqn, parts in pieces.items()}
+    compare_index(weight_map, tensors, INDEX)
     ranks = {name: int(m[1]) - 1 for name in names if (m := _RANK.fullmatch(name))} if pieces else {}
     return Catalog(NAME, tensors, file_sizes=sizes, extras=extras, ranks=ranks, world_size=max(ranks.values()) + 1 if ranks else None)
 
@@ -169,7 +182,7 @@ def compare_index(weight_map: Mapping[str, str], tensors: Mapping[str, TensorEnt
         FormatError: one is not.
     """
     for fqn, name in weight_map.items():
-        if fqn not in tensors or tensors[fqn].chunks[0].extent.file != name:
+        if fqn not in tensors or all(chunk.extent.file != name for chunk in tensors[fqn].chunks):
             raise FormatError(f"{index} places {printable(fqn)!r} in {printable(name)}, which does not hold it")
 
 

@@ -9,6 +9,7 @@ Source: torch 2.13 `torch/_utils.py`, `torch/_tensor.py`, `torch/distributed/che
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from ckpt_tools.box import Box
@@ -38,9 +39,16 @@ class View(NamedTuple):
     strides: tuple[int, ...]
 
 
+class Unread(NamedTuple):
+    """A tensor of a kind that is not read here, such as a quantized one; `kind` says which, for people."""
+
+    kind: str
+
+
 class Kept:
     """Stands in for an object: takes anything, keeps its arguments and its state, and does nothing."""
 
+    label = ""  # the name of the type it stands in for, where that is not known here
     arguments: tuple[Any, ...]
     state: Mapping[str, Any]
 
@@ -95,11 +103,26 @@ class _Globals(dict[tuple[str, str], Any]):
             self[module, "getattr"] = lambda *_: type("Nested", (Kept,), {})
         self["torch", "Tensor"] = self["torch.nn.parameter", "Parameter"] = _TENSOR
         self |= {(module, name): type(name, (Kept,), {}) for module, names in _KEPT.items() for name in names.split()}
+        self |= {("torch._utils", name): partial(_other_kind, kind) for name, kind in _OTHER_KINDS.items()}
         self["torch._utils", "_rebuild_parameter"] = self["torch._utils", "_rebuild_parameter_with_state"] = _rebuild_parameter
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         self._is_foreign(".".join(key))
-        return type("Foreign", (Kept,), {})
+        return type("Foreign", (Kept,), {"label": ".".join(key)})
+
+
+_OTHER_KINDS = {
+    "_rebuild_qtensor": "a quantized tensor",
+    "_rebuild_sparse_tensor": "a sparse tensor",
+    "_rebuild_nested_tensor": "a nested tensor",
+    "_rebuild_meta_tensor_no_storage": "a meta tensor, which has no data",
+    "_rebuild_device_tensor_from_numpy": "a tensor of another device, as a NumPy array",
+    "_rebuild_device_tensor_from_cpu_tensor": "a tensor of another device",
+}
+
+
+def _other_kind(kind: str, *_: object) -> Unread:
+    return Unread(kind)
 
 
 _TENSOR = "torch.Tensor"
@@ -121,11 +144,14 @@ _KEPT = {
 }
 
 
-def _rebuild_subclass(function: object, kind: object, args: object, state: object) -> View | Sharded | Pieces:
-    """A tensor with attributes of its own, a DTensor or a ShardedTensor."""
-    if kind == _TENSOR and isinstance(args, tuple):
+def _rebuild_subclass(function: object, kind: object, args: object, state: object) -> View | Unread | Sharded | Pieces:
+    """A tensor with attributes of its own, one of another class, a DTensor or a ShardedTensor."""
+    label = kind.label if isinstance(kind, type) and issubclass(kind, Kept) else ""
+    if (kind == _TENSOR or label) and isinstance(args, tuple):
         made = function(*args) if function in (_rebuild, _rebuild_v3, _rebuild_parameter) else None
-        if not isinstance(made, View):
+        if label and not isinstance(made, View):
+            return Unread(f"a tensor of the class {label}")
+        if not isinstance(made, (View, Unread)):
             raise TypeError("not a tensor")
         return made
     shape, dtype = (args[2], args[1]) if isinstance(args, tuple) and len(args) > 2 else (None, None)
@@ -157,8 +183,10 @@ def _piece(shard: object, dtype: DType, ndim: int) -> tuple[View, Box]:
 
 
 def _rebuild(
-    storage: object = None, offset: object = 0, sizes: object = (), strides: object = (), *_: object, dtype: object = None
-) -> View:
+    storage: object = None, offset: object = 0, sizes: object = (), strides: object = (), *more: object, dtype: object = None
+) -> View | Unread:
+    if any(isinstance(about, dict) and (about.get("conj") or about.get("neg")) for about in more):
+        return Unread("a conjugated or negated view: save its resolve_conj() and resolve_neg()")
     found = dtype if dtype is not None else storage.dtype if isinstance(storage, Storage) else None
     if not isinstance(storage, Storage) or not isinstance(found, DType):
         raise TypeError("not a tensor's storage")
@@ -169,8 +197,8 @@ def _rebuild(
     return View(storage, found, offset, tuple(sizes), tuple(strides))
 
 
-def _rebuild_v3(*args: object) -> View:
-    return _rebuild(*args[:6], dtype=args[6])
+def _rebuild_v3(*args: object) -> View | Unread:
+    return _rebuild(*args[:6], *args[7:], dtype=args[6])
 
 
 def _rebuild_parameter(tensor: object, *_: object) -> object:
@@ -195,8 +223,8 @@ def unpickled(data: bytes, where: str, is_foreign: Callable[[str], object]) -> A
 def leaves(root: object, where: str) -> Iterator[tuple[Path, object]]:
     """Yields tensors, values and stand-ins with the keys on the way, flattened as DCP does it.
 
-    Dicts are walked through, and lists and tuples that hold a dict or a tensor somewhere; any other list is one value. So is an empty
-    dict below the root, of which DCP itself would keep nothing.
+    Dicts are walked through, and lists and tuples that hold a tensor or a dict with entries somewhere; any other list is one value, as
+    stock torch expects it. So is an empty dict below the root, of which DCP itself would keep nothing.
 
     Raises:
         FormatError: there are too many, or they are nested too deep.
@@ -210,11 +238,17 @@ def leaves(root: object, where: str) -> Iterator[tuple[Path, object]]:
         if seen > _MAX_NODES or len(path) > _MAX_DEPTH:
             raise FormatError(f"a state dict is too large or too deep: {seen:,} entries, {len(path)} levels ({where})")
         if isinstance(value, dict) and (value or not path):
-            waiting += [((*path, str(key)), item) for key, item in reversed(value.items()) if isinstance(key, (str, int))]
+            waiting += [((*path, _key(key)), item) for key, item in reversed(value.items())]
         elif isinstance(value, (list, tuple)) and type(value) in (list, tuple) and not weight:
             waiting += [((*path, number), item) for number, item in reversed(list(enumerate(value)))]
         else:
             yield path, value
+
+
+def _key(key: object) -> str:
+    """Returns a dict's key as a text, as DCP makes it; a key of a type that is not known has the name of its type."""
+    is_plain = is_scalar(key) or (isinstance(key, tuple) and all(map(is_scalar, key)))
+    return str(key) if is_plain else f"<{type(key).__name__}>"
 
 
 def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:
@@ -223,7 +257,7 @@ def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:
     A list may hold another one twice, and that one the next: what is known of one is kept, so that each is looked at once.
     """
     if not isinstance(value, (list, tuple)) or type(value) not in (list, tuple):
-        return int(is_scalar(value))
+        return int(is_scalar(value) or (isinstance(value, dict) and not value))
     if depth > _MAX_DEPTH:
         raise FormatError(f"a state dict is too large or too deep: {depth} levels ({where})")
     found = known.get(id(value))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_tools.box import row_major_strides, whole
@@ -22,7 +22,7 @@ from ckpt_tools.formats.base import Request, guess_bare, locate_bare
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.pickle_write import Stored
 from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
-from ckpt_tools.formats.state_pickle import Path, Pieces, Sharded, View, is_number, is_value, leaves, unpickled
+from ckpt_tools.formats.state_pickle import Path, Pieces, Sharded, Unread, View, is_number, is_value, leaves, unpickled
 from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, read_directory
 from ckpt_tools.formats.zip_write import Archive
 from ckpt_tools.plan import Slot, Target
@@ -48,12 +48,26 @@ def read_catalog(store: Store) -> Catalog:
     files = store.list_files()
     weight_map = read_index(store, INDEX) if INDEX in files else {}
     names = sorted(set(weight_map.values())) or [n for n in files if n.endswith(SUFFIXES)][:1]
+    return read_files(store, names, weight_map, Made())
+
+
+def read_files(store: Store, names: Sequence[str], weight_map: Mapping[str, str], made: Made) -> Catalog:
+    """Reads some files of a directory.
+
+    Args:
+        store: the directory.
+        names: of the files.
+        weight_map: the file of each tensor where an index says so.
+        made: takes the plain values, and goes into the catalog.
+
+    Raises:
+        FormatError, CatalogError: see `Format.read_catalog`.
+    """
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, BytesEntry] = {}
     paths: dict[str, Path] = {}
     sizes: dict[str, int] = {}
-    others: Counter[str] = Counter()
-    made = Made()
+    others = Others()
     for name in names:
         sizes[name] = size_of(store, name)
         for path, value, extents in read_leaves(store, name, sizes[name], others):
@@ -68,7 +82,7 @@ def read_catalog(store: Store) -> Catalog:
             else:
                 objects[fqn] = made.value(fqn, value)
     unknown = [printable(kind) for kind in others if "." in kind]
-    if unknown and not tensors:
+    if unknown and not tensors and not others.tensors:
         raise FormatError(
             f"no tensors of a type that is known here, but {', '.join(unknown[:5])} ({', '.join(map(printable, names))})",
             hint=_ALL_RANKS,
@@ -77,8 +91,27 @@ def read_catalog(store: Store) -> Catalog:
     is_nested = any(len(path) > 1 for path in paths.values())
     archives = tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items())
     return Catalog(
-        NAME, tensors, objects, paths if is_nested else {}, sizes, extras=told(others), archives=archives, made=made.files
+        NAME, tensors, objects, paths if is_nested else {}, sizes, extras=told(others), archives=archives, made=made.files,
+        unread=others.unread,
     )  # fmt: skip
+
+
+class Others(Counter[str]):
+    """What files hold and this reader does not read: the number of values by type; and tensors by place, each with its kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[Path, str] = {}
+
+    def take(self, more: Others, above: Path) -> None:
+        """Adds what another file holds, whose places lie below one of this whole."""
+        self.update(more)
+        self.tensors |= {(*above, *path): kind for path, kind in more.tensors.items()}
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """The tensors by name."""
+        return {join(path): kind for path, kind in self.tensors.items()}
 
 
 def told(others: Counter[str]) -> dict[str, str]:
@@ -160,14 +193,14 @@ class Opened:
         return start
 
 
-def read_leaves(store: Store, name: str, size: int, others: Counter[str]) -> Iterator[tuple[Path, object, tuple[Extent, ...]]]:
+def read_leaves(store: Store, name: str, size: int, others: Others) -> Iterator[tuple[Path, object, tuple[Extent, ...]]]:
     """Yields tensors and plain values of a file: the keys on the way, what the pickle says, and where a tensor's parts lie.
 
     Args:
         store: where the file is.
         name: of the file.
         size: its bytes.
-        others: counts what is of another type.
+        others: takes what is of another type.
 
     Raises:
         FormatError: it is no such archive, or malformed.
@@ -176,7 +209,9 @@ def read_leaves(store: Store, name: str, size: int, others: Counter[str]) -> Ite
     found = list(leaves(opened.root, printable(name)))
     opened.find(view for _, value in found for view in views_of(value))
     for path, value in found:
-        if isinstance(value, (View, Sharded, Pieces)) or is_value(value):
+        if isinstance(value, Unread):
+            others.tensors[path] = value.kind
+        elif isinstance(value, (View, Sharded, Pieces)) or is_value(value):
             yield path, value, tuple(opened.extent(view, join(path)) for view in views_of(value))
         else:
             others[type(value).__name__] += 1

@@ -25,13 +25,14 @@ from ckpt_tools.formats import Source, open_source
 from ckpt_tools.live.archives import unpack
 from ckpt_tools.live.divide import divide
 from ckpt_tools.live.group import Group
-from ckpt_tools.live.match import LoadRequest, Match, OnMismatch, int_keys, match, root_of, stored_state
+from ckpt_tools.live.match import LoadRequest, Match, OnMismatch, check_unread, int_keys, match, places_above, root_of, stored_state
+from ckpt_tools.live.numbers import name_numbers
 from ckpt_tools.live.objects import Key
 from ckpt_tools.live.rename import parameter_renamer, renamed, substituter
 from ckpt_tools.live.restore import restore, set_state_of_rank
 from ckpt_tools.live.shards import Shard, Stage, alias_key, has_bytes, local_shards
 from ckpt_tools.live.share import read_together
-from ckpt_tools.live.state import STRUCTURE, OfRank, PerRank, export, join, name_of_rank
+from ckpt_tools.live.state import STRUCTURE, OfRank, PerRank, export, holders_of, join, name_of_rank
 from ckpt_tools.manifest import of_source
 from ckpt_tools.plan import Plan, Slot, Target, plan_transfer
 from ckpt_tools.storage import MemoryStore, read
@@ -156,10 +157,17 @@ class _Load:
         """Opens the checkpoint, pairs its names with the state's, and returns the shards to read."""
         source = open_source(path, storage_options)
         self.as_stored = source.catalog
-        self.source = source = replace(source, catalog=renamed(source.catalog, self.request.rename))
+        catalog = renamed(source.catalog, self.request.rename)
+        values = replace(source, catalog=catalog)
+        self.named = name_numbers(
+            catalog, holders_of(self.state), lambda name: _read_object(values, name, self.request.trust_pickle), self.request.wants
+        )
+        self.source = source = replace(source, catalog=self.named.catalog)
+        check_unread(source.catalog, self.state, self.request)
         self.exported = exported = export(self.state, stored_state(source.catalog))
         self.found = found = match(exported, source.catalog, self.request, str(source.path))
-        self.report = LoadReport(str(source.path), notes=found.notes)
+        unread = [f"{printable(n)} is {printable(kind)}, which is not read" for n, kind in source.catalog.unread.items()]
+        self.report = LoadReport(str(source.path), notes=[*self.named.notes, *found.notes, *unread])
         self.made = {n: _make(source.catalog.tensors[n]) for n in found.new if n in source.catalog.tensors}
         self.by_hand = {n: how for n, how in found.resized.items() if callable(how)}
         tensors = {n: exported.tensors[n] for n in found.tensors if n not in self.by_hand} | self.made
@@ -178,6 +186,7 @@ class _Load:
         self.values = {n: _read_object(source, stored, request.trust_pickle, by_stored) for n, stored in wanted.items()}
         if request.rename:
             _rename_params(self.values, source, parameter_renamer(self.as_stored, substituter(request.rename)))
+        self.values |= {n: self.named.params[s] for n, s in wanted.items() if s in self.named.params}
         _check_alike(source, found)
         self.report.num_objects = len(self.values)
         self.of_rank = {
@@ -190,7 +199,10 @@ class _Load:
         """Hands everything to the state."""
         exported, report, stored = self.exported, self.report, self.source.catalog.paths
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
-        paths = {n: exported.paths.get(n) or stored.get(n) or tuple(n.split(".")) for n in (*current, *self.made, *self.values)}
+        names = [*current, *self.made, *self.values]
+        plain_values = {join(path) for path in exported.plain}
+        replaced = {n for n in names if n in stored and places_above(n, plain_values)}  # they become what was stored
+        paths = {n: (stored[n] if n in replaced else exported.paths.get(n) or stored.get(n) or tuple(n.split("."))) for n in names}
         touched = {root_of(n, paths) for n in (*self.tensors, *self.values, *self.by_hand)}
         left = self.found.gone | self._idle(paths)
         given = {n: v for n, v in current.items() if root_of(n, paths) in touched and n not in left}

@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_tools.catalog import Catalog, TensorEntry, check_globs, find_model, matcher, strip_wrappers
+from ckpt_tools.catalog import Catalog, TensorEntry, check_globs, find_model, matcher, refuse_unread, strip_wrappers
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.live.objects import Key
 from ckpt_tools.live.optimizers import StoredTensor
@@ -126,19 +127,20 @@ def match(exported: Exported, catalog: Catalog, request: LoadRequest, where: str
     alike, settled = _groups_by_parameter(exported, catalog)
     names |= {n: stored[0] for n, stored in alike.items()}
     ours = [*exported.tensors, *exported.objects, *exported.per_rank]
-    stored_below = [n for n in (*catalog.tensors, *catalog.objects) if any(_is_below(n, join(f)) for f in exported.free)]
+    free = {join(path) for path in exported.free}
+    below = _stored_below(catalog, free)
+    stored_below = list(dict.fromkeys(chain.from_iterable(below.values())))
     check_globs(request.select, [*ours, *stored_below], "select")
     check_globs(request.on_mismatch, [*exported.tensors], "on_mismatch")
     tensors = {n: names.get(n, n) for n in exported.tensors if wanted(n)}
     objects = {n: names.get(n, n) for n in exported.objects if wanted(n)}
-    free = [join(path) for path in exported.free]
     kinds = _kinds(catalog, tensors, objects, free)
     missing = [n for n, stored in tensors.items() if stored not in catalog.tensors and n not in kinds]
     missing_objects = [n for n, stored in objects.items() if stored not in catalog.objects and n not in kinds]
     tied = _tied(exported, missing, tensors, catalog)
     stateless = set(_stateless(missing, catalog, names, exported))
-    below = {f: [n for n in (*catalog.tensors, *catalog.objects) if _is_below(n, f) and wanted(n)] for f in free}
-    gone = {n for n in (*missing, *missing_objects) for f in free if _is_below(n, f) and below[f]} | stateless
+    below = {f: [n for n in names_below if wanted(n)] for f, names_below in below.items()}
+    gone = {n for n in (*missing, *missing_objects) if any(below[f] for f in places_above(n, free))} | stateless
     empty = {n for n in missing_objects if isinstance(exported.objects[n], Mapping) and not exported.objects[n]}  # DCP stores none
     absent = [n for n in (*missing, *missing_objects) if n not in tied | settled | empty and n not in gone]
     fitting = {n: s for n, s in tensors.items() if s in catalog.tensors and n not in kinds}
@@ -150,7 +152,7 @@ def match(exported: Exported, catalog: Catalog, request: LoadRequest, where: str
     resized = _resized(exported, catalog, fitting, request)
     skipped = {path[:-1] for n, how in resized.items() if how == "skip" and "state" in (path := exported.paths[n])}
     fitting = {n: s for n, s in fitting.items() if resized.get(n) != "skip" and exported.paths[n][:-1] not in skipped}
-    new = [n for n in new if not any(_is_below(n, join(path)) for path in skipped)]
+    new = [n for n in new if not places_above(n, {join(path) for path in skipped})]
     shapes = [n for n, s in fitting.items() if n not in resized and tuple(exported.tensors[n].shape) != catalog.tensors[s].shape]
     types = [n for n, s in fitting.items() if not _fits_type(exported.tensors[n], catalog.tensors[s], request.cast)]
     misfit = _Misfit(absent, extra, shapes, types, kinds)
@@ -170,23 +172,46 @@ def match(exported: Exported, catalog: Catalog, request: LoadRequest, where: str
     return Match(fitting, fitting_objects, new, gone, notes, alike, resized)
 
 
-def _kinds(catalog: Catalog, tensors: Mapping[str, str], objects: Mapping[str, str], free: Sequence[str]) -> list[str]:
+def check_unread(catalog: Catalog, state: Mapping[str, Any], request: LoadRequest) -> None:
+    """Refuses to leave out a tensor of one of the state's own keys because its kind is not read.
+
+    Raises:
+        PlanError: with its name and kind.
+    """
+    roots = set(map(str, state))
+    mine = {n: kind for n, kind in catalog.unread.items() if root_of(n, catalog.paths) in roots and request.wants(n)}
+    if request.strict:
+        refuse_unread(replace(catalog, unread=mine), "pass select=[…] for the rest, or strict=False to go on without them")
+
+
+def _stored_below(catalog: Catalog, free: set[str]) -> dict[str, list[str]]:
+    """Returns what a checkpoint has at or below each place."""
+    below: dict[str, list[str]] = {place: [] for place in free}
+    for name in (*catalog.tensors, *catalog.objects):
+        for place in places_above(name, free):
+            below[place].append(name)
+    return below
+
+
+def _kinds(catalog: Catalog, tensors: Mapping[str, str], objects: Mapping[str, str], free: set[str]) -> list[str]:
     """Returns our names of tensors that were stored as values, and of values of modules and optimizers stored as tensors.
 
     A plain value of the state becomes what was stored, also a tensor; a tensor stays one, because others may refer to it.
     """
     found = [n for n, stored in tensors.items() if stored in catalog.objects]
-    return found + [n for n, stored in objects.items() if stored in catalog.tensors and not any(_is_below(n, f) for f in free)]
+    return found + [n for n, stored in objects.items() if stored in catalog.tensors and not places_above(n, free)]
 
 
-def _turned(exported: Exported, catalog: Catalog, new: Sequence[str], gone: set[str], free: Sequence[str]) -> list[str]:
+def _turned(exported: Exported, catalog: Catalog, new: Sequence[str], gone: set[str], free: set[str]) -> list[str]:
     """Returns notes on plain values that become something of another kind."""
     turned = [n for n in new if n in exported.objects and n in catalog.tensors and not n.endswith("._extra_state")]
     notes = [f"{printable(n)}: a tensor was stored, and replaces a value that is none" for n in turned]
-    for name in free:
-        lost = [n for n in gone if n in exported.tensors and _is_below(n, name)]
-        if lost:
-            notes.append(f"{printable(name)}: {len(lost)} tensors of the state are replaced by what was stored: {_some(sorted(lost))}")
+    lost: dict[str, list[str]] = {}
+    for name in sorted(gone & exported.tensors.keys()):
+        for place in places_above(name, free):
+            lost.setdefault(place, []).append(name)
+    for place, names in lost.items():
+        notes.append(f"{printable(place)}: {len(names)} tensors of the state are replaced by what was stored: {_some(names)}")
     return notes
 
 
@@ -239,8 +264,10 @@ def int_keys(exported: Exported, values: dict[str, Any], paths: Mapping[str, Key
             notes.append(f"{printable(name)}: its keys were stored as texts, and are integers again")
 
 
-def _is_below(name: str, path: str) -> bool:
-    return name == path or name.startswith(f"{path}.")
+def places_above(name: str, places: set[str]) -> list[str]:
+    """Returns those of many places that a flat name is, or lies in."""
+    ends = [i for i, c in enumerate(name) if c == "."]
+    return [place for end in (*ends, len(name)) if (place := name[:end]) in places]
 
 
 def _mapping(exported: Exported, catalog: Catalog, notes: list[str]) -> dict[str, str]:
@@ -251,7 +278,8 @@ def _mapping(exported: Exported, catalog: Catalog, notes: list[str]) -> dict[str
     result: dict[str, str] = {}
     model = ".".join(find_model(catalog))
     by_root: dict[str, list[str]] = {}
-    for name in exported.tensors:
+    plain_values = {join(path) for path in exported.plain}
+    for name in (n for n in exported.tensors if not places_above(n, plain_values)):
         by_root.setdefault(root_of(name, exported.paths), []).append(name)
     for root, ours in by_root.items():
         if any(n in catalog.tensors for n in ours):

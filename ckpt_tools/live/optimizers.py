@@ -51,10 +51,11 @@ class Exported(NamedTuple):
 
 
 class Holders(NamedTuple):
-    """What a state holds that an optimizer's parameters may belong to, each with its place."""
+    """What a state holds that an optimizer's parameters may belong to, and the optimizers; each with its place."""
 
     modules: Sequence[tuple[Key, nn.Module]]
     tensors: Sequence[tuple[Key, torch.Tensor]]
+    optimizers: Sequence[tuple[Key, Optimizer]]
 
 
 def is_container(optimizer: Optimizer) -> bool:
@@ -174,6 +175,16 @@ def _names(optimizer: Optimizer, holders: Holders, owner: nn.Module | None, path
             hint="put the module that holds them into the state, or a dict with the tensors themselves; FSDP1 wants one module with all",
         )
     return [known[id(p)] for p in parameters]
+
+
+def parameter_names(optimizer: Optimizer, holders: Holders, path: Key) -> list[str] | None:
+    """Returns the names of an optimizer's parameters in its own order; None where torch translates its state (FSDP1).
+
+    Raises:
+        PlanError: a parameter belongs to nothing in the state.
+    """
+    owner = _owner(optimizer, holders.modules)
+    return None if owner is not None and _is_fsdp1(owner) else _names(optimizer, holders, owner, path)
 
 
 def _load_by_name(optimizer: Optimizer, given: Mapping[str, Any], names: Sequence[str]) -> None:

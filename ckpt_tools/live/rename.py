@@ -47,13 +47,21 @@ def renamed(catalog: Catalog, rules: Mapping[str, str]) -> Catalog:
             return (*path[:-2], parameter_renamer(catalog, substitute)(str(path[-2])), path[-1])
         return path if new == name else tuple(new.split("."))
 
-    moved = {name: new_path(name) for name in names}
+    return moved(catalog, {name: new_path(name) for name in names})
+
+
+def moved(catalog: Catalog, places: Mapping[str, Key]) -> Catalog:
+    """Returns the catalog with each entry at a new place.
+
+    Raises:
+        PlanError: two entries would get one name.
+    """
     taken: dict[str, str] = {}
-    for name, path in moved.items():
+    for name, path in places.items():
         if (other := taken.setdefault(join(path), name)) != name:
             raise PlanError(f"rename gives two entries one name: {printable(other)!r} and {printable(name)!r}")
-    paths = {join(path): path for name, path in moved.items() if name in catalog.paths}
-    new_names = {name: join(path) for name, path in moved.items()}
+    paths = {join(path): path for name, path in places.items() if name in catalog.paths}
+    new_names = {name: join(path) for name, path in places.items()}
     return replace(catalog, tensors=_moved(catalog.tensors, new_names), objects=_moved(catalog.objects, new_names), paths=paths)
 
 

@@ -8,7 +8,7 @@ shards, state and group.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -234,7 +234,7 @@ def _head(
 
 def write(
     group: Group, target: Destination, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], jobs: int,
-    attempt: str, overwrite: bool = False,
+    attempt: str, before_commit: Callable[[], None], overwrite: bool = False,
 ) -> SaveReport:  # fmt: skip
     """Writes one checkpoint and makes it visible; called by all ranks, from the layout that they agreed on.
 
@@ -247,6 +247,7 @@ def write(
         objects: this rank's objects as archives, in the layout's order.
         jobs: threads on this rank.
         attempt: id of this try, the same on all ranks.
+        before_commit: called on rank 0 when all is written; what it raises stops the commit.
         overwrite: replace what is there, once all is written; rank 0's.
 
     Raises:
@@ -274,6 +275,7 @@ def write(
                     for fqn, at in zip(names, found.objects, strict=True)
                 }
                 index = layout.head.template.render(places, attempt, lambda file: target.name(file, attempt))
+                before_commit()
                 notes = commit(target, place, index, parts, _seal(layout.head, prints), step)
     return SaveReport(target.url, part.nbytes, sum(p.nbytes for p in parts), time.monotonic() - began, notes)
 

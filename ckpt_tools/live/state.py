@@ -96,7 +96,8 @@ class Exported:
     """A state under flat names: tensors as they live (DTensors and all), other values, and the keys on the way to each.
 
     `per_rank` has the names under which each rank has a value of its own. `free` has the places of values whose structure may
-    have changed since (a history, a scheduler): what was stored below them is what they become. `kept` names what no
+    have changed since (a history, a scheduler): what was stored below them is what they become; `plain` has those of them that
+    belong to no module and no optimizer. `kept` names what no
     checkpoint holds: non-persistent buffers of modules. `roots` has the state's own keys. `fresh` has
     the places of optimizer state that is memory only, until something is loaded into it.
     """
@@ -106,6 +107,7 @@ class Exported:
     paths: dict[str, Key] = field(default_factory=dict)
     per_rank: dict[str, OfRank] = field(default_factory=dict)
     free: list[Key] = field(default_factory=list)
+    plain: list[Key] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     roots: set[str] = field(default_factory=set)
     fresh: list[Key] = field(default_factory=list)
@@ -156,18 +158,21 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 def holders_of(state: Mapping[str, Any]) -> Holders:
     modules: list[tuple[Key, nn.Module]] = []
     tensors: list[tuple[Key, torch.Tensor]] = []
+    optimizers: list[tuple[Key, Optimizer]] = []
 
     def visit(value: Any, path: Key) -> None:
         if isinstance(value, nn.Module):
             modules.append((path, value))
         elif isinstance(value, torch.Tensor):
             tensors.append((path, value))
+        elif isinstance(value, Optimizer) and not is_container(value):
+            optimizers.append((path, value))
         elif isinstance(value, (Mapping, list, tuple)) and len(path) <= MAX_DEPTH and not has_only_scalars(value):
             for key, item in _items(value):
                 visit(item, (*path, key))
 
     visit(state, ())
-    return Holders(modules, tensors)
+    return Holders(modules, tensors, optimizers)
 
 
 def _holds_tensor(value: Any, depth: int = 0) -> bool:
@@ -276,6 +281,7 @@ class _Exporter:
 
     def _visit_value(self, value: Any, path: Key) -> None:
         self.result.free.append(path)
+        self.result.plain.append(path)
         if is_generator(value):
             self._leaf(generator_state(value), path)
         elif has_state(value):
@@ -347,7 +353,7 @@ def _is_walked(value: Mapping[Any, Any]) -> bool:
 def _is_walked_list(value: Any) -> bool:
     if has_only_scalars(value):
         return False
-    return any(isinstance(v, Mapping) or (type(v) is list and _is_walked_list(v)) or _holds_tensor(v) for v in value)
+    return any((isinstance(v, Mapping) and v) or (type(v) is list and _is_walked_list(v)) or _holds_tensor(v) for v in value)
 
 
 def _tied(model: nn.Module, exported: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Unpack, cast
 
 from ckpt_tools.box import whole
-from ckpt_tools.catalog import Catalog, TensorEntry, check_globs, keep, matcher, strip_wrappers
+from ckpt_tools.catalog import Catalog, TensorEntry, choose, matcher, model_only, refuse_unread, strip_wrappers
 from ckpt_tools.destination import open_destination
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
@@ -32,18 +32,22 @@ from ckpt_tools.formats import (
     torch_save,
     whole_tensor,
 )
+from ckpt_tools.formats.flat_param import read_shapes
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.torch_save import join, nested
 from ckpt_tools.formats.zip_write import encode
 from ckpt_tools.layout import split
+from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.huggingface import adapter_config, base_files, check_loads, find_base, head_counts, untie
 from ckpt_tools.operations.keymap import apply_map, read_map
-from ckpt_tools.operations.lora import adapter_of
+from ckpt_tools.operations.lora import adapter_of, refuse_adapters
 from ckpt_tools.operations.mesh import find_sharded, mesh_of, scheduler_of, sharded_state
 from ckpt_tools.operations.move import Options, Path_, transfer
+from ckpt_tools.operations.param_order import ModelOrder, read_order
 from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, unpack_objects
 from ckpt_tools.operations.result import TransferResult
 from ckpt_tools.operations.shapes import lay_beside
+from ckpt_tools.operations.side_files import carried, left_beside
 from ckpt_tools.operations.transfer import check_kept, left_out, rank_boxes, shards, target_dtype
 from ckpt_tools.soundness import check as check_catalog
 from ckpt_tools.storage import is_url, read
@@ -61,9 +65,12 @@ class Conversion(Options, total=False):
         ranks: for `dcp`, `accelerate` and `per-rank`, number of ranks to split for; the source's, or 1, where absent.
         dtype, keep_dtype: as for `merge`; the model's tensors only.
         select: globs; only what matches by its name in the target.
+        exclude: globs; what matches by its name in the target is left out.
         rename: `REGEX=REPLACEMENT` each, applied in order to the names of parameters, in the model and in optimizers.
         key_map: a file with renames and transforms, or the name of one that comes along; see `keymap`.
         settings: the numbers that the map asks for by name; `heads` and `kv_heads` are taken from the config of `base`.
+        param_order: what the numbers of an optimizer mean: `model` where each group has its parameters in the model's order, names in
+            order, or a file of them; see `param_order.read_order`.
         optimizer: one of `FORMS`, how the optimizer goes by names; by parameter with groups where absent.
         keep_prefix: keep the prefixes of wrappers in names, and for `safetensors` and `hf` the key above the model.
         model_only: leave out everything but the model.
@@ -77,9 +84,11 @@ class Conversion(Options, total=False):
     dtype: str | None
     keep_dtype: Sequence[str]
     select: Sequence[str]
+    exclude: Sequence[str]
     rename: Sequence[str]
     key_map: Path_ | None
     settings: Mapping[str, int] | None
+    param_order: Path_ | Sequence[str] | Mapping[str, Sequence[str]] | None
     optimizer: str | None
     keep_prefix: bool
     model_only: bool
@@ -89,6 +98,7 @@ class Conversion(Options, total=False):
     check: bool
 
 
+@checked(Conversion)
 def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> TransferResult:
     """Writes a checkpoint in another layout.
 
@@ -105,15 +115,21 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     storage_options = how.get("storage_options")
     source = open_source(src, storage_options, lay_beside(how.get("shapes")))
     is_model = how.get("model_only") or to in ("safetensors", "hf", "peft")
-    taken = take_apart(replace(source.catalog, objects={}) if is_model else source.catalog, source.store)
+    given = read_order(how.get("param_order"))
+    if is_model and given is not None:
+        raise PlanError("--param-order is for optimizers, and only the model is written")
+    order = _model_order(source) if isinstance(given, str) else given
+    taken = take_apart(replace(source.catalog, objects={}) if is_model else source.catalog, source.store, order)
     if is_model:
         taken = replace(taken, optimizers=[], tensors={}, objects={}, paths={}, notes=[])
+    if how.get("optimizer") in ("groups", "flat"):
+        _refuse_unnamed(taken, f"--optimizer {how.get('optimizer')} names the parameters")
     parts = _renamed(taken, source, how)
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
     if not parts.model and not parts.optimizers and not parts.tensors:
         what = f"no tensors are left of {len(source.catalog.tensors)} ({printable(source.path)})"
         raise PlanError(what, hint=f"ckpt inspect {source.path}")
-    job = _Job(source, parts, how)
+    job = _Job(source, parts, how, bool(is_model))
     catalog, form, request = job.lay_out(to, str(dst))
     catalog = replace(catalog, made=job.made.files, file_sizes=source.catalog.file_sizes)
     check_catalog(catalog, shares=True)
@@ -122,10 +138,22 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
         "convert", source.with_made(job.made.files), catalog, open_destination(dst, storage_options), form, request, options,
         left_out=_dropped(source.catalog, catalog, job.parts),
     )  # fmt: skip
+    if to != "accelerate" and not is_model:
+        parts.notes.extend(left_beside(source.catalog))
     if how.get("check") and not result.is_dry_run and (how.get("team") or ALONE).rank == 0:
         check_loads(str(dst))
         parts.notes.append("transformers loads it: no name missing or unexpected, every tensor as it was written")
     return replace(result, notes=(*result.notes, *parts.notes))
+
+
+def _model_order(source: Source) -> ModelOrder:
+    """Returns the order of a model's parameters: that of `--shapes`, or of a state dict; safetensors and DCP do not keep it."""
+    shapes = read_shapes(source.store, source.store.list_files())
+    if shapes:
+        return ModelOrder(tuple(shapes))
+    if source.format not in (torch_save, per_rank):
+        return ModelOrder(())
+    return ModelOrder(tuple(model_only(source.catalog)[0].tensors))
 
 
 def _renamed(parts: Parts, source: Source, how: Conversion) -> Parts:
@@ -135,7 +163,9 @@ def _renamed(parts: Parts, source: Source, how: Conversion) -> Parts:
     if key_map := how.get("key_map"):
         base = how.get("base")
         numbers = (head_counts(base) if base is not None else {}) | dict(how.get("settings") or {})
-        parts = apply_map(parts, read_map(key_map, numbers), source)
+        keys = read_map(key_map, numbers)
+        _refuse_unnamed(parts, "a key map changes parameters and their state")
+        parts = apply_map(parts, keys, source)
     for rule in how.get("rename", ()):
         before, parts = parts, parts.renamed(_substitute(rule))
         states = zip(parts.optimizers, before.optimizers, strict=True)
@@ -151,11 +181,21 @@ def _dropped(before: Catalog, after: Catalog, parts: Parts) -> dict[str, int]:
     return {key: nbytes for key, nbytes in left_out(before, after, with_objects=False).items() if key not in kept}
 
 
+def _refuse_unnamed(parts: Parts, why: str) -> None:
+    """Refuses optimizers whose numbers mean no one knows what, for something that needs names."""
+    for optimizer in parts.optimizers:
+        if optimizer.is_unnamed:
+            raise PlanError(
+                f"{why}, and {printable(optimizer.prefix) or 'the optimizer'} has numbers for its parameters",
+                hint="say what they mean with --param-order FILE or --param-order model, or leave it out with --model-only",
+            )
+
+
 class _Job:
     """What is to be converted, and into which catalog and request."""
 
-    def __init__(self, source: Source, parts: Parts, how: Conversion) -> None:
-        self.source, self.parts, self.how = source, parts, how
+    def __init__(self, source: Source, parts: Parts, how: Conversion, is_model: bool) -> None:
+        self.source, self.parts, self.how, self.is_model = source, parts, how, is_model
         self.made = Made(source.catalog.made)
         self.ranks = how.get("ranks") or source.catalog.world_size or 1
         self._is_kept = matcher(how.get("keep_dtype", ()))
@@ -178,16 +218,18 @@ class _Job:
         catalog = put_together(self.parts, form or self.how.get("optimizer") or "groups", self.made, prefix)
         above = self.parts.prefix if prefix is None else prefix
         self._model_names = {join((*above, fqn)) for fqn in self.parts.model}
-        globs = self.how.get("select")
+        select, exclude = self.how.get("select", ()), self.how.get("exclude", ())
         check_kept(self.how.get("keep_dtype", ()), self.how.get("dtype"), list(catalog.tensors))
-        if not globs:
-            return catalog
-        kept = keep(catalog, matcher(globs))
+        kept = choose(replace(catalog, unread=self._unread()), select, exclude)
+        refuse_unread(kept)
         if not kept.tensors:
-            some = ", ".join(printable(f) for f in list(catalog.tensors)[:5])
-            raise PlanError(f"--select matches none of {len(catalog.tensors)} tensors", hint=f"names look like: {some}")
-        check_globs(globs, [*catalog.tensors, *catalog.objects], "--select")
+            raise PlanError(f"no tensors are left of {len(catalog.tensors)}", hint="choose other globs for --select and --exclude")
         return kept
+
+    def _unread(self) -> dict[str, str]:
+        """Returns the tensors that are not read, by the names that they would have."""
+        unread = model_only(self.source.catalog)[0].unread if self.is_model else self.source.catalog.unread
+        return {fqn if self.how.get("keep_prefix") else strip_wrappers(fqn): kind for fqn, kind in unread.items()}
 
     def _unpacked(self, catalog: Catalog) -> tuple[Catalog, dict[str, Any], list[str]]:
         return unpack_objects(catalog, self.source.with_made(self.made.files).store, self.made)
@@ -203,6 +245,7 @@ class _Job:
         catalog, most = self._catalog(None if self.how.get("keep_prefix") else ()), self.how.get("max_shard_bytes")
         if to == "safetensors":
             return catalog, safetensors, shards(self._targets(catalog), most, dst.rstrip("/").rpartition("/")[2])
+        refuse_adapters(catalog.tensors, self.source.path)
         base = self.how.get("base")
         if base is None:
             self.parts.notes.append(f"no config and no tokenizer go along: --base {find_base(self.source.path)} would bring them")
@@ -225,7 +268,7 @@ class _Job:
         catalog = self._catalog()
         catalog, values, unknown = self._unpacked(catalog)
         if unknown:
-            self.parts.notes.append(f"values of types that are not known stay behind: {printable(', '.join(unknown[:5]))}")
+            self.parts.notes.append(f"values of types that are not known stay behind: {printable(', '.join(unknown))}")
         name = dst.rpartition("/")[2]
         return catalog, torch_save, Request(self._targets(catalog), paths=catalog.paths, file_name=name, values=values)
 
@@ -233,6 +276,7 @@ class _Job:
         """fp32 weights and moments, a folder a parameter; the first optimizer's groups, and plain values as client state."""
         if len(self.parts.optimizers) != 1:
             raise PlanError(f"a universal checkpoint has one optimizer by parameter name, got {len(self.parts.optimizers)}")
+        _refuse_unnamed(self.parts, "a universal checkpoint names its parameters")
         optimizer = self.parts.optimizers[0]
         optimizer.prefix = "optimizer"
         trained = {fqn for group in optimizer.groups for fqn in group["params"]}
@@ -260,7 +304,8 @@ class _Job:
             optimizer.prefix = "optim"
         scheduler = self._scheduler("verl keeps no such thing, or every rank its own")
         catalog, values, _ = self._unpacked(self._catalog(("model",), "ids"))
-        found = find_sharded(self.parts.model, {fqn for optimizer in self.parts.optimizers for fqn in optimizer.state})
+        trained = {fqn for optimizer in self.parts.optimizers if not optimizer.is_unnamed for fqn in optimizer.state}
+        found = find_sharded(self.parts.model, trained)
         if plain := sorted(self.parts.model.keys() - found):
             self.parts.notes.append(f"taken for buffers, which every rank holds whole: {len(plain)} ({printable(', '.join(plain[:5]))})")
         sharded = sharded_state(catalog, found)
@@ -300,7 +345,7 @@ class _Job:
         files = self._for_accelerate() if to == "accelerate" else {}
         catalog = self._catalog(("model",) if to == "accelerate" else None)
         is_split = self.source.format.NAME in ("dcp", "accelerate", "per_rank")
-        world_size = self.source.catalog.world_size if is_split else 1
+        world_size = (self.source.catalog.world_size if is_split else None) or 1
         pairs = zip(self._targets(catalog), catalog.tensors.values(), strict=True)
         targets = [replace(target, boxes=tuple(rank_boxes(t, world_size, self.ranks))) for target, t in pairs]
         objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
@@ -308,10 +353,17 @@ class _Job:
 
     def _for_accelerate(self) -> dict[str, bytes]:
         """Names optimizers as Accelerate does; returns the file of the scheduler, if there is one."""
+        _refuse_unnamed(self.parts, "Accelerate names the parameters")
         for number, found in enumerate(self.parts.optimizers):
             found.prefix = "optimizer" if number == 0 else f"optimizer_{number}.optimizer"
+        files: dict[str, bytes] = {}
+        if self.source.format is accelerate:
+            files, keys, notes = carried(self.source, self.ranks)
+            self.parts.notes += notes
+            objects = {fqn: item for fqn, item in self.parts.objects.items() if self.parts.paths[fqn][0] not in keys}
+            self.parts = replace(self.parts, objects=objects)
         scheduler = self._scheduler("Accelerate has it in pickles of its own, which are not written, or has no such thing")
-        return {} if scheduler is None else {"scheduler.bin": encode(scheduler)}
+        return files if scheduler is None else files | {"scheduler.bin": encode(scheduler)}
 
 
 def _check(to: str, dst: str, how: Conversion) -> None:

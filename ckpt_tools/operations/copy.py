@@ -23,6 +23,7 @@ from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats import INDEXES, Source, is_ours, open_source
 from ckpt_tools.formats.base import MANIFEST, attempt_of, note_of
 from ckpt_tools.manifest import Manifest, Sealed, file_name, find, of_source
+from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.joint import Division, collect, open_files, staged
 from ckpt_tools.operations.move import Options, Path_, check_apart, no_bar, steps_for
 from ckpt_tools.operations.shapes import lay_beside
@@ -59,6 +60,7 @@ class CopyResult:
     is_dry_run: bool = False
 
 
+@checked(Options)
 def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None = None, **options: Unpack[Options]) -> CopyResult:
     """Copies a checkpoint as it is. A second run transfers what is missing or differs; nothing is visible before everything is there.
 

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, Unpack
 
 from ckpt_tools.box import whole
-from ckpt_tools.catalog import Catalog, Chunk, TensorEntry, check_globs, keep, matcher
+from ckpt_tools.catalog import Catalog, Chunk, TensorEntry, check_globs, chooser, keep, refuse_unread
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.compare import CompareSink, Tally
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
-from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.errors import FormatError
 from ckpt_tools.formats import Source, open_source
 from ckpt_tools.manifest import of_source
-from ckpt_tools.operations.move import Options, Path_, no_bar
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.move import Path_, Reading, no_bar
 from ckpt_tools.operations.parts import Values
 from ckpt_tools.operations.proof import sealed_prints
 from ckpt_tools.operations.shapes import lay_beside
@@ -98,9 +99,10 @@ class DiffResult:
         return not (self.only_a or self.only_b or self.changes or self.differences)
 
 
+@checked(Reading)
 def diff(
-    a: Path_, b: Path_, *, select: Sequence[str] = (), atol: float = 0.0, rtol: float = 0.0, read_all: bool = False,
-    **options: Unpack[Options],
+    a: Path_, b: Path_, *, select: Sequence[str] = (), exclude: Sequence[str] = (), atol: float = 0.0, rtol: float = 0.0,
+    read_all: bool = False, **options: Unpack[Reading],
 ) -> DiffResult:  # fmt: skip
     """Compares two checkpoints by names, shapes, types and values.
 
@@ -109,9 +111,10 @@ def diff(
     Args:
         a, b: checkpoints, or directories with one below; paths or URLs.
         select: globs; only what matches one is compared.
+        exclude: globs; what matches one is not compared.
         atol, rtol: values count as the same where |a - b| <= atol + rtol * |b|; only the same bits do where both are 0.
         read_all: compare bytes even where both manifests have the same fingerprint.
-        **options: see `Options`.
+        **options: see `Reading`.
 
     Raises:
         CheckpointError: one of them cannot be read.
@@ -121,7 +124,7 @@ def diff(
     with team.phase("look at both"):
         beside = lay_beside(options.get("shapes"))
         one, two = (open_source(path, options.get("storage_options"), beside) for path in (a, b))
-        left, right, notes = _views(one.catalog, two.catalog, select)
+        left, right, notes = _views(one.catalog, two.catalog, select, exclude)
         alike = _same_objects(one, left, two, right)
     agree(team, [[(t.fqn, t.shape) for t in view.tensors.values()] for view in (left, right)])
     mine, theirs = _entries(left), _entries(right)
@@ -175,7 +178,7 @@ def _kind(catalog: Catalog, entry: TensorEntry) -> str:
     return "bytes" if entry.fqn in catalog.objects else entry.dtype.name
 
 
-def _views(a: Catalog, b: Catalog, select: Sequence[str]) -> tuple[Catalog, Catalog, list[str]]:
+def _views(a: Catalog, b: Catalog, select: Sequence[str], exclude: Sequence[str]) -> tuple[Catalog, Catalog, list[str]]:
     """Returns both under names that can be compared, and remarks."""
     notes = []
     if not {*a.tensors, *a.objects} & {*b.tensors, *b.objects} and a.tensors and b.tensors:
@@ -183,11 +186,12 @@ def _views(a: Catalog, b: Catalog, select: Sequence[str]) -> tuple[Catalog, Cata
         if by_model[0].tensors.keys() & by_model[1].tensors.keys():
             a, b = by_model
             notes.append("no name is in both; compared by the names that merge gives, the model only")
-    if select:
-        a, b = (keep(catalog, matcher(select)) for catalog in (a, b))
-        if not (a.tensors or a.objects or b.tensors or b.objects):
-            raise PlanError(f"--select matches nothing: {printable(' '.join(select))}", hint="`ckpt inspect --tree` shows the names")
-        check_globs(select, [*a.tensors, *a.objects, *b.tensors, *b.objects], "--select")
+    names = dict.fromkeys([*a.tensors, *a.objects, *a.unread, *b.tensors, *b.objects, *b.unread])
+    check_globs(select, list(names), "--select")
+    check_globs(exclude, list(names), "--exclude")
+    a, b = (keep(catalog, chooser(select, exclude)) for catalog in (a, b))
+    for catalog in (a, b):
+        refuse_unread(catalog)
     return a, b, notes
 
 
@@ -200,7 +204,7 @@ def _known_equal(a: Source, left: Catalog, b: Source, right: Catalog, pairs: Seq
 
 
 def _compare(
-    a: Source, b: Source, pairs: Sequence[tuple[TensorEntry, TensorEntry]], atol: float, rtol: float, options: Options
+    a: Source, b: Source, pairs: Sequence[tuple[TensorEntry, TensorEntry]], atol: float, rtol: float, options: Reading
 ) -> Mapping[str, Tally]:
     """Reads both sides of each pair, and tallies how they differ."""
     jobs = options.get("jobs") or min(8, os.cpu_count() or 1)

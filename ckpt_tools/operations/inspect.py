@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.catalog import Catalog, key_path, nbytes_by_file
 from ckpt_tools.formats import open_source
+from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.storage.base import Traffic
 
@@ -62,6 +63,7 @@ class Report:
     traffic: Traffic | None = None
 
 
+@checked()
 def inspect(
     src: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, shapes: str | os.PathLike[str] | None = None
 ) -> Report:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tools.box import Box
-from ckpt_tools.catalog import Catalog, TensorEntry
+from ckpt_tools.catalog import Catalog, TensorEntry, model_only
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.kernels import cast
 from ckpt_tools.engine.run import Alter
@@ -50,7 +50,8 @@ def read_lora(folder: str | os.PathLike[str], catalog: Catalog) -> dict[str, Alt
     source = open_source(folder)
     config = _config(source)
     sides: dict[str, dict[str, Matrix]] = {}
-    for fqn, entry in source.catalog.tensors.items():
+    adapter = model_only(source.catalog)[0] if source.catalog.paths else source.catalog  # a job's directory has an optimizer too
+    for fqn, entry in adapter.tensors.items():
         match = _PART.fullmatch(fqn)
         if match is None:
             raise PlanError(f"an adapter with something else than LoRA matrices: {printable(fqn)!r} ({printable(source.path)})")
@@ -122,6 +123,21 @@ def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, config: Mappi
         values += np.float32(scale) * (b[rows] @ a[:, columns])
 
     return add
+
+
+def refuse_adapters(tensors: Mapping[str, TensorEntry], src: str) -> None:
+    """Refuses a model with adapters inside, for a target whose loader knows none: PEFT has given its tensors other names.
+
+    Raises:
+        PlanError: with one of the names, and the commands that use them.
+    """
+    inside = next((fqn for fqn in tensors if _PART.fullmatch(fqn) or ".base_layer." in fqn), None)
+    if inside is not None:
+        raise PlanError(
+            f"the model has adapters of PEFT inside, and transformers does not load such names: {printable(inside)!r}",
+            hint=f"ckpt convert {printable(src)} ADAPTER --to peft --base DIR writes the adapter;"
+            " ckpt merge BASE_MODEL OUT.safetensors --lora ADAPTER adds it to its model",
+        )
 
 
 def adapter_of(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

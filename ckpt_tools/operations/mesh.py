@@ -1,6 +1,6 @@
 """What a file a rank needs beyond names: the mesh of the job that will load it, which tensors that shards, and what stands beside.
 
-May import levels 0 to 3 and parts.
+May import levels 0 to 3 and param_order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.base import MeshOf
 from ckpt_tools.formats.state_pickle import Path
 from ckpt_tools.formats.torch_save import nested
-from ckpt_tools.operations.parts import BUFFERS
+from ckpt_tools.operations.param_order import BUFFERS
 
 _MESH = re.compile(r"(?P<device>[a-z]{1,16})(?::(?P<axis>\w{1,64})?)?")
 _BUFFERS = (*BUFFERS, "inv_freq", "position_ids")

@@ -34,7 +34,7 @@ from ckpt_tools.operations.trail import Trail, forget
 from ckpt_tools.operations.within import Within, plan_within
 from ckpt_tools.plan import Literal, Plan, Target, plan_transfer
 from ckpt_tools.soundness import replicas
-from ckpt_tools.storage import Shelf, is_url
+from ckpt_tools.storage import Shelf, is_url, local_path
 from ckpt_tools.team import ALONE, Team, agree
 
 Path_ = str | os.PathLike[str]
@@ -45,16 +45,12 @@ _MANIFEST_ROOM_BYTES = 1 << 20
 _STREAMS = 12  # each holds a part of 8 MiB, or two
 
 
-class Options(TypedDict, total=False):
-    """How to do it; every operation takes these.
+class Reading(TypedDict, total=False):
+    """How to read; every operation takes these.
 
     Attributes:
         jobs: number of threads; the number of processors, at most 8, where absent.
         memory_bytes: budget of all buffers together; 64 MiB where absent.
-        overwrite: replace a checkpoint at the destination, once the new one is complete.
-        dry_run: plan only, write nothing.
-        resume: go on from what an earlier, interrupted run of the same operation has finished at the destination, and leave to the next
-            what this one finishes, should it be interrupted. On a disk or in S3; `copy` does so anyway.
         shapes: a file of the parameters' shapes, for FSDP1's flat parameters, which lack them; see `lay_beside`.
         storage_options: of the source's object store, as fsspec takes them; the rest is its own configuration's.
         team: the processes that share the work; this one alone where absent. All call the operation with the same arguments.
@@ -63,12 +59,24 @@ class Options(TypedDict, total=False):
 
     jobs: int | None
     memory_bytes: int | None
-    overwrite: bool
-    dry_run: bool
     shapes: Path_ | None
     storage_options: Mapping[str, Any] | None
     progress: ProgressBar | None
     team: Team | None
+
+
+class Options(Reading, total=False):
+    """How to read and write; every operation that writes a checkpoint takes these, and those of `Reading`.
+
+    Attributes:
+        overwrite: replace a checkpoint at the destination, once the new one is complete.
+        dry_run: plan only, write nothing.
+        resume: go on from what an earlier, interrupted run of the same operation has finished at the destination, and leave to the next
+            what this one finishes, should it be interrupted. On a disk or in S3; `copy` does so anyway.
+    """
+
+    overwrite: bool
+    dry_run: bool
     resume: bool
 
 
@@ -313,7 +321,7 @@ def no_bar(label: str, total: int) -> AbstractContextManager[Callable[[int], Non
 
 def check_apart(src: str, dst: str) -> None:
     """Refuses a destination within the source, and a source within the destination."""
-    real_src, real_dst = (path.rstrip("/") if is_url(path) else os.path.realpath(path.removeprefix("file://")) for path in (src, dst))
+    real_src, real_dst = (path.rstrip("/") if is_url(path) else os.path.realpath(local_path(path)) for path in (src, dst))
     if f"{real_dst}/".startswith(f"{real_src}/"):
         raise StorageError(f"the destination lies in the source: {printable(dst)}", hint="write beside it, not into it")
     if f"{real_src}/".startswith(f"{real_dst}/"):

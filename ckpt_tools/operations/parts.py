@@ -1,7 +1,7 @@
 """A training state taken apart, whatever names it goes by: the model, its optimizers, the rest; and put together again.
 
 Optimizer state comes in three namings: by parameter name with groups (torch's `get_optimizer_state_dict`, FSDP1, Accelerate, our own),
-by parameter name throughout (torchtitan), and by number (`Optimizer.state_dict`). May import levels 0 to 3.
+by parameter name throughout (torchtitan), and by number (`Optimizer.state_dict`). May import levels 0 to 3 and param_order.
 
 Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `torch/optim/optimizer.py`; torchtitan 0.2 `components/optimizer.py`.
 """
@@ -9,7 +9,6 @@ Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `torch/optim/op
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +18,8 @@ from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, TensorEntry, 
 from ckpt_tools.errors import FormatError, PlanError, UnsafePickleError, printable
 from ckpt_tools.formats.made import FILE, Made
 from ckpt_tools.formats.state_pickle import Path, View, is_number, is_value
-from ckpt_tools.formats.torch_save import join, read_leaves
+from ckpt_tools.formats.torch_save import Others, join, read_leaves
+from ckpt_tools.operations.param_order import Numbered, Order, name_parameters
 from ckpt_tools.storage import MemoryStore, Store, read
 
 FORMS = ("groups", "flat", "ids")
@@ -32,18 +32,24 @@ _MAX_OBJECT_BYTES, _OPTION_BYTES = 64 << 20, 4096
 class Optimizer:
     """One optimizer: `state` by the parameter's name, of tensors and plain values; `groups` with their options and `params`, names.
 
-    `is_numbered` tells that the order of `params` is the optimizer's own, as its numbers gave it.
+    Attributes:
+        is_numbered: the order of `params` is the optimizer's own, as its numbers gave it.
+        is_unnamed: no one knows what its numbers mean: `state` has them as texts, and `params` has numbers.
     """
 
     prefix: str
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     is_numbered: bool = False
+    is_unnamed: bool = False
 
 
 @dataclass(slots=True)
 class Parts:
-    """What a checkpoint holds: `model` by the names within it, `prefix` the keys above; the rest under its own names."""
+    """What a checkpoint holds: `model` by the names within it, `prefix` the keys above; the rest under its own names.
+
+    `places` has the keys below the prefix of those of the model's entries that stood in dicts or lists of their own.
+    """
 
     prefix: tuple[str, ...]
     model: dict[str, TensorEntry]
@@ -52,6 +58,7 @@ class Parts:
     objects: dict[str, BytesEntry]
     paths: dict[str, Path]
     notes: list[str]
+    places: dict[str, Path] = field(default_factory=dict)
 
     def renamed(self, new_name: Callable[[str], str]) -> Parts:
         """Returns the same with other names for the parameters, in the model and in the optimizers.
@@ -65,34 +72,44 @@ class Parts:
             if new in model:
                 raise PlanError(f"two tensors would get one name: {printable(new)!r}, one of them is {printable(old)!r}")
             model[new] = replace(entry, fqn=new)
+        places = {name: place for name, place in self.places.items() if new_name(name) == name}
         for optimizer in self.optimizers:
-            if len({new_name(fqn) for fqn in optimizer.state}) != len(optimizer.state):
+            if not optimizer.is_unnamed and len({new_name(fqn) for fqn in optimizer.state}) != len(optimizer.state):
                 raise PlanError(f"two parameters of {printable(optimizer.prefix) or 'the optimizer'} would get one name")
         optimizers = [
-            replace(
+            o
+            if o.is_unnamed
+            else replace(
                 o,
                 state={new_name(fqn): state for fqn, state in o.state.items()},
                 groups=[{**group, "params": [new_name(fqn) for fqn in group["params"]]} for group in o.groups],
             )
             for o in self.optimizers
         ]
-        return replace(self, model=model, optimizers=optimizers)
+        return replace(self, model=model, optimizers=optimizers, places=places)
 
 
 # ---- taking apart --------------------------------------------------------------------------------------------------------
 
 
-def take_apart(catalog: Catalog, store: Store) -> Parts:
+def take_apart(catalog: Catalog, store: Store, order: Order | None = None) -> Parts:
     """Returns the parts of a checkpoint; reads the options of optimizers, which are small objects.
+
+    Args:
+        catalog: of the checkpoint.
+        store: where its objects lie.
+        order: what the numbers of an optimizer mean; see `read_order`.
 
     Raises:
         FormatError: an optimizer's options cannot be read.
+        PlanError: `order` does not fit, or nothing needs it.
     """
     found = _find(catalog, store)
     mine = {fqn for names in found.values() for fqn in names}
     prefix = find_model(catalog)
     model: dict[str, TensorEntry] = {}
     tensors: dict[str, TensorEntry] = {}
+    places: dict[str, Path] = {}
     for fqn, entry in catalog.tensors.items():
         path = key_path(catalog, fqn)
         if fqn in mine:
@@ -100,20 +117,35 @@ def take_apart(catalog: Catalog, store: Store) -> Parts:
         if path[: len(prefix)] == prefix if prefix else not is_other_state(path[0]):
             name = fqn[len(".".join(prefix)) + 1 :] if prefix else fqn
             model[name] = replace(entry, fqn=name)
+            place = catalog.paths.get(fqn, ())[len(prefix) :]
+            if len(place) > 1:
+                places[name] = place
         else:
             tensors[fqn] = entry
     objects = {fqn: item for fqn, item in catalog.objects.items() if fqn not in mine}
     paths = {fqn: path for fqn, path in catalog.paths.items() if fqn in tensors or fqn in objects}
-    parts = Parts(prefix, model, [], tensors, objects, paths, [])
+    parts = Parts(prefix, model, [], tensors, objects, paths, [], places)
     for name, names in found.items():
-        optimizer = _optimizer(name, names, parts)
+        optimizer = _optimizer(name, names, parts, order)
         if optimizer is not None:
             parts.optimizers.append(optimizer)
             continue
         parts.tensors |= {fqn: catalog.tensors[fqn] for fqn in names if fqn in catalog.tensors}
         parts.objects |= {fqn: catalog.objects[fqn] for fqn in names if fqn in catalog.objects}
         parts.paths |= {fqn: catalog.paths[fqn] for fqn in names if fqn in catalog.paths}
+    _check_used(order, [o.prefix for o in parts.optimizers if o.is_numbered])
     return parts
+
+
+def _check_used(order: Order | None, numbered: Sequence[str]) -> None:
+    """Refuses an order of parameters that no optimizer needs."""
+    if order is not None and not numbered:
+        raise PlanError("--param-order: no optimizer here numbers its parameters")
+    if isinstance(order, Mapping) and (unknown := [name for name in order if name not in numbered]):
+        raise PlanError(
+            f"--param-order names {printable(unknown[0])!r}, which is no optimizer that numbers its parameters",
+            hint=f"there are: {', '.join(printable(name) or '(without a name)' for name in numbered)}",
+        )
 
 
 Entry = tuple[str, str, Any]  # "state" or "param_groups", what follows, and the tensor or value
@@ -137,8 +169,8 @@ def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
     return found
 
 
-def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts) -> Optimizer | None:
-    """Returns an optimizer from its entries, by parameter name; None, and a note, where its numbers cannot be told from each other."""
+def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts, order: Order | None) -> Optimizer | None:
+    """Returns an optimizer from its entries; None where they are no optimizer's. What its numbers mean is noted if it is not known."""
     state: dict[str, dict[str, Any]] = {}
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
@@ -163,12 +195,13 @@ def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts) -> Optim
         return optimizer
     if not all(map(is_number, state)):
         return None
-    names = _names(optimizer, parts.model)
+    names = name_parameters(Numbered(prefix, groups, state), parts.model, order)
     if names is None:
         parts.notes.append(
-            f"{prefix or 'the optimizer'} numbers its parameters, and which is which cannot be told from shapes alone: it is left as it is"
+            f"{printable(prefix) or 'the optimizer'} numbers its parameters, and their shapes alone do not tell which is which:"
+            " the numbers are kept; --param-order FILE or --param-order model says what they mean"
         )
-        return None
+        return replace(optimizer, is_numbered=True, is_unnamed=True)
     return Optimizer(
         prefix,
         {names[int(number)]: values for number, values in state.items()},
@@ -190,45 +223,6 @@ def _grouped(by_name: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _names(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> dict[int, str] | None:
-    """Returns the parameter of each number: those of a group come in the order of the model, and have the shape of their state.
-
-    None where there is any other way to pair them: a group's numbers must find the same parameters from the front and from the back.
-    """
-    shapes = {
-        int(number): next((v.shape for k, v in values.items() if isinstance(v, TensorEntry) and k != "step"), None)
-        for number, values in optimizer.state.items()
-    }
-    queues = [list(group["params"]) for group in optimizer.groups]
-    if sorted((n for queue in queues for n in queue), key=str) != sorted(shapes, key=str):  # each has its state, and each state a parameter
-        return None
-    candidates: dict[Any, tuple[str, tuple[int, ...]]] = {}
-    for fqn, entry in model.items():
-        if fqn.rpartition(".")[2] not in BUFFERS:
-            candidates.setdefault(entry.chunks or fqn, (fqn, entry.shape))  # a tied weight is one parameter
-    names: dict[int, str] = {}
-    for queue in queues:
-        wanted = [shapes[number] for number in queue]
-        first = _paired(wanted, list(candidates.values()))
-        last = _paired(wanted[::-1], list(candidates.values())[::-1])
-        if first is None or last is None or first != last[::-1]:
-            return None
-        names |= dict(zip(queue, first, strict=True))
-    return names if len(set(names.values())) == len(shapes) else None
-
-
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # torch's own, which no optimizer has
-
-
-def _paired(wanted: Sequence[tuple[int, ...] | None], candidates: Sequence[tuple[str, tuple[int, ...]]]) -> list[str] | None:
-    """Returns the first candidates, in order, that have the shapes that are wanted; None where they run out."""
-    names: list[str] = []
-    for fqn, shape in candidates:
-        if len(names) < len(wanted) and shape == wanted[len(names)]:
-            names.append(fqn)
-    return names if len(names) == len(wanted) else None
-
-
 Leaves = list[tuple[Path, object, tuple[Extent, ...]]]
 
 
@@ -237,13 +231,13 @@ class Values:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[bytes, tuple[Leaves, Counter[str]]] = {}
+        self._known: dict[bytes, tuple[Leaves, Others]] = {}
 
     def will_read(self, items: Iterable[BytesEntry]) -> None:
         """Announces them."""
         self._store.will_read(item.extent[:3] for item in items)
 
-    def leaves(self, item: BytesEntry, others: Counter[str]) -> tuple[bytes, Leaves]:
+    def leaves(self, item: BytesEntry, others: Others) -> tuple[bytes, Leaves]:
         """Returns an object's archive, and what is in it, lying there.
 
         Raises:
@@ -254,13 +248,14 @@ class Values:
         data = read(self._store, *item.extent[:3])
         known = self._known.get(data)
         if known is None:
-            found: Counter[str] = Counter()
+            found = Others()
             known = list(read_leaves(MemoryStore({FILE: data}), FILE, len(data), found)), found
-            if not known[0] and not found:
+            if not known[0] and not found and not found.tensors:
                 known[0].append(((), {}, ()))  # an empty dict
             if len(data) <= _OPTION_BYTES:
                 self._known[data] = known
         others.update(known[1])
+        others.tensors |= known[1].tensors
         return data, known[0]
 
     def plain(self, item: BytesEntry) -> Any:
@@ -269,7 +264,7 @@ class Values:
         Raises:
             FormatError: it is something else.
         """
-        _, leaves = self.leaves(item, Counter())
+        _, leaves = self.leaves(item, Others())
         if len(leaves) != 1 or leaves[0][0] or not is_value(leaves[0][1]):
             raise FormatError(f"an optimizer's option is no plain value: {printable(item.fqn)!r}")
         return leaves[0][1]
@@ -280,9 +275,9 @@ class Values:
         Raises:
             FormatError: one is malformed, or too long to be an object.
         """
-        unknown: Counter[str] = Counter()
+        unknown = Others()
         (one, ones), (two, twos) = self.leaves(item, unknown), others.leaves(other, unknown)
-        return one == two or (not unknown and _flattened(one, ones) == _flattened(two, twos))
+        return one == two or (not unknown and not unknown.tensors and _flattened(one, ones) == _flattened(two, twos))
 
 
 def _flattened(data: bytes, leaves: Leaves) -> list[tuple[Path, str]]:
@@ -315,13 +310,13 @@ def unpack_objects(catalog: Catalog, store: Store, made: Made) -> tuple[Catalog,
     reader.will_read(catalog.objects.values())
     for fqn, item in catalog.objects.items():
         path = paths.pop(fqn, (fqn,))
-        others: Counter[str] = Counter()
+        others = Others()
         try:
             data, leaves = reader.leaves(item, others)
         except UnsafePickleError:
             others["unsafe"] += 1
             leaves = []
-        unknown += [fqn] if others else []
+        unknown += [fqn] if others or others.tensors else []
         for inner, value, extents in leaves:
             name = join((*path, *inner))
             paths[name] = (*path, *inner)
@@ -351,7 +346,7 @@ def put_together(parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | 
     above = parts.prefix if prefix is None else prefix
     tensors, objects, paths = dict(parts.tensors), dict(parts.objects), dict(parts.paths)
     for fqn, entry in parts.model.items():
-        path: Path = (*above, fqn)
+        path: Path = (*above, *parts.places.get(fqn, (fqn,)))
         name = join(path)
         if name in tensors or name in objects:
             raise PlanError(f"two entries would get one name: {printable(name)!r}")
@@ -359,7 +354,7 @@ def put_together(parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | 
     for optimizer in parts.optimizers:
         if form == "ids" and not optimizer.is_numbered:
             optimizer = _in_order(optimizer, parts.model)
-        for path, value in _named(optimizer, form):
+        for path, value in _named(optimizer, "ids" if optimizer.is_unnamed else form):
             name = join(path)
             paths[name] = path
             if isinstance(value, TensorEntry):
@@ -381,7 +376,8 @@ def _in_order(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> Optimiz
 
 def _named(optimizer: Optimizer, form: str) -> Iterable[tuple[Path, Any]]:
     root: Path = tuple(int(k) if is_number(k) else k for k in optimizer.prefix.split(".")) if optimizer.prefix else ()
-    numbers = {fqn: i for i, fqn in enumerate(dict.fromkeys([*(f for g in optimizer.groups for f in g["params"]), *optimizer.state]))}
+    names = dict.fromkeys([*(f for g in optimizer.groups for f in g["params"]), *optimizer.state])
+    numbers: Mapping[Any, Any] = {name: name if optimizer.is_unnamed else i for i, name in enumerate(names)}
     for fqn, state in optimizer.state.items():
         for key, value in state.items():
             if form == "flat":
@@ -389,7 +385,9 @@ def _named(optimizer: Optimizer, form: str) -> Iterable[tuple[Path, Any]]:
             else:
                 yield (*root, "state", str(numbers[fqn]) if form == "ids" else fqn, key), value
     for number, group in enumerate(optimizer.groups):
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if "param_names" in group and form != "flat":  # torch's own names of them, under which they may have changed
+            options["param_names"] = group["param_names"] if optimizer.is_unnamed else list(group["params"])
         if form == "flat":
             yield from (((*root, f"param_groups.{fqn}.{key}"), value) for fqn in group["params"] for key, value in options.items())
             continue

@@ -15,8 +15,10 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Request, Source, TargetTensor, dcp, safetensors, whole_tensor
 from ckpt_tools.integrity import Problem
 from ckpt_tools.layout import reshard_boxes
+from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.move import Options, Path_, transfer
 from ckpt_tools.operations.result import TransferResult
+from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.operations.verify import Verification
 
 
@@ -35,6 +37,7 @@ class SalvageResult:
     problems: Sequence[Problem]
 
 
+@checked(Options)
 def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult:
     """Writes the tensors and objects of a damaged checkpoint that are whole, as DCP for as many ranks.
 
@@ -53,7 +56,8 @@ def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult
     work = Verification(src, options)
     problems, _ = work.compare(quick=False) if work.manifest else work.examine_all(quick=False)
     catalog = work.require_catalog()
-    lost = sorted({p.fqn for p in problems if p.fqn})
+    lost = sorted({p.fqn for p in problems if p.fqn} | catalog.unread.keys())
+    problems = [*problems, *(Problem("", f"not read: {kind}", fqn) for fqn, kind in catalog.unread.items())]
     gone = set(lost)
     kept = keep(catalog, lambda fqn: fqn not in gone)
     if not kept.tensors and not kept.objects:
@@ -65,6 +69,7 @@ def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult
     if form is safetensors and kept.objects:
         left = f"{len(kept.objects)} objects stay behind: safetensors holds tensors; give a directory for all"
         written = replace(written, notes=(*written.notes, left))
+    written = replace(written, notes=(*written.notes, *left_beside(catalog)))
     return SalvageResult(written, lost, problems)
 
 

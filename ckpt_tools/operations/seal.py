@@ -23,7 +23,8 @@ from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import INDEXES, folder_of
 from ckpt_tools.integrity import Problem
 from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_file, seal_tensors
-from ckpt_tools.operations.move import Options, Path_
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.move import Path_, Reading
 from ckpt_tools.operations.verify import Record, Verification
 from ckpt_tools.plan import num_cells, plan_values
 from ckpt_tools.storage import RemoteStore, read
@@ -53,12 +54,13 @@ class SealResult:
     seconds: float
 
 
-def seal(src: Path_, **options: Unpack[Options]) -> SealResult:
+@checked(Reading)
+def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     """Adds a manifest to a checkpoint that has none. Nothing else is written.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
-        **options: see `Options`.
+        **options: see `Reading`.
 
     Raises:
         PlanError: it has a manifest, or its index is of a kind that no manifest knows.

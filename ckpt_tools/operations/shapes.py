@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.formats.flat_param import SHAPES
+from ckpt_tools.formats.base import SHAPES
 
 _OF_CONFIG = """
 import json, sys

@@ -15,11 +15,13 @@ from ckpt_tools.catalog import (
     ManyChunks,
     TensorEntry,
     check_globs,
+    chooser,
     keep,
     key_path,
     kinds_of,
     matcher,
     model_only,
+    refuse_unread,
     rename,
     strip_wrappers,
 )
@@ -29,18 +31,22 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Request, Source, TargetTensor, dcp, deepspeed, open_source, safetensors, torch_save, whole_tensor
 from ckpt_tools.layout import reshard_boxes, split
 from ckpt_tools.operations import lora as adapters
+from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.move import Options, Path_, transfer
 from ckpt_tools.operations.result import TransferResult
 from ckpt_tools.operations.shapes import lay_beside
+from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.storage import is_url
 from ckpt_tools.storage.upload import MIN_PART_BYTES
 
 
+@checked(Options)
 def merge(
     src: Path_,
     dst: Path_,
     *,
     select: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     dtype: str | None = None,
     keep_dtype: Sequence[str] = (),
     max_shard_bytes: int | None = None,
@@ -54,7 +60,8 @@ def merge(
         src: a checkpoint, or a directory with one below.
         dst: the file to write; with `max_shard_bytes` the directory to write shards and an index to.
         select: globs; only tensors whose name, before or after stripping, matches one are taken.
-        dtype: `bf16`, `fp16`, `fp32` or `fp64`; nothing is cast where None. Only these four types are cast.
+        exclude: globs; tensors whose name, before or after stripping, matches one are left out.
+        dtype: `bf16`, `fp16`, `fp32`, `fp64`, or one of torch's own; nothing is cast where None. Only these four types are cast.
         keep_dtype: globs of names that stay as they are.
         max_shard_bytes: upper bound of a shard's payload; a larger tensor stands alone.
         keep_prefix: keep the model's key and wrappers' prefixes in the names.
@@ -70,8 +77,9 @@ def merge(
             f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory"
         )
     catalog, stripped = model_view(source.catalog, keep_prefix)
-    if select:
-        catalog = select_from(catalog, select, source.catalog)
+    if select or exclude:
+        catalog = select_from(catalog, select, exclude, source.catalog)
+    refuse_unread(catalog)
     if not catalog.tensors:
         raise PlanError(
             f"no tensor of a model is left of {len(source.catalog.tensors)} ({printable(str(source.path))})",
@@ -90,11 +98,12 @@ def merge(
     )  # fmt: skip
 
 
+@checked(Options)
 def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = None, **options: Unpack[Options]) -> TransferResult:
     """Rewrites a checkpoint as DCP, with the chunks that a job of another number of ranks would have saved.
 
     Args:
-        src: a checkpoint of any format but safetensors, or a directory with one below.
+        src: a checkpoint of any format but whole tensors in safetensors, or a directory with one below.
         dst: the directory to write.
         to_ranks: number of ranks to split for.
         from_ranks: number of ranks that wrote the source, to be checked.
@@ -105,8 +114,9 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     """
     source = _source(src, options)
     catalog = source.catalog
-    if source.format is safetensors:
+    if source.format is safetensors and catalog.world_size is None:
         raise PlanError(f"reshard reads what jobs save, got safetensors ({printable(str(source.path))})", hint="ckpt convert --to dcp")
+    refuse_unread(catalog, "leave them out: ckpt convert --to dcp --exclude GLOB")
     if to_ranks < 1:
         raise PlanError(f"a checkpoint is split for at least 1 rank, got {to_ranks}")
     if from_ranks is not None and from_ranks != catalog.world_size:
@@ -115,12 +125,13 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
             f" ({printable(str(source.path))})",
             hint=f"--from {catalog.world_size}, or leave it out",
         )
-    world_size = 1 if source.format in (torch_save, deepspeed) else catalog.world_size
+    world_size = (None if source.format in (torch_save, deepspeed) else catalog.world_size) or 1
     targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(rank_boxes(t, world_size, to_ranks))) for t in catalog.tensors.values()]
     request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
     result = transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
     others = catalog.extras.get("other values")
-    return replace(result, notes=(*result.notes, f"values of types that are not known stay behind: {others}")) if others else result
+    notes = [f"values of types that are not known stay behind: {others}"] if others else []
+    return replace(result, notes=(*result.notes, *notes, *left_beside(catalog)))
 
 
 def _source(src: Path_, options: Options) -> Source:
@@ -149,18 +160,17 @@ def model_view(catalog: Catalog, keep_prefix: bool) -> tuple[Catalog, dict[str, 
     return rename(model, strip_wrappers), stripped
 
 
-def select_from(catalog: Catalog, globs: Sequence[str], original: Catalog) -> Catalog:
-    """Returns the tensors that a glob matches by their new or their stored name."""
-    wanted = matcher(globs)
-    stored = {t.chunks[0].extent: fqn for fqn, t in original.tensors.items() if t.chunks}
-    kept = keep(catalog, lambda fqn: wanted(fqn) or bool((c := catalog.tensors[fqn].chunks) and wanted(stored.get(c[0].extent, ""))))
-    if not kept.tensors:
-        some = ", ".join(printable(f) for f in list(catalog.tensors)[:5])
-        raise PlanError(
-            f"--select matches none of {len(catalog.tensors)} tensors: {printable(' '.join(globs))}", hint=f"names look like: {some}"
-        )
-    names = [stored.get(c[0].extent, "") for t in catalog.tensors.values() if (c := t.chunks)]
-    check_globs(globs, [*catalog.tensors, *filter(None, names)], "--select")
+def select_from(catalog: Catalog, select: Sequence[str], exclude: Sequence[str], original: Catalog) -> Catalog:
+    """Returns the tensors that globs choose by their new or their stored name."""
+    by_extent = {t.chunks[0].extent: fqn for fqn, t in original.tensors.items() if t.chunks}
+    stored = {fqn: by_extent.get(t.chunks[0].extent, fqn) if t.chunks else fqn for fqn, t in catalog.tensors.items()}
+    for fqn in catalog.unread:
+        stored[fqn] = next((name for name in original.unread if strip_wrappers(name).endswith(f".{fqn}")), fqn)
+    is_chosen = chooser(select, exclude)
+    kept = keep(catalog, lambda fqn: is_chosen(fqn, stored.get(fqn, fqn)))
+    names = list(dict.fromkeys([*catalog.tensors, *stored.values(), *catalog.unread]))
+    check_globs(select, names, "--select")
+    check_globs(exclude, names, "--exclude")
     return kept
 
 

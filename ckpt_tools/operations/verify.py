@@ -20,12 +20,13 @@ from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import Checksum, HashSink
 from ckpt_tools.errors import CatalogError, FormatError, printable
-from ckpt_tools.formats import Format, detect, folder_of, is_ours, safetensors
+from ckpt_tools.formats import Format, detect, folder_of, is_ours
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
 from ckpt_tools.manifest import Manifest, names_in, of_store
-from ckpt_tools.operations.move import Options, Path_, no_bar
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.move import Path_, Reading, no_bar
 from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.plan import plan_objects, plan_values
 from ckpt_tools.soundness import flaws
@@ -45,6 +46,7 @@ class VerifyResult:
         problems: what is wrong; whole where empty.
         lost: names of the entries that cannot be read as they were written.
         unknown: files whose bytes have no checksum, or none that is known without reading them.
+        unread: tensors of kinds that are not read here, with their kinds: their bytes are compared, what they mean is not known.
         findings: with `deep`, tensors with values that a person should know of.
         seconds: wall-clock time.
     """
@@ -57,18 +59,20 @@ class VerifyResult:
     problems: Sequence[Problem]
     lost: Sequence[str] = ()
     unknown: Sequence[str] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)
     findings: Sequence[Finding] = field(default_factory=list)
     seconds: float = 0.0
 
 
-def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Unpack[Options]) -> VerifyResult:
+@checked(Reading)
+def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Unpack[Reading]) -> VerifyResult:
     """Finds out whether a checkpoint is whole.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
         quick: read no data: names, sizes, structure, and the checksums that an object store keeps.
         deep: also look at the values: NaN, infinity, nothing but zeros, nothing but one value.
-        **options: see `Options`.
+        **options: see `Reading`.
 
     Raises:
         NotACheckpointError: there is no checkpoint.
@@ -86,7 +90,8 @@ def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Un
     work.store.close()
     sizes = work.sizes
     return VerifyResult(
-        work.store.url, work.manifest is not None, len(sizes), sum(sizes.values()), work.num_entries, problems, lost, unknown, findings,
+        work.store.url, work.manifest is not None, len(sizes), sum(sizes.values()), work.num_entries, problems, lost, unknown,
+        work.catalog.unread if work.catalog else {}, findings,
         time.monotonic() - began,
     )  # fmt: skip
 
@@ -108,7 +113,7 @@ class Verification:
         catalog: None where the index cannot be read; not proved whole.
     """
 
-    def __init__(self, src: Path_, options: Options) -> None:
+    def __init__(self, src: Path_, options: Reading) -> None:
         self.options = options
         store, self.format = detect(src, options.get("storage_options"), lay_beside(options.get("shapes")))
         self.store: Store = store
@@ -123,7 +128,6 @@ class Verification:
             self._unreadable += [Problem(name, f"cannot be read: {error}") for name in names_in(folder, name)]
         try:
             self.catalog = self._read_catalog(self.format)
-            self.store = Overlay(self.store, self.catalog.made)
         except (FormatError, CatalogError) as error:
             self.catalog = self._read_rest()
             if self.catalog is None and self.manifest is None and not self._unreadable:
@@ -131,6 +135,7 @@ class Verification:
             if self.catalog is None:
                 index = self.manifest.index[0] if self.manifest and self.manifest.index else next(iter(self.store.list_files()))
                 self._unreadable.append(Problem(index, f"cannot be read: {error}"))
+        self.store = Overlay(self.store, self.catalog.made if self.catalog else {})
         self._flaws = list(flaws(self.catalog)) if self.catalog else []
         self._jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
         self._memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
@@ -147,10 +152,12 @@ class Verification:
 
     def _read_rest(self) -> Catalog | None:
         """Returns what can be read where some files cannot, each of which says by itself what it holds; None for nothing."""
-        if self.format is not safetensors:
+        read_readable = getattr(self.format, "read_readable", None)
+        if read_readable is None:
             return None
         try:
-            catalog, broken, lost = safetensors.read_readable(self.store)
+            catalog: Catalog
+            catalog, broken, lost = read_readable(self.store)
         except (FormatError, CatalogError):
             return None
         for file, error in broken.items():

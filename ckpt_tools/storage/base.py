@@ -5,11 +5,13 @@ A store knows bytes, not formats. Paths are relative, with `/` between segments,
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeGuard
+from urllib.parse import unquote
 
 from ckpt_tools.errors import StorageError, printable
 
@@ -168,20 +170,31 @@ def write_file(store: Shelf, path: str, data: bytes) -> None:
         writer.abort()
 
 
-_SEGMENT = re.compile(r"[^/\\\x00]{1,255}")
+_SEGMENT = re.compile(r"[^/\x00]{1,255}")
 
 
 def check_path(path: str, where: str) -> str:
     """Returns `path` if it names a file within a root and nothing else.
 
     Raises:
-        StorageError: it is absolute, climbs with `..`, holds a backslash, NUL, or looks like a URL or a drive.
+        StorageError: it is absolute, climbs with `..`, also between backslashes, holds a NUL, or looks like a URL or a drive.
     """
     segments = path.split("/")
-    plain = all(_SEGMENT.fullmatch(s) and s not in (".", "..") for s in segments)
-    if not plain or "://" in path or "::" in path or re.match(r"[A-Za-z]:", path):
+    plain = all(_SEGMENT.fullmatch(s) and s != "." and ".." not in s.split("\\") for s in segments)
+    if not plain or "://" in path or "::" in path or path.startswith("\\") or re.match(r"[A-Za-z]:\\", path):
         raise StorageError(f"a file name points outside the checkpoint: {printable(path)!r} ({where})")
     return path
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Returns a path of the local file system; that of a `file://` URL, whose `%2D` are characters of the name."""
+    where = os.fspath(path)
+    if not where.startswith("file://"):
+        return where
+    host, slash, rest = where.removeprefix("file://").partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise StorageError(f"a file:// URL has no host, and an absolute path: {printable(where)!r}", hint="such as file:///data/run")
+    return unquote(f"/{rest}")
 
 
 def is_url(path: object) -> TypeGuard[str]:

@@ -70,6 +70,10 @@ def main():
         plugin, (net, optimizer, _) = job.state.fsdp_plugin, parts
         save_fsdp_model(plugin, job, net, str(folder / "ranks"), 0, use_dcp=False)
         save_fsdp_optimizer(plugin, job, optimizer, net, str(folder / "ranks"), 0, use_dcp=False)
+        full = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
+        (folder / "full").mkdir(exist_ok=True)
+        save_fsdp_model(full, job, net, str(folder / "full"), 0)
+        save_fsdp_optimizer(full, job, optimizer, net, str(folder / "full"), 0)
         whole = snapshot(*parts)
         if dist.get_rank() == 0:
             torch.save(whole, folder / "whole.pt")

@@ -226,11 +226,15 @@ def _note_rename(disk: Disk, old: Path, new: Path, is_exchange: bool) -> None:
 
 
 def crash(disk: Disk, states: int, seed: int, scratch: Path, check: Callable[[Path, bool], None]) -> None:
-    """Builds that many states and checks each: the directory, and whether the command had ended."""
+    """Builds that many states and checks each: the directory, and whether the command had ended.
+
+    Half of them are right behind a change of names, of which there are few among all calls.
+    """
     rng = random.Random(seed)
+    changes = sorted({naming.when for naming in disk.namings}) or [disk.now]
     scratch.mkdir(exist_ok=True)
     for number in range(states):
-        when = disk.now if number % 8 == 0 else rng.randrange(disk.now + 1)
+        when = disk.now if number % 8 == 0 else rng.choice(changes) if number % 2 else rng.randrange(disk.now + 1)
         folder = scratch / f"crash{number}"
         disk.build(folder, when, rng.choice((LOOSE, JOURNALED)), rng)
         check(folder, when == disk.now)

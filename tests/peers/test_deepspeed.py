@@ -16,6 +16,7 @@ from ckpt_tools import CatalogError, FormatError
 from tests.conftest import torchrun
 from tests.jobs import LONG
 from tests.peers.environments import run_job
+from tests.stock import assert_stock_torch_reads
 
 CASES = [(1, "bf16", 2), (2, "fp32", 3), (3, "bf16", 3)] if LONG else [(2, "bf16", 3), (3, "fp32", 2)]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -66,6 +67,7 @@ def test_the_optimizer_becomes_that_of_dcp(saved: Path, tmp_path: Path) -> None:
         (1e-2, 0.1, (0.9, 0.999)),
         (5e-3, 0.0, (0.9, 0.999)),
     ]
+    assert_stock_torch_reads(tmp_path / "dcp")
     assert [n for g in groups for n in g["params"]] == [
         "embed.weight",
         "layers.0.weight",

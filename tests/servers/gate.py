@@ -18,6 +18,7 @@ class Gate:
     def __init__(self, port: int) -> None:
         self.target, self.port = port, free_port()
         self._sockets: set[socket.socket] = set()
+        self._held, self.holding, self._go_on = b"", threading.Event(), threading.Event()
         self._listener: socket.socket | None = None
         self.open()
 
@@ -40,6 +41,15 @@ class Gate:
             one.close()
         self._sockets.clear()
 
+    def hold(self, what: bytes) -> None:
+        """Keeps back what contains these bytes, and what follows it on its connection; `holding` tells when that has come."""
+        self._held = what
+
+    def let_go(self) -> None:
+        """Passes on what was kept back."""
+        self._held = b""
+        self._go_on.set()
+
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
@@ -54,6 +64,9 @@ class Gate:
     def _pass(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                if self._held and self._held in data:
+                    self.holding.set()
+                    self._go_on.wait()
                 sink.sendall(data)
         for one in (source, sink):
             with suppress(OSError):

@@ -65,7 +65,13 @@ def test_an_unknown_key_or_a_bad_value_is_named_with_what_is_allowed(override: s
         (["precision.param=float16"], 1, "float16 needs a scaled loss"),
         (["precision.buffer=bfloat16"], 1, 'precision.buffer needs fsdp.api = "fsdp1"'),
         (["model.path=x", "model.dim=3", "data.train=y"], 1, "model.dim belongs to the built-in decoder"),
-        (["metrics.validate_every=3"], 1, "metrics.validate_every needs data.validation"),
+        (
+            ["metrics.validate_every=3"],
+            1,
+            "data.validation, a token file, and metrics.validate_every, the steps between validations, need each other",
+        ),
+        (["data.validation=x"], 1, "need each other"),
+        (["precision.overrides.norm=float16"], 1, "float16 needs a scaled loss"),
         (["run.steps=0"], 1, "run.steps = 0: must be at least 1"),
     ],
 )

@@ -21,6 +21,7 @@ from tests.training.test_training import TINY, command, lines, losses, run, sets
 from training import parallel
 from training.config import ConfigError, resolve
 from training.data import fingerprint, open_tokens, prepare, tokenizer_fingerprint
+from training.train import prove
 
 ONE = (sys.executable, "-m", "training")
 
@@ -116,14 +117,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_saves_nothing_of_it(data: Pa
         ("optim.beta1=2", "optim.beta1 = 2.0: must be at least 0 and below 1"), ("optim.warmup_steps=-5", "must be at least 0"),
         ("optim.weight_decay=-0.1", "must be at least 0"), ("optim.min_lr_ratio=1.5", "must be from 0 to 1"),
         ("checkpoint.every=-1", "must be at least 0"), ("run.seed=-1", "must be at least 0"),
-        ("model.path=/somewhere", "model.path needs data.train"),
+        ("model.path=/somewhere", "model.path needs data.train"), ("optim.lr=2e38", "beyond a float32"),
+        ("optim.eps=1e300", "must be at least 0, and a float32"), ("compute.compile_backend=nonsense", "torch knows .*inductor"),
     ],
 )  # fmt: skip
 def test_numbers_that_cannot_be_are_refused_with_the_key(override: str, message: str) -> None:
-    from training.config import check
-
     with pytest.raises(ConfigError, match=message) as caught:
-        check(resolve(None, [override]))
+        prove(resolve(None, [override, "compute.compile=true"]), 1, 1)
     assert override.partition("=")[0] in str(caught.value)
 
 
@@ -176,7 +176,7 @@ def small(kind: str, folder: Path, **more: object) -> Path:
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     config = getattr(transformers, f"{kind}Config")(**sizes, **more)
-    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -208,6 +208,40 @@ def test_a_mixture_of_experts_is_refused_before_any_rank_waits(data: Path, tmp_p
     said = run(*ONE, *options_for(mixtral, data, tmp_path / "run"), status=2, **place)
     assert "weights of the model are not in" in said and "as those with experts, are not supported" in said
     assert said.splitlines()[-1].startswith("training: model.path: ")
+
+
+def test_a_model_that_cannot_be_made_is_one_line(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "reformer"}')  # its class raises AssertionError
+    said = run(*ONE, *options_for(tmp_path, data, tmp_path / "run"), status=2)
+    assert said.splitlines()[-1].startswith(f"training: model.path: {tmp_path} holds no causal LM that transformers can make here: If you")
+
+
+def test_another_config_of_the_same_shapes_is_refused_and_another_spelling_is_not(data: Path, tmp_path: Path) -> None:
+    llama = small("Llama", tmp_path / "llama", intermediate_size=64)
+    options = options_for(llama, data, tmp_path / "run", "data.check_tokenizer=false")
+    run(*ONE, *options, "--set", "run.steps=1")
+    llama.rename(tmp_path / "moved")
+    options = [o.replace(str(llama), f"{tmp_path}/moved/") for o in options]
+    assert "resumed at step 1" in run(*ONE, *options, "--set", "run.steps=2")
+    about = json.loads((tmp_path / "moved" / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (tmp_path / "moved" / "config.json").write_text(json.dumps(about))
+    said = run(*ONE, *options, status=2)
+    assert "rms_norm_eps = 0.5 in the config.json of model.path, and the checkpoint was trained with 1e-06" in said
+    assert "rms_norm_eps = 0.5" in run(*ONE, *options, "--set", "model.may_change=true")
+
+
+def test_layers_of_another_type_fit_between_those_of_float32(data: Path, tmp_path: Path) -> None:
+    run(*ONE, *sets(*TINY, "run.steps=2", "precision.overrides.layers.1=bfloat16", f"data.train={data}/a.npy", f"run.dir={tmp_path}/run"))
+
+
+def test_gpt2_from_scratch_begins_alike_in_fsdp1_and_fsdp2(data: Path, tmp_path: Path) -> None:
+    """Its attention scales a weight of a layer within it, which FSDP1 may have wrapped by then."""
+    gpt2 = small("GPT2", tmp_path / "gpt2", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    shared = ("model.weights=false", "data.check_tokenizer=false")
+    run(*ONE, *options_for(gpt2, data, tmp_path / "one", *shared))
+    wrapped = ("fsdp.api=fsdp1", "fsdp1.use_orig_params=false", "fsdp.wrap=classes", "fsdp.wrap_classes=GPT2Block,Conv1D")
+    run(*command(2, *options_for(gpt2, data, tmp_path / "two", *shared, *wrapped)))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
 def test_tokens_of_another_tokenizer_are_refused(data: Path, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_wrapping_by_size_chooses_what_fsdp1_chooses(least: int) -> None:
         (["fsdp.wrap=classes", "fsdp.wrap_classes=GPT2Block"], "the model has no 'GPT2Block'; it has Attention, Block, Decoder"),
         (["precision.overrides.head.*=float32"], "precision.overrides.head.*: no module with parameters is called that"),
         (["model.dim=100"], "model.dim = 100 is not a multiple of 2 x model.num_heads = 6"),
-        (["model.path=/nothing"], "model.path: /nothing holds no causal LM that transformers knows"),
+        (["model.path=/nothing"], "model.path: /nothing holds no causal LM that transformers can make here"),
     ],
 )
 def test_what_the_model_does_not_have_is_named(overrides: list[str], message: str) -> None:

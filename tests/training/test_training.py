@@ -258,7 +258,10 @@ def test_an_accelerate_configuration_starts_a_run(tmp_path: Path) -> None:
         (["fsdp.api=fsdp1", "fsdp.unshard_ahead=true"], 'fsdp.unshard_ahead needs fsdp.api = "fsdp2"'),
         (["data.train={dir}/short.npy"], "is too short: 31 tokens are 0 sequences of 128, and one batch takes 16"),
         (["data.train={dir}/cut.npy"], "is truncated, or was not made by"),
-        (["run.dir={dir}/other", "model.dim=48"], "model.dim = 48, and the run in {dir}/other has 32: use its config.toml"),
+        (
+            ["run.dir={dir}/other", "model.dim=48"],
+            "model.dim = 48, and the run that is resumed has 36: it is another model; use {dir}/other/config.toml",
+        ),
         (["data.seq_len=512"], "data.seq_len = 512, and the model takes sequences of at most 256"),
         (["optim.momentum=1"], "unknown key optim.momentum"),
     ],
@@ -270,7 +273,7 @@ def test_bad_input_is_one_line_before_any_rank_waits(overrides: list[str], messa
         prepare([tmp_path / "short.txt"], tmp_path / f"{name}.npy", progress=False)
     (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-5])
     (tmp_path / "other" / "step-00000001").mkdir(parents=True)
-    (tmp_path / "other" / "config.toml").write_text("[model]\ndim = 32\n")
+    (tmp_path / "other" / "config.toml").write_text("[model]\ndim = 36\n")
     options = [o.format(dir=tmp_path) for o in overrides]
     place = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     said = run(sys.executable, "-m", "training", *sets(f"run.dir={tmp_path}/new", *options), status=2, **place)
