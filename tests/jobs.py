@@ -20,8 +20,8 @@ EVERY = 1 if LONG else 2  # of the system calls that are made to fail, one by on
 def torchrun_command(num_ranks: int, *words: object, is_forked: bool = True) -> list[str]:
     """Returns the command that runs a script on so many gloo processes of this machine.
 
-    They are forked by torchrun's own agent from one process, because most of a short job's time goes into importing torch; a command line
-    of torchrun itself where `is_forked` is false.
+    tests/launch.py forks them from one process, because most of a short job's time goes into importing torch. The command is torchrun's own
+    where `is_forked` is false.
     """
     is_forked = is_forked and not os.environ.get("CKPT_DEVICE")  # nothing that has looked at a GPU can be forked
     launcher = [str(ROOT / "tests" / "launch.py")] if is_forked else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
