@@ -25,7 +25,8 @@ from ckpt_tools.live.waiting import is_outage, pause_of, result_of, told
 from ckpt_tools.lock import RootLock
 from ckpt_tools.manifest import find
 from ckpt_tools.mirror import Mirror
-from ckpt_tools.steps import prune, step_name
+from ckpt_tools.retention import retain
+from ckpt_tools.steps import step_name
 from ckpt_tools.storage import is_url
 from ckpt_tools.superseded import Note, write_note
 
@@ -59,6 +60,7 @@ class Writer:
     last_step: int | None = None
     last_save: SaveReport | None = None
     _failures = 0
+    _told: set[str]
     _running: Future[SaveReport] | None = None
     _pool: ThreadPoolExecutor | None = None
 
@@ -79,6 +81,7 @@ class Writer:
         """
         self.candidates, self.root, self.options = candidates, candidates.root, candidates.options
         self.jobs, self.retry_s, self.max_failures, self.keep = jobs, retry_s, max_failures, keep
+        self._told = set()
         self._read_back, self._told = ReadBack(), set[str]()  # remarks on the store, made once
 
     @property
@@ -188,12 +191,8 @@ class Writer:
     def _retain(self) -> None:
         """Lets old steps go; a failure to do so is a warning, the save is committed."""
         kept = [*([self.resumed] if self.resumed else []), *(self.mirror.needed() if self.mirror else [])]
-        try:
-            for step in prune(self.root, *self.keep, kept, options=self.options):
-                log.info("removed %s: newer ones are complete", step.path)
+        if retain(self.root, self.keep, kept, self.options, self._told):
             self.resumed = None  # a newer one is committed
-        except (CheckpointError, OSError) as error:
-            log.warning("could not remove old steps: %s", told(error))
 
     def close(self) -> None:
         """Ends the thread, once it has done what it was given."""

@@ -330,6 +330,7 @@ def copy_(
 app.command("ls", epilog=app.info.epilog)(cli_runs.list_)
 app.command(epilog=app.info.epilog)(cli_runs.latest)
 app.command(epilog=app.info.epilog)(cli_runs.prune)
+app.command(epilog=app.info.epilog)(cli_runs.pin)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from ckpt_tools.leftovers import remove_leftovers
 from ckpt_tools.live.waiting import FIRST_WORD_S, NEXT_WORD_S, told
 from ckpt_tools.manifest import find
 from ckpt_tools.operations.copy import copy
-from ckpt_tools.steps import find_step, latest, list_steps, prune, remove, rollbacks
+from ckpt_tools.retention import remove, retain
+from ckpt_tools.steps import find_step, latest, list_steps, rollbacks
 from ckpt_tools.storage import LocalStore
 from ckpt_tools.superseded import remove_note, write_note
 
@@ -44,6 +45,7 @@ class Mirror:
         self.error: CheckpointError | None = None
         self.resumed: Path | str | None = None
         self._root: Path | None = None
+        self._told: set[str] = set()
         self._is_known = False  # whether the store was looked at
         self._waiting: Path | None = None
         self._running: Path | None = None
@@ -135,13 +137,11 @@ class Mirror:
             remove_note(path.parent, note, None)
 
     def _retain(self) -> None:
-        """Lets old steps go; a failure to do so is a warning."""
-        try:
-            for step in prune(self.url, self.keep_last, self.keep_every, [self.resumed] if self.resumed else [], options=self.options):
-                log.info("removed %s: newer ones are complete", step.path)
+        """Lets old steps go, but none whose original is pinned; a failure to do so is a warning."""
+        pinned = [f"{self.url}/{step.name}" for step in list_steps(self._root or "") if step.is_pinned]
+        kept = [*([self.resumed] if self.resumed else []), *pinned]
+        if retain(self.url, (self.keep_last, self.keep_every), kept, self.options, self._told):
             self.resumed = None
-        except CheckpointError as error:
-            log.warning("could not remove old steps: %s", told(error))
 
     def wait(self) -> None:
         """Waits until nothing is left to copy, and says so after 5 s and then every minute."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.copy import CopyResult
     from ckpt_tools.operations.inspect import Report, Total
     from ckpt_tools.operations.result import TransferResult
+    from ckpt_tools.retention import Pruned
     from ckpt_tools.steps import Step
 
 _MAX_ROWS = 40
@@ -266,6 +267,7 @@ def show_steps(steps: Sequence[Step]) -> None:
         made, ranks = ("", "") if step.manifest is None else (step.manifest.created, str(step.manifest.world_size or ""))
         state = f"incomplete: {step.problem}" if step.problem else "complete" if step.manifest else "complete (another tool's)"
         state = "superseded by a rollback" if step.superseded_by else state
+        state += ", pinned" if step.is_pinned else ""
         rows.append(
             (f"{step.number:,}", size(step.nbytes), made.replace("T", " ").replace("+00:00", "Z"), ranks, state, printable(step.name))
         )
@@ -275,15 +277,27 @@ def show_steps(steps: Sequence[Step]) -> None:
     table(("step", "bytes", "saved", "ranks", "state", "name"), rows, right=(0, 1, 3))
 
 
-def show_pruned(removed: Sequence[Step], leftovers: Sequence[str], is_dry_run: bool) -> None:
-    """Prints what a prune removed or, after a dry run, would remove."""
+def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> None:
+    """Prints what a prune removed or, after a dry run, would remove, and what stays for a reason of its own."""
     verb = "would remove" if is_dry_run else "removed"
-    for step in removed:
+    for step in result.removed:
         print(f"{verb} {printable(str(step.path))}  {size(step.nbytes)}")
+    for path, reason in result.kept.items():
+        print(f"kept {printable(path)}: {reason}")
+    for path, problem in result.damaged.items():
+        print(f"not counted, and kept: {printable(path)}: {problem}")
+    for path, error in result.failed.items():
+        print(f"could not remove {printable(path)}: {error}", file=sys.stderr)
     for left in leftovers:
         print(f"{verb} {printable(left)}  what a dead job left")
-    if not removed and not leftovers:
+    if not (result.removed or result.failed or leftovers):
         print("nothing to remove")
+
+
+def pruned_as_json(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> dict[str, Any]:
+    """Returns what a prune did as plain values."""
+    reasons = {"kept": result.kept, "damaged": result.damaged, "failed": result.failed}
+    return {"steps": [step_as_json(s) for s in result.removed], **reasons, "leftovers": list(leftovers), "is_dry_run": is_dry_run}
 
 
 def show_copy(result: CopyResult) -> None:
@@ -306,5 +320,5 @@ def step_as_json(step: Step) -> dict[str, Any]:
     return {
         "step": step.number, "path": str(step.path), "nbytes": step.nbytes, "is_complete": not step.problem, "problem": step.problem,
         "world_size": step.manifest.world_size if step.manifest else None, "created": step.manifest.created if step.manifest else None,
-        "superseded": bool(step.superseded_by),
+        "superseded": bool(step.superseded_by), "is_pinned": step.is_pinned,
     }  # fmt: skip

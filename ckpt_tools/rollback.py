@@ -15,7 +15,8 @@ from ckpt_tools.commit import sync_directory
 from ckpt_tools.errors import printable
 from ckpt_tools.operations.copy import copy
 from ckpt_tools.renames import publish_name
-from ckpt_tools.steps import Root, Step, list_steps, remove_files, rollbacks
+from ckpt_tools.retention import remove_files
+from ckpt_tools.steps import Root, Step, list_steps, rollbacks
 from ckpt_tools.storage import RemoteStore, is_url
 from ckpt_tools.superseded import Note, remove_note, write_note
 

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.commit import sync_directory, trash_path
-from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
+from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import INDEXES, detect_in
 from ckpt_tools.integrity import first_problem
-from ckpt_tools.manifest import Manifest, find, names_in
+from ckpt_tools.manifest import Manifest, find
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, local_path
 from ckpt_tools.storage.local import failed
 from ckpt_tools.superseded import SUPERSEDED, Note, read_notes
 
 _STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?(\d{1,18})")
+PIN = "ckpt.pin"  # a step that holds a file of this name is never removed
 _LOOKERS = 16  # each waits for a store
 Root = str | os.PathLike[str]
 Options = Mapping[str, Any] | None
@@ -35,6 +34,7 @@ class Step:
 
     `path` is the URL of one in an object store; `manifest` is None for one that this tool did not write; `problem` says why it cannot be
     resumed from, "" where it can; `store` has its files. `superseded_by` names the first step of the branch that took its place.
+    `is_pinned` tells whether it holds a `PIN`.
     """
 
     number: int
@@ -44,6 +44,7 @@ class Step:
     problem: str
     store: Store | None = field(default=None, compare=False, repr=False)
     superseded_by: str = ""
+    is_pinned: bool = False
 
     @property
     def name(self) -> str:
@@ -83,6 +84,16 @@ def list_steps(root: Root, options: Options = None, with_superseded: bool = Fals
         StorageError: it cannot be read.
     """
     return _list(_find(root, options), with_superseded)
+
+
+def survey(root: Root, options: Options = None) -> tuple[list[Step], set[str]]:
+    """Returns `list_steps`, and the names of the steps that notes of unfinished rollbacks wait for.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    found = _find(root, options)
+    return _list(found), {note.step for note in found.notes if not note.is_committed}
 
 
 def _list(found: _Found, with_superseded: bool = False) -> list[Step]:
@@ -172,10 +183,10 @@ def look_at(number: int, store: Store | Path) -> Step:
     store = LocalStore(store) if isinstance(store, Path) else store
     path = store.url if is_url(store.url) else Path(store.url)
     try:
-        nbytes = sum(store.list_files().values())
+        files = store.list_files()
         manifest = find(store)
         problem = _foreign_problem(store) if manifest is None else first_problem(manifest, store)
-        return Step(number, path, nbytes, manifest, problem, store)
+        return Step(number, path, sum(files.values()), manifest, problem, store, is_pinned=PIN in files)
     except CheckpointError as error:
         return Step(number, path, 0, None, str(error), store)
     finally:
@@ -255,79 +266,3 @@ def number_of(path: Root) -> int:
     manifest = look_at(0, Path(path)).manifest if not is_url(path) and os.path.isdir(path) else None
     digits = re.findall(r"\d+", os.path.basename(os.fspath(path).rstrip("/")))
     return int((manifest and manifest.step) or (digits[-1] if digits else 0))
-
-
-# ---- retention -------------------------------------------------------------------------------------------------------------
-
-
-def removable(steps: Iterable[Step], keep_last: int | None, keep_every: int | None, kept: Iterable[Path | str] = ()) -> list[Step]:
-    """Returns the steps that retention lets go: never one of the newest `keep_last` complete ones, never the only one.
-
-    Args:
-        steps: from `list_steps`; incomplete, foreign and superseded ones are neither counted nor removed.
-        keep_last: how many of the newest complete ones stay, at least 1; all where None.
-        keep_every: steps whose number is a multiple of this stay for good.
-        kept: paths that stay whatever the rules say.
-    """
-    if keep_last is None:
-        return []
-    complete = [s for s in steps if not s.problem and not s.superseded_by]
-    stay = {*kept, *(s.path for s in complete[-max(1, keep_last) :])}
-    return [s for s in complete if s.is_ours and s.path not in stay and not (keep_every and s.number % keep_every == 0)]
-
-
-def prune(
-    root: Root,
-    keep_last: int | None,
-    keep_every: int | None = None,
-    kept: Iterable[Path | str] = (),
-    dry_run: bool = False,
-    options: Options = None,
-) -> list[Step]:
-    """Removes the steps that retention lets go, oldest first, and returns them; arguments as for `removable`.
-
-    The first step of a new branch stays until the old one's steps have been set aside.
-
-    Raises:
-        NotACheckpointError: there is no such directory.
-        StorageError: one could not be removed; those before it are gone.
-    """
-    if not is_url(root) and not os.path.isdir(root):
-        raise NotACheckpointError(f"not a directory: {printable(str(root))}")
-    found = _find(root, options)
-    needed = {note.step for note in found.notes if not note.is_committed}
-    steps = [s for s in removable(_list(found), keep_last, keep_every, kept) if s.name not in needed]
-    for step in steps if not dry_run else ():
-        remove(step)
-    return steps
-
-
-def remove(step: Step) -> None:
-    """Removes a step: first its name, or its index, in one instant, then its bytes.
-
-    Raises:
-        StorageError: it could not be removed.
-    """
-    if isinstance(step.store, RemoteStore):
-        remove_files(step.store)
-        return
-    assert step.manifest is not None
-    path = Path(step.path)
-    trash = trash_path(path, step.manifest.attempt)
-    try:
-        os.rename(path, trash)
-        sync_directory(path.parent)
-        shutil.rmtree(trash)
-    except OSError as error:
-        raise failed("remove", path, error) from error
-
-
-def remove_files(store: RemoteStore) -> None:
-    """Removes the objects of a step, its index first: from then on it is none.
-
-    Raises:
-        StorageError: it could not be removed.
-    """
-    files = store.list_files()
-    for part in ([n for n in files if n in INDEXES], names_in(store), list(files)):
-        store.remove(part)

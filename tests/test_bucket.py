@@ -308,6 +308,8 @@ def test_a_stream_store_takes_what_s3_takes(tmp_path: Path) -> None:
     merged = ckpt_tools.merge("memory://streams/three", "memory://streams/m.safetensors")
     assert "does not refuse a second writer" in merged.notes[0]
     ckpt_tools.copy("memory://streams/m.safetensors", tmp_path / "m.safetensors")
+    ckpt_tools.copy("memory://streams/three", "memory://streams/again")
+    assert ckpt_tools.diff("memory://streams/three", "memory://streams/again").is_same
     got, want = load_file(tmp_path / "m.safetensors"), tensors(3, 70_000)
     assert got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want)
     model = nn.Linear(5, 6)

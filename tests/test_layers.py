@@ -112,7 +112,7 @@ LEVELS = [
         "operations",
     ],
     [*LIVE, "live.write", "live"],
-    ["rollback", "candidates", "mirror", "background", "manager", "distributed"],
+    ["retention", "rollback", "candidates", "mirror", "background", "manager", "distributed"],
     ["", "render", "verdicts", "options", "cli_runs", "cli", "__main__"],
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
-from ckpt_tools.steps import damage, latest, latest_of, list_steps, prune, rollbacks
+from ckpt_tools.retention import prune
+from ckpt_tools.steps import damage, latest, latest_of, list_steps, rollbacks
 from tests.servers.servers import Server
 
 Ckpt = Callable[..., Any]
@@ -64,7 +65,7 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
     shown = ckpt("ls", run).stdout
     assert shown.count("superseded") == 4 and shown.count("complete") == 4, shown  # state and name of each
     assert [s["superseded"] for s in json.loads(ckpt("ls", run, "--json").stdout)] == [False, False, False, True, False, True]
-    assert prune(run, 1) and [s.superseded_by != "" for s in list_steps(run, with_superseded=True)] == [True, False, True]
+    assert prune(run, 1).removed and [s.superseded_by != "" for s in list_steps(run, with_superseded=True)] == [True, False, True]
 
 
 def test_the_first_new_step_may_have_the_number_of_an_old_one(run: Path) -> None:

@@ -21,12 +21,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PerRank, PlanError, RngState
+from tests.looks import looks
 from tests.stock import assert_stock_torch_reads
 
 Path = pathlib.Path
@@ -302,65 +301,7 @@ def test_a_module_on_the_meta_device_is_refused_with_the_call_to_make(tmp_path: 
     assert "1 buffers are not persistent, are in no checkpoint and keep what they have: model.frequencies" in caplog.text
 
 
-# ---- anything at all -----------------------------------------------------------------------------------------------------
-
-scalars = (
-    st.none() | st.booleans() | st.integers(-(1 << 80), 1 << 80) | st.floats() | st.text(max_size=5) | st.binary(max_size=4)
-    | st.complex_numbers() | st.dates() | st.timedeltas() | st.decimals() | st.uuids()
-    | st.sampled_from([np.float32(1.5), np.int64(-3), Path("a/b"), torch.float16, range(3), np.dtype("i4"), torch.Size([1])])
-)  # fmt: skip
-leaves = scalars | st.builds(lambda n: torch.arange(n, dtype=torch.float32), st.integers(0, 4)) | st.builds(np.arange, st.integers(0, 4))
-keys = st.text("abc._1", min_size=1, max_size=3)
-values = st.recursive(
-    leaves,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=3)
-        | st.dictionaries(st.integers(-3, 3) | st.booleans() | keys, inner, max_size=3)
-        | st.lists(inner, max_size=3).map(collections.deque) | st.dictionaries(keys, inner, max_size=2).map(collections.OrderedDict)
-        | st.dictionaries(st.integers(0, 3), inner, max_size=2).map(lambda d: collections.defaultdict(list, d))
-    ),
-    max_leaves=8,
-)  # fmt: skip
-EXAMPLES = 3000 if __import__("os").environ.get("CKPT_LONG") else 150
-
-
-@example(saved={"1": None, "11": [None, torch.ones(1)]}, now={"11": {"1": None}}, data=None)
-@example(saved={"a": {"0": 1, "1": torch.ones(1)}}, now={"a": [2, 3]}, data=None)
-@example(saved={"1": [torch.ones(0), None]}, now={"1": {"1": [torch.ones(0)]}}, data=None)
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(saved=st.dictionaries(keys, values, max_size=4), now=st.dictionaries(keys, values, max_size=4), data=st.data())
-def test_a_resume_gives_the_saved_value_or_an_error(
-    saved: dict[str, Any], now: dict[str, Any], data: st.DataObject | None, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Whatever is in a state when it is saved, and whatever is in its place when it is resumed."""
-    now |= {key: data.draw(values) for key in saved if data.draw(st.booleans())} if data else {}
-    root = tmp_path_factory.mktemp("run")
-    with CheckpointManager(root) as checkpoints:
-        try:
-            checkpoints.save(1, saved, asynchronous=False)
-        except PlanError:  # two keys that make one name
-            return
-    state = dict(now)
-    with CheckpointManager(root) as checkpoints:
-        try:
-            checkpoints.resume(state)
-        except PlanError:  # a tensor is not replaced by something else, nor by one of another shape or type
-            return
-    for key, value in state.items():
-        want = saved[key] if key in saved else now[key]
-        assert looks(value) == looks(want), (key, value, want)
-
-
-def looks(value: Any) -> str:
-    """Returns a value's whole text with types; an ordered dict is a dict to DCP."""
-    if isinstance(value, torch.Tensor):
-        return f"tensor {value.dtype} {value.tolist()}"
-    if isinstance(value, dict):
-        kind = "dict" if type(value) is collections.OrderedDict else type(value).__name__
-        return f"{kind}({', '.join(f'{looks(k)}: {looks(v)}' for k, v in sorted(value.items(), key=lambda item: repr(item[0])))})"
-    if isinstance(value, (list, tuple, collections.deque)):
-        return f"{type(value).__name__}({', '.join(map(looks, value))})"
-    return f"{type(value).__name__} {value!r}"
+# ---- who else reads it -----------------------------------------------------------------------------------------------------
 
 
 def test_an_archive_is_read_by_stock_torch(tmp_path: Path) -> None:

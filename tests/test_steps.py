@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckpt_tools import CheckpointManager, FormatError, StorageError
 from ckpt_tools.leftovers import remove_leftovers
 from ckpt_tools.manifest import parse
-from ckpt_tools.steps import Step, damage, latest, list_steps, prune, removable, step_name
+from ckpt_tools.retention import removable
+from ckpt_tools.steps import Step, damage, latest, list_steps, step_name
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -119,37 +118,6 @@ def test_a_step_that_stands_aside_for_one_that_never_came_is_brought_back(run: P
     assert latest(run).step == list_steps(run)[-1] and latest(run, verify=True).passed_over == []
 
 
-def test_a_stock_checkpoint_counts_as_a_step_but_is_never_removed(run: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=run / "step-2", no_dist=True)
-    assert numbers(prune(run, 1)) == [900, 1000]
-    assert numbers(list_steps(run)) == [2, 10000]
-
-
-def test_a_linked_step_is_never_removed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    elsewhere = tmp_path_factory.mktemp("elsewhere") / "kept"
-    os.rename(run / step_name(900), elsewhere)
-    (run / step_name(900)).symlink_to(elsewhere)
-    assert numbers(prune(run, 1)) == [1000]
-    assert elsewhere.is_dir()
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 60), st.booleans()), unique_by=lambda s: s[0]).map(sorted),
-    st.integers(1, 5),
-    st.one_of(st.none(), st.integers(1, 10)),
-)
-def test_retention_never_takes_the_newest_complete_ones_nor_those_kept_by_rule(found, keep_last: int, keep_every: int | None) -> None:
-    sealed = parse(MANIFEST, "here")
-    steps = [Step(n, Path(step_name(n)), 1, sealed, "" if is_complete else "broken") for n, is_complete in found]
-    gone = removable(steps, keep_last, keep_every)
-    complete = [s for s in steps if not s.problem]
-    assert not set(numbers(gone)) & set(numbers(complete[-keep_last:]))
-    assert all(not s.problem and not (keep_every and s.number % keep_every == 0) for s in gone)
-    assert len(complete) - len(gone) >= min(len(complete), keep_last)
-
-
 MANIFEST = json.dumps(
     {
         "ckpt_manifest": 1, "checksum": "crc64nvme", "attempt": "a", "created": "", "tool": "", "operation": "save", "format": "dcp", "source": {},
@@ -234,32 +202,3 @@ def test_latest_prints_one_path_and_says_what_it_passed_over(run: Path, ckpt: Ru
     assert f"passed over {newest(run)}: __0_0.distcp is damaged" in result.stderr
     nothing = ckpt("latest", tmp_path_factory.mktemp("empty"))
     assert (nothing.returncode, nothing.stdout) == (10, "")
-
-
-def test_prune_removes_what_the_rules_let_go_and_nothing_else(run: Path, ckpt: Run) -> None:
-    dead, mine = run / ".tmp.step-00000011.abcdabcd", run / "notes"
-    dead.mkdir()
-    mine.mkdir()
-    before = sorted(p.name for p in run.iterdir())
-    dry = ckpt("prune", run, "--keep-last", 1, "--keep-every", 900, "--dry-run")
-    assert sorted(p.name for p in run.iterdir()) == before
-    assert step_name(1000) in dry.stdout and step_name(900) not in dry.stdout and str(dead) in dry.stdout
-    assert ckpt("prune", run, "--keep-last", 1, "--keep-every", 900).returncode == 0
-    assert sorted(p.name for p in run.iterdir()) == ["notes", step_name(900), step_name(10000)]
-    assert ckpt("prune", run, "--keep-last", 1, "--keep-every", 900).stdout == "nothing to remove\n"
-    assert ckpt("prune", run, "--keep-last", 0).returncode == 2
-    assert ckpt("prune", run / "nothing", "--keep-last", 1).returncode == 10
-
-
-def test_prune_leaves_the_staging_of_a_live_job(run: Path, ckpt: Run) -> None:
-    import fcntl
-
-    live = run / ".tmp.step-00000011.abcdabcd"
-    live.mkdir()
-    fd = os.open(live, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    ckpt("prune", run, "--keep-last", 3)
-    assert live.is_dir()
-    os.close(fd)
-    ckpt("prune", run, "--keep-last", 3)
-    assert not live.exists()

@@ -38,8 +38,14 @@ class Stream:
 
     def _open(self) -> Any:
         if self._file is None:
+            self._refuse_other()
             self._file = self._fs.open(self._written, "wb")
         return self._file
+
+    def _refuse_other(self) -> None:
+        """Looks whether another writer was first; some stores show our own file as soon as it is opened."""
+        if self._how.is_exclusive and self._fs.exists(self._path):
+            raise appeared(self._url)
 
     def view(self, start: int, nbytes: int) -> None:
         del start, nbytes
@@ -58,8 +64,8 @@ class Stream:
 
     def complete(self) -> None:
         """As `Upload.complete`; another writer is noticed only if it was there before."""
-        if self._how.is_exclusive and self._fs.exists(self._path):
-            raise appeared(self._url)
+        if self._written != self._path:
+            self._refuse_other()
         self._do("write", lambda: self._open().close())
         if self._written != self._path:
             self._do("rename", lambda: self._fs.mv(self._written, self._path))
