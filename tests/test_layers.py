@@ -87,6 +87,7 @@ LEVELS = [
     ],
     [
         "operations.arguments",
+        "operations.cached",
         "operations.proof",
         "operations.inspect",
         "operations.within",

@@ -169,7 +169,9 @@ def _open_local(path: str) -> tuple[Store, str]:
     if not root.is_file():
         raise NotACheckpointError(f"neither a file nor a directory: {printable(path)}")
     real = Path(os.path.realpath(root))
-    return LocalStore(real.parent), real.name
+    if _suffix(real.name) == _suffix(root.name):
+        return LocalStore(real.parent), real.name
+    return LocalStore(root.parent, root.name), root.name  # the link alone says what it is
 
 
 def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, str]:
@@ -182,10 +184,14 @@ def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, st
     return store, ""
 
 
+def _suffix(name: str) -> str:
+    """Returns the suffix by which a file's format is known, "" for none."""
+    return next((suffix for suffix in _OF_FILES if name.endswith(suffix)), "")
+
+
 def _file_format(path: str, name: str) -> Format:
-    for suffix, form in _OF_FILES.items():
-        if path.endswith(suffix) or name.endswith(suffix):  # either end of a link
-            return form
+    if suffix := _suffix(name):
+        return _OF_FILES[suffix]
     if name == ".metadata" or name.endswith(".distcp"):
         raise NotACheckpointError(
             f"a part of a checkpoint: {printable(path)}", hint=f"give the directory: {path.rpartition('/')[0] or '.'}"

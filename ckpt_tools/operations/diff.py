@@ -18,7 +18,7 @@ from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.compare import CompareSink, Tally
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
-from ckpt_tools.errors import FormatError
+from ckpt_tools.errors import FormatError, PlanError
 from ckpt_tools.formats import Source, open_source
 from ckpt_tools.manifest import of_source
 from ckpt_tools.operations.arguments import checked
@@ -192,6 +192,8 @@ def _views(a: Catalog, b: Catalog, select: Sequence[str], exclude: Sequence[str]
     a, b = (keep(catalog, chooser(select, exclude)) for catalog in (a, b))
     for catalog in (a, b):
         refuse_unread(catalog)
+    if not (a.tensors or a.objects or b.tensors or b.objects):
+        raise PlanError("there is nothing to compare: neither has a tensor or an object", hint="look at both: ckpt inspect")
     return a, b, notes
 
 

@@ -20,17 +20,18 @@ from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import Checksum, HashSink
 from ckpt_tools.errors import CatalogError, FormatError, printable
-from ckpt_tools.formats import Format, detect, folder_of, is_ours
+from ckpt_tools.formats import Format, detect, folder_of, is_ours, safetensors
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
 from ckpt_tools.manifest import Manifest, names_in, of_store
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.move import Path_, Reading, no_bar
+from ckpt_tools.operations.cached import find_damaged
 from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.plan import plan_objects, plan_values
 from ckpt_tools.soundness import flaws
-from ckpt_tools.storage import Overlay, RemoteStore, Store
+from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store
 from ckpt_tools.team import ALONE, Team, agree
 
 
@@ -85,6 +86,8 @@ def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Un
     agree(team, (sorted(work.sizes.items()), work.manifest))
     began = time.monotonic()
     problems, unknown = work.compare(quick) if work.manifest else work.examine_all(quick)
+    if not problems and not work.num_entries and not (work.catalog and work.catalog.unread):
+        problems = [Problem("", "it holds no tensor and no object, so there is nothing that could be whole")]
     lost = sorted({p.fqn for p in problems if p.fqn})
     findings = work.scan(set(lost)) if deep and work.catalog else []
     work.store.close()
@@ -272,7 +275,20 @@ class Verification:
         if quick:
             return problems, sorted(self.catalog.file_sizes)
         found, unknown = self._examine(set(self.catalog.file_sizes))
-        return problems + found, unknown
+        cached = self._compare_blobs([*unknown, safetensors.INDEX])
+        found += [Problem(file, "is damaged: its hash is not the name of its blob") for file, is_damaged in cached.items() if is_damaged]
+        return problems + found, [file for file in unknown if file not in cached]
+
+    def _compare_blobs(self, files: Sequence[str]) -> dict[str, bool]:
+        """Tells which files of a Hugging Face cache are damaged; a team shares them."""
+        folder, _ = folder_of(self.store)
+        if not isinstance(folder, LocalStore):
+            return {}
+        sizes = {name: nbytes for name, nbytes in self.store.list_files().items() if name in files and folder.blob_name(name)}
+        mine = list(sizes)[self.team.rank :: self.team.size]
+        with self._bar("verify", sum(sizes.values())) as advance:
+            found = find_damaged(folder, mine, self._jobs, self._scaled(advance)) if mine else {}
+        return {name: bad for part in self.team.all_gather(found, "compare blobs") for name, bad in part.items()}
 
     def _examine(self, files: set[str]) -> tuple[list[Problem], list[str]]:
         """Compares the CRC-32 of every record of the archives in some files."""

@@ -37,12 +37,23 @@ def failed(operation: str, path: str | Path, error: OSError) -> StorageError:
 
 
 class LocalStore:
-    """Files under one directory. Symbolic links are followed only as long as they stay under it."""
+    """Files under one directory.
+
+    Symbolic links are followed only as long as they stay under it. A snapshot in a cache of Hugging Face may also lead to that cache's
+    `blobs`. A link that leads elsewhere is listed with its own size; to open it is an error.
+    """
 
     capabilities, traffic = Capabilities(can_write_anywhere=True, can_rename=True), None
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, follows: str = "") -> None:
+        """Opens nothing yet.
+
+        Args:
+            root: the directory.
+            follows: name of one file that is followed wherever it leads, because a person gave its path.
+        """
         self.root = Path(os.path.realpath(root))
+        self._follows, self._blobs = follows, _blobs_of(self.root)
         self.url = str(root)
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -50,10 +61,11 @@ class LocalStore:
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         try:
             found = sorted(os.scandir(self.root), key=lambda e: e.name)
-            files = {e.name: e.stat().st_size for e in found if e.is_file() and self._is_inside(e.path)}
+            files = {e.name: self._stat(e).st_size for e in found if e.is_file() or (e.is_symlink() and not e.is_dir())}
             for folder in (e for e in found if below and e.is_dir() and self._is_inside(e.path)):
                 inner = sorted(os.scandir(folder.path), key=lambda e: e.name)
-                files |= {f"{folder.name}/{e.name}": e.stat().st_size for e in inner if e.is_file() and self._is_inside(e.path)}
+                names = [e for e in inner if e.is_file() or (e.is_symlink() and not e.is_dir())]
+                files |= {f"{folder.name}/{e.name}": self._stat(e).st_size for e in names}
         except OSError as error:
             raise failed("list a directory", self.root, error) from error
         return files
@@ -112,7 +124,18 @@ class LocalStore:
                 os.close(self._fds.popitem()[1])
 
     def _is_inside(self, path: str) -> bool:
-        return Path(os.path.realpath(path)).is_relative_to(self.root)
+        real = Path(os.path.realpath(path))
+        is_given = bool(self._follows) and path == os.path.join(self.root, self._follows)
+        return real.is_relative_to(self.root) or (self._blobs is not None and real.parent == self._blobs) or is_given
+
+    def blob_name(self, path: str) -> str:
+        """Returns the name of the blob that a file of a Hugging Face snapshot leads to, "" for any other file."""
+        real = Path(os.path.realpath(os.path.join(self.root, check_path(path, str(self.root)))))
+        return real.name if self._blobs is not None and real.parent == self._blobs else ""
+
+    def _stat(self, entry: os.DirEntry[str]) -> os.stat_result:
+        """Returns what a file is; of a link that leads nowhere or outside, what the link itself is."""
+        return entry.stat(follow_symlinks=entry.is_file() and self._is_inside(entry.path))
 
     def _open(self, path: str) -> int:
         fd = self._fds.get(path)
@@ -137,6 +160,15 @@ class LocalStore:
             os.close(fd)
             raise StorageError(f"not a regular file: {printable(full)}")
         return fd
+
+
+def _blobs_of(root: Path) -> Path | None:
+    """Returns where the files of a snapshot in a cache of Hugging Face lie: `X/blobs` for `X/snapshots/REVISION` and what is below."""
+    for place in (root, *root.parents):
+        if place.parent.name == "snapshots":
+            blobs = place.parent.parent / "blobs"
+            return blobs if blobs.is_dir() and not blobs.is_symlink() else None
+    return None
 
 
 class SharedStore(LocalStore):
