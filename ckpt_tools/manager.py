@@ -45,7 +45,7 @@ from ckpt_tools.live.waiting import retry_outage
 from ckpt_tools.lock import FileLock, Lease, see_lock
 from ckpt_tools.mirror import Mirror
 from ckpt_tools.steps import Step, damage, find_step, latest, list_steps, step_name
-from ckpt_tools.storage import is_url, local_path
+from ckpt_tools.storage import check_url, is_url, local_path
 
 log = logging.getLogger("ckpt_tools")
 _MAX_STEP = 10**18
@@ -417,6 +417,9 @@ def _check_step(step: int) -> int:
 
 
 def _check(root: str | os.PathLike[str], keep_last: int | None, when_busy: str, mirror: str | None, max_failures: int) -> None:
+    for place in (root, mirror):
+        if is_url(place):
+            check_url(place)
     if mirror is not None and (is_url(root) or not is_url(mirror)):
         raise ValueError(f"mirror is a URL, for a run on a disk, got {str(root)!r} and {mirror!r}")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):

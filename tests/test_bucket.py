@@ -355,3 +355,20 @@ def test_a_mirror_is_brought_up_to_date_by_the_next_job(server: Server, tmp_path
         pass  # a job that saves nothing: what the one before could not copy is copied now
     assert [s.number for s in list_steps("s3://late/run", server.options)] == [1]
     assert ckpt_tools.diff(source, "s3://late/run/step-00000001", read_all=True, storage_options=server.options).is_same
+
+
+@pytest.mark.parametrize("url", ["s3://slips//run", "s3://slips/a//run", "s3:///run", "s3://slips/a/../run"])
+def test_a_url_with_an_empty_segment_is_refused_by_whatever_takes_one(url: str, tmp_path: Path) -> None:
+    """`$BUCKET/$PREFIX/` with a slash too many: an object of another name was replaced, or a mirror was never found again."""
+    source = save_locally(tmp_path / "src", tensors(2, 100))
+    calls: list[Callable[[], object]] = [
+        lambda: ckpt_tools.merge(source, f"{url}/m.safetensors", overwrite=True),
+        lambda: ckpt_tools.copy(source, url), lambda: ckpt_tools.inspect(url), lambda: list_steps(url),
+        lambda: CheckpointManager(url), lambda: CheckpointManager(tmp_path / "run", mirror=url),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(StorageError, match="a URL with an empty segment") as caught:
+            call()
+        assert caught.value.hint or ".." in url
+    done = run_ckpt("ls", url)
+    assert done.returncode == 15 and "empty segment" in done.stderr and "Traceback" not in done.stderr

@@ -157,3 +157,27 @@ def test_thousands_of_layers_are_told_in_a_page(tmp_path: Path) -> None:
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["layers.*.w", "700"] in [r[:2] for r in rows] and ["layers.*.b", "700"] in [r[:2] for r in rows] and ["new.*.x", "(90)"] in rows
     assert len(rows) < 10, done.stdout
+
+
+VALUES = [0.0, -0.0, 1.0, 1.0 + 1e-6, -1.0, 1e30, math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.parametrize(("atol", "rtol"), [(0.0, 1e-3), (1e-3, 0.0), (1e-8, 1e-5), (1e30, 10.0)])
+def test_a_tolerance_is_that_of_torch_isclose(atol: float, rtol: float, tmp_path: Path) -> None:
+    """Every pair of values, infinity and NaN among them."""
+    a, b = (t.flatten() for t in torch.meshgrid(torch.tensor(VALUES), torch.tensor(VALUES), indexing="ij"))
+    want = int((~torch.isclose(a.double(), b.double(), rtol=rtol, atol=atol, equal_nan=True)).sum())
+    save_file({"x": a.contiguous()}, tmp_path / "a.safetensors")
+    save_file({"x": b.contiguous()}, tmp_path / "b.safetensors")
+    (found,) = ckpt_tools.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", atol=atol, rtol=rtol).differences
+    assert found.num_different == want > 0
+
+
+@pytest.mark.parametrize(("x", "y", "gap"), [(2**62, 2**62 + 1, 1.0), (-(2**63), 2**63 - 1, float(2**64 - 1)), (-5, 7, 12.0)])
+def test_long_integers_are_not_rounded_before_they_are_compared(x: int, y: int, gap: float, tmp_path: Path) -> None:
+    save_file({"x": torch.tensor([0, x])}, tmp_path / "a.safetensors")
+    save_file({"x": torch.tensor([0, y])}, tmp_path / "b.safetensors")
+    (found,) = ckpt_tools.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors").differences
+    assert (found.num_different, found.max_abs) == (1, gap)
+    assert not ckpt_tools.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", atol=0.5).is_same
+    assert ckpt_tools.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", atol=gap).is_same

@@ -94,7 +94,7 @@ def test_only_the_blobs_of_a_cache_are_followed_out_of_a_snapshot(cache: Path, t
     (cache / "blobs").rename(tmp_path / "moved")
     (cache / "blobs").symlink_to(tmp_path / "moved")  # whoever makes such a cache could make it lead anywhere
     with pytest.raises(StorageError, match="leads out of the checkpoint"):
-        ckpt_tools.merge(cache, tmp_path / "m.safetensors")
+        ckpt_tools.merge(cache / "snapshots" / "0f1e", tmp_path / "m.safetensors")
 
 
 @pytest.mark.parametrize("target", ["elsewhere.safetensors", "nowhere"])

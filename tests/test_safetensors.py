@@ -173,3 +173,15 @@ def test_a_tensor_that_is_whole_in_one_file_and_a_part_in_another_is_refused(tmp
         save_file({"w": torch.ones(2)}, tmp_path / f"shard-0000{number + 1}-model-00001-of-00001.safetensors", note)
     with pytest.raises(FormatError, match="a tensor stands in two shards"):
         ckpt_tools.inspect(tmp_path)
+
+
+def test_a_merge_says_which_floats_it_does_not_cast(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(3), "b": torch.ones(3).to(torch.float8_e4m3fn), "n": torch.ones(2, dtype=torch.int64)}
+    save_file(tensors, tmp_path / "src.safetensors")
+    result = ckpt_tools.merge(tmp_path / "src.safetensors", tmp_path / "m.safetensors", dtype="bf16")
+    assert [n for n in result.notes if "not cast" in n] == ["1 tensors keep their types, which are not cast: float8_e4m3fn (b, …)"]
+    got = load_file(tmp_path / "m.safetensors")
+    assert [got[n].dtype for n in "abn"] == [torch.bfloat16, torch.float8_e4m3fn, torch.int64]
+    assert not any("not cast" in n for n in ckpt_tools.merge(tmp_path / "src.safetensors", tmp_path / "n.safetensors").notes)
+    result = ckpt_tools.convert(tmp_path / "src.safetensors", tmp_path / "m.pt", to="torch", dtype="bf16")
+    assert any("not cast: float8_e4m3fn" in n for n in result.notes)

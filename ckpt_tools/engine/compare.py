@@ -24,6 +24,7 @@ from ckpt_tools.plan import Plan, TensorPlan
 from ckpt_tools.storage import Store
 
 _BLOCK_NUMEL = 1 << 16
+_LONG = {"int64": np.int64, "uint64": np.uint64}
 
 
 @dataclass
@@ -145,12 +146,12 @@ class CompareSink:
     def _compare_block(self, a: Bytes, a_dtype: DType, b: Bytes, b_dtype: DType) -> Tally:
         x, y = decode(a, a_dtype), decode(b, b_dtype)
         with np.errstate(all="ignore"):
-            gap = np.abs(x - y)
+            gap = _integer_gap(a, a_dtype, b, b_dtype) if a_dtype.name in _LONG and b_dtype.name in _LONG else np.abs(x - y)
             size = np.maximum(np.abs(x), np.abs(y))
-            is_same = (x == y) | (np.isnan(x) & np.isnan(y))
+            is_same = (x == y) & (gap == 0) | (np.isnan(x) & np.isnan(y)) | (np.isinf(x) & (x == y))
             gap = np.where(is_same, 0.0, gap)
             if self._atol or self._rtol:
-                different = ~is_same & ~(gap <= self._atol + self._rtol * np.abs(y))
+                different = ~is_same & ~(np.isfinite(gap) & (gap <= self._atol + self._rtol * np.abs(y)))  # as torch.isclose
             elif a_dtype is b_dtype:
                 different = _bits_differ(a, b, a_dtype.itemsize)
             else:
@@ -161,6 +162,16 @@ class CompareSink:
                 len(where), int(where[0]) if len(where) else -1, float(np.max(gap)), float(np.max(ratio)),
                 float(np.real(np.vdot(y, x))), float(np.real(np.vdot(x, x))), float(np.real(np.vdot(y, y))),
             )  # fmt: skip
+
+
+def _integer_gap(a: Bytes, a_dtype: DType, b: Bytes, b_dtype: DType) -> npt.NDArray[np.float64]:
+    """Returns |a - b| of integers that float64 would round."""
+    x, y = a.view(_LONG[a_dtype.name]), b.view(_LONG[b_dtype.name])
+    if x.dtype == y.dtype:
+        gap: npt.NDArray[Any] = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)  # right even where a - b wraps
+    else:
+        gap = np.abs(x.astype(object) - y.astype(object))
+    return gap.astype(np.float64)
 
 
 def _bits_differ(a: Bytes, b: Bytes, itemsize: int) -> npt.NDArray[np.bool_]:

@@ -144,9 +144,11 @@ def detect_in(root: Store) -> tuple[Store, Format]:
     """Finds the one checkpoint in or below a store, as `detect` does."""
     here = _recognise(root)
     if here:
+        _refuse_strays(root)
         return root, here
     found = _search(root)
     if len(found) == 1:
+        _refuse_strays(found[0][0])
         return found[0]
     if found:
         shown = "\n".join(f"  {printable(s.url)}  ({f.NAME})" for s, f in found[:20])
@@ -154,7 +156,19 @@ def detect_in(root: Store) -> tuple[Store, Format]:
             f"{len(found)} checkpoints lie below {printable(root.url)}; give the path of one:\n{shown}",
             hint=f"for example: {found[-1][0].url}",
         )
+    _refuse_strays(root)
     raise _nothing_found(root)
+
+
+def _refuse_strays(store: Store) -> None:
+    """Refuses a directory in which a part is a link that is not followed: without it, the rest could be read as if it were all."""
+    for name, target in store.strays().items() if isinstance(store, LocalStore) else ():
+        if is_ours(name) or _suffix(name):
+            raise StorageError(
+                f"a file is a link that leads out of the checkpoint, or nowhere: {printable(name)} -> {printable(target)}"
+                f" ({printable(store.url)})",
+                hint="put the file itself in its place",
+            )
 
 
 def _open_local(path: str) -> tuple[Store, str]:

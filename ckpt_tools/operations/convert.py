@@ -48,7 +48,7 @@ from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, 
 from ckpt_tools.operations.result import TransferResult
 from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.operations.side_files import carried, left_beside
-from ckpt_tools.operations.transfer import check_kept, left_out, rank_boxes, shards, target_dtype
+from ckpt_tools.operations.transfer import check_kept, left_out, rank_boxes, shards, target_dtype, uncast
 from ckpt_tools.soundness import check as check_catalog
 from ckpt_tools.storage import is_url, read
 from ckpt_tools.team import ALONE
@@ -220,6 +220,7 @@ class _Job:
         self._model_names = {join((*above, fqn)) for fqn in self.parts.model}
         select, exclude = self.how.get("select", ()), self.how.get("exclude", ())
         check_kept(self.how.get("keep_dtype", ()), self.how.get("dtype"), list(catalog.tensors))
+        self.parts.notes += uncast(catalog.tensors.values(), self.how.get("dtype"))
         kept = choose(replace(catalog, unread=self._unread()), select, exclude)
         refuse_unread(kept)
         if not kept.tensors:

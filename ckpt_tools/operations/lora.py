@@ -33,15 +33,17 @@ _UNSUPPORTED = {
     "use_dora": "DoRA", "layer_replication": "replicated layers", "modules_to_save": "modules that are saved whole",
     "trainable_token_indices": "trainable tokens", "use_qalora": "QALoRA", "alora_invocation_tokens": "activated LoRA",
 }  # fmt: skip
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT subtracts from the weights what these begin with
 Matrix = npt.NDArray[np.float32]
 
 
-def read_lora(folder: str | os.PathLike[str], catalog: Catalog) -> dict[str, Alter]:
-    """Returns what an adapter adds, by the name of the weight.
+def read_lora(folder: str | os.PathLike[str], catalog: Catalog, model: Catalog) -> tuple[dict[str, Alter], list[str]]:
+    """Returns what an adapter adds, by the name of the weight, and remarks on what was not certain.
 
     Args:
         folder: a PEFT directory: `adapter_config.json` and `adapter_model.safetensors`; a path or a URL.
         catalog: the weights that it is to be added to.
+        model: all weights of that model.
 
     Raises:
         PlanError: it is of a kind that cannot be merged, or does not fit the weights.
@@ -58,15 +60,77 @@ def read_lora(folder: str | os.PathLike[str], catalog: Catalog) -> dict[str, Alt
         sides.setdefault(match["module"], {})[match["side"]] = _matrix(source, entry)
     source.store.close()
     result: dict[str, Alter] = {}
+    layout = _Layout(sides, model, bool(config.get("fan_in_fan_out")))
     for module, pair in sides.items():
-        name = next((n for n in (f"{module}.weight", f"{module}.base_layer.weight") if n in catalog.tensors), "")
+        name = _weight_of(module, catalog)
         if not name or pair.keys() != {"A", "B"}:
             raise PlanError(
                 f"the adapter changes a weight that is not there: {printable(module)!r} ({printable(source.path)})",
                 hint="its names must be those of the merged model: ckpt inspect both, and rename with ckpt convert --rename",
             )
-        result[name] = _alter(catalog.tensors[name], pair["A"], pair["B"], _scale(config, module, len(pair["A"])), config)
-    return result
+        scale = _scale(config, module, len(pair["A"]))
+        result[name] = _alter(catalog.tensors[name], pair["A"], pair["B"], scale, layout.is_transposed(module))
+    return result, layout.notes
+
+
+def _weight_of(module: str, catalog: Catalog) -> str:
+    """Returns the name of a module's weight, "" if it has none."""
+    return next((n for n in (f"{module}.weight", f"{module}.base_layer.weight") if n in catalog.tensors), "")
+
+
+class _Layout:
+    """Tells which weights are stored as [in, out] (Conv1D of transformers) and which as [out, in] (Linear).
+
+    The config has one flag, which PEFT sets anew at each module: in a model with both kinds it is that of the last one. A matrix that is
+    not square tells by its shape, and by the length of a bias. A square one is of the kind that others of its name are. Without a bias it
+    is Linear: Conv1D always has one. Else it is taken for Linear, with a note, where nothing is Conv1D, and refused where something is.
+    """
+
+    def __init__(self, sides: Mapping[str, Mapping[str, Matrix]], catalog: Catalog, flag: bool) -> None:
+        self._flag, self._model = flag, catalog
+        self._taken: list[str] = []
+        self._seen: dict[str, set[bool]] = {}
+        self._known: dict[str, bool] = {}
+        for fqn, weight in catalog.tensors.items():
+            module = fqn.removesuffix(".weight").removesuffix(".base_layer")
+            if len(weight.shape) != 2 or weight.shape[0] == weight.shape[1]:
+                continue
+            bias = catalog.tensors.get(f"{fqn.removesuffix('weight')}bias")
+            if "B" in sides.get(module, {}):
+                self._learn(module, len(sides[module]["B"]) != weight.shape[0])
+            elif fqn.endswith(".weight") and bias is not None and len(bias.shape) == 1 and bias.shape[0] in weight.shape:
+                self._learn(module, bias.shape[0] != weight.shape[0])
+
+    def _learn(self, module: str, is_transposed: bool) -> None:
+        self._known[module] = is_transposed
+        self._seen.setdefault(module.rpartition(".")[2], set()).add(is_transposed)
+
+    def is_transposed(self, module: str) -> bool:
+        """Tells whether the weight of a module is stored as [in, out].
+
+        Raises:
+            PlanError: nobody can tell.
+        """
+        if module in self._known:
+            return self._known[module]
+        of_name = self._seen.get(module.rpartition(".")[2], set())
+        if len(of_name) == 1:
+            return next(iter(of_name))
+        if _weight_of(module, self._model).removesuffix("weight") + "bias" not in self._model.tensors:
+            return False
+        if self._flag or any(True in found for found in self._seen.values()):
+            raise PlanError(
+                f"the model has layers of Conv1D, and {printable(module)!r} is square: whether it is one is in no file",
+                hint="merge it with PEFT: model.merge_and_unload()",
+            )
+        self._taken.append(module)
+        return False
+
+    @property
+    def notes(self) -> list[str]:
+        """What was taken for granted."""
+        names = printable(", ".join(self._taken[:3])) + (", …" if len(self._taken) > 3 else "")
+        return [f"{len(self._taken)} square weights of the adapter are taken for Linear, as all others are: {names}"] if self._taken else []
 
 
 def version(folder: str | os.PathLike[str]) -> str:
@@ -82,6 +146,13 @@ def _config(source: Source) -> Mapping[str, Any]:
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(f"adapter_config.json is malformed: {printable(str(error))} ({printable(source.path)})") from error
     odd = [what for key, what in _UNSUPPORTED.items() if config.get(key)]
+    first_values = config.get("init_lora_weights")
+    if isinstance(first_values, str) and first_values.startswith(_CHANGE_THE_BASE):
+        raise PlanError(
+            f"the adapter belongs to a base model that its initialisation changed: init_lora_weights {printable(first_values)!r}"
+            f" ({printable(source.path)})",
+            hint="save it with PEFT's path_initial_model_for_weight_conversion, or merge it there: model.merge_and_unload()",
+        )
     if config.get("peft_type") != "LORA" or odd or config.get("bias", "none") != "none":
         kind = ", ".join(odd) or (f"bias {config.get('bias')!r}" if config.get("peft_type") == "LORA" else str(config.get("peft_type")))
         raise PlanError(
@@ -108,9 +179,9 @@ def _matrix(source: Source, entry: TensorEntry) -> Matrix:
     return singles.view(np.float32).reshape(entry.shape)
 
 
-def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, config: Mapping[str, Any]) -> Alter:
+def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, is_transposed: bool) -> Alter:
     """Returns what adds `scale * B @ A` to a box of a weight."""
-    if config.get("fan_in_fan_out"):  # the weight is stored [in, out]
+    if is_transposed:  # the weight is stored [in, out]
         a, b = b.T, a.T
     if entry.shape != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1] or not entry.dtype.is_castable:
         raise PlanError(

@@ -5,7 +5,7 @@ Both are presets of one path, `move.transfer`. May import levels 0 to 4 and that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -77,6 +77,7 @@ def merge(
             f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory"
         )
     catalog, stripped = model_view(source.catalog, keep_prefix)
+    model = catalog
     if select or exclude:
         catalog = select_from(catalog, select, exclude, source.catalog)
     refuse_unread(catalog)
@@ -88,14 +89,16 @@ def merge(
     check_kept(keep_dtype, dtype, list(catalog.tensors))
     targets = [whole_tensor(t, target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
     request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
-    alter = adapters.read_lora(lora, catalog) if lora is not None else None
+    alter, notes = adapters.read_lora(lora, catalog, model) if lora is not None else (None, [])
+    notes += uncast(catalog.tensors.values(), dtype)
     if source.remote is not None and is_url(target.url):
         request = replace(request, small_first=MIN_PART_BYTES)
-    return transfer(
+    result = transfer(
         "merge", source, catalog, target, safetensors, request,
         options, left_out=left_out(source.catalog, catalog), stripped=stripped, alter=alter,
         changes=adapters.version(lora) if lora is not None else "",
     )  # fmt: skip
+    return replace(result, notes=(*result.notes, *notes))
 
 
 @checked(Options)
@@ -197,6 +200,13 @@ def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str],
     if name not in SHORT_NAMES.values():
         raise PlanError(f"cannot cast to {printable(dtype)!r}: expected one of {', '.join(SHORT_NAMES)}")
     return BY_NAME[name]
+
+
+def uncast(entries: Iterable[TensorEntry], dtype: str | None) -> list[str]:
+    """Returns a remark on the tensors of floating-point types that no `dtype` changes."""
+    left = [e for e in entries if e.dtype.name.startswith(("float", "complex")) and not e.dtype.is_castable] if dtype else []
+    kinds = ", ".join(sorted({e.dtype.name for e in left}))
+    return [f"{len(left)} tensors keep their types, which are not cast: {kinds} ({printable(left[0].fqn)}, …)"] if left else []
 
 
 def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) -> Request:

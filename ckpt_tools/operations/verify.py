@@ -26,8 +26,8 @@ from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
 from ckpt_tools.manifest import Manifest, names_in, of_store
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.move import Path_, Reading, no_bar
 from ckpt_tools.operations.cached import find_damaged
+from ckpt_tools.operations.move import Path_, Reading, no_bar
 from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.plan import plan_objects, plan_values
 from ckpt_tools.soundness import flaws

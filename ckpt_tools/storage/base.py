@@ -170,6 +170,7 @@ def write_file(store: Shelf, path: str, data: bytes) -> None:
         writer.abort()
 
 
+_WITHOUT_HOST = ("memory", "hdfs", "sftp", "ssh", "ftp", "webhdfs", "dbfs")  # where a path may begin with a slash
 _SEGMENT = re.compile(r"[^/\x00]{1,255}")
 
 
@@ -195,6 +196,24 @@ def local_path(path: str | os.PathLike[str]) -> str:
     if host not in ("", "localhost") or not slash:
         raise StorageError(f"a file:// URL has no host, and an absolute path: {printable(where)!r}", hint="such as file:///data/run")
     return unquote(f"/{rest}")
+
+
+def check_url(url: str) -> None:
+    """Refuses a URL with an empty segment: `s3://bucket//run` and `s3://bucket/run` are two places, and tools disagree which is which.
+
+    Raises:
+        StorageError: it has one, or one that is `.` or `..`, or no bucket.
+    """
+    scheme, separator, path = url.rpartition("::")[2].partition("://")
+    has_host = scheme not in _WITHOUT_HOST
+    path = path if has_host else path.removeprefix("/")
+    segments = path.rstrip("/").split("/")  # at the end, any number of them means nothing
+    if separator and path.strip("/") and any(segment in ("", ".", "..") for segment in segments):
+        clean = f"{url[: len(url) - len(path)]}{'/'.join(segment for segment in segments if segment not in ('', '.'))}"
+        raise StorageError(
+            f"a URL with an empty segment, or one of dots: {printable(url)}",
+            hint="name the bucket" if not segments[0] else f"write it as {printable(clean)}" if ".." not in segments else None,
+        )
 
 
 def is_url(path: object) -> TypeGuard[str]:

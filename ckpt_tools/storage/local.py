@@ -40,7 +40,7 @@ class LocalStore:
     """Files under one directory.
 
     Symbolic links are followed only as long as they stay under it. A snapshot in a cache of Hugging Face may also lead to that cache's
-    `blobs`. A link that leads elsewhere is listed with its own size; to open it is an error.
+    `blobs`. A link that leads elsewhere is not listed; to open it is an error.
     """
 
     capabilities, traffic = Capabilities(can_write_anywhere=True, can_rename=True), None
@@ -61,11 +61,10 @@ class LocalStore:
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         try:
             found = sorted(os.scandir(self.root), key=lambda e: e.name)
-            files = {e.name: self._stat(e).st_size for e in found if e.is_file() or (e.is_symlink() and not e.is_dir())}
+            files = {e.name: e.stat().st_size for e in found if e.is_file() and self._is_inside(e.path)}
             for folder in (e for e in found if below and e.is_dir() and self._is_inside(e.path)):
                 inner = sorted(os.scandir(folder.path), key=lambda e: e.name)
-                names = [e for e in inner if e.is_file() or (e.is_symlink() and not e.is_dir())]
-                files |= {f"{folder.name}/{e.name}": self._stat(e).st_size for e in names}
+                files |= {f"{folder.name}/{e.name}": e.stat().st_size for e in inner if e.is_file() and self._is_inside(e.path)}
         except OSError as error:
             raise failed("list a directory", self.root, error) from error
         return files
@@ -133,9 +132,13 @@ class LocalStore:
         real = Path(os.path.realpath(os.path.join(self.root, check_path(path, str(self.root)))))
         return real.name if self._blobs is not None and real.parent == self._blobs else ""
 
-    def _stat(self, entry: os.DirEntry[str]) -> os.stat_result:
-        """Returns what a file is; of a link that leads nowhere or outside, what the link itself is."""
-        return entry.stat(follow_symlinks=entry.is_file() and self._is_inside(entry.path))
+    def strays(self) -> dict[str, str]:
+        """Returns the links directly under the root that lead out of it or nowhere, which no listing has, and what they lead to."""
+        try:
+            links = [e for e in os.scandir(self.root) if e.is_symlink() and not (e.is_dir() or (e.is_file() and self._is_inside(e.path)))]
+            return {e.name: os.readlink(e.path) for e in sorted(links, key=lambda e: e.name)}
+        except OSError as error:
+            raise failed("list a directory", self.root, error) from error
 
     def _open(self, path: str) -> int:
         fd = self._fds.get(path)

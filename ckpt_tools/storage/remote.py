@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.ahead import FRUGAL, ROOMY, WINDOW_BYTES, Ahead
-from ckpt_tools.storage.base import Capabilities, Data, Traffic, check_path
+from ckpt_tools.storage.base import Capabilities, Data, Traffic, check_path, check_url
 from ckpt_tools.storage.failures import ATTEMPTS, appeared, hint, pause, plain, retry
 from ckpt_tools.storage.s3 import S3, server_time, stored_crc64
 from ckpt_tools.storage.stream import Stream
@@ -61,6 +61,7 @@ class RemoteStore:
         import fsspec
         from fsspec.core import url_to_fs
 
+        check_url(url)
         options = dict(options or {})
         wrappers, _, inner = url.rpartition("::")
         if (wrappers and not (fs or options.pop("chained", False))) or "://" in wrappers:

@@ -184,3 +184,28 @@ def _product(folder: Path, name: str) -> torch.Tensor:
     adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     a, b = (adapter[f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.weight"].double() for side in "AB")
     return (3 if "down_proj" in name else 10) / 2 * b @ a  # rank-stabilised: alpha over the root of 4
+
+
+def test_every_adapter_of_peft_is_merged_as_peft_does_or_refused_by_name(tmp_path: Path) -> None:
+    """Adapters that changed their base at the beginning, and models that mix Linear and Conv1D, whose layout the config does not tell."""
+    run_job("peft", 0, "peft_kinds_job.py", tmp_path)
+    refused = {}
+    for folder in sorted(tmp_path.iterdir()):
+        base, want = torch.load(folder / "base.pt"), torch.load(folder / "merged.pt")
+        torch.save({"model": base}, folder / "model.pt")
+        try:
+            result = ckpt_tools.merge(folder / "model.pt", folder / "m.safetensors", lora=folder / "adapter")
+        except PlanError as error:
+            refused[folder.name] = str(error)
+            continue
+        is_guess = any("taken for Linear" in note for note in result.notes)
+        assert is_guess == (folder.name in ("linear", "mixed-unknown") or folder.name.startswith("begins")), result.notes
+        if folder.name == "mixed-unknown":
+            continue  # a square Conv1D among Linears: no file tells
+        got = load_file(folder / "m.safetensors")
+        assert any(not torch.equal(base[name], value) for name, value in want.items())
+        for name, value in want.items():
+            assert torch.allclose(got[name], value, rtol=1e-5, atol=1e-5), (folder.name, name)
+    assert refused.keys() == {"begins-pissa", "begins-pissa_niter_4", "begins-olora", "square-conv1d", "mixed-unknown-too"}
+    assert all("init_lora_weights" in text for name, text in refused.items() if name.startswith("begins"))
+    assert all("layers of Conv1D" in text for name, text in refused.items() if not name.startswith("begins"))
