@@ -175,6 +175,10 @@ def test_a_team_copies(source: Path, tmp_path: Path) -> None:
     for path in (source / "three").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
     done = team(2, "copy", source / "three", tmp_path / "out")
+    assert done.returncode == 0 and "it is there already" in done.stdout
+    data = next((tmp_path / "out").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    done = team(2, "copy", source / "three", tmp_path / "out")
     assert done.returncode and "the destination exists" in done.stderr
 
 

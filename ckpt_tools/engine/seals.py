@@ -112,6 +112,21 @@ class Seals:
             self._num_proved += 1
 
 
+class RecordSeals(Seals):
+    """Ranges of files that are read across them: what is read is cut where a range begins or ends."""
+
+    def note(self, file: str, start: int, data: Bytes) -> int | None:
+        """Takes bytes of a file, of which each range may have a part."""
+        end, extents = start + len(data), self._sealed.get(file, [])
+        for extent in extents[max(0, bisect_right(self._starts.get(file, []), start) - 1) :]:
+            if extent.start >= end:
+                break
+            a, b = max(start, extent.start), min(end, extent.start + extent.nbytes)
+            if a < b:
+                super().note(file, a, data[a - start : b - start])
+        return None
+
+
 def _known(extent: Extent, crcs: Mapping[Extent, int]) -> int | None:
     return extent.crc32 if extent.crc32 is not None else crcs.get(extent)
 

@@ -15,20 +15,24 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from ckpt_tools.bucket import RemotePlace, copies_within
+from ckpt_tools.catalog import Extent
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.destination import Destination, Place, open_destination
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
+from ckpt_tools.engine.seals import RecordSeals
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats import INDEXES, Source, is_ours, open_source
 from ckpt_tools.formats.base import MANIFEST, attempt_of, note_of
-from ckpt_tools.manifest import Manifest, Sealed, file_name, find, of_source
+from ckpt_tools.integrity import hash_files
+from ckpt_tools.manifest import Manifest, Sealed, file_name, find, names_in, of_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.joint import Division, collect, open_files, staged
-from ckpt_tools.operations.move import Options, Path_, check_apart, no_bar, steps_for
+from ckpt_tools.operations.move import Options, Path_, Reading, check_apart, no_bar, steps_for
 from ckpt_tools.operations.shapes import lay_beside
+from ckpt_tools.operations.verify import Verification
 from ckpt_tools.plan import Literal, plan_files
-from ckpt_tools.storage import LocalStore, RemoteStore, is_url, read
+from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, read
 from ckpt_tools.team import ALONE, Team, agree
 
 _ASKERS = 16
@@ -85,6 +89,8 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
         check_apart(source.path, target.url)
         work = _Work(source, target, options, team)
         there = work.look_at(to_options) if target.exists() else "nothing"
+    if there == "alike":
+        there = "all" if work.is_same_there(to_options) else "another"
     agree(team, (sorted(work.files.items()), there))
     if there == "all":
         kept, note = sum(work.files.values()), "it is there already"
@@ -171,17 +177,36 @@ class _Work:
         return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{last} {sorted(self.data.items())}"))
 
     def look_at(self, options: Mapping[str, Any] | None) -> str:
-        """Tells whether the destination holds "all" of this very checkpoint, a "part" that is not committed, or "another" thing."""
-        if self.single:
-            return "another"
+        """Tells what is there: "all" of this very checkpoint, files that look "alike", a "part" that is not committed, or "another"."""
         url = self.target.url
+        if self.single:
+            folder = self._single_folder(options)
+            return "alike" if folder.list_files().get(self.single) == sum(self.files.values()) else "another"
         store = RemoteStore(url, options) if is_url(url) else LocalStore(url)
         files = store.list_files(below=True)
         if isinstance(store, RemoteStore) and self.index not in files:
             others = [name for name in files if name not in self.files]
             return "part" if all(map(is_ours, others)) and all(a.is_marked for a in store.about_all(others).values()) else "another"
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
-        return "all" if is_same and self.manifest is not None and find(store) == self.manifest else "another"
+        if self.manifest is None:
+            return "alike" if is_same and not names_in(store) else "another"
+        return "all" if is_same and find(store) == self.manifest else "another"
+
+    def _single_folder(self, options: Mapping[str, Any] | None) -> Store:
+        folder = self.target.url.rpartition("/")[0]
+        return RemoteStore(folder, options) if is_url(folder) else LocalStore(folder or ".")
+
+    def is_same_there(self, options: Mapping[str, Any] | None) -> bool:
+        """Reads both and tells whether the destination's files have the same bytes; a store is asked for the checksums that it keeps."""
+        url = self.target.url
+        there: Store = self._single_folder(options) if self.single else RemoteStore(url, options) if is_url(url) else LocalStore(url)
+        jobs, memory = self.options.get("jobs"), self.options.get("memory_bytes")
+        with (self.options.get("progress") or no_bar)("compare", 2 * sum(self.files.values())) as advance:
+            mine, theirs = (
+                hash_files(store, files, jobs, memory, lambda nbytes: advance(nbytes * self.team.size), self.team)
+                for store, files in ((self.source.store, self.files), (there, {self.name(n): size for n, size in self.files.items()}))
+            )
+        return all(mine[name] == theirs[self.name(name)] for name in self.files)
 
     # ---- moving --------------------------------------------------------------------------------------------------------
 
@@ -189,7 +214,7 @@ class _Work:
         """Moves what is missing and commits; returns remarks."""
         team, bar = self.team, self.options.get("progress") or no_bar
         attempt = team.broadcast(self.attempt, "begin")
-        with staged(team, self.target, attempt, self.single, keeps="" if self.single else "*") as place:
+        with staged(team, self.target, attempt, self.single, keeps="*" if self.crcs and not self.single else "") as place:
             crcs = {self.name(name): crc for name, crc in self.crcs.items()}
             right: set[str] = set()
             with team.phase("look at what is there"):
@@ -231,13 +256,17 @@ class _Work:
         tiles = tile_bytes(self.options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
         plan = plan_files(self.missing, self.name)
         division = Division(plan, team, self.target)
-        sink = division.sink(place)
+        sink, seals = division.sink(place), RecordSeals(self._records())
         try:
             open_files(sink, team)
+            steps = steps_for(division.plan, {}, tiles, place.shelf, division.share)
             with team.phase("copy"):
-                run(steps_for(division.plan, {}, tiles, place.shelf, division.share), self.source.store, sink, jobs, advance)
-            collect(sink, team, None)
+                run(steps, self.source.store, sink, jobs, advance, seals=seals)
+            told = collect(sink, team, seals.hand_over({}))
             with team.phase("prove"):
+                for parts in told:
+                    seals.absorb(parts, {})
+                seals.prove({})
                 if team.rank == 0:
                     checksums = dict(sink.finish())
                 self._prove(checksums)
@@ -245,6 +274,22 @@ class _Work:
             sink.abort()
             raise
         return checksums
+
+    def _records(self) -> dict[Extent, str]:
+        """Returns the records of archives whose CRC-32 the bytes are compared with on their way, where no manifest has better ones.
+
+        Raises:
+            IntegrityError: an archive is damaged around its records.
+        """
+        if self.manifest is not None:
+            return {}
+        reading: Reading = {"storage_options": self.options.get("storage_options"), "shapes": self.options.get("shapes")}
+        work = Verification(self.source.path, reading)
+        problems, _, records = work.look_at_archives({name for name in work.sizes if name in self.missing})
+        work.store.close()
+        if problems:
+            raise IntegrityError(f"a damaged checkpoint is not copied: {problems[0]}", hint="ckpt verify names everything; ckpt salvage")
+        return {record.extent: key for key, record in records.items()}
 
     def _prove(self, checksums: Mapping[str, int]) -> None:
         """Compares what was read with what was sealed."""

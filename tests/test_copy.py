@@ -1,0 +1,89 @@
+"""Copies of stock checkpoints, which have no manifest: damage is found in passing, and a second copy finds everything there."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckpt_tools
+from ckpt_tools import IntegrityError, StorageError
+from tests.jobs import torchrun_command
+from tests.servers.servers import Server
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Saved = Callable[[int], Path]
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> Path:
+    """Tensors longer and shorter than a tile of 64 KiB, and objects."""
+    state = {"a": torch.arange(300_000.0), "b": torch.ones(7), "step": 5, "lists": [1, "x"]}
+    dcp.save(state, checkpoint_id=tmp_path / "src", no_dist=True)
+    return tmp_path / "src"
+
+
+@pytest.mark.parametrize("part", range(12))
+def test_a_flipped_bit_of_a_stock_checkpoint_is_not_copied(part: int, stock: Path, tmp_path: Path) -> None:
+    """Anywhere in its data: header, payload, record, directory of the zip."""
+    data = stock / "__0_0.distcp"
+    flip(data, (data.stat().st_size - 1) * part // 11)
+    with pytest.raises(IntegrityError):
+        ckpt_tools.copy(stock, tmp_path / "dst", memory_bytes=1 << 20)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+
+def test_a_flipped_bit_of_one_torch_file_is_not_copied(tmp_path: Path, ckpt: Run) -> None:
+    torch.save({"w": torch.arange(50_000.0)}, tmp_path / "src.pt")
+    assert ckpt("copy", tmp_path / "src.pt", tmp_path / "good.pt").returncode == 0
+    flip(tmp_path / "src.pt", 90_000)
+    done = ckpt("copy", tmp_path / "src.pt", tmp_path / "dst.pt")
+    assert done.returncode == 14 and "damaged" in done.stderr and not (tmp_path / "dst.pt").exists()
+
+
+def test_processes_together_find_a_record_that_each_has_read_in_part(stock: Path, tmp_path: Path) -> None:
+    flip(stock / "__0_0.distcp", 600_000)
+    command = torchrun_command(2, "-m", "ckpt_tools", "copy", stock, tmp_path / "dst", "--memory", "1MiB")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "damaged" in done.stderr and not (tmp_path / "dst").exists(), done.stderr
+
+
+def test_a_second_copy_finds_everything_there(stock: Path, tmp_path: Path, ckpt: Run) -> None:
+    torch.save({"w": torch.arange(50.0)}, tmp_path / "one.pt")
+    for source, target in ((stock, "dst"), (tmp_path / "one.pt", "copied.pt")):
+        assert ckpt("copy", source, tmp_path / target).returncode == 0
+        before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file()}
+        done = ckpt("copy", source, tmp_path / target)
+        assert done.returncode == 0 and "it is there already" in done.stdout, done.stderr
+        assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file()} == before
+    flip(tmp_path / "dst" / "__0_0.distcp", 700)  # as long, and another
+    done = ckpt("copy", stock, tmp_path / "dst")
+    assert done.returncode == 15 and "the destination exists" in done.stderr
+    shutil.rmtree(tmp_path / "dst")
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "dst", no_dist=True)
+    with pytest.raises(StorageError, match="the destination exists"):
+        ckpt_tools.copy(stock, tmp_path / "dst")
+
+
+def test_a_second_copy_to_a_bucket_and_back_finds_everything_there(server: Server, stock: Path, tmp_path: Path) -> None:
+    server.bucket("twice")
+    options = server.options
+    for source, target in (
+        (stock, "s3://twice/run/one"),
+        ("s3://twice/run/one", "s3://twice/run/two"),
+        ("s3://twice/run/two", tmp_path / "back"),
+    ):
+        assert not any("already" in note for note in ckpt_tools.copy(source, target, storage_options=options).notes)
+        assert "it is there already" in ckpt_tools.copy(source, target, storage_options=options).notes
+    assert ckpt_tools.diff(stock, tmp_path / "back").is_same
