@@ -439,3 +439,22 @@ def test_an_option_that_matches_nothing_is_an_error_and_writes_nothing(
     done = ckpt(*(word.format(src=saved(4) / "adamw", out=tmp_path / "out") for word in words))
     assert done.returncode == 13 and message in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_names_are_swapped_by_a_third_and_none_becomes_empty(tmp_path: Path) -> None:
+    torch.save({"model": {"a.w": torch.zeros(2), "b.w": torch.ones(2)}}, tmp_path / "src.pt")
+    with pytest.raises(PlanError, match="two tensors would get one name") as caught:
+        ckpt_tools.convert(tmp_path / "src.pt", tmp_path / "no.pt", to="torch", rename=["^a=b", "^b=a"])
+    assert "a=TMP" in (caught.value.hint or "")
+    ckpt_tools.convert(tmp_path / "src.pt", tmp_path / "dst.pt", to="torch", rename=["^a=TMP", "^b=a", "^TMP=b"])
+    got = torch.load(tmp_path / "dst.pt")["model"]
+    assert got["a.w"].tolist() == [1.0, 1.0] and got["b.w"].tolist() == [0.0, 0.0]
+    with pytest.raises(PlanError, match="nothing is left of a name: 'a.w'"):
+        ckpt_tools.convert(tmp_path / "src.pt", tmp_path / "no.pt", to="torch", rename=[r"^a\.w="])
+    state = {"model": {"a.w": torch.full((2,), 9.0), "b.w": torch.full((2,), 9.0)}}
+    with pytest.raises(PlanError, match="rename gives two entries one name"):
+        ckpt_tools.load(tmp_path / "src.pt", state, rename={r"^model\.a": "model.b", r"^model\.b": "model.a"})
+    ckpt_tools.load(tmp_path / "src.pt", state, rename={r"\.a": ".TMP", r"\.b": ".a", r"\.TMP": ".b"})
+    assert state["model"]["a.w"].tolist() == [1.0, 1.0] and state["model"]["b.w"].tolist() == [0.0, 0.0]
+    with pytest.raises(PlanError, match="rename leaves nothing"):
+        ckpt_tools.load(tmp_path / "src.pt", state, rename={r"model\.a\.w": ""})

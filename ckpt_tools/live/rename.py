@@ -15,6 +15,7 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.live.objects import Key
 from ckpt_tools.live.state import join
 
+SWAP = "rules apply one after the other; to swap two names, go by a third: a to TMP, b to a, TMP to b"
 E = TypeVar("E", TensorEntry, BytesEntry)
 
 
@@ -45,9 +46,24 @@ def renamed(catalog: Catalog, rules: Mapping[str, str]) -> Catalog:
             if new != name and new.startswith(prefix) and new.endswith(suffix):
                 return (*path[:-2], new[len(prefix) : -len(suffix)], path[-1])
             return (*path[:-2], parameter_renamer(catalog, substitute)(str(path[-2])), path[-1])
-        return path if new == name else tuple(new.split("."))
+        return path if new == name else _resplit(path, new)
 
     return moved(catalog, {name: new_path(name) for name in names})
+
+
+def _resplit(path: Key, new: str) -> Key:
+    """Returns a new name as a path that is cut where the old one is: `a.w` stays one key, `a` and `w` stay two."""
+    head, tail = 0, 0
+    while head < len(path) - 1 and new.startswith(f"{join(path[: head + 1])}."):
+        head += 1
+    while tail < len(path) - head - 1 and new.endswith(f".{join(path[len(path) - tail - 1 :])}"):
+        tail += 1
+    start, end = len(join(path[:head])) + bool(head), len(new) - (len(join(path[len(path) - tail :])) + 1 if tail else 0)
+    if start > end:  # the rule took away what both ends share
+        return tuple(new.split("."))
+    middle = new[start:end]
+    is_one = any("." in str(key) for key in path[head : len(path) - tail])
+    return (*path[:head], *([middle] if is_one else middle.split(".")), *path[len(path) - tail :])
 
 
 def moved(catalog: Catalog, places: Mapping[str, Key]) -> Catalog:
@@ -59,7 +75,9 @@ def moved(catalog: Catalog, places: Mapping[str, Key]) -> Catalog:
     taken: dict[str, str] = {}
     for name, path in places.items():
         if (other := taken.setdefault(join(path), name)) != name:
-            raise PlanError(f"rename gives two entries one name: {printable(other)!r} and {printable(name)!r}")
+            raise PlanError(f"rename gives two entries one name: {printable(other)!r} and {printable(name)!r}", hint=SWAP)
+        if "" in path:
+            raise PlanError(f"rename leaves nothing of a part of a name: {printable(name)!r} becomes {printable(join(path))!r}")
     paths = {join(path): path for name, path in places.items() if name in catalog.paths}
     new_names = {name: join(path) for name, path in places.items()}
     return replace(catalog, tensors=_moved(catalog.tensors, new_names), objects=_moved(catalog.objects, new_names), paths=paths)
@@ -70,12 +88,14 @@ def _check(rules: Mapping[str, str], names: Sequence[str]) -> None:
         compiled = [re.compile(pattern) for pattern in rules]
     except re.error as error:
         raise PlanError(f"rename: not a regular expression: {printable(str(error.pattern))!r}: {error.msg}") from error
-    for pattern in compiled:
-        if not any(map(pattern.search, names)):
+    now = list(names)
+    for pattern, new in zip(compiled, rules.values(), strict=True):
+        if not any(map(pattern.search, now)):
             raise PlanError(
                 f"rename matches none of {len(names)} names: {printable(pattern.pattern)!r}",
-                hint=f"names look like: {', '.join(map(printable, names[:3]))}",
+                hint=f"names look like: {', '.join(map(printable, now[:3]))}",
             )
+        now = [substituter({pattern.pattern: new})(name) for name in now]
 
 
 def parameter_renamer(catalog: Catalog, substitute: Callable[[str], str]) -> Callable[[str], str]:

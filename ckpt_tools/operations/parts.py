@@ -70,7 +70,12 @@ class Parts:
         for old, entry in self.model.items():
             new = new_name(old)
             if new in model:
-                raise PlanError(f"two tensors would get one name: {printable(new)!r}, one of them is {printable(old)!r}")
+                raise PlanError(
+                    f"two tensors would get one name: {printable(new)!r}, one of them is {printable(old)!r}",
+                    hint="renames apply one after the other; to swap two names, go by a third: a=TMP, b=a, TMP=b",
+                )
+            if not new:
+                raise PlanError(f"nothing is left of a name: {printable(old)!r}", hint="give a replacement that leaves a name")
             model[new] = replace(entry, fqn=new)
         places = {name: place for name, place in self.places.items() if new_name(name) == name}
         for optimizer in self.optimizers:
