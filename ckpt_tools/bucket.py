@@ -21,8 +21,7 @@ from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.engine.regions import Regions
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats import INDEXES, is_ours
-from ckpt_tools.formats.base import UPLOADS, attempt_name, attempt_of, is_note, note_name, note_of
-from ckpt_tools.leftovers import GRACE_S
+from ckpt_tools.formats.base import LOCK, UPLOADS, attempt_name, attempt_of, is_note, note_name, note_of, short_name
 from ckpt_tools.manifest import find
 from ckpt_tools.plan import Literal
 from ckpt_tools.storage import RemoteStore, Shelf, Store, Writer, read
@@ -47,7 +46,7 @@ class RemoteDestination:
         store = RemoteStore(self.url, self._options)
         if store.is_file():
             return True, [] if is_ours(self._name) else [self._name]
-        files = [n for n in store.list_files() if n not in known]
+        files = [n for n in store.list_files() if n not in known and n != LOCK]
         foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
         return bool(foreign) or not all(attempt_of(n) or is_note(n) for n in files), foreign
 
@@ -78,7 +77,7 @@ class RemoteDestination:
     def find_try(self, work: str, single: str) -> Try | None:
         """Returns the newest try at a piece of work that noted its uploads; `single` is the one file's name, where there is no index."""
         store = RemoteStore(self._parent if single else self.url, self._options)
-        names = [n for n in store.list_files() if note_of(n) == (UPLOADS, single)]
+        names = [n for n in store.list_files() if note_of(n) == (UPLOADS, short_name(single))]
         for name in sorted(names, key=lambda n: str(store.modified(n)), reverse=True):
             found = _try(read(store, name), work)
             if found is not None and name == note_name(UPLOADS, found.attempt, single):
@@ -204,21 +203,7 @@ class RemotePlace:
         self._expected, self._crcs = set(files), crcs
         sizes = self.store.list_files(below=True)
         there = self.store.about_all(name for name in files if name in sizes and name != self._single)
-        right = {n for n, about in there.items() if sizes[n] == files[n] and n in crcs and about.crc64 == crcs[n]}
-        self._check_silent([n for n, about in there.items() if n not in right and about.is_marked and about.owner != self.attempt])
-        return right
-
-    def _check_silent(self, others: Sequence[str]) -> None:
-        """Refuses to replace what another attempt has written not long ago: it may be at work."""
-        now = self.store.now() if others else None
-        if now is None:
-            return
-        newest = max((self.store.modified(name) for name in others if self.store.modified(name) is not None), default=None)
-        if newest is not None and (now - newest).total_seconds() < GRACE_S:
-            raise StorageError(
-                f"another attempt writes here, or has died not long ago: {printable(others[0])} ({printable(self.store.url)})",
-                hint="wait for it, choose another destination, or remove what it left: ckpt prune on the folder above, --grace-hours 0",
-            )
+        return {n for n, about in there.items() if sizes[n] == files[n] and n in crcs and about.crc64 == crcs[n]}
 
     def copy_file(self, name: str, origin: RemoteStore, file: str, nbytes: int) -> None:
         """Has the store copy a whole file by itself, from one of the same S3."""
@@ -254,6 +239,7 @@ class RemotePlace:
             writer.complete()
         else:
             self.store.put(index.file, index.data, self._is_exclusive, self._replaces)
+            is_sure = is_sure or self.store.excludes(index.file, index.data, None)  # a copy of what has no manifest
         self.is_published = True
         self._tidy(index)
         where = "/".join(self.store.url.split("/")[:3])
@@ -287,7 +273,11 @@ class RemotePlace:
         try:
             if is_kept or self._is_committed():
                 return
-            self.store.remove([n for n in self.sizes() if n == self._manifest or (not self._single and attempt_of(n) == self.attempt[:8])])
+            known = [
+                name for name in (*self.store.written, self._manifest) if attempt_of(name) == self.attempt[:8] or name == self._manifest
+            ]
+            found = [] if self._single else [name for name in self.sizes() if attempt_of(name) == self.attempt[:8]]
+            self.store.remove(sorted({*known, *found} - {""}))  # a listing may be late, and not show what was just written
         except CheckpointError:
             return  # nobody sees it; `ckpt prune` finds it
 

@@ -18,17 +18,19 @@ from ckpt_tools.storage.base import is_url
 
 
 def list_(root: Root, storage_option: StorageOption = None, as_json: Json = False) -> None:
-    """List the steps of a run: size, time, world size, complete or not and why."""
+    """List the steps of a run: size, time, world size, complete or not and why. What has not the name of a step is named last."""
     from ckpt_tools import render
-    from ckpt_tools.steps import list_steps
+    from ckpt_tools.steps import list_all
 
-    steps = list_steps(root, parse_storage_options(storage_option), with_superseded=True)
+    steps, others = list_all(root, parse_storage_options(storage_option))
     if not steps and not is_url(root) and not os.path.isdir(root):
         raise NotACheckpointError(f"not a directory: {printable(root)}")
     if as_json:
         print(json.dumps([render.step_as_json(s) for s in steps]))
     else:
         render.show_steps(steps)
+    if others:
+        print(f"not steps: {render.some_names(others)}", file=sys.stderr if as_json else sys.stdout)
 
 
 def latest(

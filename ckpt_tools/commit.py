@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.flock import release, try_lock
-from ckpt_tools.formats.base import ASIDE, MANIFEST, note_of
+from ckpt_tools.formats.base import ASIDE, MANIFEST, note_of, short_name
 from ckpt_tools.renames import exchange, publish_name
 from ckpt_tools.storage import LocalStore, write_file
 from ckpt_tools.storage.local import failed
@@ -91,12 +92,12 @@ def check_room(target: Path, nbytes: int) -> None:
 
 def staging_path(target: Path, attempt: str) -> Path:
     """Returns where an attempt at `target` gathers its files."""
-    return target.parent / f"{_STAGING}{target.name}.{attempt[:8]}"
+    return target.parent / f"{_STAGING}{short_name(target.name)}.{attempt[:8]}"
 
 
 def trash_path(target: Path, attempt: str) -> Path:
     """Returns the name under which a result of an attempt waits for its removal."""
-    return target.parent / f"{_TRASH}{target.name}.{attempt[:8]}"
+    return target.parent / f"{_TRASH}{short_name(target.name)}.{attempt[:8]}"
 
 
 @contextmanager
@@ -125,7 +126,7 @@ def staging(target: Path, attempt: str, keeps: str = "", heir_of: Path | None = 
 
     lock = -1
     try:  # from here on, so that a signal at any instant finds its way to the cleaning
-        remove_dead(target.parent, _escape_glob(target.name), spared=heir_of or (path if keeps else None))
+        remove_dead(target.parent, _escape_glob(short_name(target.name)), spared=heir_of or (path if keeps else None))
         try:
             make_folder(target.absolute().parent)
             lock = _inherit(heir_of, path) if heir_of is not None else -1
@@ -178,7 +179,7 @@ def _lock(path: Path) -> int:
 
 def find_dead(target: Path) -> list[Path]:
     """Returns the staging directories that dead attempts at a target have left."""
-    found = remove_dead(target.parent, _escape_glob(target.name), dry_run=True)
+    found = remove_dead(target.parent, _escape_glob(short_name(target.name)), dry_run=True)
     return [path for path in found if path.name.startswith(_STAGING)]
 
 
@@ -273,9 +274,9 @@ def publish_directory(place: Staging, overwrite: bool) -> None:
     Raises:
         StorageError: another writer was first, or the rename failed; nothing is visible then.
     """
+    _set_mode(place.path)
     for folder, _, _ in os.walk(place.path, topdown=False):
         sync_directory(Path(folder))
-    _apply_umask(place.path)
     if overwrite and os.path.lexists(place.target):
         if not exchange(place.path, place.target):  # the staging name now holds the old one
             _replace_by_turns(place)
@@ -326,7 +327,7 @@ def publish_file(place: Staging, name: str, manifest: str, overwrite: bool) -> N
         raise
     _confirm(target)
     for old in target.parent.iterdir():
-        if note_of(old.name) == (MANIFEST, target.name) and old.name != manifest:
+        if note_of(old.name) == (MANIFEST, short_name(target.name)) and old.name != manifest:
             old.unlink(missing_ok=True)
 
 
@@ -353,11 +354,17 @@ def _confirm(target: Path) -> None:
         ) from error
 
 
-def _apply_umask(path: Path) -> None:
-    """Gives the staging directory, private so far, the mode that mkdir would have given it."""
-    mask = os.umask(0)
-    os.umask(mask)
+def _set_mode(path: Path) -> None:
+    """Gives a staging directory, private so far, the mode that `mkdir` gives a directory in that place.
+
+    Setgid, and the mask of a default ACL, come from the folder above. A new directory inside the staging directory inherits both the same
+    way, so its mode is the one to set.
+    """
+    probe = path / f".mode.{path.name[-8:]}"
     try:
-        path.chmod(0o777 & ~mask)
+        probe.mkdir(0o777)
+        mode = probe.stat().st_mode
+        probe.rmdir()
+        path.chmod(stat.S_IMODE(mode))
     except OSError as error:
         raise failed("set the mode of", path, error) from error

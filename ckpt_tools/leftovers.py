@@ -7,17 +7,20 @@ which the newest byte is older than a grace by the store's own clock. May import
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tools.commit import remove_dead
+from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats import INDEXES, is_ours
-from ckpt_tools.formats.base import UPLOADS, note_of
+from ckpt_tools.formats.base import LOCK, UPLOADS, note_of
 from ckpt_tools.storage import RemoteStore, is_url
 from ckpt_tools.storage.s3 import S3
 
+log = logging.getLogger("ckpt_tools")
 GRACE_S = 24 * 3600.0
 
 
@@ -31,7 +34,7 @@ class Leftover(NamedTuple):
 def remove_leftovers(
     root: str | os.PathLike[str], grace_s: float = GRACE_S, dry_run: bool = False, options: Mapping[str, Any] | None = None
 ) -> list[Leftover]:
-    """Removes what dead jobs left, and returns it.
+    """Removes what dead jobs left, and returns it. Uploads that the store does not let this job list stay, with a warning in the log.
 
     Args:
         root: of a run, a path or a URL.
@@ -60,7 +63,7 @@ def remove_leftovers(
 def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str]:
     """Returns the objects of attempts in one prefix that never got an index, and have been silent for long."""
     files = step.list_files()
-    ours = [name for name in files if is_ours(name)]
+    ours = [name for name in files if is_ours(name) or name == LOCK]
     if any(name in INDEXES for name in files) or any(step.modified(name) is None or step.modified(name) > before for name in ours):
         return []
     return [f"{folder}/{name}" for name, about in step.about_all(ours).items() if about.is_marked]
@@ -76,16 +79,44 @@ def _abandoned_notes(store: RemoteStore, before: dt.datetime) -> list[str]:
 def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> list[Leftover]:
     """Gives up uploads below a prefix that were begun long ago and never ended: they cost money and nobody sees them."""
     found: list[Leftover] = []
+    for upload in _list_uploads(s3, store):
+        if upload["Initiated"] < before and is_ours(upload["Key"].rpartition("/")[2]):
+            found.append(Leftover(f"{store.url.split('://')[0]}://{upload['Bucket']}/{upload['Key']}", "upload"))
+            if not dry_run:
+                _give_up(s3, store, upload)
+    return found
+
+
+def give_up_uploads(store: RemoteStore, names: Container[str]) -> None:
+    """Gives up all unfinished uploads of some files in a prefix that this process alone writes to."""
+    if store.s3 is None:
+        return
+    top = len(store.s3.at_prefix(store.root)["Prefix"])
+    for upload in _list_uploads(store.s3, store):
+        if upload["Key"][top:] in names:
+            _give_up(store.s3, store, upload)
+
+
+def _list_uploads(s3: S3, store: RemoteStore) -> Iterator[Mapping[str, Any]]:
+    """Yields the unfinished uploads below a prefix; none where the store does not let this job list them, which is logged."""
     marker: dict[str, str] = {}
     where = s3.at_prefix(store.root)
     while True:
-        page = s3.call("list uploads", store.url, "list_multipart_uploads", **where, **marker)
+        try:
+            page = s3.call("list uploads", store.url, "list_multipart_uploads", **where, **marker)
+        except StorageError as error:
+            log.warning(
+                "unfinished uploads of dead jobs below %s are not removed: %s; this needs s3:ListBucketMultipartUploads",
+                printable(store.url), error,
+            )  # fmt: skip
+            return
         for upload in page.get("Uploads") or ():
-            if upload["Initiated"] < before and is_ours(upload["Key"].rpartition("/")[2]):
-                found.append(Leftover(f"{store.url.split('://')[0]}://{where['Bucket']}/{upload['Key']}", "upload"))
-                if not dry_run:
-                    target = {"Bucket": where["Bucket"], "Key": upload["Key"], "UploadId": upload["UploadId"]}
-                    s3.call("give up", store.url, "abort_multipart_upload", missing={}, **target)
+            yield {**upload, "Bucket": where["Bucket"]}
         if not page.get("IsTruncated"):
-            return found
+            return
         marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def _give_up(s3: S3, store: RemoteStore, upload: Mapping[str, Any]) -> None:
+    target = {key: upload[key] for key in ("Bucket", "Key", "UploadId")}
+    s3.call("give up", store.url, "abort_multipart_upload", missing={}, **target)

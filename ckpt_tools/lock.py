@@ -16,16 +16,17 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ckpt_tools.commit import make_folder
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.flock import release, try_lock
-from ckpt_tools.storage import RemoteStore, read
+from ckpt_tools.formats.base import LOCK
+from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.local import failed
+from ckpt_tools.storage.remote import Look
 
 log = logging.getLogger("ckpt_tools")
-LOCK = ".ckpt.lock"
 LEASE_S, RENEW_S = 60.0, 20.0
 _LOOK_S = 1.0  # between two looks at the lease of another job
 
@@ -81,11 +82,11 @@ def _lives_here(holder: Mapping[str, Any]) -> bool | None:
 def _taken(root: str, holder: Mapping[str, Any], text: str) -> StorageError:
     if _is_mine(holder):
         return StorageError(
-            f"this process has another manager open on {printable(root)}, since {printable(str(holder.get('since')))}",
+            f"this process has another manager open on {printable(root)}, or copies to it, since {printable(str(holder.get('since')))}",
             hint="call close() on it first; a notebook cell that makes a manager should close the one before",
         )
     return StorageError(
-        f"another job saves to {printable(root)}: {text or 'unknown'}", hint="give each job a root of its own, or end that job first"
+        f"another job writes to {printable(root)}: {text or 'unknown'}", hint="give each job a root of its own, or end that job first"
     )
 
 
@@ -185,18 +186,13 @@ def see_lock(root: Path, written: bytes, rank: int) -> None:
 # ---- in an object store --------------------------------------------------------------------------------------------------
 
 
-class _Seen(NamedTuple):
-    """The lease as it was found: its version, its contents, and its age by the store's clock, None where that is unknown."""
-
-    version: str
-    data: bytes
-    age_s: float | None
-
-
 class Lease:
     """See `RootLock`: an object in the root that a thread renews every 20 s, and that expires after 60 s.
 
     Each write of it replaces the very object that was seen before, where the store knows such conditions: S3 does.
+
+    Attributes:
+        is_inherited: it was that of a process that died; what that one has left there belongs to nobody.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
@@ -210,7 +206,7 @@ class Lease:
         """
         self._store = RemoteStore(url, options)
         self._me, self._id, self._turn = _me(), uuid.uuid4().hex, 0
-        self._lost = ""
+        self._lost, self.is_inherited = "", False
         self._stops, self._renews = threading.Event(), threading.Lock()
         self._take()
         self._renewed_at = time.monotonic()
@@ -221,20 +217,10 @@ class Lease:
         self._turn += 1
         return json.dumps({**self._me, "id": self._id, "turn": self._turn, "expires_after_s": LEASE_S}).encode()
 
-    def _look(self) -> _Seen | None:
-        store = self._store.fresh()
-        try:
-            store.size(LOCK)
-            data = read(store, LOCK)
-        except StorageError as error:
-            if error.is_missing:
-                return None
-            raise
-        now, written = store.now(), store.modified(LOCK)
-        age_s = (now - written).total_seconds() if now is not None and written is not None else None
-        return _Seen(store.version(LOCK), data, age_s)
+    def _look(self) -> Look | None:
+        return self._store.look(LOCK)
 
-    def _put(self, over: _Seen | None) -> bool:
+    def _put(self, over: Look | None) -> bool:
         """Writes the lease in the place of what was seen; False where another was faster."""
         data = self._data()
         try:
@@ -258,6 +244,7 @@ class Lease:
         while True:
             if seen is None or self._is_over(seen, time.monotonic() - began):
                 if self._put(seen):
+                    self.is_inherited = seen is not None
                     return
                 first, began = None, time.monotonic()
             holder, text = _parse(seen.data if seen else b"")
@@ -270,7 +257,7 @@ class Lease:
             first = first or seen
             seen = self._look()
 
-    def _is_over(self, seen: _Seen, watched_s: float) -> bool:
+    def _is_over(self, seen: Look, watched_s: float) -> bool:
         holder, _ = _parse(seen.data)
         return _lives_here(holder) is False or watched_s > LEASE_S or (seen.age_s is not None and seen.age_s > LEASE_S)
 

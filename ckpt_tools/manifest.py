@@ -16,7 +16,7 @@ from ckpt_tools.box import whole
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats import Source, folder_of
-from ckpt_tools.formats.base import MANIFEST, note_name, note_of
+from ckpt_tools.formats.base import MANIFEST, note_name, note_of, short_name
 from ckpt_tools.plan import Plan
 from ckpt_tools.storage import Store, read
 from ckpt_tools.version import __version__
@@ -134,7 +134,7 @@ def parse(data: bytes, where: str) -> Manifest:
 
 def names_in(store: Store, beside: str = "") -> list[str]:
     """Returns the names of the manifests in a directory, or of those of one file in it."""
-    return [name for name in store.list_files() if note_of(name) == (MANIFEST, beside)]
+    return [name for name in store.list_files() if note_of(name) == (MANIFEST, short_name(beside))]
 
 
 def find(store: Store, beside: str = "") -> Manifest | None:

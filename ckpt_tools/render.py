@@ -260,6 +260,12 @@ def _show_plan(result: TransferResult) -> None:
 # ---- ls, prune -------------------------------------------------------------------------------------------------------------
 
 
+def some_names(names: Sequence[str]) -> str:
+    """Returns names on one line, the first of them if they are many."""
+    more = f" and {len(names) - _OBJECTS} more" if len(names) > _OBJECTS else ""
+    return ", ".join(map(printable, names[:_OBJECTS])) + more
+
+
 def show_steps(steps: Sequence[Step]) -> None:
     """Prints the steps of a run, a line each."""
     rows = []

@@ -110,11 +110,12 @@ def _list(found: _Found, with_superseded: bool = False) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is named like a step under a root, by number; what rollbacks set aside; and their notes."""
+    """What is named like a step under a root, by number; what rollbacks set aside; their notes; and all other names but hidden ones."""
 
     steps: list[tuple[int, Store]]
     aside: list[tuple[int, Store, str]]
     notes: list[Note]
+    others: list[str]
 
 
 def _find(root: Root, options: Options) -> _Found:
@@ -128,7 +129,7 @@ def _find(root: Root, options: Options) -> _Found:
         try:
             entries = sorted(os.scandir(root), key=lambda e: e.name)
         except FileNotFoundError:
-            return _Found([], [], [])
+            return _Found([], [], [], [])
         except OSError as error:
             raise failed("list", os.fspath(root), error) from error
         files = [e.name for e in entries if e.is_file(follow_symlinks=False)]
@@ -136,7 +137,19 @@ def _find(root: Root, options: Options) -> _Found:
     steps = sorted(((int(m[1]), store) for n, store in stores.items() if (m := _STEP.fullmatch(n))), key=lambda item: item[0])
     moved = [(m, store) for n, store in stores.items() if (m := SUPERSEDED.fullmatch(n))]
     aside = [(int(s[1]), store, m[2]) for m, store in moved if (s := _STEP.fullmatch(m[1]))]
-    return _Found(steps, aside, read_notes(run, files))
+    taken = {name for name in stores if _STEP.fullmatch(name) or SUPERSEDED.fullmatch(name)}
+    others = sorted(f"{name}/" if name in stores else name for name in (*stores, *files) if name not in taken and not name.startswith("."))
+    return _Found(steps, aside, read_notes(run, files), others)
+
+
+def list_all(root: Root, options: Options = None) -> tuple[list[Step], list[str]]:
+    """Returns all steps, superseded ones too, and the other names under a root: folders end in a slash, hidden names are left out.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    found = _find(root, options)
+    return _list(found, with_superseded=True), found.others
 
 
 def rollbacks(root: Root, options: Options = None) -> list[tuple[Note, bool]]:

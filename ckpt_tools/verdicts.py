@@ -10,7 +10,7 @@ from ckpt_tools.operations.diff import Difference, DiffResult
 from ckpt_tools.operations.salvage import SalvageResult
 from ckpt_tools.operations.seal import SealResult
 from ckpt_tools.operations.verify import VerifyResult
-from ckpt_tools.render import BOLD, GREEN, RED, count, show_transfer, size, style, table
+from ckpt_tools.render import BOLD, GREEN, RED, count, show_transfer, size, some_names, style, table
 
 _SHOWN = 20
 
@@ -41,6 +41,10 @@ def show_verdict(result: VerifyResult, quick: bool = False) -> None:
     if result.unread:
         some = ", ".join(f"{printable(name)} ({printable(kind)})" for name, kind in list(result.unread.items())[:4])
         print(f"  not read: {count(len(result.unread), 'tensor')} of kinds that ckpt does not read: {some}")
+    if result.extra:
+        print(f"  not compared: {count(len(result.extra), 'file')} that no save wrote: {some_names(result.extra)}")
+    for note in result.notes:
+        print(f"  note: {note}")
     print(f"{style(printable(result.path), BOLD)}: {_verdict(result)}")
 
 

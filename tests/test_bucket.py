@@ -20,6 +20,7 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, StorageError
 from ckpt_tools.leftovers import remove_leftovers
+from ckpt_tools.lock import Lease
 from ckpt_tools.manifest import find
 from ckpt_tools.steps import list_steps
 from ckpt_tools.storage import LocalStore, RemoteStore
@@ -332,20 +333,25 @@ def test_a_copy_does_not_replace_what_another_may_be_writing(server: Server, tmp
     one, two = (save_locally(tmp_path / name, tensors(2, 3000, seed)) for name, seed in (("one", 0), ("two", 1)))
     for name in (one, two):
         ckpt_tools.reshard(name, tmp_path / f"{name.parent.name}2", to_ranks=2)
-    ckpt_tools.copy(tmp_path / "one2", "s3://shared/run/step-00000001", **options)
+    step = "s3://shared/run/step-00000001"
+    ckpt_tools.copy(tmp_path / "one2", step, **options)
     fs.rm("shared/run/step-00000001/.metadata")  # as if the copy was still at it
-    before = {n: fs.cat(n) for n in names(fs, "shared")}
-    with pytest.raises(StorageError, match="another attempt writes here") as caught:
-        ckpt_tools.copy(tmp_path / "two2", "s3://shared/run/step-00000001", **options)
-    assert "--grace-hours 0" in str(caught.value.hint) and {n: fs.cat(n) for n in names(fs, "shared")} == before
-    ckpt_tools.copy(tmp_path / "one2", "s3://shared/run/step-00000001", **options)  # the same one goes on
+    lease = Lease(step, server.options)
+    before = {n: fs.cat(n) for n in names(fs, "shared") if not n.endswith(".ckpt.lock")}
+    with pytest.raises(StorageError, match="another manager open on .* or copies to it"):
+        ckpt_tools.copy(tmp_path / "two2", step, **options)
+    assert {n: fs.cat(n) for n in names(fs, "shared") if not n.endswith(".ckpt.lock")} == before
+    lease.release()
+    ckpt_tools.copy(tmp_path / "one2", step, **options)  # the same one goes on
     fs.rm("shared/run/step-00000001/.metadata")
     fs.pipe("shared/run/step-00000001/notes.txt", b"mine")
+    fs.pipe("shared/run/step-00000001/.ckpt.lock", b"{}")  # of a copy that was killed
     left = remove_leftovers("s3://shared/run", grace_s=-5, options=server.options)
-    assert len(left) == 3 and names(fs, "shared") == ["shared/run/step-00000001/notes.txt"]
+    assert len(left) == 3 and names(fs, "shared") == ["shared/run/step-00000001/.ckpt.lock", "shared/run/step-00000001/notes.txt"]
     fs.rm("shared/run/step-00000001/notes.txt")
-    ckpt_tools.copy(tmp_path / "two2", "s3://shared/run/step-00000001", **options)
-    assert ckpt_tools.verify("s3://shared/run/step-00000001", **options).problems == []
+    ckpt_tools.copy(tmp_path / "two2", step, **options)
+    assert ckpt_tools.verify(step, **options).problems == []
+    assert not fs.exists("shared/run/step-00000001/.ckpt.lock")
 
 
 def test_a_mirror_is_brought_up_to_date_by_the_next_job(server: Server, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import ckpt_tools
 from ckpt_tools import IntegrityError, StorageError
 from tests.jobs import torchrun_command
 from tests.servers.servers import Server
+from tests.test_bucket import uploads
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Saved = Callable[[int], Path]
@@ -87,3 +90,70 @@ def test_a_second_copy_to_a_bucket_and_back_finds_everything_there(server: Serve
         assert not any("already" in note for note in ckpt_tools.copy(source, target, storage_options=options).notes)
         assert "it is there already" in ckpt_tools.copy(source, target, storage_options=options).notes
     assert ckpt_tools.diff(stock, tmp_path / "back").is_same
+
+
+RACER = """
+import json, sys, ckpt_tools
+source, target, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    ckpt_tools.copy(source, target, storage_options=options)
+    print("won")
+except ckpt_tools.StorageError as error:
+    print("lost", error)
+"""
+
+
+@pytest.mark.parametrize("are_sealed", [(True, True), (True, False), (False, False)])
+def test_of_two_copies_at_one_instant_one_wins(are_sealed: tuple[bool, bool], server: Server, tmp_path: Path) -> None:
+    """Also of two that are the same: whoever comes second writes nothing."""
+    fs, sources = server.bucket("duel"), []
+    for number, is_sealed in enumerate(are_sealed):
+        dcp.save({"w": torch.full((5000,), float(number))}, checkpoint_id=tmp_path / f"src{number}", no_dist=True)
+        if is_sealed:
+            ckpt_tools.seal(tmp_path / f"src{number}")
+        sources.append(tmp_path / f"src{number}")
+    for turn, pair in enumerate([sources, sources, sources[:1] * 2]):
+        target = f"s3://duel/run{''.join(str(int(s)) for s in are_sealed)}/step-{turn}"
+        words = [sys.executable, "-c", RACER]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        racers = [subprocess.Popen([*words, str(source), target, json.dumps(server.options)], **pipes) for source in pair]
+        for racer in racers:
+            assert racer.stdout is not None and racer.stdout.readline() == "ready\n"
+        for racer in racers:
+            assert racer.stdin is not None
+            racer.stdin.write("\n")
+            racer.stdin.flush()
+        told = [racer.communicate(timeout=90) for racer in racers]
+        assert sorted(out.split()[0] for out, _ in told) in (["lost", "won"], ["won", "won"]), told
+        winners = [source for source, (out, _) in zip(pair, told, strict=True) if out.startswith("won")]
+        assert len(winners) == 1 or pair[0] == pair[1], told  # the second of two equal ones may find all there
+        result = ckpt_tools.diff(winners[0], target, storage_options=server.options)
+        assert result.is_same and ckpt_tools.verify(target, storage_options=server.options).problems == []
+        assert not fs.exists(f"{target}/.ckpt.lock")
+
+
+def test_a_copy_of_what_has_no_manifest_does_not_doubt_a_store_that_refuses(server: Server, stock: Path, tmp_path: Path) -> None:
+    server.bucket("sure")
+    result = ckpt_tools.copy(stock, "s3://sure/step-1", storage_options=server.options)
+    assert not [note for note in result.notes if "second writer" in note]
+
+
+KILLED = """
+import json, os, sys, ckpt_tools
+from ckpt_tools.storage.upload import Upload
+inner = Upload.complete
+Upload.complete = lambda self: os._exit(9) if "distcp" in self._url else inner(self)
+ckpt_tools.copy(sys.argv[1], sys.argv[2], storage_options=json.loads(sys.argv[3]))
+"""
+
+
+def test_a_copy_that_was_killed_gives_up_its_dead_uploads_when_it_goes_on(server: Server, tmp_path: Path) -> None:
+    fs = server.bucket("again")
+    dcp.save({"w": torch.zeros(5_000_000)}, checkpoint_id=tmp_path / "src", no_dist=True)
+    words = [sys.executable, "-c", KILLED, str(tmp_path / "src"), "s3://again/run/step-1", json.dumps(server.options)]
+    assert subprocess.run(words, timeout=90).returncode == 9
+    assert len(uploads(fs, "again")) == 1 and fs.exists("again/run/step-1/.ckpt.lock")
+    ckpt_tools.copy(tmp_path / "src", "s3://again/run/step-1", storage_options=server.options)
+    assert uploads(fs, "again") == [] and not fs.exists("again/run/step-1/.ckpt.lock")

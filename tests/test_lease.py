@@ -58,7 +58,7 @@ def test_a_second_job_on_a_bucket_is_refused_and_a_dead_one_s_lease_is_taken_ove
     fs, root = server.bucket("lease"), "s3://lease/run"
     with holder(root, server.options) as other:
         began = time.monotonic()
-        with pytest.raises(StorageError, match=rf"another job saves to s3://lease/run: host .+, pid {other.pid}, since 20"):
+        with pytest.raises(StorageError, match=rf"another job writes to s3://lease/run: host .+, pid {other.pid}, since 20"):
             CheckpointManager(root, storage_options=server.options)
         assert time.monotonic() - began < 20
         other.send_signal(signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_a_lease_of_another_machine_holds_while_it_is_renewed_and_expires_after_
     elsewhere(fs, path)
     renewing = threading.Timer(1.5, elsewhere, (fs, path, 1))
     renewing.start()
-    with pytest.raises(StorageError, match="another job saves to s3://elsewhere/run: host elsewhere, pid 1, since 2026"):
+    with pytest.raises(StorageError, match="another job writes to s3://elsewhere/run: host elsewhere, pid 1, since 2026"):
         CheckpointManager(root, storage_options=server.options)
     renewing.join()
     began = time.monotonic()
@@ -202,7 +202,7 @@ def test_a_child_that_outlives_a_killed_job_does_not_keep_the_root_locked(tmp_pa
     worker = pids.get(timeout=60)
     try:
         assert started.wait(60)
-        with pytest.raises(StorageError, match=f"another job saves to .*pid {job.pid}"):
+        with pytest.raises(StorageError, match=f"another job writes to .*pid {job.pid}"):
             CheckpointManager(tmp_path)
         os.kill(job.pid or 0, signal.SIGKILL)
         job.join()
@@ -234,7 +234,7 @@ def test_a_root_that_is_removed_while_a_job_runs_is_made_and_locked_again_with_a
         with pytest.raises(StorageError, match=re.escape("another manager open on")):
             CheckpointManager(root)
         shutil.rmtree(root)
-        with holder(root) as other, pytest.raises(StorageError, match=f"another job saves to .*, pid {other.pid}"):
+        with holder(root) as other, pytest.raises(StorageError, match=f"another job writes to .*, pid {other.pid}"):
             checkpoints.save(3, STATE, asynchronous=False)
 
 

@@ -175,7 +175,7 @@ HOLD = "import sys, time; from pathlib import Path; from ckpt_tools.lock import 
 def test_a_second_job_is_refused_with_the_first_ones_host_pid_and_time(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(StorageError, match=rf"another job saves to .*: host .+, pid {other.pid}, since 20"):
+        with pytest.raises(StorageError, match=rf"another job writes to .*: host .+, pid {other.pid}, since 20"):
             CheckpointManager(tmp_path)
         other.kill()
     CheckpointManager(tmp_path).close()  # the kernel released it

@@ -5,6 +5,7 @@ One file a format; metadata only, so that a look at 2 TB in a bucket costs a few
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,7 +53,6 @@ class Request:
     world_size: int = 1
     objects: Mapping[str, int] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
-    attempt: str = ""
     file_name: str = "model.safetensors"
     with_index: bool = False
     name: Callable[[str], str] = str
@@ -126,18 +126,31 @@ def attempt_of(file: str) -> str:
 
 
 SHAPES = "shapes.json"  # beside files that lack the shapes of parameters, or their order
+LOCK = ".ckpt.lock"  # who writes to a run, or copies to a prefix of a bucket
 ASIDE = ".aside."  # before the name of what stands aside for a moment, while another takes its place
 MANIFEST, UPLOADS = "manifest", "uploads"  # what an attempt notes beside its data: the result's seal, and what it has begun to send
+_MAX_NAME_BYTES = 200
 _NOTE = re.compile(r"(?:(.+)\.)?ckpt\.(manifest|uploads)\.[0-9a-f]{8}\.json", re.DOTALL)
 
 
+def short_name(name: str) -> str:
+    """Returns a name that leaves room for a prefix or suffix: of more than 200 bytes, the beginning and a hash of the whole.
+
+    A file system takes 255 bytes; the longest addition is that of a note.
+    """
+    if len(name.encode()) <= _MAX_NAME_BYTES:
+        return name
+    kept = name.encode()[: _MAX_NAME_BYTES - 17].decode(errors="ignore")
+    return f"{kept}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
 def note_name(kind: str, attempt: str, file: str = "") -> str:
-    """Returns the name of a note: unique per attempt, with the data file's name in front where it stands beside one."""
-    return f"{file}.ckpt.{kind}.{attempt[:8]}.json" if file else f"ckpt.{kind}.{attempt[:8]}.json"
+    """Returns the name of a note: unique per attempt, with the data file's `short_name` in front where it stands beside one."""
+    return f"{short_name(file)}.ckpt.{kind}.{attempt[:8]}.json" if file else f"ckpt.{kind}.{attempt[:8]}.json"
 
 
 def note_of(name: str) -> tuple[str, str] | None:
-    """Returns the kind of a note and the file beside which it stands, "" for a directory; None for any other name."""
+    """Returns the kind of a note and the `short_name` of the file beside which it stands, "" for a directory; None for any other name."""
     match = _NOTE.fullmatch(name)
     return (match[2], match[1] or "") if match else None
 
@@ -145,7 +158,7 @@ def note_of(name: str) -> tuple[str, str] | None:
 def is_note(name: str, file: str = "") -> bool:
     """Tells whether a name is that of a note that stands beside a file, or of one in a directory for all of it."""
     note = note_of(name)
-    return note is not None and note[1] == file
+    return note is not None and note[1] == short_name(file)
 
 
 def locate_bare(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:

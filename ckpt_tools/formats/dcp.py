@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -341,12 +342,13 @@ def lay_out(request: Request) -> Target:
         slots[tensor.fqn] = tuple(placed)
         metadata.tensors[tensor.fqn] = TensorMeta(tensor.dtype.name, tensor.shape, [b for b in tensor.boxes if b is not None])
     used = [f for f in files if f.nbytes]
+    save_id = str(uuid.uuid5(uuid.NAMESPACE_OID, repr([(f.name, f.nbytes) for f in used])))  # so that a second run gives the same bytes
     return Target(
         NAME,
         {f.name: f.nbytes for f in used},
         slots,
         tuple(literal for f in used for literal in f.literals),
         tuple(trailer for f in used for trailer in f.trailers),
-        Literal(".metadata", 0, dcp_metadata.render(metadata, request.attempt)),
+        Literal(".metadata", 0, dcp_metadata.render(metadata, save_id)),
         request.world_size,
     )

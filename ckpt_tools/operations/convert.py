@@ -382,7 +382,7 @@ def _check(to: str, dst: str, how: Conversion) -> None:
     if check and is_url(dst):
         raise PlanError("--check loads the result from a disk", hint="write it locally, then ckpt copy")
     if to in ("accelerate", "deepspeed-universal", "per-rank") and is_url(dst):
-        raise PlanError(f"directories of {to} are written on a disk", hint="write it locally, then copy it with the store's own tool")
+        raise PlanError(f"directories of {to} are written on a disk", hint="write it to a disk, then ckpt copy it into the bucket")
     if optimizer is not None and optimizer not in FORMS:
         raise PlanError(f"an optimizer goes by names in one of {', '.join(FORMS)}; got {printable(optimizer)!r}")
     if ranks is not None and (ranks < 1 or to not in ("dcp", "accelerate", "per-rank")):

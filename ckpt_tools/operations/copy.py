@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -23,8 +24,10 @@ from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
 from ckpt_tools.engine.seals import RecordSeals
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats import INDEXES, Source, is_ours, open_source
-from ckpt_tools.formats.base import MANIFEST, attempt_of, note_of
+from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_of, note_of
 from ckpt_tools.integrity import hash_files
+from ckpt_tools.leftovers import give_up_uploads
+from ckpt_tools.lock import Lease
 from ckpt_tools.manifest import Manifest, Sealed, file_name, find, names_in, of_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.joint import Division, collect, open_files, staged
@@ -33,6 +36,7 @@ from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.operations.verify import Verification
 from ckpt_tools.plan import Literal, plan_files
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, read
+from ckpt_tools.storage.failures import appeared
 from ckpt_tools.team import ALONE, Team, agree
 
 _ASKERS = 16
@@ -87,7 +91,7 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
         to_options = options.get("storage_options") if to_storage_options is None else to_storage_options
         target = open_destination(dst, to_options)
         check_apart(source.path, target.url)
-        work = _Work(source, target, options, team)
+        work = _Work(source, target, options, to_options, team)
         there = work.look_at(to_options) if target.exists() else "nothing"
     if there == "alike":
         there = "all" if work.is_same_there(to_options) else "another"
@@ -117,10 +121,10 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
 class _Work:
     """One copy, or a process's part of it: which files there are, what their checksums are, and which of them have to move."""
 
-    def __init__(self, source: Source, target: Destination, options: Options, team: Team) -> None:
-        self.source, self.target, self.options, self.team = source, target, options, team
+    def __init__(self, source: Source, target: Destination, options: Options, to_options: Mapping[str, Any] | None, team: Team) -> None:
+        self.source, self.target, self.options, self.to_options, self.team = source, target, options, to_options, team
         self.manifest = of_source(source)
-        files = dict(source.store.list_files(below=True))
+        files = {name: nbytes for name, nbytes in source.store.list_files(below=True).items() if name != LOCK}
         if self.manifest:
             files = {name: nbytes for name, nbytes in files.items() if not self._is_stale(name)}
         self.index = self._last_file(files)
@@ -185,7 +189,7 @@ class _Work:
         store = RemoteStore(url, options) if is_url(url) else LocalStore(url)
         files = store.list_files(below=True)
         if isinstance(store, RemoteStore) and self.index not in files:
-            others = [name for name in files if name not in self.files]
+            others = [name for name in files if name not in self.files and name != LOCK]
             return "part" if all(map(is_ours, others)) and all(a.is_marked for a in store.about_all(others).values()) else "another"
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
         if self.manifest is None:
@@ -214,7 +218,10 @@ class _Work:
         """Moves what is missing and commits; returns remarks."""
         team, bar = self.team, self.options.get("progress") or no_bar
         attempt = team.broadcast(self.attempt, "begin")
-        with staged(team, self.target, attempt, self.single, keeps="*" if self.crcs and not self.single else "") as place:
+        with (
+            self._claimed() as claim,
+            staged(team, self.target, attempt, self.single, keeps="*" if self.crcs and not self.single else "") as place,
+        ):
             crcs = {self.name(name): crc for name, crc in self.crcs.items()}
             right: set[str] = set()
             with team.phase("look at what is there"):
@@ -233,7 +240,34 @@ class _Work:
             if team.rank:
                 return []
             place.sync()
+            if claim is not None:
+                claim.check()
             return self.notes + place.publish(*self._last(attempt, crcs))
+
+    @contextmanager
+    def _claimed(self) -> Iterator[Lease | None]:
+        """Makes sure that of several copies to one prefix of a bucket one goes on, and that the others have written nothing.
+
+        Raises:
+            StorageError: another copy is at work there, or has just come to its end.
+        """
+        url = self.target.url
+        if not is_url(url) or self.single:
+            yield None
+            return
+        claim = None
+        try:
+            with self.team.phase("claim the destination"):
+                if self.team.rank == 0:
+                    claim = Lease(url, self.to_options)
+                    if self.look_at(self.to_options) not in ("nothing", "part"):
+                        raise appeared(url)
+                    if claim.is_inherited:
+                        give_up_uploads(RemoteStore(url, self.to_options), self.data)
+            yield claim
+        finally:
+            if claim is not None:
+                claim.release()
 
     def _last(self, attempt: str, crcs: Mapping[str, int]) -> tuple[Literal | None, Literal | None]:
         """Returns manifest and index, which come last."""

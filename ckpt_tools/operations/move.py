@@ -132,7 +132,7 @@ def transfer(
     began = time.monotonic()  # all are here
 
     def planned(attempt: str) -> Plan:
-        layout = form.lay_out(replace(request, attempt=attempt, name=lambda file: dst.name(file, attempt)))
+        layout = form.lay_out(replace(request, name=lambda file: dst.name(file, attempt)))
         return plan_transfer(catalog, layout, {t.fqn: t.dtype for t in request.tensors})
 
     with team.phase("check"):

@@ -76,6 +76,11 @@ def merge(
         raise PlanError(
             f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory"
         )
+    if max_shard_bytes is not None and target.url.endswith(".safetensors"):
+        raise PlanError(
+            f"shards go into a directory, got the name of a file: {printable(str(dst))!r}",
+            hint=f"name the directory {printable(str(dst).removesuffix('.safetensors'))}, or leave --max-shard-size out",
+        )
     catalog, stripped = model_view(source.catalog, keep_prefix)
     model = catalog
     if select or exclude:

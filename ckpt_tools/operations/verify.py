@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Unpack
 
@@ -21,17 +22,18 @@ from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule,
 from ckpt_tools.engine.sinks import Checksum, HashSink
 from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats import Format, detect, folder_of, is_ours, safetensors
-from ckpt_tools.formats.base import note_of
+from ckpt_tools.formats.base import MANIFEST, note_of
 from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
-from ckpt_tools.manifest import Manifest, names_in, of_store
+from ckpt_tools.manifest import Manifest, names_in, of_store, parse
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.cached import find_damaged
 from ckpt_tools.operations.move import Path_, Reading, no_bar
 from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.plan import plan_objects, plan_values
 from ckpt_tools.soundness import flaws
-from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store
+from ckpt_tools.steps import PIN
+from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, read
 from ckpt_tools.team import ALONE, Team, agree
 
 
@@ -48,6 +50,8 @@ class VerifyResult:
         lost: names of the entries that cannot be read as they were written.
         unknown: files whose bytes have no checksum, or none that is known without reading them.
         unread: tensors of kinds that are not read here, with their kinds: their bytes are compared, what they mean is not known.
+        extra: files in a sealed directory that the manifest does not name; nothing is known of their bytes.
+        notes: remarks.
         findings: with `deep`, tensors with values that a person should know of.
         seconds: wall-clock time.
     """
@@ -61,6 +65,8 @@ class VerifyResult:
     lost: Sequence[str] = ()
     unknown: Sequence[str] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
+    extra: Sequence[str] = ()
+    notes: Sequence[str] = ()
     findings: Sequence[Finding] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -94,7 +100,7 @@ def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Un
     sizes = work.sizes
     return VerifyResult(
         work.store.url, work.manifest is not None, len(sizes), sum(sizes.values()), work.num_entries, problems, lost, unknown,
-        work.catalog.unread if work.catalog else {}, findings,
+        work.catalog.unread if work.catalog else {}, work.extra(), work.notes, findings,
         time.monotonic() - began,
     )  # fmt: skip
 
@@ -121,6 +127,7 @@ class Verification:
         store, self.format = detect(src, options.get("storage_options"), lay_beside(options.get("shapes")))
         self.store: Store = store
         self._unreadable: list[Problem] = []
+        self.notes: list[str] = []
         folder, name = folder_of(self.store)
         self.remote = folder if isinstance(folder, RemoteStore) else None
         self.manifest: Manifest | None = None
@@ -220,6 +227,14 @@ class Verification:
         found = self.flaws() + ([] if quick else self._locate({p.file for p in damaged}))
         return problems + damaged + found, [name for name in same if crcs.get(name) is None]
 
+    def extra(self) -> list[str]:
+        """Returns the files of a sealed directory that no save wrote; those that look like a part of it are problems."""
+        manifest = self.manifest
+        if manifest is None or manifest.index is None:
+            return []
+        known = {*manifest.files, manifest.index[0]}
+        return [name for name in self.store.list_files(below=True) if name not in known and not is_ours(name) and name != PIN]
+
     def _ask(self, files: Iterable[str]) -> dict[str, int | None]:
         """Returns the checksums that a store keeps; a disk keeps none."""
         return {name: about.crc64 for name, about in self.remote.about_all(files).items()} if self.remote else {}
@@ -277,7 +292,28 @@ class Verification:
         found, unknown = self._examine(set(self.catalog.file_sizes))
         cached = self._compare_blobs([*unknown, safetensors.INDEX])
         found += [Problem(file, "is damaged: its hash is not the name of its blob") for file, is_damaged in cached.items() if is_damaged]
-        return problems + found, [file for file in unknown if file not in cached]
+        left = [file for file in unknown if file not in cached]
+        return problems + found, [] if left and self._is_renamed() else left
+
+    def _is_renamed(self) -> bool:
+        """Tells whether this is one file that was renamed, and all its bytes are as the manifest beside its old name says."""
+        folder, name = folder_of(self.store)
+        sizes = folder.list_files() if name else {}
+        for note in sizes:
+            kind, beside = note_of(note) or ("", "")
+            if kind != MANIFEST or not beside or beside in sizes:
+                continue
+            with suppress(FormatError):  # it says nothing of this file
+                manifest = parse(read(folder, note), note)
+                (file,) = manifest.files.values() if len(manifest.files) == 1 else (None,)
+                if file is None or file.nbytes != sizes[name]:
+                    continue
+                if list(compare_bytes(manifest, {next(iter(manifest.files)): self.hash({name: file.nbytes})[name]})):
+                    self.notes.append(f"{printable(note)} is the manifest of another file of this length, or of this one before it changed")
+                    continue
+                self.notes.append(f"it was renamed: {printable(note)} is its manifest, and its bytes are right; ckpt seal writes a new one")
+                return True
+        return False
 
     def _compare_blobs(self, files: Sequence[str]) -> dict[str, bool]:
         """Tells which files of a Hugging Face cache are damaged; a team shares them."""

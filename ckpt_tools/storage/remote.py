@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.ahead import FRUGAL, ROOMY, WINDOW_BYTES, Ahead
-from ckpt_tools.storage.base import Capabilities, Data, Traffic, check_path, check_url
+from ckpt_tools.storage.base import Capabilities, Data, Traffic, check_path, check_url, read
 from ckpt_tools.storage.failures import ATTEMPTS, appeared, hint, pause, plain, retry
 from ckpt_tools.storage.s3 import S3, server_time, stored_crc64
 from ckpt_tools.storage.stream import Stream
@@ -39,6 +39,14 @@ class About(NamedTuple):
     crc64: int | None
     is_marked: bool
     owner: str
+
+
+class Look(NamedTuple):
+    """A small object as it was at one moment: contents, version, and its age by the store's clock, None where that is unknown."""
+
+    data: bytes
+    version: str
+    age_s: float | None
 
 
 class RemoteStore:
@@ -298,6 +306,23 @@ class RemoteStore:
         paths = list(paths)
         with ThreadPoolExecutor(_THREADS, "ckpt-ask") as pool:
             return dict(zip(paths, pool.map(self.about, paths), strict=True))
+
+    def look(self, path: str) -> Look | None:
+        """Reads a small object anew, with one request where the store is an S3; None where there is none."""
+        if self.s3 is not None:
+            answer = self.s3.get(f"{self.url}/{path}", self._full(path))
+            if not answer:
+                return None
+            age = server_time(answer) - answer["LastModified"]
+            return Look(answer["Body"], str(answer["ETag"]), age.total_seconds())
+        store = self.fresh()
+        try:
+            store.size(path)
+            return Look(read(store, path), store.version(path), None)
+        except StorageError as error:
+            if error.is_missing:
+                return None
+            raise
 
     def now(self) -> dt.datetime | None:
         """Returns the time by the store's own clock, None where it does not tell."""

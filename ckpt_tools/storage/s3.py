@@ -108,6 +108,18 @@ class S3:
         """
         return retry(operation, url, lambda: self.run(self.ask(method, **kwargs)).result(), missing)
 
+    def get(self, url: str, path: str) -> dict[str, Any]:
+        """Returns a small object: `Body` as bytes and what the answer says of it; {} where there is none."""
+
+        async def fetch() -> dict[str, Any]:
+            answer = await self.ask("get_object", **self.at(path))
+            try:
+                return {**answer, "Body": await answer["Body"].read()}
+            finally:
+                answer["Body"].close()
+
+        return dict(retry("read", url, lambda: self.run(fetch()).result(), missing={}))
+
     def seal(self, data: bytes | bytearray, crc64: int) -> dict[str, str]:
         """Returns the checksums that go with a body."""
         sums = {"ChecksumCRC64NVME": encoded(crc64.to_bytes(8, "big"))}
@@ -153,5 +165,5 @@ class _Flight:
 
 
 def server_time(answer: dict[str, Any]) -> dt.datetime:
-    """Returns the store's own time of an answer: this machine's clock may be wrong."""
+    """Returns the store's own time of an answer to any request: this machine's clock may be wrong."""
     return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])

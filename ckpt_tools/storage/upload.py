@@ -271,7 +271,10 @@ class Upload:
                 work.result()
                 break
             except Exception as error:  # noqa: BLE001  # what became of it is looked up
-                head = self._head()
+                try:
+                    head = self._head()
+                except StorageError:  # the first cause says more: to a question about an object, a store gives no reason
+                    raise self._failed(error) from None
                 if head.get("Metadata", {}).get(MARK) == self._metadata[MARK]:
                     break
                 condition = self._again(error, head, condition, is_last=attempt + 1 == ATTEMPTS)

@@ -40,7 +40,7 @@ def filled(form: ModuleType, dtype: str, ranks: int) -> tuple[MemoryStore, dict[
             boxes = reshard_boxes([whole(shape), whole((*shape[:-1], 0))], shape, ranks)
         tensors.append(TargetTensor(name, BY_NAME[dtype], shape, (*boxes, *[None] * (ranks - len(boxes)))))
     name = "pytorch_model.bin" if form is torch_save else "model.safetensors"
-    target = form.lay_out(Request(tensors, ranks, attempt="0" * 32, file_name=name, with_index=ranks > 1))
+    target = form.lay_out(Request(tensors, ranks, file_name=name, with_index=ranks > 1))
     source, out = Catalog("memory", entries, file_sizes={"f": len(blob)}), MemoryStore()
     sink = WriteSink(target, out)
     sink.open()
