@@ -322,5 +322,5 @@ def shared_files(place: object, regions: Regions) -> Shelf:
 
 def copies_within(place: object, origin: RemoteStore | None) -> RemotePlace | None:
     """Returns the place, if the store can copy to it from another by itself."""
-    is_one = isinstance(place, RemotePlace) and origin is not None and place.store.is_same_s3(origin)
+    is_one = isinstance(place, RemotePlace) and origin is not None and place.store.can_copy_from(origin)
     return place if isinstance(place, RemotePlace) and is_one else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -345,7 +346,8 @@ def test_a_copy_does_not_replace_what_another_may_be_writing(server: Server, tmp
     ckpt_tools.copy(tmp_path / "one2", step, **options)  # the same one goes on
     fs.rm("shared/run/step-00000001/.metadata")
     fs.pipe("shared/run/step-00000001/notes.txt", b"mine")
-    fs.pipe("shared/run/step-00000001/.ckpt.lock", b"{}")  # of a copy that was killed
+    dead = {**lease._me, "pid": 1, "started": "0"}
+    fs.pipe("shared/run/step-00000001/.ckpt.lock", json.dumps(dead).encode())  # of a copy that was killed
     left = remove_leftovers("s3://shared/run", grace_s=-5, options=server.options)
     assert len(left) == 3 and names(fs, "shared") == ["shared/run/step-00000001/.ckpt.lock", "shared/run/step-00000001/notes.txt"]
     fs.rm("shared/run/step-00000001/notes.txt")

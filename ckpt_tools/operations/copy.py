@@ -230,7 +230,8 @@ class _Work:
             right = team.broadcast(right, "what is there")
             self.missing = {name: nbytes for name, nbytes in self.data.items() if name not in right}
             with bar("copy", sum(self.missing.values())) as advance:
-                within = copies_within(place, self.source.remote) if self.crcs or not self.single else None
+                has_names = not any("%" in name for name in self.missing)  # see RemoteStore.can_copy_from
+                within = copies_within(place, self.source.remote) if has_names and (self.crcs or not self.single) else None
                 if within:
                     self.is_within = True
                     with team.phase("copy"):

@@ -179,7 +179,7 @@ class _Slots:
             chunk = tensor.chunks[copy.src]
             extent = self._located.get(chunk.extent, chunk.extent)
             into, of = flat_span(copy.box, slot.box), flat_span(copy.box, chunk.box)
-            if into and of and extent.packing == RAW and extent.strides is None:
+            if into and of and "%" not in extent.file and extent.packing == RAW and extent.strides is None:
                 start, source_start = slot.start + into[0] * itemsize, extent.start + of[0] * itemsize
                 yield Run(start, copy.box.numel * itemsize, extent.file, source_start)
 

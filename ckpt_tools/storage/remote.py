@@ -330,9 +330,12 @@ class RemoteStore:
             return None
         return server_time(self.s3.call("list", self.url, "list_objects_v2", **self.s3.at_prefix(self.root), MaxKeys=1))
 
-    def is_same_s3(self, other: RemoteStore) -> bool:
-        """Tells whether both lie in one S3, which can copy from one to the other."""
-        return self.s3 is not None and self._fs is other._fs
+    def can_copy_from(self, other: RemoteStore, file: str = "") -> bool:
+        """Tells whether both lie in one S3, which can copy a file from the other to this one.
+
+        Ceph's RadosGW (16.2) decodes a source's name twice: it looks for another object where the name has a `%`, or crashes.
+        """
+        return self.s3 is not None and self._fs is other._fs and "%" not in f"{other._root}/{file}"
 
     @property
     def root(self) -> str:
