@@ -30,6 +30,7 @@ from ckpt_tools.storage.failures import appeared
 from ckpt_tools.storage.upload import MAX_PARTS, How, Upload, part_starts
 
 _ASKERS = 16
+_FEW = 16  # of so many objects each is asked for; a listing costs as much as a dozen questions
 _ID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}")
 _COPY_BYTES = 64 << 20  # one request within a store
 
@@ -40,13 +41,15 @@ class RemoteDestination:
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         self.url, self._options = url.rstrip("/"), options
         self._parent, _, self._name = self.url.rpartition("/")
+        self._others: list[str] = []  # what was there when it was looked at
 
     def _look(self, known: Container[str] = ()) -> tuple[bool, list[str]]:
         """Tells whether something is there, but for files that are known, and names what of it belongs to no checkpoint."""
         store = RemoteStore(self.url, self._options)
         if store.is_file():
             return True, [] if is_ours(self._name) else [self._name]
-        files = [n for n in store.list_files() if n not in known and n != LOCK]
+        self._others = [n for n in store.list_files() if n not in known]
+        files = [n for n in self._others if n != LOCK]
         foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
         return bool(foreign) or not all(attempt_of(n) or is_note(n) for n in files), foreign
 
@@ -92,7 +95,7 @@ class RemoteDestination:
         self, attempt: str, overwrite: bool = False, single: str = "", keeps: str = "", heir_of: Path | None = None
     ) -> Iterator[RemotePlace]:
         del heir_of
-        place = RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, overwrite, single)
+        place = RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, overwrite, single, self._others)
         try:
             yield place
         finally:
@@ -129,8 +132,9 @@ def _try(data: bytes, work: str) -> Try | None:
 class RemotePlace:
     """See `destination.Place`; `store` is where its files lie."""
 
-    def __init__(self, store: RemoteStore, attempt: str, overwrite: bool, single: str) -> None:
-        self.store, self.attempt = store, attempt
+    def __init__(self, store: RemoteStore, attempt: str, overwrite: bool, single: str, others: Sequence[str] = ()) -> None:
+        """Takes where its files lie, and what was there before; see `Destination.stage` for the rest."""
+        self.store, self.attempt, self._others = store, attempt, others
         self._overwrite, self._single = overwrite, single
         self._manifest, self.is_published = "", False
         self._expected: set[str] = set()  # what belongs to the result, whatever its name looks like
@@ -220,6 +224,9 @@ class RemotePlace:
     def sizes(self) -> Mapping[str, int]:
         return self.store.fresh().list_files()
 
+    def sizes_of(self, names: Sequence[str]) -> Mapping[str, int]:
+        return self.store.sizes_of(names) if len(names) <= _FEW else self.sizes()
+
     def sync(self) -> None:
         """An object is durable once it is there."""
 
@@ -247,13 +254,14 @@ class RemotePlace:
         return [] if is_sure else [unsure]
 
     def _check_absent(self, target: str) -> None:
-        if not self._overwrite and target in self.sizes():
+        if not self._overwrite and self.store.has(target):
             raise appeared(f"{self.store.url}/{target}")
 
     def _tidy(self, index: Literal | None) -> None:
         """Removes what other attempts at the same target left: none of them can be committed any more."""
         try:
-            stale = [name for name in self.sizes() if name not in self._expected and self._is_stale(name, index)]
+            others = self._others if index else self.sizes()
+            stale = [name for name in others if name not in self._expected and self._is_stale(name, index)]
             about = {} if self._overwrite else self.store.about_all(stale)
             self.store.remove([name for name in stale if self._overwrite or about[name].is_marked])
         except CheckpointError:

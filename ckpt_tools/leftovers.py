@@ -53,7 +53,7 @@ def remove_leftovers(
     now = store.now()
     assert now is not None
     before = now - dt.timedelta(seconds=grace_s)
-    objects = [name for folder in store.folders() for name in _unfinished(store.enter(folder), folder, before)]
+    objects = [name for folder, step in store.enter_all().items() for name in _unfinished(step, folder, before)]
     objects += _abandoned_notes(store, before)
     if not dry_run:
         store.remove(objects)

@@ -122,8 +122,8 @@ def _find(root: Root, options: Options) -> _Found:
     run: LocalStore | RemoteStore
     if is_url(root):
         run = RemoteStore(root, options)
-        folders, files = run.folders(), list(run.list_files())
-        stores: dict[str, Store] = {name: run.enter(name) for name in folders}
+        stores: dict[str, Store] = dict(run.enter_all())
+        files = list(run.list_files())
     else:
         run = LocalStore(Path(local_path(root)))
         try:

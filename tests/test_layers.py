@@ -33,7 +33,7 @@ LEVELS = [
         "storage.upload",
         "storage.stream",
     ],
-    ["storage.local", "storage.memory", "storage.overlay", "storage.remote", "storage", "plan"],
+    ["storage.local", "storage.memory", "storage.overlay", "storage.held", "storage.remote", "storage", "plan"],
     [
         "formats.base",
         "formats.pickle_scan",
@@ -87,6 +87,7 @@ LEVELS = [
     ],
     [
         "operations.arguments",
+        "operations.batches",
         "operations.cached",
         "operations.proof",
         "operations.inspect",

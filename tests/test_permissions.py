@@ -111,8 +111,8 @@ def test_a_token_that_expires_during_an_upload_is_the_reason_that_is_told(trigge
     save_locally(tmp_path / "run", {"w": torch.arange(3_000_000.0)})
     breaker = Expiring(server.endpoint, 0.0, (), True, 0, random.Random(0))
     breaker.arm(*trigger)
+    target = f"s3://expiring/{trigger[1].strip('=.')}"
     with before(breaker) as url, pytest.raises(StorageError, match="ExpiredToken|expired") as caught:
-        options = replace(server, endpoint=url).options
-        ckpt_tools.reshard(tmp_path / "run", f"s3://expiring/{trigger[1].strip('=.')}", to_ranks=1, storage_options=options)
+        ckpt_tools.reshard(tmp_path / "run", target, to_ranks=1, storage_options=replace(server, endpoint=url).options)
     assert caught.value.hint == "the credentials are wrong or have expired", caught.value
     assert breaker.after.count("HEAD") <= 2 and len(breaker.after) <= 8, breaker.after  # botocore asks for the region, too

@@ -148,7 +148,7 @@ def commit(
         StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is visible then.
     """
     files: dict[str, Sealed] = {}
-    found = place.sizes()
+    found = place.sizes_of([target.name(dcp.data_file_name(rank), place.attempt) for rank, part in enumerate(parts) if part.nbytes])
     for rank, part in enumerate(parts):
         name = target.name(dcp.data_file_name(rank), place.attempt)
         if not part.nbytes:

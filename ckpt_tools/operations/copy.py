@@ -320,11 +320,16 @@ class _Work:
             return {}
         reading: Reading = {"storage_options": self.options.get("storage_options"), "shapes": self.options.get("shapes")}
         work = Verification(self.source.path, reading)
-        problems, _, records = work.look_at_archives({name for name in work.sizes if name in self.missing})
+        found: dict[Extent, str] = {}
+        for batch in work.batches({name: nbytes for name, nbytes in work.sizes.items() if name in self.missing}, is_one=True):
+            problems, _, records = work.look_at_archives(batch)
+            if problems:
+                raise IntegrityError(
+                    f"a damaged checkpoint is not copied: {problems[0]}", hint="ckpt verify names everything; ckpt salvage"
+                )
+            found |= {record.extent: key for key, record in records.items()}
         work.store.close()
-        if problems:
-            raise IntegrityError(f"a damaged checkpoint is not copied: {problems[0]}", hint="ckpt verify names everything; ckpt salvage")
-        return {record.extent: key for key, record in records.items()}
+        return found
 
     def _prove(self, checksums: Mapping[str, int]) -> None:
         """Compares what was read with what was sealed."""

@@ -9,13 +9,13 @@ import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Unpack
 
 from ckpt_tools.box import flat_start, is_flat
-from ckpt_tools.catalog import Extent, TensorEntry
+from ckpt_tools.catalog import Chunk, Extent, TensorEntry
 from ckpt_tools.checksum import crc32, crc64nvme, hex64, join_crc32, join_crc64
 from ckpt_tools.commit import add_file
 from ckpt_tools.engine.prints import Fingerprints, Piece, Pieces
@@ -24,6 +24,7 @@ from ckpt_tools.formats import INDEXES, folder_of
 from ckpt_tools.integrity import Problem
 from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_file, seal_tensors
 from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.batches import Batch
 from ckpt_tools.operations.move import Path_, Reading
 from ckpt_tools.operations.verify import Record, Verification
 from ckpt_tools.plan import num_cells, plan_values
@@ -78,30 +79,24 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     if not index and not file:
         raise PlanError(f"only what has one index can be sealed: {printable(work.store.url)}", hint="reshard it first")
     sizes = dict(work.catalog.file_sizes)
-    problems, unknown, records = work.look_at_archives(set(sizes))
-    _refuse(problems)
+    found = _Found(work, sizes)
+    for batch in work.batches(sizes):
+        found.add(batch)
     tensors = list(work.catalog.tensors.values())
-    located = work.format.locate(work.store, tensors)
-    least = _LEAST_BYTES if len(records) <= _MANY else _LEAST_OF_MANY
-    cells, long = _cells(tensors, located), _long_pieces(tensors, located, least)
-    parts = chain(chain(*cells.values()), (extent for extent, _ in chain(*long.values())))
-    hashed = _read_once(work, sizes, records, parts, least)
-    prints = _join_prints(tensors, long, hashed)
-    prints |= work.fingerprints([t for t in tensors if t.fqn not in prints], located)
     data = read(folder, index) if index else b""
     attempt = str(uuid.uuid4())
     manifest = Manifest.now(
         attempt, "seal", work.format.NAME, {}, world_size=work.catalog.world_size,
-        files={name: hashed.seal(name, nbytes, cells.get(name, ())) for name, nbytes in sizes.items()},
+        files={name: found.seal(name, nbytes) for name, nbytes in sizes.items()},
         index=(index, Sealed(len(data), hex64(crc64nvme(data)))) if index else None,
-        tensors=seal_tensors(plan_values(tensors), prints),
+        tensors=seal_tensors(plan_values(tensors), found.fingerprints()),
     )  # fmt: skip
     name = file_name(attempt, file)
     if isinstance(folder, RemoteStore):
         folder.put(name, manifest.render(), is_exclusive=True)
     else:
         add_file(Path(folder.url), name, manifest.render(), attempt)
-    return SealResult(work.store.url, name, sizes, len(manifest.tensors), tuple(unknown), time.monotonic() - began)
+    return SealResult(work.store.url, name, sizes, len(manifest.tensors), tuple(found.unknown), time.monotonic() - began)
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -110,6 +105,89 @@ def _refuse(problems: Sequence[Problem]) -> None:
             f"a damaged checkpoint is not sealed: {problems[0]}" + (f", and {len(problems) - 1} more" if len(problems) > 1 else ""),
             hint="ckpt verify names everything; ckpt salvage writes what is whole",
         )
+
+
+class _Found:
+    """What is found of all files, batch by batch.
+
+    Attributes:
+        unknown: files with bytes of which nobody kept a checksum.
+    """
+
+    def __init__(self, work: Verification, sizes: Mapping[str, int]) -> None:
+        assert work.catalog is not None
+        self.unknown = sorted(work.files_without_archives(set(sizes)))
+        self._work, self._tensors = work, list(work.catalog.tensors.values())
+        self._files: dict[str, list[Piece]] = {name: [] for name in sizes}
+        self._cells: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in sizes}
+        self._prints, self._unjoined = Fingerprints(), set[str]()
+        self._chunks: dict[str, list[tuple[int, int, int, Chunk]]] = {name: [] for name in sizes}  # start, end, number of the tensor
+        for number, tensor in enumerate(self._tensors):
+            for chunk in tensor.chunks:
+                start, nbytes = chunk.extent.start, chunk.extent.nbytes
+                self._chunks.setdefault(chunk.extent.file, []).append((start, start + nbytes, number, chunk))
+        for chunks in self._chunks.values():
+            chunks.sort(key=lambda item: item[:3])
+
+    def add(self, batch: Batch) -> None:
+        """Reads a batch, compares its records, and notes its checksums.
+
+        Raises:
+            IntegrityError: it is damaged.
+        """
+        problems, unknown, records = self._work.look_at_archives(batch)
+        _refuse(problems)
+        self.unknown = sorted({*self.unknown, *unknown})
+        tensors = self._within(batch)
+        located = self._work.format.locate(batch.store, tensors)
+        least = 0 if batch.is_held else _LEAST_BYTES if len(records) <= _MANY else _LEAST_OF_MANY
+        cells, long = _cells(tensors, located), _long_pieces(tensors, located, least)
+        parts = [_cut(extent, batch) for extent in chain(chain(*cells.values()), (extent for extent, _ in chain(*long.values())))]
+        hashed = _read_once(self._work, batch, records, parts, least)
+        for name, pieces in hashed.pieces.items():
+            nbytes = sum(piece.nbytes for piece in pieces)
+            self._files[name].append(Piece(pieces[0].start, nbytes, join_crc64((p.crc64, p.nbytes) for p in pieces), 0))
+        for name, extents in cells.items():
+            self._cells[name] += [(*cell[1:3], hashed.crc64(cell), hashed.crc32(cell)) for cell in extents]
+        self._unjoined |= {t.fqn for t in tensors if t.fqn not in long and any(chunk.box.numel for chunk in t.chunks)}
+        for tensor in tensors:
+            for extent, start in long.get(tensor.fqn, ()):
+                piece = _cut(extent, batch)
+                noted = Piece(start + piece.start - extent.start, piece.nbytes, hashed.crc64(piece), 0)
+                self._prints.noted.pieces.setdefault(tensor.fqn, Pieces()).append(noted)
+
+    def _within(self, batch: Batch) -> list[TensorEntry]:
+        """Returns the tensors of a batch, each with its chunks there."""
+        found: dict[int, dict[Chunk, None]] = {}
+        for name, start, nbytes in batch.spans:
+            chunks = self._chunks[name]
+            first = bisect_left(chunks, start, key=lambda item: item[1])
+            for _, end, number, chunk in islice(chunks, first, bisect_left(chunks, start + nbytes, key=lambda item: item[0])):
+                if end > start:
+                    found.setdefault(number, {})[chunk] = None  # once, also where it lies in two spans
+        return [replace(self._tensors[number], chunks=tuple(chunks)) for number, chunks in found.items()]
+
+    def fingerprints(self) -> dict[str, int]:
+        """Returns the fingerprints of all tensors; those that could not be joined on the way are read once more."""
+        for tensor in self._tensors:
+            self._prints.noted.sizes[tensor.fqn] = tensor.nbytes
+        for fqn in self._unjoined:
+            self._prints.noted.pieces.pop(fqn, None)
+        known = self._prints.join()
+        left = [t for t in self._tensors if t.fqn not in known]
+        return known | dict(self._work.fingerprints(left, self._work.format.locate(self._work.store, left)))
+
+    def seal(self, name: str, nbytes: int) -> Sealed:
+        """Returns a file's entry, with its cells."""
+        crc = join_crc64((p.crc64, p.nbytes) for p in sorted(self._files[name]))
+        return seal_file(nbytes, crc, sorted(self._cells[name]))
+
+
+def _cut(extent: Extent, batch: Batch) -> Extent:
+    """Returns what of an extent lies in a batch."""
+    mine = [(start, start + nbytes) for name, start, nbytes in batch.spans if name == extent.file]
+    start, stop = max(extent.start, min(mine)[0]), min(extent.start + extent.nbytes, max(mine)[1])
+    return extent._replace(start=start, nbytes=stop - start)
 
 
 def _cells(tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent]) -> dict[str, set[Extent]]:
@@ -136,54 +214,53 @@ def _long_pieces(tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent
     return found
 
 
-def _read_once(work: Verification, sizes: Mapping[str, int], records: Mapping[str, Record], parts: Iterable[Extent], least: int) -> _Hashed:
-    """Reads all files, compares all records with what their archives say, and returns the checksums of parts.
+def _read_once(work: Verification, batch: Batch, records: Mapping[str, Record], parts: Iterable[Extent], least: int) -> _Hashed:
+    """Reads a batch, compares all records with what their archives say, and returns the checksums of parts.
 
     What is sealed is what was compared: the same bytes of one reading, but for records of fewer bytes than `least`, which are read by
     themselves.
     """
     short = {key: record for key, record in records.items() if record.extent.nbytes < least}
-    _refuse(work.compare_records(short, work.hash_ranges({key: record.extent for key, record in short.items()}, crc32)[0]))
+    crcs: Mapping[str, int] = work.hash_ranges({key: record.extent for key, record in short.items()}, crc32)[0] if short else {}
+    _refuse(work.compare_records(short, crcs))
     long = {key: record for key, record in records.items() if key not in short}
     wanted = [*parts, *(record.extent for record in long.values())]
     for _ in range(_TRIES):
-        hashed = _Hashed(work, sizes, wanted)
+        hashed = _Hashed(work, batch, wanted)
         crcs = {key: hashed.crc32(record.extent) for key, record in long.items()}
         _refuse(work.compare_records(long, crcs))
         if all(crcs[key] == record.extent.crc32 for key, record in long.items()):
             return hashed
+        batch = replace(batch, store=work.store)  # what is held is wrong
     raise IntegrityError(f"what is read is not the same each time: {printable(work.store.url)}", hint="look at the disk or the network")
 
 
-def _join_prints(tensors: Iterable[TensorEntry], long: Mapping[str, Sequence[tuple[Extent, int]]], hashed: _Hashed) -> dict[str, int]:
-    """Returns the fingerprints of tensors, joined from the checksums of their chunks."""
-    known = Fingerprints()
-    for tensor in tensors:
-        for extent, start in long.get(tensor.fqn, ()):
-            known.noted.pieces.setdefault(tensor.fqn, Pieces()).append(Piece(start, extent.nbytes, hashed.crc64(extent), 0))
-            known.noted.sizes[tensor.fqn] = tensor.nbytes
-    return known.join()
-
-
 class _Hashed:
-    """All files, read once: both checksums of what lies between two edges."""
+    """A batch, read once: both checksums of what lies between two edges.
 
-    def __init__(self, work: Verification, sizes: Mapping[str, int], parts: Iterable[Extent]) -> None:
-        """Takes the files, and the parts of them whose checksums will be asked for."""
-        edges: dict[str, set[int]] = {name: {0, nbytes} for name, nbytes in sizes.items()}
+    Attributes:
+        pieces: of each file, in order.
+    """
+
+    def __init__(self, work: Verification, batch: Batch, parts: Iterable[Extent]) -> None:
+        """Takes the batch, and the parts of it whose checksums will be asked for."""
+        edges: dict[str, set[int]] = {}
+        for name, start, nbytes in batch.spans:
+            edges.setdefault(name, set()).update((start, start + nbytes))
         for part in parts:
             edges[part.file].update((part.start, part.start + part.nbytes))
         self._edges = {name: sorted(found) for name, found in edges.items()}
         ranges = {f"{name}:{a}": Extent(name, a, b - a) for name, found in self._edges.items() for a, b in pairwise(found)}
-        crc64s, crc32s = work.hash_ranges(ranges, crc64nvme, crc32)
-        self._pieces = {
+        crc64s, crc32s = work.hash_ranges(ranges, crc64nvme, crc32, store=batch.store)
+        self.pieces = {
             name: [Piece(a, b - a, crc64s[f"{name}:{a}"], crc32s[f"{name}:{a}"]) for a, b in pairwise(found)]
             for name, found in self._edges.items()
+            if len(found) > 1
         }
 
     def _of(self, part: Extent) -> Sequence[Piece]:
         edges = self._edges[part.file]
-        return self._pieces[part.file][bisect_left(edges, part.start) : bisect_left(edges, part.start + part.nbytes)]
+        return self.pieces.get(part.file, [])[bisect_left(edges, part.start) : bisect_left(edges, part.start + part.nbytes)]
 
     def crc64(self, part: Extent) -> int:
         """Returns the CRC-64/NVME of a part."""
@@ -192,8 +269,3 @@ class _Hashed:
     def crc32(self, part: Extent) -> int:
         """Returns the CRC-32 of a part."""
         return join_crc32((p.crc32, p.nbytes) for p in self._of(part))
-
-    def seal(self, name: str, nbytes: int, cells: Iterable[Extent]) -> Sealed:
-        """Returns a file's entry, with its cells."""
-        runs = [(*cell[1:3], self.crc64(cell), self.crc32(cell)) for cell in sorted(cells)]
-        return seal_file(nbytes, self.crc64(Extent(name, 0, nbytes)), runs)

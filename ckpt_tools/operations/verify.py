@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Unpack
@@ -27,6 +27,7 @@ from ckpt_tools.formats.zip_check import examine
 from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
 from ckpt_tools.manifest import Manifest, names_in, of_store, parse
 from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.batches import Batch, cut_batches, one_batch
 from ckpt_tools.operations.cached import find_damaged
 from ckpt_tools.operations.move import Path_, Reading, no_bar
 from ckpt_tools.operations.shapes import lay_beside
@@ -328,28 +329,52 @@ class Verification:
 
     def _examine(self, files: set[str]) -> tuple[list[Problem], list[str]]:
         """Compares the CRC-32 of every record of the archives in some files."""
-        problems, unknown, left = self.look_at_archives(files)
-        (crcs,) = self.hash_ranges({key: record for key, (record, _) in left.items()}, crc32)
-        return problems + self.compare_records(left, crcs), unknown
+        problems, unknown = [], set[str]()
+        for batch in self.batches({name: nbytes for name, nbytes in self.sizes.items() if name in files}, only_archives=True):
+            wrong, without, left = self.look_at_archives(batch)
+            (crcs,) = self.hash_ranges({key: record for key, (record, _) in left.items()}, crc32, store=batch.store)
+            problems += wrong + self.compare_records(left, crcs)
+            unknown |= without
+        return problems, sorted(unknown | self.files_without_archives(files))
 
-    def look_at_archives(self, files: set[str]) -> tuple[list[Problem], list[str], dict[str, Record]]:
-        """Returns what is wrong around the records of the archives in some files, the files with bytes that have no checksum, and the
-        records whose own is still to be compared.
+    def batches(self, sizes: Mapping[str, int], only_archives: bool = False, is_one: bool = False) -> Iterator[Batch]:
+        """Yields the bytes of some files, each once: from an object store in batches that are held in memory.
+
+        Several processes share each look, so all of them would fetch each batch: there, all is one.
+
+        Args:
+            sizes: bytes of each file.
+            only_archives: leave out what lies in no archive.
+            is_one: all in one batch, whatever the store.
         """
         assert self.catalog is not None
-        owners = {extent: fqn for fqn, extent in self._items() if extent.file in files}
-        shared = [e for e in self.catalog.archives if e.file in files]
-        alone = [e for e, fqn in owners.items() if e.packing != RAW or self._is_object(fqn)]
-        unknown = {e.file for e, fqn in owners.items() if e.packing == RAW and not self._is_object(fqn)} - {e.file for e in shared}
+        owners = {extent: fqn for fqn, extent in self._items() if extent.file in sizes}
+        shared = [e for e in self.catalog.archives if e.file in sizes]
+        archives = shared + [e for e, fqn in owners.items() if e.packing != RAW or self._is_object(fqn)]
+        if self.remote is None or self.team.size > 1 or is_one:
+            return one_batch(self.store, sizes, archives)
+        return cut_batches(self.store, sizes, archives, only_archives)
+
+    def files_without_archives(self, files: set[str]) -> set[str]:
+        """Returns the files, of some, with bytes of tensors that lie in no archive, so that nobody keeps a checksum of them."""
+        assert self.catalog is not None
+        bare = {e.file for fqn, e in self._items() if e.file in files and e.packing == RAW and not self._is_object(fqn)}
+        return bare - {e.file for e in self.catalog.archives}
+
+    def look_at_archives(self, batch: Batch) -> tuple[list[Problem], set[str], dict[str, Record]]:
+        """Returns what is wrong around the records of archives, the files of those that have no checksum, and the records whose own is
+        still to be compared.
+        """
         problems: list[Problem] = []
+        unknown: set[str] = set()
         left: dict[str, Record] = {}
-        for found in examine(self.store, alone + shared):
+        for found in examine(batch.store, batch.archives):
             if found.problem:
                 problems += self._of_entries(found.problem, found.extent, found.extent)
             if not found.is_sealed:
                 unknown.add(found.extent.file)
             left |= {f"{e.file}:{e.start}": Record(e, found.extent) for e in found.left}
-        return problems, sorted(unknown), left
+        return problems, unknown, left
 
     def compare_records(self, left: Mapping[str, Record], crcs: Mapping[str, int]) -> list[Problem]:
         """Returns the records whose CRC-32 is another one than their archive has."""
@@ -381,12 +406,12 @@ class Verification:
     def _is_object(self, fqn: str) -> bool:
         return self.catalog is not None and fqn in self.catalog.objects
 
-    def hash_ranges(self, extents: Mapping[str, Extent], *checksums: Checksum) -> list[Mapping[str, int]]:
-        """Reads ranges of files and returns, for each kind of checksum, theirs by key."""
+    def hash_ranges(self, extents: Mapping[str, Extent], *checksums: Checksum, store: Store | None = None) -> list[Mapping[str, int]]:
+        """Reads ranges of files, from the checkpoint's store if no other is given; returns, for each kind of checksum, theirs by key."""
         sink = HashSink(*checksums)
         with self._bar("verify", sum(e.nbytes for e in extents.values())) as advance:
             tiles = tile_bytes(self._memory, self._jobs)
-            run_shared(plan_objects(extents), {}, tiles, self.store, sink, self._jobs, self._scaled(advance), self.team)
+            run_shared(plan_objects(extents), {}, tiles, store or self.store, sink, self._jobs, self._scaled(advance), self.team)
         return [{**dict.fromkeys(extents, 0), **found.join()} for found in sink.found]  # that of no bytes is 0
 
     # ---- the values ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import datetime as dt
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.errors import StorageError, printable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a loc
     from concurrent.futures import Future, ThreadPoolExecutor
 
 _THREADS, _READERS = 16, 8  # of the second kind each keeps memory for what it reads
+_MAX_PAGES = 20  # of 1,000 objects each: a root with more than a run below it is listed folder by folder
 _CREATE_ONCE = {"az", "abfs", "gs", "gcs"}  # kinds whose packages send a condition with a PUT that is to create
 
 
@@ -99,6 +101,8 @@ class RemoteStore:
 
     def is_file(self) -> bool:
         """Tells whether the root is an object and not a prefix."""
+        if self.s3 is not None:  # a HEAD; s3fs would list as well where there is none
+            return "/" in self._root and bool(self.s3.head(self.url, self._root))
         info = self._call("look at", "", lambda: self._fs.info(self._root), missing={})
         return bool(info) and info["type"] == "file" and not self._root.endswith("/")
 
@@ -119,9 +123,53 @@ class RemoteStore:
         """Returns the store of a prefix directly under the root."""
         return RemoteStore(f"{self.url}/{name}", None, self._fs, self.traffic)
 
+    def enter_all(self) -> dict[str, RemoteStore]:
+        """Returns the stores of all prefixes directly under the root.
+
+        In an S3 they are listed together, with one request per 1,000 objects, so that none of them has to be listed by itself.
+        """
+        keys = self._list_tree()
+        if keys is None:
+            return {name: self.enter(name) for name in self.folders()}
+        top = len(f"{self._root}/")
+        stores: dict[str, RemoteStore] = {}
+        for path, entry in keys:
+            folder, slash, name = path[top:].partition("/")
+            if not slash:
+                if folder:  # not the prefix itself, as an empty object
+                    self._note(folder, entry)
+                continue
+            if folder not in stores:
+                stores[folder] = self.enter(folder)
+                stores[folder]._folders = []
+            store = stores[folder]
+            inner, slash, _ = name.partition("/")
+            if not slash:
+                if name:
+                    store._note(name, entry)
+            elif inner not in (known := store.folders()):
+                store._folders = [*known, inner]
+        self._folders = sorted(stores)
+        return stores
+
+    def _list_tree(self) -> list[tuple[str, Mapping[str, Any]]] | None:
+        """Returns bucket and key of all objects below the root; None where that takes too many requests, or the store is no S3."""
+        if self.s3 is None:
+            return None
+        found: list[tuple[str, Mapping[str, Any]]] = []
+        for number, page in enumerate(self.s3.pages(self.url, self._root)):
+            if number == _MAX_PAGES:
+                return None
+            found += [(str(entry["name"]), entry) for entry in page]
+        return found
+
     def _list(self, folder: str) -> None:
         full = f"{self._root}/{folder}" if folder else self._root
-        entries = self._call("list", folder, lambda: self._fs.ls(full, detail=True, refresh=True), missing=[])
+        entries: Iterable[Mapping[str, Any]]
+        if self.s3 is not None:  # s3fs lists the folder above as well, where there is none
+            entries = chain.from_iterable(self.s3.pages(f"{self.url}/{folder}".rstrip("/"), full, delimiter="/"))
+        else:
+            entries = self._call("list", folder, lambda: self._fs.ls(full, detail=True, refresh=True), missing=[])
         folders = []
         for entry in entries:
             name = posixpath.relpath(entry["name"].rstrip("/"), self._root)
@@ -324,11 +372,24 @@ class RemoteStore:
                 return None
             raise
 
+    def has(self, path: str) -> bool:
+        """Asks anew whether there is an object."""
+        if self.s3 is not None:
+            return bool(self.s3.head(f"{self.url}/{path}", self._full(path)))
+        return path in self.fresh().list_files()
+
+    def sizes_of(self, paths: Sequence[str]) -> dict[str, int]:
+        """Asks anew for the bytes of objects, each by itself; those that are missing are left out."""
+        if self.s3 is None:
+            return {name: nbytes for name, nbytes in self.fresh().list_files().items() if name in paths}
+        heads = {path: self.s3.head(f"{self.url}/{path}", self._full(path)) for path in paths}
+        return {path: int(head["ContentLength"]) for path, head in heads.items() if head}
+
     def now(self) -> dt.datetime | None:
         """Returns the time by the store's own clock, None where it does not tell."""
         if self.s3 is None:
             return None
-        return server_time(self.s3.call("list", self.url, "list_objects_v2", **self.s3.at_prefix(self.root), MaxKeys=1))
+        return server_time(self.s3.call("look at", self.url, "head_bucket", Bucket=self.s3.at_prefix(self.root)["Bucket"]))
 
     def can_copy_from(self, other: RemoteStore, file: str = "") -> bool:
         """Tells whether both lie in one S3, which can copy a file from the other to this one.
