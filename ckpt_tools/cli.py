@@ -64,6 +64,33 @@ class _Commands(typer.core.TyperGroup):
             _fail(f"interrupted; {stop.args[0] if stop.args else 'nothing was left at the destination'}", None, 130)
 
 
+class Command(typer.core.TyperCommand):
+    """A verb. Each takes `--stats`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        words = "Say on stderr how many requests an object store got from this process, and how many bytes."
+        stats = typer.core.TyperOption(
+            param_decls=["--stats"], is_flag=True, default=False, expose_value=False, help=words, show_default=False, callback=_show_stats
+        )
+        self.params.append(stats)
+
+
+def _show_stats(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+    """Has the requests shown once the verb has ended, also if it fails."""
+    if is_wanted and not context.resilient_parsing:
+        context.call_on_close(_print_stats)
+
+
+def _print_stats() -> None:
+    from ckpt_tools import render
+    from ckpt_tools.storage.base import ALL_TRAFFIC as TRAFFIC
+
+    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(TRAFFIC.kinds.items()))
+    bytes_ = f"{render.size(TRAFFIC.nbytes)} received, {render.size(TRAFFIC.sent_nbytes)} sent"
+    print(f"{render.count(TRAFFIC.requests, 'request')}{f' ({kinds})' if kinds else ''}, {bytes_}", file=sys.stderr)
+
+
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -94,16 +121,13 @@ def _root(
 _SHARED = ("merge", "reshard", "convert", "verify", "diff", "copy")
 
 
-@app.command(epilog=app.info.epilog)
+@app.command(cls=Command, epilog=app.info.epilog)
 def inspect(
     src: Source,
     tree: Annotated[bool, typer.Option("--tree", help="Show the tree of modules with shapes, dtypes and bytes.")] = False,
     ranks: Annotated[bool, typer.Option("--ranks", help="Show which file, and so which rank, holds which part.")] = False,
     storage_option: StorageOption = None,
     shapes: Shapes = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Say on stderr how many requests and bytes an object store was asked for.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: format, world size, tensors, bytes, objects. Reads metadata only."""
@@ -111,15 +135,13 @@ def inspect(
     from ckpt_tools.operations.inspect import inspect as run
 
     report = run(src, parse_storage_options(storage_option), shapes)
-    if stats and report.traffic is not None:
-        print(f"{report.traffic.requests} requests, {render.size(report.traffic.nbytes)}", file=sys.stderr)
     if as_json:
         print(json.dumps(render.report_as_json(report)))
     else:
         render.show_report(report, tree=tree, ranks=ranks)
 
 
-@app.command(epilog=app.info.epilog)
+@app.command(cls=Command, epilog=app.info.epilog)
 def merge(
     src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The .safetensors file to write; with --max-shard-size a directory.", show_default=False)],
@@ -150,7 +172,7 @@ def merge(
     _report(result, quiet, as_json)
 
 
-@app.command(epilog=app.info.epilog)
+@app.command(cls=Command, epilog=app.info.epilog)
 def reshard(
     src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write.", show_default=False)],
@@ -175,7 +197,7 @@ def reshard(
     _report(result, quiet, as_json)
 
 
-@app.command(epilog=app.info.epilog)
+@app.command(cls=Command, epilog=app.info.epilog)
 def convert(
     src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; for safetensors and torch the file.", show_default=False)],
@@ -217,7 +239,7 @@ def convert(
     _report(result, quiet, as_json)
 
 
-@app.command(epilog=app.info.epilog)
+@app.command(cls=Command, epilog=app.info.epilog)
 def verify(
     src: Source,
     quick: Annotated[bool, typer.Option("--quick", help="Read no data: names, sizes, the index, and the checksums that an object store keeps.")] = False,
@@ -241,7 +263,7 @@ def verify(
         raise SystemExit(1)
 
 
-@app.command(epilog=app.info.epilog)
+@app.command(cls=Command, epilog=app.info.epilog)
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as SRC elsewhere.", show_default=False)],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one; of any format, layout, store and world size.", show_default=False)],
@@ -270,7 +292,7 @@ def diff(
         raise SystemExit(1)
 
 
-@app.command(epilog=app.info.epilog)
+@app.command(cls=Command, epilog=app.info.epilog)
 def seal(
     src: Source, storage_option: StorageOption = None, jobs: Jobs = None, memory: Memory = None, quiet: Quiet = False, as_json: Json = False
 ) -> None:
@@ -285,7 +307,7 @@ def seal(
         verdicts.show_seal(result)
 
 
-@app.command(epilog=app.info.epilog)
+@app.command(cls=Command, epilog=app.info.epilog)
 def salvage(
     src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; a .safetensors file for one such file.", show_default=False)],
@@ -302,7 +324,7 @@ def salvage(
         verdicts.show_salvage(result)
 
 
-@app.command("copy", epilog=app.info.epilog)
+@app.command("copy", cls=Command, epilog=app.info.epilog)
 def copy_(
     src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory or file to be: a path, or a URL.", show_default=False)],
@@ -327,10 +349,10 @@ def copy_(
         render.show_copy(result)
 
 
-app.command("ls", epilog=app.info.epilog)(cli_runs.list_)
-app.command(epilog=app.info.epilog)(cli_runs.latest)
-app.command(epilog=app.info.epilog)(cli_runs.prune)
-app.command(epilog=app.info.epilog)(cli_runs.pin)
+app.command("ls", cls=Command, epilog=app.info.epilog)(cli_runs.list_)
+app.command(cls=Command, epilog=app.info.epilog)(cli_runs.latest)
+app.command(cls=Command, epilog=app.info.epilog)(cli_runs.prune)
+app.command(cls=Command, epilog=app.info.epilog)(cli_runs.pin)
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def run_ckpt(*words: object, **environment: str) -> subprocess.CompletedProcess[
 def test_the_command_takes_urls_and_storage_options(server: Server, uploaded: Path, tmp_path: Path) -> None:
     done = run_ckpt("inspect", URL, "--stats", **server.environment)
     assert done.returncode == 0 and done.stdout.startswith(f"{URL}\n"), done.stderr
-    assert done.stderr.startswith("2 requests, ")
+    assert done.stderr.startswith("2 requests (1 GET, 1 LIST), ")
     secrets = {k: v for k, v in server.environment.items() if "KEY" in k}
     options = ("--storage-option", f"endpoint_url={server.endpoint}", "--storage-option", "client_kwargs.region_name=us-east-1")
     done = run_ckpt("merge", URL, tmp_path / "m.safetensors", *options, **secrets)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeGuard
@@ -35,16 +36,32 @@ class Capabilities:
 
 @dataclass
 class Traffic:
-    """What was asked of a store."""
+    """What was asked of a store.
+
+    Attributes:
+        requests: how many there were; a package may have repeated some by itself.
+        nbytes, sent_nbytes: of files, that came and that were sent.
+        kinds: requests by kind: LIST, HEAD, GET, PUT, POST, DELETE of an S3, and the operation for other stores.
+        whole: counts the same for several stores.
+    """
 
     requests: int = 0
     nbytes: int = 0
+    sent_nbytes: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    whole: Traffic | None = field(default=None, repr=False)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, nbytes: int) -> None:
-        """Counts a request that brought so many bytes."""
+    def add(self, kind: str, nbytes: int = 0, sent_nbytes: int = 0) -> None:
+        """Counts a request, with the bytes that it brought and sent."""
         with self.lock:
-            self.requests, self.nbytes = self.requests + 1, self.nbytes + nbytes
+            self.requests, self.nbytes, self.sent_nbytes = self.requests + 1, self.nbytes + nbytes, self.sent_nbytes + sent_nbytes
+            self.kinds[kind] += 1
+        if self.whole is not None:
+            self.whole.add(kind, nbytes, sent_nbytes)
+
+
+ALL_TRAFFIC = Traffic()  # of all object stores of this process
 
 
 class Writer(Protocol):

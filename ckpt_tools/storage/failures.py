@@ -53,7 +53,7 @@ def retry(operation: str, url: str, call: Callable[[], Any], missing: Any = None
     """
     for attempt in range(ATTEMPTS):
         if traffic is not None:
-            traffic.add(0)
+            traffic.add(operation)
         try:
             return call()
         except FileNotFoundError as error:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.ahead import FRUGAL, ROOMY, WINDOW_BYTES, Ahead
-from ckpt_tools.storage.base import Capabilities, Data, Traffic, check_path, check_url, read
+from ckpt_tools.storage.base import ALL_TRAFFIC, Capabilities, Data, Traffic, check_path, check_url, read
 from ckpt_tools.storage.failures import ATTEMPTS, appeared, hint, pause, plain, retry
 from ckpt_tools.storage.s3 import S3, server_time, stored_crc64
 from ckpt_tools.storage.stream import Stream
@@ -77,7 +77,7 @@ class RemoteStore:
         if (wrappers and not (fs or options.pop("chained", False))) or "://" in wrappers:
             hint = "give the URL of the checkpoint itself; a wrapper without a path of its own is opened with --storage-option chained=true"
             raise StorageError(f"a chained URL is not opened: {printable(url)}", hint=hint)
-        self.url, self.traffic = url.rstrip("/"), traffic or Traffic()
+        self.url, self.traffic = url.rstrip("/"), traffic or Traffic(whole=ALL_TRAFFIC)
         self._is_wrapped = bool(wrappers)  # a wrapper passes on what it does not know, past what it is there for
         try:
             fresh = {"use_listings_cache": False}  # what was listed once must not stay true for ever
@@ -241,7 +241,9 @@ class RemoteStore:
             future = asyncio.run_coroutine_threadsafe(get, self._fs.loop)
         else:
             future = self._on_thread(partial(self._fs.cat_file, full, start=start, end=start + nbytes))
-        future.add_done_callback(lambda done: self.traffic.add(0 if done.cancelled() or done.exception() else len(done.result())))
+        future.add_done_callback(
+            lambda done: self.traffic.add("GET" if self.s3 else "read", 0 if done.cancelled() or done.exception() else len(done.result()))
+        )
         return future
 
     def _on_thread(self, get: Callable[[], Data]) -> Future[Data]:

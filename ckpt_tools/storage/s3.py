@@ -21,6 +21,11 @@ from ckpt_tools.storage.base import Data, Traffic
 from ckpt_tools.storage.failures import retry, translated
 from ckpt_tools.storage.fast import OBSTORE, WORTH_BYTES, Fast, reader
 
+_KINDS = {
+    "list_objects_v2": "LIST", "list_multipart_uploads": "LIST", "list_parts": "LIST", "head_object": "HEAD", "head_bucket": "HEAD",
+    "get_object": "GET", "put_object": "PUT", "upload_part": "PUT", "upload_part_copy": "PUT", "create_multipart_upload": "POST",
+    "complete_multipart_upload": "POST", "delete_objects": "POST", "delete_object": "DELETE", "abort_multipart_upload": "DELETE",
+}  # fmt: skip
 _FLIGHT_BYTES = 64 << 20
 
 
@@ -89,7 +94,7 @@ class S3:
 
     async def ask(self, method: str, **kwargs: Any) -> Any:
         """Calls one operation of the S3 API; a body goes past s3fs, which would send it from its end when it tries again."""
-        self.traffic.add(0)
+        self.traffic.add(_KINDS[method], sent_nbytes=len(kwargs.get("Body", b"")))
         if "Body" not in kwargs:
             return await self.fs._call_s3(method, **kwargs, **self.fs.req_kw)
         await self.fs.set_session()
