@@ -10,8 +10,9 @@ import difflib
 import fnmatch
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 from ckpt_tools.box import Box, ManyCopies, whole
@@ -147,6 +148,7 @@ class Catalog:
         made: files that exist in memory only: objects and small tensors that a reader made of values which stand in metadata.
         beside: names of files and folders that lie with the checkpoint's own and of which nothing is read.
         unread: tensors of kinds that are not read here, such as quantized ones, each with its kind for people.
+        unknown: values of types that are not known here, each with its type.
     """
 
     format: str
@@ -161,6 +163,7 @@ class Catalog:
     made: Mapping[str, bytes] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
+    unknown: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -276,6 +279,14 @@ def strip_wrappers(fqn: str) -> str:
     return ".".join(segments) if segments else fqn
 
 
+def stripped_from(fqn: str) -> str:
+    """Returns the segments that `strip_wrappers` takes out, joined; "" for none."""
+    segments = fqn.split(".")
+    front = len([s for s in segments if s not in _WRAPPERS]) - len(strip_wrappers(fqn).split("."))  # so many `module`
+    gone = [s for s in segments if s in _WRAPPERS]
+    return ".".join([*gone, *(["module"] * front)])
+
+
 _OTHER_STATE = re.compile(
     r"(optim(izer)?s?(_states?)?(_\d+)?|(lr_)?schedulers?(_\d+)?|dataloaders?|train_state|train_loop|trainer|samplers?|(grad_)?scalers?"
     r"|rngs?(_states?)?|random_states?(_\d+)?|callbacks?|loops|timestamp|hparams|hyper_parameters|(global_)?steps?|epochs?|iterations?)"
@@ -294,13 +305,26 @@ def key_path(catalog: Catalog, fqn: str) -> tuple[str, ...]:
     return tuple(map(str, path)) if path else tuple(fqn.split("."))
 
 
+def find_optimizers(catalog: Catalog) -> set[tuple[str, ...]]:
+    """Returns the keys above each optimizer, whatever those are called: what has `param_groups` in it, and `state` or nothing beside."""
+    found: dict[tuple[str, ...], set[str]] = {}
+    for fqn in chain(catalog.objects, catalog.tensors):
+        path = key_path(catalog, fqn)
+        for depth, key in enumerate(path[:-1]):
+            if key in ("state", "param_groups"):
+                found.setdefault(path[:depth], set()).add(key)
+                break
+    return {prefix for prefix, keys in found.items() if prefix and "param_groups" in keys}
+
+
 def find_model(catalog: Catalog) -> tuple[str, ...]:
     """Returns the keys under which the model stands: `("model",)` for Accelerate, `()` for torchtitan, `("app", "model")`….
 
     Where the format kept the paths, a model key is one. Where names are all there is, `model.` may just as well be the first
     attribute of the module (Hugging Face's `model.` beside `lm_head.`), so it counts only if nothing else stands beside it.
     """
-    paths = [key_path(catalog, fqn) for fqn in catalog.tensors]
+    optimizers = find_optimizers(catalog)
+    paths = [path for fqn in catalog.tensors if not _is_below(path := key_path(catalog, fqn), optimizers)]
     prefix: tuple[str, ...] = ()
     for depth in range(3):
         level = [p for p in paths if p[:depth] == prefix and len(p) > depth]
@@ -309,10 +333,16 @@ def find_model(catalog: Catalog) -> tuple[str, ...]:
         found = [k for k in _MODEL_KEYS if k in inner]
         if found and (catalog.paths or beside == {found[0]}):
             return _below_its_file(catalog, paths, (*prefix, found[0]))
+        if len(beside) == 1 and beside <= inner and catalog.paths and {o[:depth] for o in optimizers if len(o) == depth + 1} == {prefix}:
+            return (*prefix, *beside)  # all else beside an optimizer is one dict: the model, whatever its key
         if len(beside) != 1 or not any(len(p) > depth + 1 and p[depth + 1] in _MODEL_KEYS for p in level):
             return ()
         prefix = (*prefix, beside.pop())
     return ()
+
+
+def _is_below(path: tuple[str, ...], prefixes: Container[tuple[str, ...]]) -> bool:
+    return any(path[:depth] in prefixes for depth in range(1, len(path)))
 
 
 def _below_its_file(catalog: Catalog, paths: Iterable[tuple[str, ...]], prefix: tuple[str, ...]) -> tuple[str, ...]:
@@ -325,11 +355,11 @@ def _below_its_file(catalog: Catalog, paths: Iterable[tuple[str, ...]], prefix: 
 
 def model_only(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
     """Returns the tensors of the model under their names within it, and the keys that were taken off."""
-    prefix = find_model(catalog)
+    prefix, optimizers = find_model(catalog), find_optimizers(catalog)
 
     def is_model(fqn: str) -> bool:
         path = key_path(catalog, fqn)
-        return path[: len(prefix)] == prefix if prefix else not is_other_state(path[0])
+        return path[: len(prefix)] == prefix if prefix else not (is_other_state(path[0]) or _is_below(path, optimizers))
 
     kept = replace(keep(catalog, is_model), objects={})
     cut = len(".".join(prefix)) + 1 if prefix else 0

@@ -13,8 +13,11 @@ from typing import Any, Protocol
 
 from ckpt_tools import commit, journal
 from ckpt_tools.bucket import RemoteDestination
-from ckpt_tools.errors import FormatError, StorageError, printable
-from ckpt_tools.formats import is_ours
+from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.errors import CheckpointError, FormatError, StorageError, printable
+from ckpt_tools.formats import INDEXES, detect_in, is_ours
+from ckpt_tools.formats.base import note_of
+from ckpt_tools.formats.dcp import is_data_file
 from ckpt_tools.integrity import hash_files
 from ckpt_tools.manifest import names_in, parse
 from ckpt_tools.plan import Literal
@@ -166,19 +169,43 @@ def open_destination(path: str | os.PathLike[str], options: Mapping[str, Any] | 
 
 
 def foreign_files(target: Path) -> list[str]:
-    """Returns what stands at a destination and belongs to no checkpoint of ours: never to be overwritten.
+    """Returns what stands at a destination and belongs to no checkpoint: never to be overwritten.
 
-    What a manifest lists is ours, whatever it is called: a config, a tokenizer, a `.pt`.
+    A manifest may list files of any name, as a config or a tokenizer, but its word is not enough: a file of another kind than data must
+    have the very bytes that were sealed. Of data files, those go that the checkpoint itself has, or that only torch names so.
     """
     if target.is_file():
         return [] if is_ours(target.name) or names_in(LocalStore(target.parent), target.name) else [target.name]
     store = LocalStore(target)
-    listed: set[str] = set()
+    try:
+        known = _files_of(store)
+        present = [str(path.relative_to(target)) for path in sorted(target.rglob("*")) if path.is_symlink() or not path.is_dir()]
+        return [n for n in present if not (n in known or n in INDEXES or is_data_file(n) or note_of(n) is not None)]
+    finally:
+        store.close()
+
+
+def _files_of(store: LocalStore) -> set[str]:
+    """Returns the data files that the checkpoint in a directory has, and all that its manifest lists with the very bytes."""
+    known: set[str] = set()
+    with suppress(CheckpointError):  # else it says nothing of what it has
+        known |= detect_in(store)[1].read_catalog(store).file_sizes.keys()
     for name in names_in(store):
         with suppress(FormatError):  # it vouches for nothing
             manifest = parse(read(store, name), name)
-            listed |= {file.partition("/")[0] for file in (*manifest.files, *(manifest.index or ())[:1])}
-    return [n for n in sorted(p.name for p in target.iterdir()) if not is_ours(n) and n not in listed]
+            sizes = {file: sealed.nbytes for file, sealed in manifest.files.items() if _has_size(store, file, sealed.nbytes)}
+            data = {file for file in sizes if is_ours(file)}
+            crcs = hash_files(store, {file: nbytes for file, nbytes in sizes.items() if file not in data})
+            known |= data | {file for file, crc in crcs.items() if hex64(crc) == manifest.files[file].crc64nvme}
+            known |= {index[0] for index in [manifest.index] if index and hex64(crc64nvme(read(store, index[0]))) == index[1].crc64nvme}
+    return known
+
+
+def _has_size(store: LocalStore, file: str, nbytes: int) -> bool:
+    try:
+        return store.size(file) == nbytes
+    except StorageError:
+        return False
 
 
 class LocalDestination:

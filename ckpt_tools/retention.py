@@ -16,10 +16,10 @@ from typing import Any
 from ckpt_tools.commit import sync_directory, trash_path
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
 from ckpt_tools.formats import INDEXES, is_ours
-from ckpt_tools.formats.base import note_of
+from ckpt_tools.formats.base import PIN, note_of
 from ckpt_tools.manifest import names_in
 from ckpt_tools.operations.verify import verify
-from ckpt_tools.steps import PIN, Root, Step, damage, find_step, survey
+from ckpt_tools.steps import Root, Step, damage, find_step, survey
 from ckpt_tools.storage import RemoteStore, is_url, local_path, write_file
 from ckpt_tools.storage.local import failed
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import INDEXES, detect_in
+from ckpt_tools.formats.base import PIN
 from ckpt_tools.integrity import first_problem
 from ckpt_tools.manifest import Manifest, find
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, local_path
@@ -22,7 +23,6 @@ from ckpt_tools.storage.local import failed
 from ckpt_tools.superseded import SUPERSEDED, Note, read_notes
 
 _STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?(\d{1,18})")
-PIN = "ckpt.pin"  # a step that holds a file of this name is never removed
 _LOOKERS = 16  # each waits for a store
 Root = str | os.PathLike[str]
 Options = Mapping[str, Any] | None
@@ -53,8 +53,16 @@ class Step:
 
     @property
     def is_ours(self) -> bool:
-        """Tells whether this tool wrote it, under the name that it gives, so that retention may remove it."""
-        return self.manifest is not None and self.name == step_name(self.number) and not os.path.islink(self.path)
+        """Tells whether this tool wrote it, under the name that it gives, so that retention may remove it.
+
+        A manifest that was added to another tool's checkpoint does not make it this tool's.
+        """
+        return (
+            self.manifest is not None
+            and self.manifest.operation != "seal"
+            and self.name == step_name(self.number)
+            and not os.path.islink(self.path)
+        )
 
 
 @dataclass(frozen=True, slots=True)

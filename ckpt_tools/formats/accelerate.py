@@ -68,7 +68,15 @@ class _Parts:
     """The entries of all parts, as they are gathered."""
 
     def __init__(self) -> None:
-        self.tables: dict[str, Any] = {"tensors": {}, "objects": {}, "paths": {}, "file_sizes": {}, "ranks": {}, "unread": {}}
+        self.tables: dict[str, Any] = {
+            "tensors": {},
+            "objects": {},
+            "paths": {},
+            "file_sizes": {},
+            "ranks": {},
+            "unread": {},
+            "unknown": {},
+        }
         self.archives: list[Any] = []
         self.made, self.unknown = Made(), Others()
         self.world_size: int | None = None  # only sharded state tells
@@ -123,6 +131,7 @@ def _read(store: Store, model: Catalog | None) -> Catalog:
     tops = {name.partition("/")[0] for name in (*files, *store.folders())}
     beside = tuple(sorted(name for name in tops if name not in parts.read and name != SHAPES and note_of(name) is None))
     parts.tables["unread"] |= parts.unknown.unread
+    parts.tables["unknown"] |= parts.unknown.unknown
     extras = ({"beside": ", ".join(map(printable, beside))} if beside else {}) | told(parts.unknown)
     return Catalog(
         NAME, **parts.tables, world_size=parts.world_size, extras=extras, archives=tuple(parts.archives), beside=beside,

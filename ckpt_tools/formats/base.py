@@ -126,6 +126,7 @@ def attempt_of(file: str) -> str:
 
 
 SHAPES = "shapes.json"  # beside files that lack the shapes of parameters, or their order
+PIN = "ckpt.pin"  # a step that holds a file of this name is never removed
 LOCK = ".ckpt.lock"  # who writes to a run, or copies to a prefix of a bucket
 ASIDE = ".aside."  # before the name of what stands aside for a moment, while another takes its place
 MANIFEST, UPLOADS = "manifest", "uploads"  # what an attempt notes beside its data: the result's seal, and what it has begun to send
@@ -217,4 +218,5 @@ def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
         ranks={f"{folder}{f}": rank for f, rank in catalog.ranks.items()},
         archives=tuple(map(at, catalog.archives)),
         unread={prefix + n: kind for n, kind in catalog.unread.items()},
+        unknown={prefix + n: kind for n, kind in catalog.unknown.items()},
     )

@@ -189,6 +189,7 @@ def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalo
         extras={**catalog.extras, "written by": _BESIDE[name], **told(others)},
         archives=(*catalog.archives, Extent(name, 0, size, TORCH_ZIP)),
         unread={**catalog.unread, **others.unread},
+        unknown={**catalog.unknown, **others.unknown},
     )
 
 
@@ -315,6 +316,11 @@ class DataFile:
         self.trailers.append(Trailer(self.name, after, wrapping.suffix_nbytes, data, wrapping.render_suffix))
         self.nbytes = after + wrapping.suffix_nbytes
         return Slot(box, self.name, data), Place(self.name, start, self.nbytes - start)
+
+
+def is_data_file(name: str) -> bool:
+    """Tells whether a name is one that torch, or this tool, gives to a data file, or to the metadata of one rank."""
+    return _DATA_FILE.fullmatch(name) is not None or _RANK_METADATA.fullmatch(name) is not None
 
 
 def data_file_name(rank: int) -> str:

@@ -130,7 +130,7 @@ def _read_folder(store: Store) -> Catalog:
     return Catalog(
         NAME, builder.tensors, builder.objects, builder.paths, sizes, max(len(models), len(optims)), ranks,
         {**told(others), **builder.extras}, tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), builder.made.files,
-        unread=others.unread,
+        unread=others.unread, unknown=others.unknown,
     )  # fmt: skip
 
 

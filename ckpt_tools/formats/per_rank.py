@@ -141,7 +141,7 @@ def read_catalog(store: Store) -> Catalog:
     sizes = {name: files[name] for name in ranks}
     return Catalog(
         NAME, entries, objects, found.paths, sizes, num_ranks, ranks, {**_told_mesh(found.meshes), **told(others)},
-        tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), made.files, unread=others.unread,
+        tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), made.files, unread=others.unread, unknown=others.unknown,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import re
 from ckpt_tools.errors import FormatError, UnsafePickleError
 
 MAX_PICKLE_BYTES = 1 << 30
-_MAX_LONG_BYTES = 16
+_MAX_LONG_BYTES = 64  # the state of a generator has 128 bits and more
 _MAX_WEIGHT = 4096  # of a tuple: elements, with all that they hold; torch's have dozens
 _LIGHT = 6  # at least the weight of a Size of three dims, and of its arguments
 _STOP = ord(".")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.box import row_major_strides
@@ -23,6 +23,19 @@ class Stored(NamedTuple):
     dtype: DType
     sizes: tuple[int, ...]
     key: str
+
+
+class Device(NamedTuple):
+    """A `torch.device`: its type, and its number where it has one."""
+
+    kind: str
+    number: int | None = None
+
+
+class Counted(NamedTuple):
+    """A `collections.Counter`, such as the milestones of a scheduler."""
+
+    items: tuple[tuple[Any, int], ...]
 
 
 class Call(NamedTuple):
@@ -71,7 +84,7 @@ def integer(value: int) -> bytes:
 
 
 def pickled(value: Any) -> bytes:
-    """Returns a pickle of protocol 2: dicts, lists, tuples, texts, numbers, None, and the classes above.
+    """Returns a pickle of protocol 2: dicts, lists, tuples, sets, texts, bytes, numbers, None, types of elements, and the classes above.
 
     Raises:
         PlanError: something else is in it.
@@ -117,6 +130,17 @@ def _push_special(value: Call | Name | Once | Opcodes, depth: int, known: set[in
     return made if value.state is None else made + _push(value.state, depth + 1, known) + b"b"
 
 
+_CALLS: dict[type, Callable[[Any], Call | Name]] = {  # what torch loads with weights_only
+    bytes: lambda value: Call("_codecs", "encode", (value.decode("latin1"), "latin1")),
+    bytearray: lambda value: Call("builtins", "bytearray", (bytes(value),)),
+    complex: lambda value: Call("builtins", "complex", (value.real, value.imag)),
+    set: lambda value: Call("builtins", "set", (list(value),)),
+    Counted: lambda value: Call("collections", "Counter", (dict(value.items),)),
+    Device: lambda value: Call("torch", "device", (value.kind,) if value.number is None else tuple(value)),
+    DType: lambda value: Name("torch", value.name),
+}
+
+
 def _push_scalar(value: Any) -> bytes:
     if value is None or value is True or value is False:
         return {None: b"N", True: b"\x88", False: b"\x89"}[value]
@@ -124,6 +148,8 @@ def _push_scalar(value: Any) -> bytes:
         return integer(value)
     if type(value) is float:
         return b"G" + struct.pack(">d", value)
+    if (call := _CALLS.get(type(value))) is not None:
+        return opcodes(call(value))
     if type(value) is str:
         raw = value.encode("utf-8", "surrogatepass")
         return b"X" + struct.pack("<I", len(raw)) + raw

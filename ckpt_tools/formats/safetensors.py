@@ -286,12 +286,12 @@ def lay_out(request: Request) -> Target:
         PlanError: a dtype has no safetensors tag, or a tensor is split.
     """
     if any(t.fqn == "__metadata__" for t in request.tensors):
-        raise PlanError("safetensors cannot hold a tensor named '__metadata__'", hint="leave it out with --select")
+        raise PlanError("safetensors cannot hold a tensor named '__metadata__'", hint="leave it out with --exclude __metadata__")
     untagged = [t for t in request.tensors if t.dtype.tag is None]
     if untagged:
         raise PlanError(
             "safetensors cannot hold " + ", ".join(f"{printable(t.fqn)!r} ({t.dtype.name})" for t in untagged[:8]),
-            hint="leave them out with --select",
+            hint="leave them out with --exclude GLOB",
         )
     count = request.world_size
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

@@ -8,6 +8,7 @@ Source: torch 2.13 `torch/_utils.py`, `torch/_tensor.py`, `torch/distributed/che
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.box import Box
 from ckpt_tools.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError
+from ckpt_tools.formats.pickle_write import Counted, Device
 from ckpt_tools.formats.unpickle import load
 
 _MAX_NODES, _MAX_DEPTH = 10_000_000, 64
@@ -45,8 +47,17 @@ class Unread(NamedTuple):
     kind: str
 
 
+class Number(NamedTuple):
+    """A NumPy number, as Python has it."""
+
+    value: Any
+
+
 class Kept:
-    """Stands in for an object: takes anything, keeps its arguments and its state, and does nothing."""
+    """Stands in for an object: takes anything, keeps its arguments and its state, and does nothing.
+
+    A pickle may also fill it as a list or a dict; that is not kept.
+    """
 
     label = ""  # the name of the type it stands in for, where that is not known here
     arguments: tuple[Any, ...]
@@ -59,6 +70,17 @@ class Kept:
 
     def __init__(self, *args: object) -> None:
         del args
+
+    def __setitem__(self, key: object, value: object) -> None:
+        del key, value
+
+    def append(self, value: object) -> None:
+        """Takes an item, and does not keep it."""
+        del value
+
+    def extend(self, values: object) -> None:
+        """Takes items, and does not keep them."""
+        del values
 
     def __setstate__(self, state: object) -> None:
         tables = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]  # attributes, slots
@@ -93,7 +115,7 @@ class _Globals(dict[tuple[str, str], Any]):
         self["torch", "Size"] = tuple
         self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
         self["torch._utils", "_rebuild_tensor_v3"] = _rebuild_v3
-        self["torch.serialization", "_get_layout"] = lambda *args: args
+        self["torch.serialization", "_get_layout"] = type("layout", (Kept,), {"label": "torch.layout"})
         self["torch._utils", "_rebuild_wrapper_subclass"] = None
         for module in ("torch.distributed.tensor", "torch.distributed._tensor.api"):  # the latter before torch 2.5
             self[module, "DTensor"] = None
@@ -102,6 +124,7 @@ class _Globals(dict[tuple[str, str], Any]):
         for module in ("__builtin__", "builtins"):  # how a class within a class is named; this one looks nothing up
             self[module, "getattr"] = lambda *_: type("Nested", (Kept,), {})
         self["torch", "Tensor"] = self["torch.nn.parameter", "Parameter"] = _TENSOR
+        self |= _plain_types()
         self |= {(module, name): type(name, (Kept,), {}) for module, names in _KEPT.items() for name in names.split()}
         self |= {("torch._utils", name): partial(_other_kind, kind) for name, kind in _OTHER_KINDS.items()}
         self["torch._utils", "_rebuild_parameter"] = self["torch._utils", "_rebuild_parameter_with_state"] = _rebuild_parameter
@@ -123,6 +146,65 @@ _OTHER_KINDS = {
 
 def _other_kind(kind: str, *_: object) -> Unread:
     return Unread(kind)
+
+
+def _plain_types() -> dict[tuple[str, str], Any]:
+    """Returns what makes values that torch loads with weights_only, and NumPy's numbers."""
+    made: dict[tuple[str, str], Any] = {("_codecs", "encode"): _bytes_of, ("collections", "Counter"): _counter}
+    for module in ("builtins", "__builtin__"):  # the latter in protocol 2
+        made |= {(module, "bytearray"): _bytearray, (module, "complex"): _complex, (module, "set"): _set}
+    for module in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray"):
+        made[module, "_reconstruct"] = type("ndarray", (Kept,), {"label": "numpy.ndarray"})
+        made |= {(module, "dtype"): type("dtype", (Kept,), {"label": "numpy.dtype"}), (module, "scalar"): _numpy_number}
+    return made
+
+
+def _bytes_of(text: object = "", encoding: object = "") -> object:
+    """Returns the bytes that protocol 2 writes as a text of Latin 1."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise TypeError("not bytes as a text")
+    return text.encode("latin1")
+
+
+def _bytearray(data: object = b"", *more: object) -> object:
+    if not isinstance(data, bytes) or more:  # a number would be a length
+        raise TypeError("not the contents of a bytearray")
+    return bytearray(data)
+
+
+def _complex(real: object = 0.0, imaginary: object = 0.0) -> object:
+    if not isinstance(real, float) or not isinstance(imaginary, float):
+        raise TypeError("not the parts of a complex number")
+    return complex(real, imaginary)
+
+
+def _set(items: object = ()) -> object:
+    """Returns a set of scalars; a stand-in for any other, whose items could be slow to compare."""
+    if not isinstance(items, (list, tuple)) or not all(is_scalar(item) for item in items):
+        return type("Foreign", (Kept,), {"label": "set"})(items)
+    return set(items)
+
+
+def _counter(table: object = None) -> object:
+    """Returns a counter of scalars; a stand-in for any other."""
+    table = {} if table is None else table
+    if not isinstance(table, dict) or not all(type(key) in _KEYS and type(count) is int for key, count in table.items()):
+        return type("Foreign", (Kept,), {"label": "collections.Counter"})(table)
+    return Counted(tuple(table.items()))
+
+
+_NUMPY_NUMBERS = {
+    "f2": "<e", "f4": "<f", "f8": "<d", "i1": "<b", "i2": "<h", "i4": "<i", "i8": "<q", "u1": "<B", "u2": "<H", "u4": "<I", "u8": "<Q",
+    "b1": "<?",
+}  # fmt: skip
+
+
+def _numpy_number(dtype: object = None, data: object = None) -> object:
+    """Returns a NumPy number; a stand-in for one of another type."""
+    code = dtype.arguments[0] if isinstance(dtype, Kept) and dtype.arguments else None
+    if not isinstance(code, str) or code not in _NUMPY_NUMBERS or not isinstance(data, bytes):
+        return type("Foreign", (Kept,), {"label": "numpy.generic"})(dtype, data)
+    return Number(struct.unpack(_NUMPY_NUMBERS[code], data)[0])
 
 
 _TENSOR = "torch.Tensor"
@@ -242,13 +324,42 @@ def leaves(root: object, where: str) -> Iterator[tuple[Path, object]]:
         elif isinstance(value, (list, tuple)) and type(value) in (list, tuple) and not weight:
             waiting += [((*path, number), item) for number, item in reversed(list(enumerate(value)))]
         else:
-            yield path, value
+            yield path, plain(value)
+
+
+def plain(value: object) -> object:
+    """Returns a value as a person would write it down: a device instead of its stand-in."""
+    if isinstance(value, Kept) and type(value).__name__ == "device" and 1 <= len(value.arguments) <= 2:
+        kind, index = (*value.arguments, None)[:2]
+        if isinstance(kind, str) and (index is None or type(index) is int):
+            return Device(kind, index)
+    return value
+
+
+def without_numpy(value: Any) -> Any:
+    """Returns a value with Python's numbers in the place of NumPy's."""
+    if isinstance(value, Number):
+        return value.value
+    return type(value)(map(without_numpy, value)) if type(value) in (list, tuple) else value
+
+
+def has_numpy(value: object) -> bool:
+    """Tells whether a plain value has NumPy's numbers in it."""
+    return isinstance(value, Number) or (type(value) in (list, tuple) and any(map(has_numpy, value)))  # type: ignore[call-overload]
+
+
+def kind_of(value: object) -> str:
+    """Returns the name of the type of a value, or of what it stands in for."""
+    return (value.label if isinstance(value, Kept) else "") or type(value).__name__
 
 
 def _key(key: object) -> str:
     """Returns a dict's key as a text, as DCP makes it; a key of a type that is not known has the name of its type."""
-    is_plain = is_scalar(key) or (isinstance(key, tuple) and all(map(is_scalar, key)))
+    is_plain = type(key) in _KEYS or (isinstance(key, tuple) and all(type(part) in _KEYS for part in key))
     return str(key) if is_plain else f"<{type(key).__name__}>"
+
+
+_KEYS = (str, int, float, bool, type(None))
 
 
 def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:
@@ -273,13 +384,14 @@ def is_number(key: object) -> bool:
 
 
 def is_scalar(value: object) -> bool:
-    """Tells whether a value is a text, a number or None."""
-    return value is None or type(value) in (str, int, float, bool)
+    """Tells whether a value is a text, a number, bytes or None."""
+    return value is None or type(value) in (str, int, float, bool, bytes, complex, Number)
 
 
 def is_value(value: object) -> bool:
     """Tells whether what `leaves` yields is a plain value: a scalar, a list or tuple of such, or an empty dict."""
-    return is_scalar(value) or type(value) in (list, tuple) or (isinstance(value, dict) and not value)
+    is_plain = is_scalar(value) or type(value) in (list, tuple, bytearray, set, Counted, DType, Device)
+    return is_plain or (isinstance(value, dict) and not value)
 
 
 # ---- fields of a state whose writer is known ------------------------------------------------------------------------------

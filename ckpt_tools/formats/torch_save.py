@@ -22,7 +22,20 @@ from ckpt_tools.formats.base import Request, guess_bare, locate_bare
 from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.pickle_write import Stored
 from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
-from ckpt_tools.formats.state_pickle import Path, Pieces, Sharded, Unread, View, is_number, is_value, leaves, unpickled
+from ckpt_tools.formats.state_pickle import (
+    Path,
+    Pieces,
+    Sharded,
+    Unread,
+    View,
+    has_numpy,
+    is_number,
+    is_value,
+    kind_of,
+    leaves,
+    unpickled,
+    without_numpy,
+)
 from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, read_directory
 from ckpt_tools.formats.zip_write import Archive
 from ckpt_tools.plan import Slot, Target
@@ -35,6 +48,7 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 locate, guess = locate_bare, guess_bare
 _MAX_PICKLE_BYTES = 256 << 20
 _TAIL_BYTES = 1536
+_MAX_HOLES = 10_000
 _ALL_RANKS = "give the directory with the files of all ranks, named …rank_0.pt, …rank_1.pt and so on"
 
 
@@ -92,21 +106,35 @@ def read_files(store: Store, names: Sequence[str], weight_map: Mapping[str, str]
     archives = tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items())
     return Catalog(
         NAME, tensors, objects, paths if is_nested else {}, sizes, extras=told(others), archives=archives, made=made.files,
-        unread=others.unread,
+        unread=others.unread, unknown=others.unknown,
     )  # fmt: skip
 
 
 class Others(Counter[str]):
-    """What files hold and this reader does not read: the number of values by type; and tensors by place, each with its kind."""
+    """What files hold and this reader does not read: the number of values by type; tensors and values by place, each with its kind.
+
+    Attributes:
+        tensors, foreign: tensors and other values by their places.
+        numpy: places of NumPy's numbers, which are read as Python's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[Path, str] = {}
+        self.foreign: dict[Path, str] = {}
+        self.numpy: list[Path] = []
 
     def take(self, more: Others, above: Path) -> None:
         """Adds what another file holds, whose places lie below one of this whole."""
         self.update(more)
         self.tensors |= {(*above, *path): kind for path, kind in more.tensors.items()}
+        self.foreign |= {(*above, *path): kind for path, kind in more.foreign.items()}
+        self.numpy += [(*above, *path) for path in more.numpy]
+
+    @property
+    def unknown(self) -> dict[str, str]:
+        """The values by name."""
+        return {join(path): kind for path, kind in self.foreign.items()}
 
     @property
     def unread(self) -> dict[str, str]:
@@ -117,7 +145,8 @@ class Others(Counter[str]):
 def told(others: Counter[str]) -> dict[str, str]:
     """Returns what a catalog says of values of types that are not known here."""
     kinds = ", ".join(f"{printable(kind)} ({count:,})" if count else printable(kind) for kind, count in others.most_common(8))
-    return {"other values": kinds} if kinds else {}
+    numbers = {"NumPy numbers": f"{len(others.numpy):,}, read as Python's"} if isinstance(others, Others) and others.numpy else {}
+    return ({"other values": kinds} if kinds else {}) | numbers
 
 
 # ---- one file ------------------------------------------------------------------------------------------------------------
@@ -212,9 +241,13 @@ def read_leaves(store: Store, name: str, size: int, others: Others) -> Iterator[
         if isinstance(value, Unread):
             others.tensors[path] = value.kind
         elif isinstance(value, (View, Sharded, Pieces)) or is_value(value):
+            if has_numpy(value):
+                others.numpy.append(path)
+                value = without_numpy(value)
             yield path, value, tuple(opened.extent(view, join(path)) for view in views_of(value))
         else:
-            others[type(value).__name__] += 1
+            others[kind_of(value)] += 1
+            others.foreign[path] = kind_of(value)
 
 
 def views_of(value: object) -> tuple[View, ...]:
@@ -292,5 +325,7 @@ def _with_lists(value: Any) -> Any:
         return value
     items = {key: _with_lists(item) for key, item in value.items()}
     if items and all(isinstance(key, _Index) for key in items):
-        return [items[key] for key in sorted(items)]
+        if max(items) - len(items) > _MAX_HOLES:
+            raise PlanError(f"a list lacks {max(items) - len(items)} of its items")
+        return [items.get(number) for number in range(max(items) + 1)]  # None where a value is left behind
     return {int(key) if isinstance(key, _Index) else key: item for key, item in items.items()}

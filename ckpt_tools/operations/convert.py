@@ -7,14 +7,14 @@ May import levels 0 to 4 and the parts of this folder before it.
 from __future__ import annotations
 
 import json
-import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack, cast
 
 from ckpt_tools.box import whole
-from ckpt_tools.catalog import Catalog, TensorEntry, choose, matcher, model_only, refuse_unread, strip_wrappers
+from ckpt_tools.catalog import Catalog, TensorEntry, choose, matcher, model_only, refuse_unread, strip_wrappers, stripped_from
 from ckpt_tools.destination import open_destination
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
@@ -38,22 +38,22 @@ from ckpt_tools.formats.torch_save import join, nested
 from ckpt_tools.formats.zip_write import encode
 from ckpt_tools.layout import split
 from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.convert_options import check_options, substitute
 from ckpt_tools.operations.huggingface import adapter_config, base_files, check_loads, find_base, head_counts, untie
 from ckpt_tools.operations.keymap import apply_map, read_map
 from ckpt_tools.operations.lora import adapter_of, refuse_adapters
 from ckpt_tools.operations.mesh import find_sharded, mesh_of, scheduler_of, sharded_state
 from ckpt_tools.operations.move import Options, Path_, transfer
 from ckpt_tools.operations.param_order import ModelOrder, read_order
-from ckpt_tools.operations.parts import FORMS, Parts, put_together, take_apart, unpack_objects
+from ckpt_tools.operations.parts import Parts, check_used, in_order, put_together, take_apart, unpack_objects
 from ckpt_tools.operations.result import TransferResult
 from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.operations.side_files import carried, left_beside
-from ckpt_tools.operations.transfer import check_kept, left_out, rank_boxes, shards, target_dtype, uncast
+from ckpt_tools.operations.transfer import check_kept, left_out, rank_boxes, shards, target_dtype, uncast, unknown_values
 from ckpt_tools.soundness import check as check_catalog
-from ckpt_tools.storage import is_url, read
+from ckpt_tools.storage import read
 from ckpt_tools.team import ALONE
 
-TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate", "peft", "deepspeed-universal", "per-rank")
 _COPIES = ("bit16.",)  # what DeepSpeed keeps of the weights a second time
 _MAX_SHARD_BYTES = 5_000_000_000  # as transformers cuts
 
@@ -111,7 +111,7 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     Raises:
         CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
     """
-    _check(to, str(dst), how)
+    check_options(to, str(dst), how)
     storage_options = how.get("storage_options")
     source = open_source(src, storage_options, lay_beside(how.get("shapes")))
     is_model = how.get("model_only") or to in ("safetensors", "hf", "peft")
@@ -119,7 +119,12 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     if is_model and given is not None:
         raise PlanError("--param-order is for optimizers, and only the model is written")
     order = _model_order(source) if isinstance(given, str) else given
-    taken = take_apart(replace(source.catalog, objects={}) if is_model else source.catalog, source.store, order)
+    keeps_order = source.format in (torch_save, per_rank)
+    taken = take_apart(replace(source.catalog, objects={}) if is_model else source.catalog, source.store, order, keeps_order)
+    is_numbered = not is_model and (to == "per-rank" or how.get("optimizer") == "ids")
+    check_used(order, [o.prefix for o in taken.optimizers if o.is_numbered or (is_numbered and not o.has_order)])
+    if is_numbered:
+        taken.optimizers = [in_order(optimizer, order) for optimizer in taken.optimizers]
     if is_model:
         taken = replace(taken, optimizers=[], tensors={}, objects={}, paths={}, notes=[])
     if how.get("optimizer") in ("groups", "flat"):
@@ -140,6 +145,7 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     )  # fmt: skip
     if to != "accelerate" and not is_model:
         parts.notes.extend(left_beside(source.catalog))
+    parts.notes.extend(unknown_values(source.catalog, only_model=bool(is_model)))
     if how.get("check") and not result.is_dry_run and (how.get("team") or ALONE).rank == 0:
         check_loads(str(dst))
         parts.notes.append("transformers loads it: no name missing or unexpected, every tensor as it was written")
@@ -159,7 +165,7 @@ def _model_order(source: Source) -> ModelOrder:
 def _renamed(parts: Parts, source: Source, how: Conversion) -> Parts:
     """Returns the parts under the names that the target has."""
     if not how.get("keep_prefix"):
-        parts = parts.renamed(strip_wrappers)
+        parts = _stripped(parts, has_keys=bool(source.catalog.paths))
     if key_map := how.get("key_map"):
         base = how.get("base")
         numbers = (head_counts(base) if base is not None else {}) | dict(how.get("settings") or {})
@@ -167,12 +173,28 @@ def _renamed(parts: Parts, source: Source, how: Conversion) -> Parts:
         _refuse_unnamed(parts, "a key map changes parameters and their state")
         parts = apply_map(parts, keys, source)
     for rule in how.get("rename", ()):
-        before, parts = parts, parts.renamed(_substitute(rule))
+        before, parts = parts, parts.renamed(substitute(rule))
         states = zip(parts.optimizers, before.optimizers, strict=True)
         if parts.model.keys() == before.model.keys() and all(new.state.keys() == old.state.keys() for new, old in states):
             some = ", ".join(map(printable, list(parts.model)[:3]))
             raise PlanError(f"--rename {printable(rule)!r} changes no name", hint=f"names look like: {some}")
     return parts
+
+
+def _stripped(parts: Parts, has_keys: bool) -> Parts:
+    """Returns the parts without the names of wrappers, which are noted.
+
+    Args:
+        parts: what there is.
+        has_keys: the format keeps the keys that lead to the model; where names are all there is, `module.` is a wrapper's and no key.
+    """
+    prefix = parts.prefix if has_keys else tuple(key for key in parts.prefix if strip_wrappers(f"{key}.x") != "x")
+    gone = [".".join(key for key in parts.prefix if key not in prefix)] * len(parts.model) if prefix != parts.prefix else []
+    gone += [found for fqn in parts.model if (found := stripped_from(fqn))]
+    if gone:
+        counts = ", ".join(f"{name}. ({number:,})" for name, number in Counter(gone).most_common(8))
+        parts.notes.append(f"stripped from names: {printable(counts)}")
+    return replace(parts.renamed(strip_wrappers), prefix=prefix)
 
 
 def _dropped(before: Catalog, after: Catalog, parts: Parts) -> dict[str, int]:
@@ -268,7 +290,7 @@ class _Job:
     def _torch(self, dst: str) -> tuple[Catalog, Format, Request]:
         catalog = self._catalog()
         catalog, values, unknown = self._unpacked(catalog)
-        if unknown:
+        if unknown := [name for name in unknown if name not in self.source.catalog.unknown]:
             self.parts.notes.append(f"values of types that are not known stay behind: {printable(', '.join(unknown))}")
         name = dst.rpartition("/")[2]
         return catalog, torch_save, Request(self._targets(catalog), paths=catalog.paths, file_name=name, values=values)
@@ -365,46 +387,3 @@ class _Job:
             self.parts = replace(self.parts, objects=objects)
         scheduler = self._scheduler("Accelerate has it in pickles of its own, which are not written, or has no such thing")
         return files if scheduler is None else files | {"scheduler.bin": encode(scheduler)}
-
-
-def _check(to: str, dst: str, how: Conversion) -> None:
-    """Refuses what does not go together."""
-    check, optimizer, ranks = how.get("check"), how.get("optimizer"), how.get("ranks")
-    if to not in TARGETS:
-        raise PlanError(f"cannot write {printable(to)!r}: expected one of {', '.join(TARGETS)}")
-    suffixes = {"safetensors": (".safetensors",), "torch": torch_save.SUFFIXES}.get(to)
-    if suffixes and not dst.endswith(suffixes):
-        raise PlanError(f"{to} is one file: expected a name that ends in {' or '.join(suffixes)}, got {printable(dst)!r}")
-    if check and to != "hf":
-        raise PlanError("--check is for --to hf", hint="it loads the directory with transformers")
-    if check and how.get("base") is None:
-        raise PlanError("--check needs --base DIR, whose config.json says which model it is")
-    if check and is_url(dst):
-        raise PlanError("--check loads the result from a disk", hint="write it locally, then ckpt copy")
-    if to in ("accelerate", "deepspeed-universal", "per-rank") and is_url(dst):
-        raise PlanError(f"directories of {to} are written on a disk", hint="write it to a disk, then ckpt copy it into the bucket")
-    if optimizer is not None and optimizer not in FORMS:
-        raise PlanError(f"an optimizer goes by names in one of {', '.join(FORMS)}; got {printable(optimizer)!r}")
-    if ranks is not None and (ranks < 1 or to not in ("dcp", "accelerate", "per-rank")):
-        raise PlanError("--ranks is for --to dcp, accelerate and per-rank, and at least 1")
-    if how.get("mesh") is not None and to != "per-rank":
-        raise PlanError("--mesh is for --to per-rank")
-
-
-def _substitute(rule: str) -> Callable[[str], str]:
-    pattern, equals, new = rule.partition("=")
-    try:
-        compiled = re.compile(pattern)
-        if not equals or not pattern:
-            raise re.error("expected REGEX=REPLACEMENT")
-        compiled.sub(new, "")
-    except (re.error, IndexError) as error:
-        raise PlanError(f"--rename {printable(rule)!r}: {printable(str(error))}") from error
-
-    def renamed(name: str) -> str:
-        try:
-            return compiled.sub(new, name)
-        except (re.error, IndexError) as error:
-            raise PlanError(f"--rename {printable(rule)!r}: {printable(str(error))}") from error
-
-    return renamed

@@ -33,7 +33,7 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.joint import Division, collect, open_files, staged
 from ckpt_tools.operations.move import Options, Path_, Reading, check_apart, no_bar, steps_for
 from ckpt_tools.operations.shapes import lay_beside
-from ckpt_tools.operations.verify import Verification
+from ckpt_tools.operations.verification import Verification
 from ckpt_tools.plan import Literal, plan_files
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, read
 from ckpt_tools.storage.failures import appeared
@@ -91,6 +91,7 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
         to_options = options.get("storage_options") if to_storage_options is None else to_storage_options
         target = open_destination(dst, to_options)
         check_apart(source.path, target.url)
+        _check_suffix(source, target.url)
         work = _Work(source, target, options, to_options, team)
         there = work.look_at(to_options) if target.exists() else "nothing"
     if there == "alike":
@@ -116,6 +117,20 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
     moved = sum(work.missing.values())
     kept, client, within = sum(work.data.values()) - moved, 0 if work.is_within else moved, moved if work.is_within else 0
     return CopyResult(source.path, target.url, work.files, kept, client, within, notes, time.monotonic() - began)
+
+
+def _check_suffix(source: Source, url: str) -> None:
+    """Refuses a name under which a file would not be known again.
+
+    Raises:
+        PlanError: it has another suffix than the source.
+    """
+    suffix = os.path.splitext(source.path)[1] if source.is_file else ""
+    if source.is_file and os.path.splitext(url)[1] != suffix:
+        raise PlanError(
+            f"a copy of a file is known by its suffix: expected a name that ends in {printable(suffix)}, got {printable(url)}",
+            hint=f"give the whole name: {printable(url.rstrip('/'))}/{printable(source.name)}",
+        )
 
 
 class _Work:

@@ -18,7 +18,7 @@ from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.compare import CompareSink, Tally
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
-from ckpt_tools.errors import FormatError, PlanError
+from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
 from ckpt_tools.manifest import of_source
 from ckpt_tools.operations.arguments import checked
@@ -99,6 +99,9 @@ class DiffResult:
         return not (self.only_a or self.only_b or self.changes or self.differences)
 
 
+_SHOWN = 12
+
+
 @checked(Reading)
 def diff(
     a: Path_, b: Path_, *, select: Sequence[str] = (), exclude: Sequence[str] = (), atol: float = 0.0, rtol: float = 0.0,
@@ -125,6 +128,9 @@ def diff(
         beside = lay_beside(options.get("shapes"))
         one, two = (open_source(path, options.get("storage_options"), beside) for path in (a, b))
         left, right, notes = _views(one.catalog, two.catalog, select, exclude)
+        if unknown := {**one.catalog.unknown, **two.catalog.unknown}:
+            some = ", ".join(f"{printable(name)} ({printable(kind)})" for name, kind in list(unknown.items())[:_SHOWN])
+            notes.append(f"not compared, since their types are not known: {some}{' …' if len(unknown) > _SHOWN else ''}")
         alike = _same_objects(one, left, two, right)
     agree(team, [[(t.fqn, t.shape) for t in view.tensors.values()] for view in (left, right)])
     mine, theirs = _entries(left), _entries(right)

@@ -56,7 +56,10 @@ def read_lora(folder: str | os.PathLike[str], catalog: Catalog, model: Catalog) 
     for fqn, entry in adapter.tensors.items():
         match = _PART.fullmatch(fqn)
         if match is None:
-            raise PlanError(f"an adapter with something else than LoRA matrices: {printable(fqn)!r} ({printable(source.path)})")
+            raise PlanError(
+                f"an adapter with something else than LoRA matrices: {printable(fqn)!r} ({printable(source.path)})",
+                hint="merge it with PEFT itself: PeftModel.from_pretrained(…).merge_and_unload()",
+            )
         sides.setdefault(match["module"], {})[match["side"]] = _matrix(source, entry)
     source.store.close()
     result: dict[str, Alter] = {}
@@ -218,6 +221,13 @@ def adapter_of(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         PlanError: there is none, or there are several.
     """
     found: dict[str, dict[str, TensorEntry]] = {}
+    more = [fqn for fqn in tensors if ".modules_to_save." in fqn or (".lora_" in fqn and not _PART.fullmatch(fqn))]
+    if more:
+        raise PlanError(
+            f"an adapter with something else than LoRA matrices is not written: {printable(more[0])!r}"
+            + (f" and {len(more) - 1} more" if len(more) > 1 else ""),
+            hint="save it with PEFT itself: model.save_pretrained(DIR)",
+        )
     for fqn, entry in tensors.items():
         if match := _PART.fullmatch(fqn):
             name = f"base_model.model.{match['module']}.lora_{match['side']}.weight"

@@ -14,12 +14,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.box import whole
-from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, TensorEntry, find_model, is_other_state, key_path
+from ckpt_tools.catalog import (
+    BytesEntry,
+    Catalog,
+    Chunk,
+    Extent,
+    TensorEntry,
+    find_model,
+    find_optimizers,
+    is_other_state,
+    key_path,
+    strip_wrappers,
+)
 from ckpt_tools.errors import FormatError, PlanError, UnsafePickleError, printable
 from ckpt_tools.formats.made import FILE, Made
 from ckpt_tools.formats.state_pickle import Path, View, is_number, is_value
 from ckpt_tools.formats.torch_save import Others, join, read_leaves
-from ckpt_tools.operations.param_order import Numbered, Order, name_parameters
+from ckpt_tools.operations.param_order import ModelOrder, Numbered, Order, name_parameters
 from ckpt_tools.storage import MemoryStore, Store, read
 
 FORMS = ("groups", "flat", "ids")
@@ -35,6 +46,7 @@ class Optimizer:
     Attributes:
         is_numbered: the order of `params` is the optimizer's own, as its numbers gave it.
         is_unnamed: no one knows what its numbers mean: `state` has them as texts, and `params` has numbers.
+        has_order: `params` are listed as the job listed them. Where each parameter has options of its own, there is no such list.
     """
 
     prefix: str
@@ -42,6 +54,7 @@ class Optimizer:
     groups: list[dict[str, Any]] = field(default_factory=list)
     is_numbered: bool = False
     is_unnamed: bool = False
+    has_order: bool = False
 
 
 @dataclass(slots=True)
@@ -97,13 +110,14 @@ class Parts:
 # ---- taking apart --------------------------------------------------------------------------------------------------------
 
 
-def take_apart(catalog: Catalog, store: Store, order: Order | None = None) -> Parts:
+def take_apart(catalog: Catalog, store: Store, order: Order | None = None, keeps_order: bool = False) -> Parts:
     """Returns the parts of a checkpoint; reads the options of optimizers, which are small objects.
 
     Args:
         catalog: of the checkpoint.
         store: where its objects lie.
         order: what the numbers of an optimizer mean; see `read_order`.
+        keeps_order: the format has entries in the order in which the job had them.
 
     Raises:
         FormatError: an optimizer's options cannot be read.
@@ -133,17 +147,17 @@ def take_apart(catalog: Catalog, store: Store, order: Order | None = None) -> Pa
     for name, names in found.items():
         optimizer = _optimizer(name, names, parts, order)
         if optimizer is not None:
+            optimizer.has_order |= keeps_order
             parts.optimizers.append(optimizer)
             continue
         parts.tensors |= {fqn: catalog.tensors[fqn] for fqn in names if fqn in catalog.tensors}
         parts.objects |= {fqn: catalog.objects[fqn] for fqn in names if fqn in catalog.objects}
         parts.paths |= {fqn: catalog.paths[fqn] for fqn in names if fqn in catalog.paths}
-    _check_used(order, [o.prefix for o in parts.optimizers if o.is_numbered])
     return parts
 
 
-def _check_used(order: Order | None, numbered: Sequence[str]) -> None:
-    """Refuses an order of parameters that no optimizer needs."""
+def check_used(order: Order | None, numbered: Sequence[str]) -> None:
+    """Refuses an order of parameters that none of these optimizers needs."""
     if order is not None and not numbered:
         raise PlanError("--param-order: no optimizer here numbers its parameters")
     if isinstance(order, Mapping) and (unknown := [name for name in order if name not in numbered]):
@@ -159,13 +173,20 @@ Entry = tuple[str, str, Any]  # "state" or "param_groups", what follows, and the
 def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
     """Returns the entries of each optimizer by name, with the objects read."""
     is_bare = any(fqn.startswith("param_groups.") for fqn in catalog.objects)
+    others = sorted((".".join(path) for path in find_optimizers(catalog)), key=len, reverse=True)
+    by_key = re.compile(rf"({'|'.join(map(re.escape, others))})\.(state|param_groups)\.(.+)", re.DOTALL) if others else None
     found: dict[str, dict[str, Entry]] = {}
     wanted: list[tuple[str, re.Match[str]]] = []
+
+    def match_of(fqn: str) -> re.Match[str] | None:
+        match = _OPTIMIZER.fullmatch(fqn) or (by_key.fullmatch(fqn) if by_key else None)
+        return match or (_BARE.fullmatch(fqn) if is_bare else None)
+
     for fqn in catalog.tensors:
-        if match := _OPTIMIZER.fullmatch(fqn) or (_BARE.fullmatch(fqn) if is_bare else None):
+        if match := match_of(fqn):
             found.setdefault(match[1], {})[fqn] = (match[2], match[3], catalog.tensors[fqn])
     for fqn in catalog.objects:
-        if match := _OPTIMIZER.fullmatch(fqn) or (_BARE.fullmatch(fqn) if is_bare else None):
+        if match := match_of(fqn):
             wanted.append((fqn, match))
     values = Values(store)
     values.will_read(catalog.objects[fqn] for fqn, _ in wanted)
@@ -195,7 +216,7 @@ def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts, order: O
     groups = [numbered[n] for n in sorted(numbered)] or _grouped(by_name)
     if not all(_are_names(group.get("params")) for group in groups):
         return None
-    optimizer = Optimizer(prefix, state, groups)
+    optimizer = Optimizer(prefix, state, groups, has_order=bool(numbered))
     if not any(isinstance(p, int) for group in groups for p in group["params"]) and not (state and all(map(is_number, state))):
         return optimizer
     if not all(map(is_number, state)):
@@ -212,6 +233,7 @@ def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts, order: O
         {names[int(number)]: values for number, values in state.items()},
         [{**group, "params": [names[number] for number in group["params"]]} for group in groups],
         is_numbered=True,
+        has_order=True,
     )
 
 
@@ -357,8 +379,6 @@ def put_together(parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | 
             raise PlanError(f"two entries would get one name: {printable(name)!r}")
         tensors[name], paths[name] = replace(entry, fqn=name), path
     for optimizer in parts.optimizers:
-        if form == "ids" and not optimizer.is_numbered:
-            optimizer = _in_order(optimizer, parts.model)
         for path, value in _named(optimizer, "ids" if optimizer.is_unnamed else form):
             name = join(path)
             paths[name] = path
@@ -371,11 +391,33 @@ def put_together(parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | 
     return Catalog("parts", tensors, objects, paths)
 
 
-def _in_order(optimizer: Optimizer, model: Mapping[str, TensorEntry]) -> Optimizer:
-    """Returns an optimizer whose groups list their parameters in the order of the model, as `AdamW(model.parameters())` does."""
-    places = {fqn: number for number, fqn in enumerate(model)}
+def in_order(optimizer: Optimizer, order: Order | None) -> Optimizer:
+    """Returns an optimizer whose groups list their parameters in the order in which its numbers count them.
+
+    Args:
+        optimizer: by name.
+        order: what the user says; it is needed where each parameter has options of its own, since nothing else tells the order.
+
+    Raises:
+        PlanError: nobody knows the order, or what the user says does not fit.
+    """
+    if optimizer.has_order or optimizer.is_unnamed:
+        return optimizer
+    if isinstance(order, Mapping):
+        order = order.get(optimizer.prefix)
+    names = order.names if isinstance(order, ModelOrder) else order
+    mine = {strip_wrappers(fqn): fqn for group in optimizer.groups for fqn in group["params"]}
+    listed = [mine[bare] for name in names or () if (bare := strip_wrappers(name)) in mine]
+    if sorted(listed) != sorted(mine.values()):
+        missing = next((fqn for fqn in mine.values() if fqn not in listed), "")
+        what = f"--param-order lacks {printable(missing)!r}" if names else "nothing tells the order of its parameters"
+        raise PlanError(
+            f"{printable(optimizer.prefix) or 'the optimizer'} cannot be numbered: {what}",
+            hint="name all parameters in the order of the job's optimizer: --param-order FILE",
+        )
+    places = {fqn: number for number, fqn in enumerate(listed)}
     return replace(
-        optimizer, groups=[{**g, "params": sorted(g["params"], key=lambda f: places.get(f, len(places)))} for g in optimizer.groups]
+        optimizer, groups=[{**g, "params": sorted(g["params"], key=places.__getitem__)} for g in optimizer.groups], has_order=True
     )
 
 

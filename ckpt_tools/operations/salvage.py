@@ -19,7 +19,7 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.move import Options, Path_, transfer
 from ckpt_tools.operations.result import TransferResult
 from ckpt_tools.operations.side_files import left_beside
-from ckpt_tools.operations.verify import Verification
+from ckpt_tools.operations.verification import Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,9 @@ def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult
     work = Verification(src, options)
     problems, _ = work.compare(quick=False) if work.manifest else work.examine_all(quick=False)
     catalog = work.require_catalog()
-    lost = sorted({p.fqn for p in problems if p.fqn} | catalog.unread.keys())
-    problems = [*problems, *(Problem("", f"not read: {kind}", fqn) for fqn, kind in catalog.unread.items())]
+    unread = {**catalog.unread, **work.find_unread({p.fqn for p in problems}), **catalog.unknown}
+    lost = sorted({p.fqn for p in problems if p.fqn} | unread.keys())
+    problems = [*problems, *(Problem("", f"not read: {kind}", fqn) for fqn, kind in unread.items())]
     gone = set(lost)
     kept = keep(catalog, lambda fqn: fqn not in gone)
     if not kept.tensors and not kept.objects:

@@ -20,13 +20,14 @@ from ckpt_tools.checksum import crc32, crc64nvme, hex64, join_crc32, join_crc64
 from ckpt_tools.commit import add_file
 from ckpt_tools.engine.prints import Fingerprints, Piece, Pieces
 from ckpt_tools.errors import IntegrityError, PlanError, printable
-from ckpt_tools.formats import INDEXES, folder_of
+from ckpt_tools.formats import INDEXES, folder_of, is_ours
+from ckpt_tools.formats.base import note_of
 from ckpt_tools.integrity import Problem
 from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_file, seal_tensors
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.batches import Batch
 from ckpt_tools.operations.move import Path_, Reading
-from ckpt_tools.operations.verify import Record, Verification
+from ckpt_tools.operations.verification import Record, Verification
 from ckpt_tools.plan import num_cells, plan_values
 from ckpt_tools.storage import RemoteStore, read
 
@@ -79,6 +80,14 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     if not index and not file:
         raise PlanError(f"only what has one index can be sealed: {printable(work.store.url)}", hint="reshard it first")
     sizes = dict(work.catalog.file_sizes)
+    strange = (
+        [] if file else [name for name in folder.list_files() if is_ours(name) and name not in (*sizes, index) and note_of(name) is None]
+    )
+    if strange:
+        raise PlanError(
+            f"files that look like a part of it and are none: {printable(', '.join(strange[:8]))} ({printable(work.store.url)})",
+            hint="an older save into the same directory left them: move them away first",
+        )
     found = _Found(work, sizes)
     for batch in work.batches(sizes):
         found.add(batch)

@@ -16,6 +16,8 @@ from ckpt_tools.catalog import (
     TensorEntry,
     check_globs,
     chooser,
+    find_model,
+    is_other_state,
     keep,
     key_path,
     kinds_of,
@@ -38,6 +40,8 @@ from ckpt_tools.operations.shapes import lay_beside
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.storage import is_url
 from ckpt_tools.storage.upload import MIN_PART_BYTES
+
+_SHOWN = 12
 
 
 @checked(Options)
@@ -95,7 +99,7 @@ def merge(
     targets = [whole_tensor(t, target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
     request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
     alter, notes = adapters.read_lora(lora, catalog, model) if lora is not None else (None, [])
-    notes += uncast(catalog.tensors.values(), dtype)
+    notes += [*uncast(catalog.tensors.values(), dtype), *unknown_values(source.catalog, only_model=True)]
     if source.remote is not None and is_url(target.url):
         request = replace(request, small_first=MIN_PART_BYTES)
     result = transfer(
@@ -137,9 +141,28 @@ def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = N
     targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(rank_boxes(t, world_size, to_ranks))) for t in catalog.tensors.values()]
     request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
     result = transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
-    others = catalog.extras.get("other values")
-    notes = [f"values of types that are not known stay behind: {others}"] if others else []
-    return replace(result, notes=(*result.notes, *notes, *left_beside(catalog)))
+    return replace(result, notes=(*result.notes, *unknown_values(catalog), *left_beside(catalog)))
+
+
+def unknown_values(catalog: Catalog, only_model: bool = False) -> list[str]:
+    """Returns notes on values that are not read as they were written.
+
+    Args:
+        catalog: of the source.
+        only_model: those of the model alone.
+    """
+    prefix = ".".join(find_model(catalog))
+    names = [
+        name
+        for name in catalog.unknown
+        if not only_model or (name.startswith(f"{prefix}.") if prefix else not is_other_state(key_path(catalog, name)[0]))
+    ]
+    some = ", ".join(f"{printable(name)} ({printable(catalog.unknown[name])})" for name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    numbers = catalog.extras.get("NumPy numbers") if not only_model else None
+    return ([f"values of types that are not known stay behind: {some}{more}"] if names else []) + (
+        [f"NumPy numbers: {numbers}"] if numbers else []
+    )
 
 
 def _source(src: Path_, options: Options) -> Source:

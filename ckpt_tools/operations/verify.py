@@ -7,34 +7,17 @@ keeps. May import levels 0 to 4 and the parts of this folder.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
-from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry
-from ckpt_tools.checksum import crc32, hex64
-from ckpt_tools.engine.run import run
-from ckpt_tools.engine.scan import Finding, ScanSink
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
-from ckpt_tools.engine.sinks import Checksum, HashSink
-from ckpt_tools.errors import CatalogError, FormatError, printable
-from ckpt_tools.formats import Format, detect, folder_of, is_ours, safetensors
-from ckpt_tools.formats.base import MANIFEST, note_of
-from ckpt_tools.formats.zip_check import examine
-from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
-from ckpt_tools.manifest import Manifest, names_in, of_store, parse
+from ckpt_tools.engine.scan import Finding
+from ckpt_tools.errors import PlanError
+from ckpt_tools.integrity import Problem
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.batches import Batch, cut_batches, one_batch
-from ckpt_tools.operations.cached import find_damaged
-from ckpt_tools.operations.move import Path_, Reading, no_bar
-from ckpt_tools.operations.shapes import lay_beside
-from ckpt_tools.plan import plan_objects, plan_values
-from ckpt_tools.soundness import flaws
-from ckpt_tools.steps import PIN
-from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, read
+from ckpt_tools.operations.move import Path_, Reading
+from ckpt_tools.operations.verification import Verification
 from ckpt_tools.team import ALONE, Team, agree
 
 
@@ -87,6 +70,8 @@ def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Un
         FormatError: its index is malformed, and there is no manifest to say more.
         StorageError: it cannot be read.
     """
+    if quick and deep:
+        raise PlanError("quick reads no values, and deep looks at them", hint="give one of the two")
     team: Team = options.get("team") or ALONE
     with team.phase("open"):
         work = Verification(src, options)
@@ -96,352 +81,14 @@ def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Un
     if not problems and not work.num_entries and not (work.catalog and work.catalog.unread):
         problems = [Problem("", "it holds no tensor and no object, so there is nothing that could be whole")]
     lost = sorted({p.fqn for p in problems if p.fqn})
-    findings = work.scan(set(lost)) if deep and work.catalog else []
+    unread = work.catalog.unread if work.catalog else {}
+    if work.catalog and not quick and work.remote is None:
+        unread = {**unread, **work.find_unread(set(lost))}
+    findings = work.scan({*lost, *unread}) if deep and work.catalog else []
     work.store.close()
     sizes = work.sizes
     return VerifyResult(
         work.store.url, work.manifest is not None, len(sizes), sum(sizes.values()), work.num_entries, problems, lost, unknown,
-        work.catalog.unread if work.catalog else {}, work.extra(), work.notes, findings,
+        unread, work.extra(), work.notes, findings,
         time.monotonic() - began,
     )  # fmt: skip
-
-
-class Record(NamedTuple):
-    """A record of an archive, with the CRC-32 that it is to have."""
-
-    extent: Extent
-    archive: Extent
-
-
-class Verification:
-    """One look at a checkpoint that may be damaged: its files, its manifest, and its catalog as far as it can be read.
-
-    Attributes:
-        store, format: where it was found.
-        remote: the object store that it lies in, None on a disk.
-        manifest: None where there is none.
-        catalog: None where the index cannot be read; not proved whole.
-    """
-
-    def __init__(self, src: Path_, options: Reading) -> None:
-        self.options = options
-        store, self.format = detect(src, options.get("storage_options"), lay_beside(options.get("shapes")))
-        self.store: Store = store
-        self._unreadable: list[Problem] = []
-        self.notes: list[str] = []
-        folder, name = folder_of(self.store)
-        self.remote = folder if isinstance(folder, RemoteStore) else None
-        self.manifest: Manifest | None = None
-        self.catalog: Catalog | None = None
-        try:
-            self.manifest = of_store(self.store)
-        except FormatError as error:
-            self._unreadable += [Problem(name, f"cannot be read: {error}") for name in names_in(folder, name)]
-        try:
-            self.catalog = self._read_catalog(self.format)
-        except (FormatError, CatalogError) as error:
-            self.catalog = self._read_rest()
-            if self.catalog is None and self.manifest is None and not self._unreadable:
-                raise
-            if self.catalog is None:
-                index = self.manifest.index[0] if self.manifest and self.manifest.index else next(iter(self.store.list_files()))
-                self._unreadable.append(Problem(index, f"cannot be read: {error}"))
-        self.store = Overlay(self.store, self.catalog.made if self.catalog else {})
-        self._flaws = list(flaws(self.catalog)) if self.catalog else []
-        self._jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
-        self._memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
-        self._bar = options.get("progress") or no_bar
-        self.team = options.get("team") or ALONE
-
-    def _read_catalog(self, form: Format) -> Catalog:
-        try:
-            return form.read_catalog(self.store)
-        except (FormatError, CatalogError):
-            if self.remote is None:
-                raise
-            return form.read_catalog(self.store)  # a bit may have flipped on the way
-
-    def _read_rest(self) -> Catalog | None:
-        """Returns what can be read where some files cannot, each of which says by itself what it holds; None for nothing."""
-        read_readable = getattr(self.format, "read_readable", None)
-        if read_readable is None:
-            return None
-        try:
-            catalog: Catalog
-            catalog, broken, lost = read_readable(self.store)
-        except (FormatError, CatalogError):
-            return None
-        for file, error in broken.items():
-            names = [fqn for fqn, at in lost.items() if at == file]
-            self._unreadable += [Problem(file, f"cannot be read: {error}", fqn) for fqn in names or [""]]
-        return catalog
-
-    @property
-    def num_entries(self) -> int:
-        """Tensors and objects."""
-        return len(self.catalog.tensors) + len(self.catalog.objects) if self.catalog else 0
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes of every data file that belongs to it."""
-        if self.manifest:
-            return {name: sealed.nbytes for name, sealed in self.manifest.files.items()}
-        return self.catalog.file_sizes if self.catalog else {}
-
-    def require_catalog(self) -> Catalog:
-        """Returns the catalog.
-
-        Raises:
-            FormatError: it cannot be read.
-        """
-        if self.catalog is None:
-            raise FormatError(f"nobody knows what lies where: {self._unreadable[-1]}", hint="the index is lost; restore it from a copy")
-        return self.catalog
-
-    def _problem(self, file: str, what: str, fqn: str, extent: Extent | None = None) -> Problem:
-        rank = self.catalog.ranks.get(file) if self.catalog else None
-        return Problem(file, what, fqn, extent.start if extent else None, extent.nbytes if extent else None, rank)
-
-    def structure(self) -> list[Problem]:
-        """Returns what is wrong that needs no data to be read."""
-        return self._unreadable + self.flaws()
-
-    def flaws(self) -> list[Problem]:
-        """Returns what is wrong with the structure: chunks that are missing, out of bounds, or overlap."""
-        return [self._problem(f.file, f.error.args[0].removesuffix(f" (needed by {printable(f.fqn)!r})"), f.fqn) for f in self._flaws]
-
-    # ---- against the manifest --------------------------------------------------------------------------------------------
-
-    def compare(self, quick: bool) -> tuple[list[Problem], list[str]]:
-        """Compares files with the manifest; returns what is wrong, down to the entries, and the files that could not be compared."""
-        assert self.manifest is not None
-        manifest = self.manifest
-        files = list_sealed(manifest, self.store)
-        problems = [*compare_names(manifest, self.store), *self._unreadable, *_extra(manifest, files)]
-        same = {name: s.nbytes for name, s in manifest.files.items() if files.get(name) == s.nbytes}
-        crcs = self._ask(same) if quick else self.hash(same)
-        damaged = list(compare_bytes(manifest, crcs))
-        if damaged and not quick and self.remote is not None:  # it may have happened on the way
-            self.store.close()
-            crcs |= self.hash({p.file: same[p.file] for p in damaged})
-            damaged = list(compare_bytes(manifest, crcs))
-        found = self.flaws() + ([] if quick else self._locate({p.file for p in damaged}))
-        return problems + damaged + found, [name for name in same if crcs.get(name) is None]
-
-    def extra(self) -> list[str]:
-        """Returns the files of a sealed directory that no save wrote; those that look like a part of it are problems."""
-        manifest = self.manifest
-        if manifest is None or manifest.index is None:
-            return []
-        known = {*manifest.files, manifest.index[0]}
-        return [name for name in self.store.list_files(below=True) if name not in known and not is_ours(name) and name != PIN]
-
-    def _ask(self, files: Iterable[str]) -> dict[str, int | None]:
-        """Returns the checksums that a store keeps; a disk keeps none."""
-        return {name: about.crc64 for name, about in self.remote.about_all(files).items()} if self.remote else {}
-
-    def hash(self, files: Mapping[str, int]) -> dict[str, int | None]:
-        """Reads files and returns their CRC-64/NVME."""
-        with self._bar("verify", sum(files.values())) as advance:
-            return {**hash_files(self.store, files, self._jobs, self._memory, self._scaled(advance), self.team)}
-
-    def _scaled(self, advance: Callable[[int], None]) -> Callable[[int], None]:
-        """Returns what moves the one bar of a team: the others are about as far."""
-        return lambda nbytes: advance(nbytes * self.team.size)
-
-    def _locate(self, files: set[str]) -> list[Problem]:
-        """Returns which entries the damage in some files hits."""
-        if not files or not self.catalog:
-            return []
-        problems, _ = self._examine(files)
-        bad = {p.fqn for p in problems}
-        assert self.manifest is not None
-        sealed = self.manifest.tensors
-        others = [t for t in self._whole_tensors(files) if t.fqn in sealed and t.fqn not in bad]  # no zip, or one without checksums
-        prints = self.fingerprints(others, self.format.locate(self.store, others))
-        for tensor in others:
-            if hex64(prints.get(tensor.fqn, 0)) != sealed[tensor.fqn].fingerprint:
-                extent = next(c.extent for c in tensor.chunks if c.extent.file in files)
-                problems.append(self._problem(extent.file, "is damaged: its fingerprint is not what the manifest says", tensor.fqn, extent))
-        return problems
-
-    def _whole_tensors(self, files: set[str] | None = None) -> list[TensorEntry]:
-        """Returns the tensors without structural flaws, in certain files."""
-        assert self.catalog is not None
-        broken = {f.fqn for f in self._flaws}
-        return [
-            t for t in self.catalog.tensors.values()
-            if t.fqn not in broken and (files is None or any(c.extent.file in files for c in t.chunks))
-        ]  # fmt: skip
-
-    def fingerprints(self, tensors: Sequence[TensorEntry], located: Mapping[Extent, Extent]) -> Mapping[str, int]:
-        """Reads tensors, whose packed payloads are where they were located, and returns their fingerprints."""
-        sink = HashSink()
-        tiles = tile_bytes(self._memory, self._jobs)
-        run_shared(plan_values(tensors), located, tiles, self.store, sink, self._jobs, None, self.team)
-        return sink.fingerprints.join()
-
-    # ---- without ---------------------------------------------------------------------------------------------------------
-
-    def examine_all(self, quick: bool) -> tuple[list[Problem], list[str]]:
-        """Compares structure and the checksums of zip records; returns what is wrong, and the files with bytes that have no checksum."""
-        problems = self.structure()
-        if self.catalog is None:
-            return problems, []
-        if quick:
-            return problems, sorted(self.catalog.file_sizes)
-        found, unknown = self._examine(set(self.catalog.file_sizes))
-        cached = self._compare_blobs([*unknown, safetensors.INDEX])
-        found += [Problem(file, "is damaged: its hash is not the name of its blob") for file, is_damaged in cached.items() if is_damaged]
-        left = [file for file in unknown if file not in cached]
-        return problems + found, [] if left and self._is_renamed() else left
-
-    def _is_renamed(self) -> bool:
-        """Tells whether this is one file that was renamed, and all its bytes are as the manifest beside its old name says."""
-        folder, name = folder_of(self.store)
-        sizes = folder.list_files() if name else {}
-        for note in sizes:
-            kind, beside = note_of(note) or ("", "")
-            if kind != MANIFEST or not beside or beside in sizes:
-                continue
-            with suppress(FormatError):  # it says nothing of this file
-                manifest = parse(read(folder, note), note)
-                (file,) = manifest.files.values() if len(manifest.files) == 1 else (None,)
-                if file is None or file.nbytes != sizes[name]:
-                    continue
-                if list(compare_bytes(manifest, {next(iter(manifest.files)): self.hash({name: file.nbytes})[name]})):
-                    self.notes.append(f"{printable(note)} is the manifest of another file of this length, or of this one before it changed")
-                    continue
-                self.notes.append(f"it was renamed: {printable(note)} is its manifest, and its bytes are right; ckpt seal writes a new one")
-                return True
-        return False
-
-    def _compare_blobs(self, files: Sequence[str]) -> dict[str, bool]:
-        """Tells which files of a Hugging Face cache are damaged; a team shares them."""
-        folder, _ = folder_of(self.store)
-        if not isinstance(folder, LocalStore):
-            return {}
-        sizes = {name: nbytes for name, nbytes in self.store.list_files().items() if name in files and folder.blob_name(name)}
-        mine = list(sizes)[self.team.rank :: self.team.size]
-        with self._bar("verify", sum(sizes.values())) as advance:
-            found = find_damaged(folder, mine, self._jobs, self._scaled(advance)) if mine else {}
-        return {name: bad for part in self.team.all_gather(found, "compare blobs") for name, bad in part.items()}
-
-    def _examine(self, files: set[str]) -> tuple[list[Problem], list[str]]:
-        """Compares the CRC-32 of every record of the archives in some files."""
-        problems, unknown = [], set[str]()
-        for batch in self.batches({name: nbytes for name, nbytes in self.sizes.items() if name in files}, only_archives=True):
-            wrong, without, left = self.look_at_archives(batch)
-            (crcs,) = self.hash_ranges({key: record for key, (record, _) in left.items()}, crc32, store=batch.store)
-            problems += wrong + self.compare_records(left, crcs)
-            unknown |= without
-        return problems, sorted(unknown | self.files_without_archives(files))
-
-    def batches(self, sizes: Mapping[str, int], only_archives: bool = False, is_one: bool = False) -> Iterator[Batch]:
-        """Yields the bytes of some files, each once: from an object store in batches that are held in memory.
-
-        Several processes share each look, so all of them would fetch each batch: there, all is one.
-
-        Args:
-            sizes: bytes of each file.
-            only_archives: leave out what lies in no archive.
-            is_one: all in one batch, whatever the store.
-        """
-        assert self.catalog is not None
-        owners = {extent: fqn for fqn, extent in self._items() if extent.file in sizes}
-        shared = [e for e in self.catalog.archives if e.file in sizes]
-        archives = shared + [e for e, fqn in owners.items() if e.packing != RAW or self._is_object(fqn)]
-        if self.remote is None or self.team.size > 1 or is_one:
-            return one_batch(self.store, sizes, archives)
-        return cut_batches(self.store, sizes, archives, only_archives)
-
-    def files_without_archives(self, files: set[str]) -> set[str]:
-        """Returns the files, of some, with bytes of tensors that lie in no archive, so that nobody keeps a checksum of them."""
-        assert self.catalog is not None
-        bare = {e.file for fqn, e in self._items() if e.file in files and e.packing == RAW and not self._is_object(fqn)}
-        return bare - {e.file for e in self.catalog.archives}
-
-    def look_at_archives(self, batch: Batch) -> tuple[list[Problem], set[str], dict[str, Record]]:
-        """Returns what is wrong around the records of archives, the files of those that have no checksum, and the records whose own is
-        still to be compared.
-        """
-        problems: list[Problem] = []
-        unknown: set[str] = set()
-        left: dict[str, Record] = {}
-        for found in examine(batch.store, batch.archives):
-            if found.problem:
-                problems += self._of_entries(found.problem, found.extent, found.extent)
-            if not found.is_sealed:
-                unknown.add(found.extent.file)
-            left |= {f"{e.file}:{e.start}": Record(e, found.extent) for e in found.left}
-        return problems, unknown, left
-
-    def compare_records(self, left: Mapping[str, Record], crcs: Mapping[str, int]) -> list[Problem]:
-        """Returns the records whose CRC-32 is another one than their archive has."""
-        wrong = {key: record for key, (record, _) in left.items() if crcs[key] != record.crc32}
-        if wrong and self.remote is not None:  # it may have happened on the way
-            self.store.close()
-            crcs = {**crcs, **self.hash_ranges(wrong, crc32)[0]}
-        problems: list[Problem] = []
-        for key, record in wrong.items():
-            if crcs[key] != record.crc32:
-                what = f"is damaged: expected CRC-32 {record.crc32:08x}, got {crcs[key]:08x}"
-                problems += self._of_entries(what, record, left[key].archive)
-        return problems
-
-    def _of_entries(self, what: str, where: Extent, archive: Extent) -> list[Problem]:
-        """Returns a problem for each entry that lies in a damaged range, or in the archive if it is its own; else for the file."""
-        names = [fqn for fqn, e in self._items() if e == archive or (e.packing == RAW and where != archive and _is_part(e, where))]
-        return [self._problem(where.file, what, fqn, where) for fqn in names or [""]]
-
-    def _items(self) -> Iterable[tuple[str, Extent]]:
-        """Yields every extent that lies in its file, with the entry that it belongs to."""
-        assert self.catalog is not None
-        sizes = self.catalog.file_sizes
-        for tensor in self.catalog.tensors.values():
-            yield from ((tensor.fqn, c.extent) for c in tensor.chunks if _is_within(c.extent, sizes))
-        for item in self.catalog.objects.values():
-            yield from ((item.fqn, e) for e in (item.extent, *item.replicas) if _is_within(e, sizes))
-
-    def _is_object(self, fqn: str) -> bool:
-        return self.catalog is not None and fqn in self.catalog.objects
-
-    def hash_ranges(self, extents: Mapping[str, Extent], *checksums: Checksum, store: Store | None = None) -> list[Mapping[str, int]]:
-        """Reads ranges of files, from the checkpoint's store if no other is given; returns, for each kind of checksum, theirs by key."""
-        sink = HashSink(*checksums)
-        with self._bar("verify", sum(e.nbytes for e in extents.values())) as advance:
-            tiles = tile_bytes(self._memory, self._jobs)
-            run_shared(plan_objects(extents), {}, tiles, store or self.store, sink, self._jobs, self._scaled(advance), self.team)
-        return [{**dict.fromkeys(extents, 0), **found.join()} for found in sink.found]  # that of no bytes is 0
-
-    # ---- the values ------------------------------------------------------------------------------------------------------
-
-    def scan(self, lost: set[str]) -> list[Finding]:
-        """Looks at the values of all tensors that can be read."""
-        tensors, team = [t for t in self._whole_tensors() if t.fqn not in lost], self.team
-        plan, sink = plan_values(tensors), ScanSink()
-        share = shares(plan, team.size)[team.rank]
-        taken = {t.fqn for t in in_share(plan, share)}
-        with self._bar("scan", sum(t.nbytes for t in tensors)) as advance, team.phase("scan"):
-            located = self.format.locate(self.store, [t for t in tensors if t.fqn in taken])
-            steps = schedule(plan, located, *tile_bytes(self._memory, self._jobs), share)
-            run(steps, self.store, sink, self._jobs, self._scaled(advance))
-        sink.share(team)
-        return sink.findings(tensors)
-
-
-def _extra(manifest: Manifest, files: Iterable[str]) -> list[Problem]:
-    """Returns the files that look like a part of the checkpoint and are none; a single file stands among others."""
-    if manifest.index is None:
-        return []
-    known = {*manifest.files, manifest.index[0]}
-    strange = [n for n in files if is_ours(n) and n not in known and not note_of(n)]  # an attempt at another one may be at work
-    return [Problem(n, "is no part of this checkpoint") for n in strange]
-
-
-def _is_within(extent: Extent, sizes: Mapping[str, int]) -> bool:
-    return extent.nbytes > 0 <= extent.start and extent.start + extent.nbytes <= sizes.get(extent.file, -1)
-
-
-def _is_part(extent: Extent, record: Extent) -> bool:
-    return extent.file == record.file and record.start <= extent.start < record.start + record.nbytes
