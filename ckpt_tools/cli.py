@@ -42,6 +42,7 @@ from ckpt_tools.options import (
     reading_options,
     size,
 )  # fmt: skip
+from ckpt_tools.storage.base import is_url
 from ckpt_tools.team import Team, is_launched
 from ckpt_tools.version import __version__
 
@@ -74,6 +75,15 @@ class Command(typer.core.TyperCommand):
             param_decls=["--stats"], is_flag=True, default=False, expose_value=False, help=words, show_default=False, callback=_show_stats
         )
         self.params.append(stats)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Refuses options of an object store where none is named."""
+        paths = [ctx.params.get(name) for name in ("src", "dst", "a", "b", "root", "step")]
+        if ctx.params.get("storage_option") and not any(map(is_url, paths)):
+            raise typer.BadParameter("no object store is named", param_hint="--storage-option")
+        if ctx.params.get("to_storage_option") and not is_url(ctx.params.get("dst")):
+            raise typer.BadParameter("DST is in no object store", param_hint="--to-storage-option")
+        return super().invoke(ctx)
 
 
 def _show_stats(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:

@@ -52,7 +52,7 @@ _TABLE = (
     DType("float8_e8m0fnu", "F8_E8M0", _UNTYPED, 8),
     DType("float8_e4m3fnuz", "F8_E4M3FNUZ", _UNTYPED, 8),
     DType("float8_e5m2fnuz", "F8_E5M2FNUZ", _UNTYPED, 8),
-    DType("float4_e2m1fn_x2", None, _UNTYPED, 8),
+    DType("float4_e2m1fn_x2", "F4", _UNTYPED, 8),
 )
 BY_NAME = {d.name: d for d in _TABLE}
 MAX_ITEMSIZE = max(d.itemsize for d in _TABLE)

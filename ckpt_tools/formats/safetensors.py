@@ -28,6 +28,7 @@ NAME = "safetensors"
 SUFFIX = ".safetensors"
 LOOKS_FOR = f"*{SUFFIX}"
 locate, guess = locate_bare, guess_bare
+_PAIRS = "F4"  # two values in a byte
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 1 << 28
@@ -252,7 +253,7 @@ def _entries(header: dict[str, Any], name: str, size: int) -> dict[str, TensorEn
         shape, offsets = fields["shape"], fields["data_offsets"]
         if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > 64:
             raise FormatError(f"a tensor's shape or data_offsets are not counts: {printable(str((shape, offsets)))} ({where})")
-        entry = TensorEntry(fqn, by_tag(str(fields["dtype"]), where), tuple(shape), ())
+        entry = TensorEntry(fqn, by_tag(str(fields["dtype"]), where), _in_bytes(fields["dtype"], shape, where), ())
         if offsets[1] - offsets[0] != entry.nbytes:
             raise FormatError(f"data_offsets do not fit the shape: expected {entry.nbytes} bytes, got {offsets} ({where})")
         extent = Extent(name, base + offsets[0], entry.nbytes)
@@ -272,6 +273,15 @@ def _entries(header: dict[str, Any], name: str, size: int) -> dict[str, TensorEn
     return entries
 
 
+def _in_bytes(tag: str, shape: Sequence[int], where: str) -> tuple[int, ...]:
+    """Returns the shape of a tensor as torch has it: an element of it holds two values of four bits, and the file counts values."""
+    if tag != _PAIRS:
+        return tuple(shape)
+    if not shape or shape[-1] % 2:
+        raise FormatError(f"values of four bits go in pairs: expected an even last dim, got {list(shape)} ({where})")
+    return (*shape[:-1], shape[-1] // 2)
+
+
 def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < _MAX_SIZE for n in value)
 
@@ -287,7 +297,7 @@ def lay_out(request: Request) -> Target:
     """
     if any(t.fqn == "__metadata__" for t in request.tensors):
         raise PlanError("safetensors cannot hold a tensor named '__metadata__'", hint="leave it out with --exclude __metadata__")
-    untagged = [t for t in request.tensors if t.dtype.tag is None]
+    untagged = [t for t in request.tensors if t.dtype.tag is None or (t.dtype.tag == _PAIRS and not t.shape)]
     if untagged:
         raise PlanError(
             "safetensors cannot hold " + ", ".join(f"{printable(t.fqn)!r} ({t.dtype.name})" for t in untagged[:8]),
@@ -324,7 +334,8 @@ def _render_header(tensors: Iterable[Any]) -> bytes:
     at = 0
     for tensor in tensors:
         nbytes = whole(tensor.shape).numel * tensor.dtype.itemsize
-        table[tensor.fqn] = {"dtype": tensor.dtype.tag, "shape": list(tensor.shape), "data_offsets": [at, at + nbytes]}
+        shape = [*tensor.shape[:-1], 2 * tensor.shape[-1]] if tensor.dtype.tag == _PAIRS else list(tensor.shape)
+        table[tensor.fqn] = {"dtype": tensor.dtype.tag, "shape": shape, "data_offsets": [at, at + nbytes]}
         at += nbytes
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-(len(text) + 8) % _PAGE_BYTES)  # so that whole pages are written, and mapped tensors lie on pages
