@@ -5,7 +5,6 @@ May import everything below the manager.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import uuid
@@ -23,14 +22,13 @@ from ckpt_tools.live.group import Group
 from ckpt_tools.live.save import Layout, SaveReport, write
 from ckpt_tools.live.waiting import is_outage, pause_of, result_of, told
 from ckpt_tools.lock import RootLock
+from ckpt_tools.logs import log
 from ckpt_tools.manifest import find
 from ckpt_tools.mirror import Mirror
 from ckpt_tools.retention import retain
 from ckpt_tools.steps import step_name
 from ckpt_tools.storage import is_url
 from ckpt_tools.superseded import Note, write_note
-
-log = logging.getLogger("ckpt_tools")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ May import everything below the manager but the live state.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 from ckpt_tools import rollback
 from ckpt_tools.errors import IntegrityError, NotACheckpointError, StorageError, printable
 from ckpt_tools.live.waiting import told
+from ckpt_tools.logs import log
 from ckpt_tools.steps import Latest, latest_of, list_steps, number_of
 from ckpt_tools.storage import is_url
 
-log = logging.getLogger("ckpt_tools")
 Chosen = tuple[int, Path | str | None]
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ckpt_tools.box import Box, ManyCopies, whole
 from ckpt_tools.dtypes import DType
-from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.errors import FormatError, PlanError, printable
 
 RAW, TORCH_ZIP, ZIP = "raw", "torch_zip", "zip"
 
@@ -175,6 +175,17 @@ class Catalog:
         return f"{printable(file)} of rank {self.ranks[file]}" if file in self.ranks else printable(file)
 
 
+def check_names(catalog: Catalog) -> None:
+    """Refuses names that no file can hold again.
+
+    Raises:
+        FormatError: a name has half of a character that takes two, or is longer than any name of a parameter.
+    """
+    for fqn in chain(catalog.tensors, catalog.objects, catalog.unread, catalog.unknown):
+        if len(fqn) > _MAX_NAME or (not fqn.isascii() and any("\ud800" <= c <= "\udfff" for c in fqn)):
+            raise FormatError(f"the name of an entry is no text, or too long: {printable(fqn)!r}")
+
+
 # ---- views: the same bytes under other names, or fewer of them -----------------------------------------------------------
 
 
@@ -265,6 +276,7 @@ def refuse_unread(catalog: Catalog, hint: str = "leave them out: --exclude GLOB"
         raise PlanError(f"tensors of kinds that ckpt does not read: {', '.join(some)}{more}", hint=hint)
 
 
+_MAX_NAME = 1 << 16
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 

@@ -21,8 +21,9 @@ import typer
 import typer.core
 
 from ckpt_tools import cli_runs
-from ckpt_tools.errors import CheckpointError, PlanError, printable
+from ckpt_tools.errors import CheckpointError, PlanError, printable, printable_lines
 from ckpt_tools.options import (
+    Command,
     DryRun,
     Jobs,
     Json,
@@ -42,7 +43,6 @@ from ckpt_tools.options import (
     reading_options,
     size,
 )  # fmt: skip
-from ckpt_tools.storage.base import is_url
 from ckpt_tools.team import Team, is_launched
 from ckpt_tools.version import __version__
 
@@ -63,42 +63,6 @@ class _Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             _fail(f"interrupted; {stop.args[0] if stop.args else 'nothing was left at the destination'}", None, 130)
-
-
-class Command(typer.core.TyperCommand):
-    """A verb. Each takes `--stats`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        words = "Say on stderr how many requests an object store got from this process, and how many bytes."
-        stats = typer.core.TyperOption(
-            param_decls=["--stats"], is_flag=True, default=False, expose_value=False, help=words, show_default=False, callback=_show_stats
-        )
-        self.params.append(stats)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Refuses options of an object store where none is named."""
-        paths = [ctx.params.get(name) for name in ("src", "dst", "a", "b", "root", "step")]
-        if ctx.params.get("storage_option") and not any(map(is_url, paths)):
-            raise typer.BadParameter("no object store is named", param_hint="--storage-option")
-        if ctx.params.get("to_storage_option") and not is_url(ctx.params.get("dst")):
-            raise typer.BadParameter("DST is in no object store", param_hint="--to-storage-option")
-        return super().invoke(ctx)
-
-
-def _show_stats(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
-    """Has the requests shown once the verb has ended, also if it fails."""
-    if is_wanted and not context.resilient_parsing:
-        context.call_on_close(_print_stats)
-
-
-def _print_stats() -> None:
-    from ckpt_tools import render
-    from ckpt_tools.storage.base import ALL_TRAFFIC as TRAFFIC
-
-    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(TRAFFIC.kinds.items()))
-    bytes_ = f"{render.size(TRAFFIC.nbytes)} received, {render.size(TRAFFIC.sent_nbytes)} sent"
-    print(f"{render.count(TRAFFIC.requests, 'request')}{f' ({kinds})' if kinds else ''}, {bytes_}", file=sys.stderr)
 
 
 app = typer.Typer(
@@ -254,6 +218,7 @@ def verify(
     src: Source,
     quick: Annotated[bool, typer.Option("--quick", help="Read no data: names, sizes, the index, and the checksums that an object store keeps.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also look at the values: NaN, infinity, nothing but zeros, nothing but one value.")] = False,
+    require_manifest: Annotated[bool, typer.Option("--require-manifest", help="Exit status 14 where there is no manifest to compare with.")] = False,
     storage_option: StorageOption = None, shapes: Shapes = None, jobs: Jobs = None, memory: Memory = None, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Find out whether a checkpoint is whole, and what of it is not. Exit status 1 where something is wrong.
@@ -264,7 +229,13 @@ def verify(
     from ckpt_tools import verdicts
     from ckpt_tools.operations.verify import verify as run
 
-    result = run(src, quick=quick, deep=deep, **reading_options(jobs, memory, quiet or as_json, storage_option, shapes))
+    result = run(
+        src,
+        quick=quick,
+        deep=deep,
+        require_manifest=require_manifest,
+        **reading_options(jobs, memory, quiet or as_json, storage_option, shapes),
+    )
     if as_json and is_first():
         print(json.dumps(plain(result)))
     elif not quiet and is_first():
@@ -415,9 +386,9 @@ def _fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn
     if kind and "--json" in sys.argv[1:]:
         print(json.dumps({"error": kind, "message": message, "hint": hint, "exit_code": code}))
     red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{red}error:{plain} {message}", file=sys.stderr)
+    print(f"{red}error:{plain} {printable_lines(message)}", file=sys.stderr)
     if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+        print(f"hint: {printable_lines(hint)}", file=sys.stderr)
     raise SystemExit(code)
 
 

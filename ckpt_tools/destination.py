@@ -191,7 +191,7 @@ def _files_of(store: LocalStore) -> set[str]:
     with suppress(CheckpointError):  # else it says nothing of what it has
         known |= detect_in(store)[1].read_catalog(store).file_sizes.keys()
     for name in names_in(store):
-        with suppress(FormatError):  # it vouches for nothing
+        with suppress(CheckpointError):  # it vouches for nothing
             manifest = parse(read(store, name), name)
             sizes = {file: sealed.nbytes for file, sealed in manifest.files.items() if _has_size(store, file, sealed.nbytes)}
             data = {file for file in sizes if is_ours(file)}

@@ -17,6 +17,17 @@ from __future__ import annotations
 
 import re
 
+_USER = re.compile(r"(?<=://)[^/@\s'\"]+@")
+_SIGNED = re.compile(
+    r"(?i)([?&](?:x-amz-[\w-]+|x-goog-[\w-]+|s(?:ig|ignature|e|p|v|r|t|kt|koid)|(?:access_?)?token|key|awsaccesskeyid|key-pair-id|googleaccessid"
+    r"|expires|policy|credential)=)[^&\s'\")]+"
+)
+
+
+def redacted(text: str) -> str:
+    """Returns a text without the secrets of URLs: names of users, passwords, and the values of signed queries."""
+    return _SIGNED.sub(r"\1***", _USER.sub("***@", text))
+
 
 class CheckpointError(Exception):
     """The root of the tree: `except CheckpointError` catches whatever this package reports."""
@@ -24,8 +35,8 @@ class CheckpointError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.hint = hint
+        super().__init__(redacted(message))
+        self.hint = hint = redacted(hint) if hint else hint
         if hint:
             self.add_note(f"hint: {hint}")  # below the message in a traceback
 
@@ -85,11 +96,20 @@ class PeerError(CheckpointError):
     exit_code = 16
 
 
-_ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_ESCAPED = re.compile(  # controls, Unicode's category Cf, separators of lines, surrogates, and letters that show nothing
+    "[\x00-\x1f\x7f-\x9f\u00ad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u115f\u1160\u17b4\u17b5\u180b-\u180f"
+    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb"
+    "\U000110bd\U000110cd\U00013430-\U0001345f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
 _PRINTABLE_CHARS = 512
 
 
+def printable_lines(text: str) -> str:
+    """Returns a message made safe for a terminal, its own lines kept: names in it were made printable one by one."""
+    return "\n".join(_ESCAPED.sub(lambda found: ascii(found[0])[1:-1], line) for line in text.split("\n"))
+
+
 def printable(text: str) -> str:
-    """Returns text from a checkpoint made safe for a terminal: controls, bidi and zero-width characters escaped."""
+    """Returns text from a checkpoint made safe for a terminal: one line, with nothing that controls it or that nobody sees."""
     shown = text if len(text) <= _PRINTABLE_CHARS else f"{text[:_PRINTABLE_CHARS]}… ({len(text)} characters)"
     return _ESCAPED.sub(lambda found: ascii(found[0])[1:-1], shown)

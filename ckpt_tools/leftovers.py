@@ -7,7 +7,6 @@ which the newest byte is older than a grace by the store's own clock. May import
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import os
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
@@ -17,10 +16,10 @@ from ckpt_tools.commit import remove_dead
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats import INDEXES, is_ours
 from ckpt_tools.formats.base import LOCK, UPLOADS, note_of
+from ckpt_tools.logs import log
 from ckpt_tools.storage import RemoteStore, is_url
 from ckpt_tools.storage.s3 import S3
 
-log = logging.getLogger("ckpt_tools")
 GRACE_S = 24 * 3600.0
 
 

@@ -7,9 +7,9 @@ when the job no longer does. May import levels 0 to 3, commit and flock.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -22,11 +22,11 @@ from ckpt_tools.commit import make_folder
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.flock import release, try_lock
 from ckpt_tools.formats.base import LOCK
+from ckpt_tools.logs import log
 from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.local import failed
 from ckpt_tools.storage.remote import Look
 
-log = logging.getLogger("ckpt_tools")
 LEASE_S, RENEW_S = 60.0, 20.0
 _LOOK_S = 1.0  # between two looks at the lease of another job
 
@@ -104,6 +104,23 @@ def _parse(data: bytes) -> tuple[dict[str, Any], str]:
 # ---- on a disk -----------------------------------------------------------------------------------------------------------
 
 
+def _check_own(fd: int, path: Path) -> None:
+    """Refuses a file that is not this job's to write into: it could be a name of somebody's file.
+
+    Raises:
+        StorageError: it is no regular file, has another name too, or belongs to somebody else.
+    """
+    found, above = os.fstat(fd), os.stat(path.parent)
+    problem = (
+        "it is no regular file" if not stat.S_ISREG(found.st_mode)
+        else "it is a second name of another file" if found.st_nlink > 1
+        else f"it belongs to user {found.st_uid}" if found.st_uid not in (os.geteuid(), above.st_uid)
+        else ""
+    )  # fmt: skip
+    if problem:
+        raise StorageError(f"the lock of a run is not used, since {problem}: {printable(str(path))}", hint="look at it, and remove it")
+
+
 class FileLock:
     """See `RootLock`: a locked file in the root, which is made if it is not there."""
 
@@ -121,9 +138,14 @@ class FileLock:
         path = self.root / LOCK
         try:
             make_folder(self.root.absolute())
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise failed("create", path, error) from error
+        try:
+            _check_own(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
         is_mine = try_lock(fd)
         if is_mine is False:
             holder, text = _parse(os.pread(fd, 4096, 0))

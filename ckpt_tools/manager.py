@@ -13,7 +13,6 @@ Imports torch. May import everything below the command.
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
 import signal
@@ -43,11 +42,11 @@ from ckpt_tools.live.signals import SignalWatch
 from ckpt_tools.live.state import Exported, export, name_of_rank
 from ckpt_tools.live.waiting import retry_outage
 from ckpt_tools.lock import FileLock, Lease, see_lock
+from ckpt_tools.logs import log
 from ckpt_tools.mirror import Mirror
 from ckpt_tools.steps import Step, damage, find_step, latest, list_steps, step_name
 from ckpt_tools.storage import check_url, is_url, local_path
 
-log = logging.getLogger("ckpt_tools")
 _MAX_STEP = 10**18
 
 

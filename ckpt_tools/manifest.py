@@ -21,7 +21,7 @@ from ckpt_tools.plan import Plan
 from ckpt_tools.storage import Store, read
 from ckpt_tools.version import __version__
 
-VERSION = 2  # 1 had no checksum of its own
+VERSION = 2  # 1, of the days before the first release, had no checksum of its own: nobody could tell whether it was changed
 CHECKSUM = "crc64nvme"
 
 
@@ -110,13 +110,13 @@ def parse(data: bytes, where: str) -> Manifest:
     """
     try:
         body = json.loads(data)
-        if body["ckpt_manifest"] not in (1, VERSION) or body["checksum"] != CHECKSUM:
+        if body["ckpt_manifest"] != VERSION or body["checksum"] != CHECKSUM:
             raise FormatError(
                 f"a manifest of another version: expected {VERSION} with {CHECKSUM},"
                 f" got {printable(str(body['ckpt_manifest']))} with {printable(str(body['checksum']))} ({printable(where)})"
             )
         own = _OWN.search(data)
-        if body["ckpt_manifest"] == VERSION and (own is None or hex64(crc64nvme(data[: own.start()])) != own[1].decode()):
+        if own is None or hex64(crc64nvme(data[: own.start()])) != own[1].decode():
             raise FormatError(f"a manifest is damaged: its checksum is not that of its text ({printable(where)})")
         index = body["index"]
         return Manifest(

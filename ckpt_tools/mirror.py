@@ -5,7 +5,6 @@ One process copies, one step at a time, and always the newest that is waiting. M
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -17,14 +16,13 @@ from ckpt_tools import rollback
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.leftovers import remove_leftovers
 from ckpt_tools.live.waiting import FIRST_WORD_S, NEXT_WORD_S, told
+from ckpt_tools.logs import log
 from ckpt_tools.manifest import find
 from ckpt_tools.operations.copy import copy
 from ckpt_tools.retention import remove, retain
 from ckpt_tools.steps import find_step, latest, list_steps, rollbacks
 from ckpt_tools.storage import LocalStore
 from ckpt_tools.superseded import remove_note, write_note
-
-log = logging.getLogger("ckpt_tools")
 
 
 class Mirror:

@@ -17,11 +17,50 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
+import typer.core
 
 from ckpt_tools.errors import printable
+from ckpt_tools.storage.base import is_url
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.move import Options, Reading
+
+
+class Command(typer.core.TyperCommand):
+    """A verb. Each takes `--stats`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        words = "Say on stderr how many requests an object store got from this process, and how many bytes."
+        stats = typer.core.TyperOption(
+            param_decls=["--stats"], is_flag=True, default=False, expose_value=False, help=words, show_default=False, callback=_show_stats
+        )
+        self.params.append(stats)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Refuses options of an object store where none is named."""
+        paths = [ctx.params.get(name) for name in ("src", "dst", "a", "b", "root", "step")]
+        if ctx.params.get("storage_option") and not any(map(is_url, paths)):
+            raise typer.BadParameter("no object store is named", param_hint="--storage-option")
+        if ctx.params.get("to_storage_option") and not is_url(ctx.params.get("dst")):
+            raise typer.BadParameter("DST is in no object store", param_hint="--to-storage-option")
+        return super().invoke(ctx)
+
+
+def _show_stats(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+    """Has the requests shown once the verb has ended, also if it fails."""
+    if is_wanted and not context.resilient_parsing:
+        context.call_on_close(_print_stats)
+
+
+def _print_stats() -> None:
+    from ckpt_tools import render
+    from ckpt_tools.storage.base import ALL_TRAFFIC as TRAFFIC
+
+    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(TRAFFIC.kinds.items()))
+    bytes_ = f"{render.size(TRAFFIC.nbytes)} received, {render.size(TRAFFIC.sent_nbytes)} sent"
+    print(f"{render.count(TRAFFIC.requests, 'request')}{f' ({kinds})' if kinds else ''}, {bytes_}", file=sys.stderr)
+
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 

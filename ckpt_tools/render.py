@@ -270,8 +270,8 @@ def show_steps(steps: Sequence[Step]) -> None:
     """Prints the steps of a run, a line each."""
     rows = []
     for step in steps:
-        made, ranks = ("", "") if step.manifest is None else (step.manifest.created, str(step.manifest.world_size or ""))
-        state = f"incomplete: {step.problem}" if step.problem else "complete" if step.manifest else "complete (another tool's)"
+        made, ranks = ("", "") if step.manifest is None else (printable(str(step.manifest.created)), str(step.manifest.world_size or ""))
+        state = f"incomplete: {printable(step.problem)}" if step.problem else "complete" if step.manifest else "complete (another tool's)"
         state = "superseded by a rollback" if step.superseded_by else state
         state += ", pinned" if step.is_pinned else ""
         rows.append(

@@ -5,7 +5,6 @@ May import everything below the manager.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,13 +16,13 @@ from ckpt_tools.commit import sync_directory, trash_path
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
 from ckpt_tools.formats import INDEXES, is_ours
 from ckpt_tools.formats.base import PIN, note_of
+from ckpt_tools.logs import log
 from ckpt_tools.manifest import names_in
 from ckpt_tools.operations.verify import verify
 from ckpt_tools.steps import Root, Step, damage, find_step, survey
 from ckpt_tools.storage import RemoteStore, is_url, local_path, write_file
 from ckpt_tools.storage.local import failed
 
-log = logging.getLogger("ckpt_tools")
 _MAX_NAMES = 3
 Options = Mapping[str, Any] | None
 
@@ -49,8 +48,7 @@ def removable(steps: Iterable[Step], keep_last: int | None, keep_every: int | No
     """Returns the steps that the numbers let go: never one of the newest `keep_last` complete ones, never the only one.
 
     Args:
-        steps: from `list_steps`. Those that are incomplete or superseded, and links, are neither counted nor removed. Those of other tools
-            are counted only.
+        steps: from `list_steps`. Those that are incomplete, superseded or without a manifest, and links, are neither counted nor removed.
         keep_last: how many of the newest complete ones stay, at least 1; all where None.
         keep_every: steps whose number is a multiple of this stay for good.
         kept: paths that stay whatever the rules say.
@@ -64,7 +62,8 @@ def removable(steps: Iterable[Step], keep_last: int | None, keep_every: int | No
 
 
 def _counts(step: Step) -> bool:
-    return not step.problem and not step.superseded_by and not os.path.islink(step.path)
+    """Tells whether a step is one that must stay for others to go: sealed, and complete. Nothing proves one that has no manifest."""
+    return step.manifest is not None and not step.problem and not step.superseded_by and not os.path.islink(step.path)
 
 
 def prune(

@@ -6,13 +6,13 @@ Nothing removes them but their owner. May import everything below the manager.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckpt_tools.commit import sync_directory
 from ckpt_tools.errors import printable
+from ckpt_tools.logs import log
 from ckpt_tools.operations.copy import copy
 from ckpt_tools.renames import publish_name
 from ckpt_tools.retention import remove_files
@@ -20,7 +20,6 @@ from ckpt_tools.steps import Root, Step, list_steps, rollbacks
 from ckpt_tools.storage import RemoteStore, is_url
 from ckpt_tools.superseded import Note, remove_note, write_note
 
-log = logging.getLogger("ckpt_tools")
 Options = Mapping[str, Any] | None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats import INDEXES, detect_in
+from ckpt_tools.formats import INDEXES, detect_in, prove
 from ckpt_tools.formats.base import PIN
 from ckpt_tools.integrity import first_problem
 from ckpt_tools.manifest import Manifest, find
@@ -22,7 +22,7 @@ from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, local_pat
 from ckpt_tools.storage.local import failed
 from ckpt_tools.superseded import SUPERSEDED, Note, read_notes
 
-_STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?(\d{1,18})")
+_STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?([0-9]{1,18})")
 _LOOKERS = 16  # each waits for a store
 Root = str | os.PathLike[str]
 Options = Mapping[str, Any] | None
@@ -206,12 +206,18 @@ def look_at(number: int, store: Store | Path) -> Step:
     try:
         files = store.list_files()
         manifest = find(store)
-        problem = _foreign_problem(store) if manifest is None else first_problem(manifest, store)
+        problem = _foreign_problem(store) if manifest is None else first_problem(manifest, store) or _other_number(number, manifest)
         return Step(number, path, sum(files.values()), manifest, problem, store, is_pinned=PIN in files)
     except CheckpointError as error:
         return Step(number, path, 0, None, str(error), store)
     finally:
         store.close()
+
+
+def _other_number(number: int, manifest: Manifest) -> str:
+    """Returns what is wrong with a step that is a copy of another one, "" for nothing."""
+    is_other = number and type(manifest.step) is int and manifest.step != number
+    return f"it is a copy of step {manifest.step}, by its manifest" if is_other else ""
 
 
 def _foreign_problem(store: Store) -> str:
@@ -222,10 +228,21 @@ def _foreign_problem(store: Store) -> str:
     return ""
 
 
+def unsound(step: Step) -> str:
+    """Reads the index of a step without a manifest, and returns why it cannot be resumed from; "" for nothing, and for a sealed step."""
+    if step.problem or step.manifest is not None:
+        return step.problem
+    try:
+        prove(_open(step))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def damage(step: Step | None) -> str:
     """Reads a step in full and returns what is wrong with it, "" for nothing; without a manifest there is nothing to compare."""
     if step is None or step.problem or step.manifest is None:
-        return step.problem if step is not None else "it is gone"
+        return unsound(step) if step is not None else "it is gone"
     store = _open(step)
     try:
         return first_problem(step.manifest, store, reads_all=True)
@@ -252,7 +269,7 @@ def _latest(found: _Found, verify: bool, skip: Container[Path | str], victims: M
         step = _judged(look_at(number, store), victims)
         if step.path in skip or step.superseded_by or not _is_visible(step):
             continue
-        problem = damage(step) if verify else step.problem
+        problem = damage(step) if verify else unsound(step)
         if not problem:
             return Latest(step, passed)
         passed.append((step.path, problem))

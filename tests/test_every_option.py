@@ -24,7 +24,7 @@ ARGUMENTS = {
 NEEDED = {"reshard": "--to 2", "convert": "--to dcp", "prune": "--keep-last 1"}
 FLAGS = {
     "--tree", "--ranks", "--json", "--stats", "--keep-prefix", "--overwrite", "--resume", "--dry-run", "--quiet", "--model-only", "--quick",
-    "--deep", "--read-all", "--verify", "--remove", "--check",
+    "--deep", "--read-all", "--verify", "--remove", "--check", "--require-manifest",
 }  # fmt: skip
 NOTHING = {  # a value that matches nothing, or that is none, of every other option; more words that it needs
     "--select": "zz*", "--exclude": "zz*", "--dtype": "fp17", "--keep-dtype": "zz* --dtype bf16", "--max-shard-size": "0B", "--lora": "no/such",

@@ -15,7 +15,7 @@ LIVE = [
     for name in "group launch shards objects archives optimizers state restore rename numbers divide share match save load".split()
 ]
 LEVELS = [
-    ["errors", "box", "dtypes", "checksum", "version", "team", "flock", "live.at_exit", "live.signals", "live.waiting"],
+    ["errors", "logs", "box", "dtypes", "checksum", "version", "team", "flock", "live.at_exit", "live.signals", "live.waiting"],
     [
         "catalog",
         "chunks",
@@ -33,7 +33,7 @@ LEVELS = [
         "storage.upload",
         "storage.stream",
     ],
-    ["storage.local", "storage.memory", "storage.overlay", "storage.held", "storage.remote", "storage", "plan"],
+    ["storage.local", "storage.memory", "storage.overlay", "storage.held", "storage.side", "storage.remote", "storage", "plan"],
     [
         "formats.base",
         "formats.pickle_scan",
@@ -88,6 +88,7 @@ LEVELS = [
     [
         "operations.arguments",
         "operations.batches",
+        "operations.children",
         "operations.cached",
         "operations.proof",
         "operations.inspect",

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError
 from ckpt_tools.manifest import Manifest
 from ckpt_tools.retention import pin, prune, removable
@@ -26,19 +27,23 @@ from tests.test_remote import run_ckpt
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
+STEPS = (10, 20, 30)
+
+
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run")
-    with CheckpointManager(root) as checkpoints:
-        checkpoints.save(1, {"w": torch.arange(100.0), "b": torch.ones(3, 2), "note": "x"}, asynchronous=False)
-    return root / step_name(1)
+    with CheckpointManager(root, keep_last=None) as checkpoints:
+        for step in STEPS:
+            checkpoints.save(step, {"w": torch.arange(100.0), "b": torch.ones(3, 2), "note": "x"}, asynchronous=False)
+    return root
 
 
 @pytest.fixture
 def run(template: Path, tmp_path: Path) -> Path:
-    """A run with the steps 10, 20 and 30."""
-    for number in (10, 20, 30):
-        shutil.copytree(template, tmp_path / step_name(number))
+    """A run with those steps."""
+    for number in STEPS:
+        shutil.copytree(template / step_name(number), tmp_path / step_name(number))
     return tmp_path
 
 
@@ -56,7 +61,7 @@ def flip(path: Path, at: int = 200) -> None:
     path.write_bytes(data)
 
 
-def test_a_stock_checkpoint_counts_as_a_step_but_is_never_removed(run: Path) -> None:
+def test_a_stock_checkpoint_is_a_step_and_never_removed(run: Path) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=run / "step-2", no_dist=True)
     assert numbers(prune(run, 1).removed) == [10, 20]
     assert numbers(list_steps(run)) == [2, 30]
@@ -185,20 +190,39 @@ def test_the_newest_is_read_before_all_others_go(run: Path, ckpt: Run) -> None:
 
 def test_every_step_that_is_counted_is_read_where_asked_for(run: Path) -> None:
     flip(run / step_name(20) / "__0_0.distcp")
-    shutil.copytree(run / step_name(30), run / step_name(5))
+    ckpt_tools.reshard(run / step_name(30), run / step_name(5), to_ranks=1)
     assert numbers(prune(run, 2, dry_run=True).removed) == [5, 10]  # two stay, so none of them is alone
     result = prune(run, 2, reads=True)
     assert numbers(result.removed) == [5] and list(result.damaged) == [str(run / step_name(20))]
     assert left(run) == [step_name(10), step_name(20), step_name(30)]
 
 
-def test_the_newest_step_of_another_tool_is_read_as_well(run: Path) -> None:
-    """Stock DCP has no manifest: the checksums of its archives are compared."""
-    dcp.save({"w": torch.arange(500.0)}, checkpoint_id=run / "step-40", no_dist=True)
-    assert numbers(prune(run, 1, dry_run=True).removed) == [10, 20, 30]
-    flip(next((run / "step-40").glob("*.distcp")), 800)
-    result = prune(run, 1)
-    assert numbers(result.removed) == [10, 20] and list(result.damaged) == [str(run / "step-40")]
+FOREIGN = {
+    "garbage": lambda step, _: (step.mkdir(), (step / ".metadata").write_bytes(b"garbage")),
+    "no data": lambda step, _: (dcp.save({"w": torch.ones(3)}, checkpoint_id=step, no_dist=True), (step / "__0_0.distcp").unlink()),
+    "stock": lambda step, _: dcp.save({"w": torch.arange(500.0)}, checkpoint_id=step, no_dist=True),
+    "a copied step": lambda step, run: shutil.copytree(run / step_name(20), step),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_step_that_nobody_sealed_is_not_counted_and_not_removed(case: str, run: Path, ckpt: Run) -> None:
+    """However large its number: it could be planted, so that retention removes all real steps."""
+    planted = run / step_name(99)
+    FOREIGN[case](planted, run)
+    assert numbers(prune(run, 1, dry_run=True).removed) == [10, 20]
+    assert ckpt("prune", run, "--keep-last", 1).returncode == 0
+    assert left(run) == [step_name(30), step_name(99)]
+    with CheckpointManager(run, keep_last=1) as checkpoints:
+        state = {"w": torch.zeros(500 if case == "stock" else 100), "b": torch.zeros(3, 2), "note": ""}
+        if case == "stock":  # it is sound: the newest
+            assert checkpoints.resume({"w": state["w"]}) == 99
+            return
+        assert checkpoints.resume(state) == 30 and state["note"] == "x"
+        checkpoints.save(31, state, asynchronous=False)
+        checkpoints._writer._background().submit(int).result()
+    assert left(run)[-2:] == [step_name(31), step_name(99)]
+    assert ckpt("latest", run).stdout.strip() == str(run / step_name(31))
 
 
 def test_prune_goes_on_after_a_step_that_cannot_be_removed(run: Path, ckpt: Run) -> None:

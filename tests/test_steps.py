@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from awscrt.checksums import crc64nvme
 
 from ckpt_tools import CheckpointManager, FormatError, StorageError
 from ckpt_tools.leftovers import remove_leftovers
@@ -23,19 +24,23 @@ from ckpt_tools.steps import Step, damage, latest, list_steps, step_name
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
+STEPS = (900, 1000, 10000)
+
+
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run")
-    with CheckpointManager(root) as checkpoints:
-        checkpoints.save(1, {"w": torch.arange(100.0), "b": torch.ones(3, 2), "note": "x"}, asynchronous=False)
-    return root / step_name(1)
+    with CheckpointManager(root, keep_last=None) as checkpoints:
+        for step in STEPS:
+            checkpoints.save(step, {"w": torch.arange(100.0), "b": torch.ones(3, 2), "note": "x"}, asynchronous=False)
+    return root
 
 
 @pytest.fixture
 def run(template: Path, tmp_path: Path) -> Path:
-    """A run with the steps 900, 1000 and 10000."""
-    for number in (900, 1000, 10000):
-        shutil.copytree(template, tmp_path / step_name(number))
+    """A run with those steps."""
+    for number in STEPS:
+        shutil.copytree(template / step_name(number), tmp_path / step_name(number))
     return tmp_path
 
 
@@ -120,19 +125,30 @@ def test_a_step_that_stands_aside_for_one_that_never_came_is_brought_back(run: P
 
 MANIFEST = json.dumps(
     {
-        "ckpt_manifest": 1, "checksum": "crc64nvme", "attempt": "a", "created": "", "tool": "", "operation": "save", "format": "dcp", "source": {},
+        "ckpt_manifest": 2, "checksum": "crc64nvme", "attempt": "a", "created": "", "tool": "", "operation": "save", "format": "dcp", "source": {},
         "world_size": 1, "step": 3, "files": {"f": {"nbytes": 3, "crc64nvme": "0" * 16}}, "index": {"name": "i", "nbytes": 1, "crc64nvme": "f" * 16},
         "tensors": {"w": {"dtype": "float32", "shape": [1], "fingerprint": "0" * 16}},
     }
 ).encode()  # fmt: skip
 
 
+def signed(body: bytes) -> bytes:
+    """The manifest with the checksum of its own text, as an attacker can write it too."""
+    text = body.rstrip()[:-1]
+    return text + f',\n "crc64nvme": "{crc64nvme(text):016x}"\n}}\n'.encode()
+
+
 def without(key: str) -> bytes:
-    return json.dumps({k: v for k, v in json.loads(MANIFEST).items() if k != key}).encode()
+    return signed(json.dumps({k: v for k, v in json.loads(MANIFEST).items() if k != key}).encode())
 
 
 def with_runs(runs: object) -> bytes:
-    return MANIFEST.replace(b'{"nbytes": 3', b'{"runs": ' + json.dumps(runs).encode() + b', "nbytes": 3')
+    return signed(MANIFEST.replace(b'{"nbytes": 3', b'{"runs": ' + json.dumps(runs).encode() + b', "nbytes": 3'))
+
+
+def changed(old: bytes, new: bytes) -> bytes:
+    assert old in MANIFEST
+    return signed(MANIFEST.replace(old, new))
 
 
 def test_checksums_of_payloads_are_taken_along() -> None:
@@ -145,13 +161,17 @@ def test_runs_without_crc32_are_of_no_use() -> None:
     assert parse(with_runs([[0, 2, "1" * 16], [2, 1, "2" * 16]]), "here").files == {"f": (3, "0" * 16, ())}
 
 
+def test_the_manifest_of_these_tests_is_a_right_one() -> None:
+    assert parse(signed(MANIFEST), "here").step == 3
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"", b"{}", b"[]", b"\xff", b"[" * 100_000, MANIFEST[:-3], without("files"), without("tensors"), without("checksum"),
-        MANIFEST.replace(b'"nbytes": 3', b'"nbytes": -3'), MANIFEST.replace(b'"nbytes": 3', b'"nbytes": true'),
-        MANIFEST.replace(b'"shape": [1]', b'"shape": ["x"]'), MANIFEST.replace(b'"ckpt_manifest": 1', b'"ckpt_manifest": 2'),
-        MANIFEST.replace(b"ffffffffffffffff", b"FFFF"), MANIFEST.replace(b'"files": {', b'"files": 3, "x": {'),
+        changed(b'"nbytes": 3', b'"nbytes": -3'), changed(b'"nbytes": 3', b'"nbytes": true'), changed(b'"shape": [1]', b'"shape": ["x"]'),
+        changed(b"ffffffffffffffff", b"FFFF"), changed(b'"files": {', b'"files": 3, "x": {'),
+        changed(b'"ckpt_manifest": 2', b'"ckpt_manifest": 1'), MANIFEST.replace(b'"ckpt_manifest": 2', b'"ckpt_manifest": 1'), MANIFEST,
         with_runs([[0, 4, "0" * 16, "0" * 8]]), with_runs([[-1, 3, "0" * 16, "0" * 8]]), with_runs([[0, 0, "0" * 16, "0" * 8]]),
         with_runs([[0, 3, "0", "0" * 8]]), with_runs([[0, 3, "0" * 16, "0" * 16]]), with_runs([[0, 3]]),
         with_runs([[True, 2, "0" * 16, "0" * 8]]), with_runs(3), with_runs({"a": 1}),
@@ -163,7 +183,7 @@ def test_a_malformed_manifest_is_one_clear_error(data: bytes) -> None:
 
 
 def test_a_manifest_survives_rendering(template: Path) -> None:
-    text = manifest_of(template).read_bytes()
+    text = manifest_of(template / step_name(900)).read_bytes()
     assert parse(text, "m").render() == text
 
 

@@ -12,7 +12,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry
+from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check_names
 from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import accelerate, dcp, deepspeed, gguf, npz, per_rank, safetensors, torch_save
 from ckpt_tools.formats.base import ASIDE, Format, Request, TargetTensor, note_of, whole_tensor
@@ -57,7 +57,7 @@ class Source:
     @property
     def name(self) -> str:
         """The last segment of the path."""
-        return self.path.rstrip("/").rpartition("/")[2]
+        return self.path.rstrip("/").rpartition("/")[2].partition("?" if is_url(self.path) else "\0")[0]
 
     @property
     def local(self) -> Path | None:
@@ -192,7 +192,7 @@ def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, st
     store = RemoteStore(url, options)
     parent, _, name = store.url.rpartition("/")
     if "." in name and store.is_file():
-        return RemoteStore(parent, options), name
+        return RemoteStore(parent, options, given=name), name
     if not store.list_files() and not store.folders():
         raise NotACheckpointError(f"nothing lies at {printable(store.url)}")
     return store, ""
@@ -200,7 +200,8 @@ def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, st
 
 def _suffix(name: str) -> str:
     """Returns the suffix by which a file's format is known, "" for none."""
-    return next((suffix for suffix in _OF_FILES if name.endswith(suffix)), "")
+    bare = name.partition("?")[0]  # a query of a signed URL
+    return next((suffix for suffix in _OF_FILES if name.endswith(suffix) or bare.endswith(suffix)), "")
 
 
 def _file_format(path: str, name: str) -> Format:
@@ -295,8 +296,24 @@ def open_source(
 def _open(path: str | os.PathLike[str], options: Mapping[str, Any] | None, beside: Mapping[str, bytes] | None) -> Source:
     store, form = detect(path, options, beside)
     catalog = form.read_catalog(store)
+    check_names(catalog)
     check(catalog)
     return Source(store.url, Overlay(store, catalog.made) if catalog.made else store, form, catalog)
+
+
+def prove(store: Store) -> None:
+    """Reads the metadata of the checkpoint in or below a store, and proves it whole, as `open_source` does.
+
+    Raises:
+        CheckpointError: it is malformed, or something is missing.
+    """
+    inner, form = detect_in(store)
+    try:
+        catalog = form.read_catalog(inner)
+        check_names(catalog)
+        check(catalog)
+    finally:
+        inner.close()
 
 
 INDEXES = (dcp.LOOKS_FOR, safetensors.INDEX)

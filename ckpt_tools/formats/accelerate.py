@@ -11,7 +11,6 @@ wrote.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +25,7 @@ from ckpt_tools.formats.state_pickle import Path, is_value, leaves
 from ckpt_tools.formats.torch_save import Others, join, read_leaves, told
 from ckpt_tools.plan import Literal, Target
 from ckpt_tools.storage import Store, read
+from ckpt_tools.storage.side import parse_json
 
 NAME = "accelerate"
 LOOKS_FOR = "pytorch_model_fsdp_0/"
@@ -186,7 +186,7 @@ def _values(store: Store, files: Mapping[str, int], unknown: Others) -> Iterator
         try:
             if files[name] > _MAX_JSON_BYTES:
                 raise ValueError(f"{files[name]} bytes")
-            values = leaves(json.loads(read(store, name)), name)
+            values = leaves(parse_json(read(store, name)), name)
             yield from ((name, (match["progress"], *path), value) for path, value in values if is_value(value))
         except (ValueError, RecursionError) as error:
             raise FormatError(f"malformed: {printable(str(error))} ({name})") from error

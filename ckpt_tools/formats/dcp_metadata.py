@@ -125,6 +125,7 @@ class _Reader:
 
     def __init__(self, where: str, stubs: Mapping[str, type]) -> None:
         self.where, self.stubs = where, stubs
+        self.lists: dict[int, str] = {}
 
     def fail(self, what: str, got: object) -> FormatError:
         return FormatError(f"malformed DCP metadata: expected {what}, got {printable(repr(type(got).__name__))} ({self.where})")
@@ -171,6 +172,9 @@ class _Reader:
         chunks = fields.get("chunks")
         if not isinstance(chunks, list):
             raise self.fail("a list of chunks", chunks)
+        if chunks and self.lists.setdefault(id(chunks), fqn) != fqn:  # a few bytes each would stand for all of them
+            both = f"{printable(self.lists[id(chunks)])!r} and {printable(fqn)!r}"
+            raise FormatError(f"two tensors share one list of chunks: {both} ({self.where})")
         boxes: list[Any] = []
         chunk_type, ints = self.stubs["ChunkStorageMetadata"], self.ints
         for chunk in chunks:

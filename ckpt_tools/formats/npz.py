@@ -29,6 +29,7 @@ SUFFIX = ".npz"
 LOOKS_FOR = f"*{SUFFIX}"
 _TAIL_BYTES, _FRONT_BYTES = 64 << 10, 1 << 10
 _MAX_HEADER_BYTES = 64 << 10
+_MAX_DIGITS = 18
 _MAX_NDIM = 64
 _STORED, _ENCRYPTED = 0, 1
 _KINDS = {
@@ -36,7 +37,7 @@ _KINDS = {
     "u4": "uint32", "u2": "uint16", "u1": "uint8", "b1": "bool", "c8": "complex64", "c16": "complex128",
 }  # fmt: skip
 _HEADER = re.compile(
-    r"\{'descr': (?P<descr>'[^']*'|\[.*\]), 'fortran_order': (?P<order>True|False), 'shape': \((?P<shape>[\d, ]*)\), \} *\n?"
+    r"\{'descr': (?P<descr>'[^']*'|\[.*\]), 'fortran_order': (?P<order>True|False), 'shape': \((?P<shape>[0-9, ]*)\), \} *\n?"
 )
 locate, guess, recognise = locate_bare, guess_bare, recognise_none
 lay_out = only_read(".npz", hint="write safetensors, and numpy reads it by safetensors.numpy")
@@ -118,7 +119,8 @@ def _parse(header: bytes, where: str) -> tuple[DType, bool, tuple[int, ...]]:
     kind = _KINDS.get(descr[1:]) if descr[:1] in "<|=" else None
     if kind is None:
         raise FormatError(f"arrays of this type are not read: {printable(descr)[:60]}, expected little-endian numbers ({where})")
-    shape = tuple(int(n) for n in found["shape"].replace(" ", "").split(",") if n and len(n) < 20)
-    if len(shape) > _MAX_NDIM:
-        raise FormatError(f"an array has {len(shape)} dims ({where})")
+    sizes = [n for n in found["shape"].replace(" ", "").split(",") if n]
+    if len(sizes) > _MAX_NDIM or any(len(n) > _MAX_DIGITS for n in sizes):
+        raise FormatError(f"an array has a shape that no array has: ({printable(found['shape'][:60])}) ({where})")
+    shape = tuple(map(int, sizes))
     return BY_NAME[kind], found["order"] == "True", shape

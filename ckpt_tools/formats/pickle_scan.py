@@ -14,6 +14,7 @@ from ckpt_tools.errors import FormatError, UnsafePickleError
 
 MAX_PICKLE_BYTES = 1 << 30
 _MAX_LONG_BYTES = 64  # the state of a generator has 128 bits and more
+_LONG_BYTES, _MAX_LONGS = 6, 10_000  # integers of so many bytes: as a dict's keys, alone or in tuples, they can be made to hash alike
 _MAX_WEIGHT = 4096  # of a tuple: elements, with all that they hold; torch's have dozens
 _LIGHT = 6  # at least the weight of a Size of three dims, and of its arguments
 _STOP = ord(".")
@@ -22,7 +23,7 @@ _TAKES = {b"u": 0, b"e": 0, b"s": 2, b"a": 1, b"R": 1, b"\x81": 1, b"b": 1}  # h
 _WITH_ARGUMENT = b"hjKMJG"
 # What DCP writes by the million: a Size, and an object whose state has nothing but Sizes, texts, numbers and what was seen before.
 _TEXT = rb"\x8c(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + rb")"
-_LONG = rb"\x8a(?:\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
+_LONG = rb"\x8a(?:\x04.{4}|\x05.{5})"
 _SEEN = rb"(?:h.|j....)"
 _SIZE = _SEEN + rb"(?:(?:K.|M..|J....){1,3}+[\x85-\x87])\x94?\x85\x94?R\x94?"
 _VALUE = rb"(?:" + _SIZE + rb"|h.|K.|M..|[Jj]....|[N\x88\x89\x94]|" + _TEXT + rb"|" + _LONG + rb")"
@@ -68,6 +69,7 @@ class _Walk:
         self.data, self.where, self.with_persistent_ids = data, where, with_persistent_ids
         self.stack: list[int] = []
         self.marks: list[int] = []
+        self.num_longs = 0
         self.num_seen = 0  # how many values are remembered by MEMOIZE
         self.heavy: dict[int, int] = {}  # those of them that weigh something
 
@@ -169,6 +171,11 @@ class _Walk:
         if opcode == b"\x8a" and number[:1] > bytes([_MAX_LONG_BYTES]):
             raise self._refused(opcode, at)
         self.stack.append(1)
+        self.num_longs += opcode == b"\x8a" and number[:1] >= bytes([_LONG_BYTES])
+        if self.num_longs > _MAX_LONGS:
+            raise UnsafePickleError(
+                f"refused a pickle: it has more than {_MAX_LONGS} integers of {_LONG_BYTES} bytes or more ({self.where})"
+            )
         if opcode in (b"\x8c", b"\x8a"):
             return at + 2 + int.from_bytes(number[:1], "little")
         if opcode == b"X":

@@ -32,10 +32,16 @@ class Device(NamedTuple):
     number: int | None = None
 
 
-class Counted(NamedTuple):
-    """A `collections.Counter`, such as the milestones of a scheduler."""
+class Counted:
+    """A `collections.Counter`, such as the milestones of a scheduler. As a dict's key it is itself: its items are not hashed."""
 
-    items: tuple[tuple[Any, int], ...]
+    __slots__ = ("items",)
+
+    def __init__(self, items: tuple[tuple[Any, int], ...]) -> None:
+        self.items = items
+
+    def __repr__(self) -> str:
+        return f"Counted({self.items!r})"
 
 
 class Call(NamedTuple):

@@ -17,9 +17,10 @@ from ckpt_tools.box import Box
 from ckpt_tools.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError
 from ckpt_tools.formats.pickle_write import Counted, Device
-from ckpt_tools.formats.unpickle import load
+from ckpt_tools.formats.unpickle import Fixed, load
 
 _MAX_NODES, _MAX_DEPTH = 10_000_000, 64
+_NODES_PER_BYTE, _FEW_NODES = 4, 10_000  # of a pickle: a value that is held twice is walked twice
 Path = tuple[str | int, ...]
 
 
@@ -47,10 +48,22 @@ class Unread(NamedTuple):
     kind: str
 
 
-class Number(NamedTuple):
-    """A NumPy number, as Python has it."""
+class Number:
+    """A NumPy number, as Python has it. Each is a dict's key of its own: numbers that hash alike could be made at will."""
 
-    value: Any
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Complex:
+    """A complex number; see `Number`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, real: float, imaginary: float) -> None:
+        self.value = complex(real, imaginary)
 
 
 class Kept:
@@ -175,12 +188,12 @@ def _bytearray(data: object = b"", *more: object) -> object:
 def _complex(real: object = 0.0, imaginary: object = 0.0) -> object:
     if not isinstance(real, float) or not isinstance(imaginary, float):
         raise TypeError("not the parts of a complex number")
-    return complex(real, imaginary)
+    return Complex(real, imaginary)
 
 
 def _set(items: object = ()) -> object:
     """Returns a set of scalars; a stand-in for any other, whose items could be slow to compare."""
-    if not isinstance(items, (list, tuple)) or not all(is_scalar(item) for item in items):
+    if not isinstance(items, (list, tuple)) or not all(type(item) in _KEYS for item in items):
         return type("Foreign", (Kept,), {"label": "set"})(items)
     return set(items)
 
@@ -228,6 +241,7 @@ _KEPT = {
 
 def _rebuild_subclass(function: object, kind: object, args: object, state: object) -> View | Unread | Sharded | Pieces:
     """A tensor with attributes of its own, one of another class, a DTensor or a ShardedTensor."""
+    function = function.function if isinstance(function, Fixed) else function
     label = kind.label if isinstance(kind, type) and issubclass(kind, Kept) else ""
     if (kind == _TENSOR or label) and isinstance(args, tuple):
         made = function(*args) if function in (_rebuild, _rebuild_v3, _rebuild_parameter) else None
@@ -302,7 +316,12 @@ def unpickled(data: bytes, where: str, is_foreign: Callable[[str], object]) -> A
     return load(data, _Globals(is_foreign), f"data.pkl in {where}", persistent_load=_persistent)
 
 
-def leaves(root: object, where: str) -> Iterator[tuple[Path, object]]:
+def most_nodes(nbytes: int) -> int:
+    """Returns how many entries a state may have that a pickle of so many bytes builds."""
+    return min(_MAX_NODES, _FEW_NODES + _NODES_PER_BYTE * nbytes)
+
+
+def leaves(root: object, where: str, most: int = _MAX_NODES) -> Iterator[tuple[Path, object]]:
     """Yields tensors, values and stand-ins with the keys on the way, flattened as DCP does it.
 
     Dicts are walked through, and lists and tuples that hold a tensor or a dict with entries somewhere; any other list is one value, as
@@ -317,7 +336,7 @@ def leaves(root: object, where: str) -> Iterator[tuple[Path, object]]:
     while waiting:
         path, value = waiting.pop()
         seen += max(1, weight := _weigh(value, weights, 0, where))
-        if seen > _MAX_NODES or len(path) > _MAX_DEPTH:
+        if seen > most or len(path) > _MAX_DEPTH:
             raise FormatError(f"a state dict is too large or too deep: {seen:,} entries, {len(path)} levels ({where})")
         if isinstance(value, dict) and (value or not path):
             waiting += [((*path, _key(key)), item) for key, item in reversed(value.items())]
@@ -336,11 +355,11 @@ def plain(value: object) -> object:
     return value
 
 
-def without_numpy(value: Any) -> Any:
-    """Returns a value with Python's numbers in the place of NumPy's."""
-    if isinstance(value, Number):
+def python_numbers(value: Any) -> Any:
+    """Returns a value with Python's own numbers."""
+    if isinstance(value, Number | Complex):
         return value.value
-    return type(value)(map(without_numpy, value)) if type(value) in (list, tuple) else value
+    return type(value)(map(python_numbers, value)) if type(value) in (list, tuple) else value
 
 
 def has_numpy(value: object) -> bool:
@@ -385,7 +404,7 @@ def is_number(key: object) -> bool:
 
 def is_scalar(value: object) -> bool:
     """Tells whether a value is a text, a number, bytes or None."""
-    return value is None or type(value) in (str, int, float, bool, bytes, complex, Number)
+    return value is None or type(value) in (str, int, float, bool, bytes, complex, Complex, Number)
 
 
 def is_value(value: object) -> bool:

@@ -33,8 +33,9 @@ from ckpt_tools.formats.state_pickle import (
     is_value,
     kind_of,
     leaves,
+    most_nodes,
+    python_numbers,
     unpickled,
-    without_numpy,
 )
 from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, read_directory
 from ckpt_tools.formats.zip_write import Archive
@@ -187,6 +188,7 @@ class Opened:
         self._places: dict[str, tuple[int, Record]] = {}
         at = self._start(self._records["data.pkl"])
         data = read(store, name, at, self._records["data.pkl"].nbytes)
+        self.pickle_nbytes = len(data)
         self.root = unpickled(data, where, lambda kind: others.update({kind: 0}))
 
     def find(self, views: Iterable[View]) -> None:
@@ -235,7 +237,7 @@ def read_leaves(store: Store, name: str, size: int, others: Others) -> Iterator[
         FormatError: it is no such archive, or malformed.
     """
     opened = Opened(store, name, size, others)
-    found = list(leaves(opened.root, printable(name)))
+    found = list(leaves(opened.root, printable(name), most_nodes(opened.pickle_nbytes)))
     opened.find(view for _, value in found for view in views_of(value))
     for path, value in found:
         if isinstance(value, Unread):
@@ -243,7 +245,7 @@ def read_leaves(store: Store, name: str, size: int, others: Others) -> Iterator[
         elif isinstance(value, (View, Sharded, Pieces)) or is_value(value):
             if has_numpy(value):
                 others.numpy.append(path)
-                value = without_numpy(value)
+            value = python_numbers(value)
             yield path, value, tuple(opened.extent(view, join(path)) for view in views_of(value))
         else:
             others[kind_of(value)] += 1

@@ -13,6 +13,8 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 from ckpt_tools.errors import FormatError, UnsafePickleError, printable
@@ -22,6 +24,25 @@ _BROKEN = (
     pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError, OverflowError, MemoryError,
     RecursionError,
 )  # fmt: skip
+
+
+class Fixed:
+    """A function as a pickle gets it: it can be called, and nothing of it can be set.
+
+    The opcode BUILD sets attributes of any object. Those of a function, as its defaults, would stay for all pickles after this one.
+    """
+
+    __slots__ = ("function",)
+    function: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "function", function)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"it cannot be changed: {name}")
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
 
 
 def load(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str, persistent_load: Callable[[Any], Any] | None = None) -> Any:
@@ -43,7 +64,8 @@ def load(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str, persis
     class Restricted(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             try:
-                return allowed[module, name]
+                found = allowed[module, name]
+                return Fixed(found) if isinstance(found, FunctionType | partial) else found
             except KeyError:
                 raise UnsafePickleError(
                     f"refused a pickle: it asks for {printable(f'{module}.{name}')}, which no checkpoint needs ({where})",

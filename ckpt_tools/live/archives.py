@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError, UnsafePickleError, printable
+from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError, PlanError, UnsafePickleError, printable
+from ckpt_tools.formats.state_pickle import View
+from ckpt_tools.formats.torch_save import Others, read_leaves
 from ckpt_tools.live.objects import Key, Structure, decode, encode
+from ckpt_tools.storage import MemoryStore
+
+_EXPANDED = 64  # an expanded tensor is made whole when it is loaded
 
 
 def pack(value: Any, path: Key = ()) -> bytes:
@@ -44,6 +50,8 @@ def unpack(data: bytes, name: str, trust_pickle: bool, tensor: Callable[[str], A
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if any(i.compress_type or i.file_size > len(data) for i in archive.infolist()):
+                raise ValueError("a record is compressed, or longer than the archive")
             damaged = archive.testzip() if any(i.CRC for i in archive.infolist()) else None
     except Exception as error:  # zipfile has many for bytes that it did not expect
         raise IntegrityError(
@@ -51,6 +59,8 @@ def unpack(data: bytes, name: str, trust_pickle: bool, tensor: Callable[[str], A
         ) from error
     if damaged:
         raise IntegrityError(f"an object was damaged since it was written: {printable(damaged)} ({printable(name)!r})")
+    if not trust_pickle:
+        _check_archive(data, name)
     try:
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust_pickle)
     except Exception as error:  # whatever torch's unpickler trips over
@@ -63,6 +73,17 @@ def unpack(data: bytes, name: str, trust_pickle: bool, tensor: Callable[[str], A
             hint="no code of it was run; if you wrote the file, pass trust_pickle=True",
         ) from error
     return decode(value, tensor)
+
+
+def _check_archive(data: bytes, name: str) -> None:
+    """Reads an archive without running anything, before torch does: what it would take more memory for than it has bytes is refused.
+
+    Raises:
+        FormatError: it is malformed, or asks for lengths that nothing in it has.
+    """
+    for _, value, _ in read_leaves(MemoryStore({name: data}), name, len(data), Others()):
+        if isinstance(value, View) and math.prod(value.sizes) * value.dtype.itemsize > _EXPANDED * len(data):
+            raise FormatError(f"a tensor of an object is far larger than its archive: {list(value.sizes)} ({printable(name)!r})")
 
 
 def check_value(value: Any, path: Key) -> None:

@@ -12,7 +12,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-log = logging.getLogger("ckpt_tools")
+from ckpt_tools.logs import log
+
 _open: list[Callable[[], object]] = []
 _failed: list[BaseException] = []
 

@@ -6,7 +6,6 @@ it. Imports nothing of the package.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -15,7 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-log = logging.getLogger("ckpt_tools")
+from ckpt_tools.logs import log
+
 NOTED = (signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 1.0  # torchrun and Slurm both pass on one signal: a second one so soon is the same
 

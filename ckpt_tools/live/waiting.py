@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,8 +9,8 @@ from itertools import count
 from typing import TypeVar
 
 from ckpt_tools.errors import StorageError
+from ckpt_tools.logs import log
 
-log = logging.getLogger("ckpt_tools")
 T = TypeVar("T")
 FIRST_WORD_S, NEXT_WORD_S = 5.0, 60.0
 _LONGEST_PAUSE_S = 15.0

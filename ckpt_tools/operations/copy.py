@@ -22,7 +22,7 @@ from ckpt_tools.destination import Destination, Place, open_destination
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
 from ckpt_tools.engine.seals import RecordSeals
-from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
+from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable, redacted
 from ckpt_tools.formats import INDEXES, Source, is_ours, open_source
 from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_of, note_of
 from ckpt_tools.integrity import hash_files
@@ -99,11 +99,13 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
     agree(team, (sorted(work.files.items()), there))
     if there == "all":
         kept, note = sum(work.files.values()), "it is there already"
-        return CopyResult(source.path, target.url, work.files, kept, 0, 0, (note,), time.monotonic() - began)
+        return CopyResult(redacted(source.path), redacted(target.url), work.files, kept, 0, 0, (note,), time.monotonic() - began)
     if there == "another":
         raise StorageError(f"the destination exists: {printable(target.url)}", hint="choose another, or remove it first")
     if options.get("dry_run"):
-        return CopyResult(source.path, target.url, work.files, 0, sum(work.files.values()), 0, (), time.monotonic() - began, True)
+        return CopyResult(
+            redacted(source.path), redacted(target.url), work.files, 0, sum(work.files.values()), 0, (), time.monotonic() - began, True
+        )
     with team.phase("look at the room"):
         target.check_room(sum(work.files.values()))
     try:
@@ -116,7 +118,7 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
     source.store.close()
     moved = sum(work.missing.values())
     kept, client, within = sum(work.data.values()) - moved, 0 if work.is_within else moved, moved if work.is_within else 0
-    return CopyResult(source.path, target.url, work.files, kept, client, within, notes, time.monotonic() - began)
+    return CopyResult(redacted(source.path), redacted(target.url), work.files, kept, client, within, notes, time.monotonic() - began)
 
 
 def _check_suffix(source: Source, url: str) -> None:
@@ -125,8 +127,8 @@ def _check_suffix(source: Source, url: str) -> None:
     Raises:
         PlanError: it has another suffix than the source.
     """
-    suffix = os.path.splitext(source.path)[1] if source.is_file else ""
-    if source.is_file and os.path.splitext(url)[1] != suffix:
+    suffix = os.path.splitext(source.name)[1] if source.is_file else ""
+    if source.is_file and os.path.splitext(url.partition("?")[0] if is_url(url) else url)[1] != suffix:
         raise PlanError(
             f"a copy of a file is known by its suffix: expected a name that ends in {printable(suffix)}, got {printable(url)}",
             hint=f"give the whole name: {printable(url.rstrip('/'))}/{printable(source.name)}",

@@ -18,7 +18,7 @@ from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.compare import CompareSink, Tally
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
-from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.errors import FormatError, PlanError, printable, redacted
 from ckpt_tools.formats import Source, open_source
 from ckpt_tools.manifest import of_source
 from ckpt_tools.operations.arguments import checked
@@ -150,7 +150,8 @@ def diff(
     other = [x for x, _ in both if x.fqn in tallies and tallies[x.fqn].num_different]
     differences = [_difference(x, tallies[x.fqn], x.fqn in left.objects) for x in other]
     return DiffResult(
-        one.path, two.path, sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys()), changes, differences,
+        redacted(one.path), redacted(two.path), sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys()), changes,
+        differences,
         len(both) - len(differences), len(known), sum(x.nbytes for x, _ in both if x.fqn not in known), notes, time.monotonic() - began,
     )  # fmt: skip
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +16,12 @@ from ckpt_tools.catalog import Catalog, TensorEntry
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
-from ckpt_tools.errors import IntegrityError, PlanError, printable
+from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats import Source
+from ckpt_tools.operations.children import last_line, run_python
 from ckpt_tools.plan import plan_values
 from ckpt_tools.storage import is_url
+from ckpt_tools.storage.side import parse_json, read_beside
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".distcp", ".index.json")
 _MAX_FILE_BYTES = 256 << 20
@@ -33,8 +33,8 @@ import torch, transformers
 from safetensors import safe_open
 from pathlib import Path
 folder = Path(sys.argv[1])
-names = json.loads((folder / "config.json").read_text()).get("architectures") or ["AutoModel"]
-model, info = getattr(transformers, names[0]).from_pretrained(folder, output_loading_info=True, dtype="auto")
+kind = find_class(json.loads((folder / "config.json").read_text()).get("architectures"))
+model, info = kind.from_pretrained(folder, output_loading_info=True, dtype="auto", trust_remote_code=False, local_files_only=True)
 wrong = [f"{k}: {sorted(map(str, v))[:3]}" for k, v in info.items() if v]
 state = model.state_dict()
 for path in sorted(folder.glob("*.safetensors")):
@@ -53,8 +53,8 @@ def read_config(base: str | os.PathLike[str]) -> dict[str, Any]:
         PlanError: it has none that can be read.
     """
     try:
-        config = json.loads((Path(base) / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        config = parse_json(read_beside(base, "config.json"))
+    except (StorageError, ValueError) as error:
         raise PlanError(f"--base: no readable config.json in {printable(str(base))}: {printable(str(error))}") from error
     if not isinstance(config, dict):
         raise PlanError(f"--base: config.json holds no table ({printable(str(base))})")
@@ -74,9 +74,9 @@ def adapter_config(base: str | os.PathLike[str]) -> bytes:
         PlanError: it has none that can be read.
     """
     try:
-        data = (Path(base) / "adapter_config.json").read_bytes()
-        json.loads(data)
-    except (OSError, ValueError) as error:
+        data = read_beside(base, "adapter_config.json")
+        parse_json(data)
+    except (StorageError, ValueError) as error:
         raise PlanError(f"--base: no readable adapter_config.json in {printable(str(base))}: {printable(str(error))}") from error
     return data
 
@@ -104,12 +104,13 @@ def base_files(base: str | os.PathLike[str], dtypes: Sequence[str]) -> tuple[dic
     if floats:
         config["dtype" if "dtype" in config else "torch_dtype"] = max(set(floats), key=floats.count)
     files = {"config.json": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
-    for path in sorted(folder.iterdir()):
-        if path.name == "config.json" or path.name.startswith(".") or path.name.endswith(_WEIGHTS) or not path.is_file():
+    for name in sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)):
+        if name == "config.json" or name.startswith(".") or name.endswith(_WEIGHTS):
             continue
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise PlanError(f"--base: a file is too long to go along: {printable(path.name)}")
-        files[path.name] = path.read_bytes()
+        try:
+            files[name] = read_beside(folder, name, _MAX_FILE_BYTES)
+        except StorageError as error:
+            raise PlanError(f"--base: {error}", hint="move it away, or put the file itself in its place") from error
     return config, files
 
 
@@ -154,9 +155,9 @@ def check_loads(folder: str) -> None:
         PlanError: transformers is not installed, or cannot load it.
         IntegrityError: names are missing or unexpected, or a tensor is another than in the files.
     """
-    done = subprocess.run([sys.executable, "-c", _CHECK, folder], capture_output=True, text=True)
+    done = run_python(_CHECK, folder)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        last = last_line(done)
         advice = "; pip install transformers" if last.startswith("ModuleNotFoundError") else ""
         raise PlanError(
             f"transformers does not load the result: {printable(last)}", hint=f"what was written is complete at {folder}{advice}"

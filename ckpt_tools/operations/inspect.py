@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt_tools.catalog import Catalog, key_path, nbytes_by_file
+from ckpt_tools.errors import redacted
 from ckpt_tools.formats import open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.shapes import lay_beside
@@ -95,7 +96,8 @@ def inspect(
         _add(by_key, key_path(catalog, fqn)[0], 0, 1, item.extent.nbytes)
     total = Total(len(catalog.tensors), len(catalog.objects), catalog.nbytes)
     return Report(
-        str(source.path), catalog.format, catalog.world_size, catalog.extras, catalog, total, by_dtype, by_key, states, _files(catalog),
+        redacted(str(source.path)), catalog.format, catalog.world_size, catalog.extras, catalog, total, by_dtype, by_key, states,
+        _files(catalog),
         source.store.traffic,
     )  # fmt: skip
 

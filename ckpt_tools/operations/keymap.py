@@ -7,7 +7,6 @@ of them apply to the model and to what the optimizers keep for it. See docs/key_
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.catalog import TensorEntry
-from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats import Source
 from ckpt_tools.operations.parts import Parts
+from ckpt_tools.storage.side import parse_json, read_named
 from ckpt_tools.views import Rows, stack_rows, take_layer, take_rows
 
 _OWN = Path(__file__).parent.parent / "maps"
@@ -66,12 +66,12 @@ def read_map(path: str | os.PathLike[str], settings: Mapping[str, int] | None = 
     where = os.fspath(path)
     file = _OWN / f"{where}.json" if where in own_maps() else Path(where)
     try:
-        body = json.loads(file.read_text())
+        body = parse_json(read_named(file))
         if not isinstance(body, dict) or body.keys() - _KEYS:
             raise ValueError(f"expected a table with {', '.join(sorted(_KEYS))}")
         renames = [(re.compile(pattern), str(new)) for pattern, new in body.get("rename", [])]
         rules = {key: [_rule(key, rule) for rule in body.get(key, [])] for key in _FIELDS}
-    except (OSError, ValueError, TypeError, KeyError, re.error) as error:
+    except (StorageError, ValueError, TypeError, KeyError, re.error) as error:
         hint = f"maps that come along: {', '.join(own_maps())}"
         raise PlanError(f"not a key map: {printable(str(error))} ({printable(where)})", hint=hint) from error
     return KeyMap(where, renames, **rules, settings=settings or {})

@@ -23,7 +23,7 @@ from ckpt_tools.engine.run import Alter, Totals, run
 from ckpt_tools.engine.schedule import ALL, DEFAULT_MEMORY_BYTES, Share, Step, by_files, read_nbytes, schedule, tile_bytes
 from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable
+from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable, redacted
 from ckpt_tools.formats import Request, Source
 from ckpt_tools.formats.base import Format
 from ckpt_tools.manifest import Manifest, Sealed, SealedTensor, file_name, of_source, seal_file, seal_tensors
@@ -345,7 +345,7 @@ def _manifest(
         operation,
         target.format,
         {
-            "name": source.name,
+            "name": redacted(source.name),
             "format": catalog.format,
             "world_size": catalog.world_size,
             "save_id": catalog.extras.get("save_id"),

@@ -9,7 +9,6 @@ Source: torch 2.13 `torch/optim/optimizer.py`, `param_names`.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.catalog import TensorEntry, strip_wrappers
-from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.errors import FormatError, PlanError, StorageError, printable
+from ckpt_tools.storage.side import parse_json, read_named
 
 IN_ORDER = "model"
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # torch's own, which no optimizer has
-_MAX_ORDER_BYTES = 64 << 20
 LIKE_PARAMETER = (  # state that has its parameter's shape, by torch's optimizers and common others
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf", "sum", "ax",
     "acc_delta", "prev", "step_size", "exp_avg_diff", "hessian", "state1", "state2",
@@ -56,11 +55,9 @@ def read_order(order: str | os.PathLike[str] | Names | None) -> str | Names | No
         return _checked(order, "param_order")
     path, what = Path(order), f"--param-order {printable(os.fspath(order))}"
     try:
-        if path.stat().st_size > _MAX_ORDER_BYTES:
-            raise PlanError(f"{what}: more than {_MAX_ORDER_BYTES >> 20} MiB")
-        text = path.read_text()
-        value = json.loads(text) if text.lstrip()[:1] in ("[", "{") else [line for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:
+        text = read_named(path).decode()
+        value = parse_json(text.encode()) if text.lstrip()[:1] in ("[", "{") else [line for line in text.splitlines() if line.strip()]
+    except (StorageError, ValueError) as error:
         raise PlanError(
             f"{what}: {printable(str(error))}", hint="give a file with one name per line or a JSON list, or the word model"
         ) from error

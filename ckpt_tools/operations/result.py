@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from ckpt_tools.box import whole
 from ckpt_tools.destination import Destination
 from ckpt_tools.engine.run import Totals
+from ckpt_tools.errors import redacted
 from ckpt_tools.formats import Source
 from ckpt_tools.plan import Plan
 from ckpt_tools.storage import is_url
@@ -72,7 +73,7 @@ def result_of(source: Source, dst: Destination, plan: Plan, totals: Totals, kept
     layout, sizes = plan.target, bytes_by_dtype(plan)
     files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
     return TransferResult(
-        source.path, dst.url, layout.format, files,
+        redacted(source.path), redacted(dst.url), layout.format, files,
         sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
         totals.read_nbytes, sum(files.values()), plan.payload_bytes, kept_nbytes,
         totals.store_nbytes, sizes, overflowed=totals.overflowed,

@@ -19,7 +19,7 @@ from ckpt_tools.catalog import Chunk, Extent, TensorEntry
 from ckpt_tools.checksum import crc32, crc64nvme, hex64, join_crc32, join_crc64
 from ckpt_tools.commit import add_file
 from ckpt_tools.engine.prints import Fingerprints, Piece, Pieces
-from ckpt_tools.errors import IntegrityError, PlanError, printable
+from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.formats import INDEXES, folder_of, is_ours
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.integrity import Problem
@@ -105,7 +105,7 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         folder.put(name, manifest.render(), is_exclusive=True)
     else:
         add_file(Path(folder.url), name, manifest.render(), attempt)
-    return SealResult(work.store.url, name, sizes, len(manifest.tensors), tuple(found.unknown), time.monotonic() - began)
+    return SealResult(redacted(work.store.url), name, sizes, len(manifest.tensors), tuple(found.unknown), time.monotonic() - began)
 
 
 def _refuse(problems: Sequence[Problem]) -> None:

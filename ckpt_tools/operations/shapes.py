@@ -5,22 +5,21 @@ May import levels 0 to 3.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats.base import SHAPES
+from ckpt_tools.operations.children import last_line, run_python
+from ckpt_tools.storage.side import parse_json, read_named
 
 _OF_CONFIG = """
 import json, sys
 import torch, transformers
 config = transformers.AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False, local_files_only=True)
-kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+kind = find_class(config.architectures or ["AutoModelForCausalLM"])
 with torch.device("meta"):
-    model = kind.from_config(config) if kind.__name__.startswith("Auto") else kind(config)
+    model = kind.from_config(config, trust_remote_code=False) if kind.__name__.startswith("Auto") else kind(config)
 print(json.dumps({name: list(parameter.shape) for name, parameter in model.named_parameters()}))
 """
 
@@ -39,18 +38,18 @@ def lay_beside(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
         return {}
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
-        data = file.read_bytes()
-        body = json.loads(data)
-    except (OSError, ValueError, RecursionError) as error:
+        data = read_named(file)
+        body = parse_json(data)
+    except (StorageError, ValueError) as error:
         raise PlanError(f"--shapes: cannot be read: {printable(str(file))}: {printable(str(error))}") from error
     is_config = isinstance(body, dict) and isinstance(body.get("model_type"), str)
     return {SHAPES: _of_config(file) if is_config else data}
 
 
 def _of_config(file: Path) -> bytes:
-    done = subprocess.run([sys.executable, "-c", _OF_CONFIG, str(file)], capture_output=True)
+    done = run_python(_OF_CONFIG, str(file))
     if done.returncode:
-        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        last = last_line(done)
         is_missing = last.startswith("ModuleNotFoundError")
         hint = "pip install transformers" if is_missing else "make the file of shapes where the model can be made"
         raise PlanError(f"--shapes: transformers makes no model of {printable(str(file))}: {printable(last)}", hint=hint)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from typing import NamedTuple
 
-from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry
+from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check_names
 from ckpt_tools.checksum import crc32, hex64
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.scan import Finding, ScanSink
@@ -81,11 +81,13 @@ class Verification:
 
     def _read_catalog(self, form: Format) -> Catalog:
         try:
-            return form.read_catalog(self.store)
+            catalog = form.read_catalog(self.store)
         except (FormatError, CatalogError):
             if self.remote is None:
                 raise
-            return form.read_catalog(self.store)  # a bit may have flipped on the way
+            catalog = form.read_catalog(self.store)  # a bit may have flipped on the way
+        check_names(catalog)
+        return catalog
 
     def _read_rest(self) -> Catalog | None:
         """Returns what can be read where some files cannot, each of which says by itself what it holds; None for nothing."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Unpack
 
 from ckpt_tools.engine.scan import Finding
-from ckpt_tools.errors import PlanError
+from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.integrity import Problem
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.move import Path_, Reading
@@ -56,17 +56,21 @@ class VerifyResult:
 
 
 @checked(Reading)
-def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Unpack[Reading]) -> VerifyResult:
+def verify(
+    src: Path_, *, quick: bool = False, deep: bool = False, require_manifest: bool = False, **options: Unpack[Reading]
+) -> VerifyResult:
     """Finds out whether a checkpoint is whole.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
         quick: read no data: names, sizes, structure, and the checksums that an object store keeps.
         deep: also look at the values: NaN, infinity, nothing but zeros, nothing but one value.
+        require_manifest: refuse a checkpoint that has none: only what its format keeps could be compared.
         **options: see `Reading`.
 
     Raises:
         NotACheckpointError: there is no checkpoint.
+        IntegrityError: it has no manifest, and one is required.
         FormatError: its index is malformed, and there is no manifest to say more.
         StorageError: it cannot be read.
     """
@@ -75,6 +79,8 @@ def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Un
     team: Team = options.get("team") or ALONE
     with team.phase("open"):
         work = Verification(src, options)
+    if require_manifest and work.manifest is None:
+        raise IntegrityError(f"it has no manifest that can be read: {printable(redacted(work.store.url))}", hint="ckpt seal adds one")
     agree(team, (sorted(work.sizes.items()), work.manifest))
     began = time.monotonic()
     problems, unknown = work.compare(quick) if work.manifest else work.examine_all(quick)
@@ -88,7 +94,7 @@ def verify(src: Path_, *, quick: bool = False, deep: bool = False, **options: Un
     work.store.close()
     sizes = work.sizes
     return VerifyResult(
-        work.store.url, work.manifest is not None, len(sizes), sum(sizes.values()), work.num_entries, problems, lost, unknown,
+        redacted(work.store.url), work.manifest is not None, len(sizes), sum(sizes.values()), work.num_entries, problems, lost, unknown,
         unread, work.extra(), work.notes, findings,
         time.monotonic() - began,
     )  # fmt: skip

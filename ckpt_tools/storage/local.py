@@ -162,7 +162,25 @@ class LocalStore:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise StorageError(f"not a regular file: {printable(full)}")
+        if not self._is_within(fd, full):
+            os.close(fd)
+            raise StorageError(f"a file was replaced by a link that leads out of the checkpoint: {printable(path)}")
         return fd
+
+    def _is_within(self, fd: int, full: str) -> bool:
+        """Tells whether what was opened lies where it was looked for: between the look and the opening, a link may have taken its place."""
+        try:
+            real = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:  # no /proc: then the path is looked at once more
+            return self._is_inside(full)
+        is_gone = real.name.endswith(" (deleted)") and not real.exists()  # it was replaced meanwhile, and is what was asked for
+        is_given = bool(self._follows) and full == os.path.join(self.root, self._follows)
+        return (
+            real.is_relative_to(self.root)
+            or (self._blobs is not None and real.parent == self._blobs)
+            or is_given
+            or (is_gone and self._is_inside(full))
+        )
 
 
 def _blobs_of(root: Path) -> Path | None:

@@ -56,7 +56,9 @@ class RemoteStore:
 
     capabilities = Capabilities(can_write_anywhere=False, can_rename=False, fetches_ahead=True)
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None, fs: Any = None, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self, url: str, options: Mapping[str, Any] | None = None, fs: Any = None, traffic: Traffic | None = None, given: str = ""
+    ) -> None:
         """Opens the store of a URL.
 
         Args:
@@ -64,6 +66,7 @@ class RemoteStore:
             options: as `fsspec.filesystem` takes them; what is left out comes from its own configuration and the environment. With
                 `chained`, wrappers such as `filecache::s3://…` are opened; the options of each are under its protocol then.
             fs, traffic: of the store that this is a part of.
+            given: name of a file below it that a person gave; it may have a query.
 
         Raises:
             StorageError: the URL is chained, or fsspec has no package for it.
@@ -96,6 +99,7 @@ class RemoteStore:
         has_threads = self.s3 is not None and self.s3.reads_fast(WINDOW_BYTES)  # which keep memory of what they have read
         self._ahead = Ahead(self._submit, self.size, FRUGAL if has_threads else ROOMY)
         self.written: dict[str, Upload | Stream] = {}
+        self._given, self._is_web = given, inner.startswith(("http://", "https://")) or url.startswith(("http://", "https://"))
 
     # ---- names ---------------------------------------------------------------------------------------------------------
 
@@ -194,6 +198,11 @@ class RemoteStore:
             self._etags[path] = str(entry["ETag"])
 
     def _full(self, path: str) -> str:
+        if self._is_web and path != self._given and any(c in path for c in "%?#"):
+            raise StorageError(
+                f"a file name that a web server would read as another: {printable(path)!r} ({printable(self.url)})",
+                hint="copy the checkpoint to a disk first",
+            )
         return f"{self._root}/{check_path(path, self.url)}"
 
     # ---- bytes ---------------------------------------------------------------------------------------------------------

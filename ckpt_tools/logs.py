@@ -1,0 +1,18 @@
+"""The one logger of this package. What it says has no secrets of URLs."""
+
+from __future__ import annotations
+
+import logging
+
+from ckpt_tools.errors import redacted
+
+log = logging.getLogger("ckpt_tools")
+
+
+class _Redacting(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = redacted(record.getMessage()), None
+        return True
+
+
+log.addFilter(_Redacting())
