@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.engine.regions import Regions
 from ckpt_tools.errors import CheckpointError, StorageError, printable
-from ckpt_tools.formats import INDEXES, is_ours
+from ckpt_tools.formats import INDEXES, is_checkpoint_file, is_ours
 from ckpt_tools.formats.base import LOCK, UPLOADS, attempt_name, attempt_of, is_note, note_name, note_of, short_name
-from ckpt_tools.manifest import find
+from ckpt_tools.manifest import find, names_in
 from ckpt_tools.plan import Literal
 from ckpt_tools.storage import RemoteStore, Shelf, Store, Writer, read
 from ckpt_tools.storage.begun import Begun, list_parts
@@ -47,7 +47,8 @@ class RemoteDestination:
         """Tells whether something is there, but for files that are known, and names what of it belongs to no checkpoint."""
         store = RemoteStore(self.url, self._options)
         if store.is_file():
-            return True, [] if is_ours(self._name) else [self._name]
+            folder = RemoteStore(self._parent, self._options)
+            return True, [] if names_in(folder, self._name) or is_checkpoint_file(folder, self._name) else [self._name]
         self._others = [n for n in store.list_files() if n not in known]
         files = [n for n in self._others if n != LOCK]
         foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
@@ -232,6 +233,13 @@ class RemotePlace:
 
     def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
         target = self._single if index is None else index.file
+        kinds = [name for name in self._others if name in INDEXES and index is not None and name != index.file]
+        if kinds:
+            what = f"a checkpoint of another kind is there, with {kinds[0]}, which no store replaces in one step"
+            raise StorageError(
+                f"{what} ({printable(self.store.url)})",
+                hint="choose another destination, or remove it first",
+            )
         self._check_absent(target)
         writer = self.store.written.get(target)
         is_sure = self._overwrite
@@ -248,24 +256,25 @@ class RemotePlace:
             self.store.put(index.file, index.data, self._is_exclusive, self._replaces)
             is_sure = is_sure or self.store.excludes(index.file, index.data, None)  # a copy of what has no manifest
         self.is_published = True
-        self._tidy(index)
+        notes = self._tidy(index)
         where = "/".join(self.store.url.split("/")[:3])
         unsure = f"{printable(where)} does not refuse a second writer: one at the same instant would not be noticed"
-        return [] if is_sure else [unsure]
+        return notes if is_sure else [*notes, unsure]
 
     def _check_absent(self, target: str) -> None:
         if not self._overwrite and self.store.has(target):
             raise appeared(f"{self.store.url}/{target}")
 
-    def _tidy(self, index: Literal | None) -> None:
-        """Removes what other attempts at the same target left: none of them can be committed any more."""
+    def _tidy(self, index: Literal | None) -> list[str]:
+        """Removes what other attempts at the same target left: none of them can be committed any more; returns remarks."""
         try:
             others = self._others if index else self.sizes()
             stale = [name for name in others if name not in self._expected and self._is_stale(name, index)]
             about = {} if self._overwrite else self.store.about_all(stale)
             self.store.remove([name for name in stale if self._overwrite or about[name].is_marked])
-        except CheckpointError:
-            return  # it stays invisible; `ckpt prune` finds it
+        except CheckpointError as error:
+            return [f"files of what was there before could not be removed: {error}"]
+        return []
 
     def _is_stale(self, name: str, index: Literal | None) -> bool:
         if index is None:

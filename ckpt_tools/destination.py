@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from ckpt_tools import commit, journal
 from ckpt_tools.bucket import RemoteDestination
 from ckpt_tools.checksum import crc64nvme, hex64
-from ckpt_tools.errors import CheckpointError, FormatError, StorageError, printable
-from ckpt_tools.formats import INDEXES, detect_in, is_ours
+from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.formats import INDEXES, detect_in, is_checkpoint_file, is_ours
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.formats.dcp import is_data_file
 from ckpt_tools.integrity import hash_files
@@ -175,7 +175,11 @@ def foreign_files(target: Path) -> list[str]:
     have the very bytes that were sealed. Of data files, those go that the checkpoint itself has, or that only torch names so.
     """
     if target.is_file():
-        return [] if is_ours(target.name) or names_in(LocalStore(target.parent), target.name) else [target.name]
+        folder = LocalStore(target.parent)
+        try:
+            return [] if names_in(folder, target.name) or is_checkpoint_file(folder, target.name) else [target.name]
+        finally:
+            folder.close()
     store = LocalStore(target)
     try:
         known = _files_of(store)

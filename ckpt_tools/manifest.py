@@ -98,6 +98,10 @@ def file_name(attempt: str, beside: str = "") -> str:
     return note_name(MANIFEST, attempt, beside)
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("attempt", "created", "tool", "operation", "format"), (str,)), "source": (dict,), "world_size": (int, type(None)),
+    "step": (int, type(None)),
+}  # fmt: skip
 _HEX = re.compile(r"[0-9a-f]+")
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
@@ -119,6 +123,9 @@ def parse(data: bytes, where: str) -> Manifest:
         if own is None or hex64(crc64nvme(data[: own.start()])) != own[1].decode():
             raise FormatError(f"a manifest is damaged: its checksum is not that of its text ({printable(where)})")
         index = body["index"]
+        for key, kinds in _KINDS.items():
+            if type(body[key]) not in kinds:
+                raise ValueError(f"{key} is a {type(body[key]).__name__}")
         return Manifest(
             **{f.name: body[f.name] for f in fields(Manifest) if f.name not in ("files", "index", "tensors")},
             files={str(name): _sealed(entry) for name, entry in body["files"].items()},
@@ -157,7 +164,10 @@ def find(store: Store, beside: str = "") -> Manifest | None:
     if len(found) > 1:
         found = [m for m in found if m.index and m.index[0] in files and hex64(crc64nvme(read(store, m.index[0]))) == m.index[1].crc64nvme]
         if len(found) != 1:
-            raise FormatError(f"{len(names)} manifests, of which {len(found)} fit: {printable(', '.join(names))} ({printable(store.url)})")
+            raise FormatError(
+                f"{len(names)} manifests, of which {len(found)} fit: {printable(', '.join(names))} ({printable(store.url)})",
+                hint="remove all but one that fits; or all of them, and then ckpt seal",
+            )
     return found[0] if found else None
 
 

@@ -19,7 +19,7 @@ from ckpt_tools.live.waiting import FIRST_WORD_S, NEXT_WORD_S, told
 from ckpt_tools.logs import log
 from ckpt_tools.manifest import find
 from ckpt_tools.operations.copy import copy
-from ckpt_tools.retention import remove, retain
+from ckpt_tools.retention import retain
 from ckpt_tools.steps import find_step, latest, list_steps, rollbacks
 from ckpt_tools.storage import LocalStore
 from ckpt_tools.superseded import remove_note, write_note
@@ -125,8 +125,8 @@ class Mirror:
             )
         there = find_step(self.url, path.name, self.options)
         if there is not None and manifest is not None and there.manifest is not None and there.manifest.attempt != manifest.attempt:
-            log.warning("%s was saved anew: replacing the copy in the mirror", printable(str(path)))
-            remove(there)
+            where = rollback.set_aside(self.url, there, manifest.attempt, self.options)
+            log.warning("%s was saved anew: the copy in the mirror is set aside as %s", printable(str(path)), printable(where))
         result = copy(path, f"{self.url}/{path.name}", storage_options=self.options)
         log.info("mirrored %s in %.1f s", result.destination, result.seconds)
         if notes:

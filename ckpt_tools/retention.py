@@ -15,7 +15,7 @@ from typing import Any
 from ckpt_tools.commit import sync_directory, trash_path
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
 from ckpt_tools.formats import INDEXES, is_ours
-from ckpt_tools.formats.base import PIN, note_of
+from ckpt_tools.formats.base import LOCK, PIN, note_of
 from ckpt_tools.logs import log
 from ckpt_tools.manifest import names_in
 from ckpt_tools.operations.verify import verify
@@ -202,7 +202,7 @@ def _foreign_files(step: Step) -> list[str]:
     assert step.manifest is not None
     listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
     if isinstance(step.store, RemoteStore):
-        return [n for n in step.store.list_files(below=True) if n not in listed and not is_ours(n)]
+        return sorted(n for n in step.store.list_deep() if n not in listed and not is_ours(n) and n != LOCK)
     top, found = str(step.path), []
     for folder, _, names in os.walk(top):
         found += [os.path.relpath(os.path.join(folder, name), top) for name in names]
@@ -289,6 +289,6 @@ def remove_files(store: RemoteStore) -> None:
     Raises:
         StorageError: it could not be removed.
     """
-    files = store.list_files()
+    files = store.list_deep()
     for part in ([n for n in files if n in INDEXES], names_in(store), list(files)):
         store.remove(part)

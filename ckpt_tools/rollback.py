@@ -51,8 +51,9 @@ def complete(root: Root, options: Options, keeps_notes: bool = False) -> None:
         StorageError: a step cannot be moved; the next call tries again.
     """
     for note, is_in_effect in rollbacks(root, options):
-        if not is_in_effect:
-            remove_note(root, note, options)  # one job saves at a time: this is a dead one's
+        if not is_in_effect:  # one job saves at a time: this is a dead one's
+            _bring_back(root, note, options)
+            remove_note(root, note, options)
             continue
         if not note.is_committed:
             write_note(root, note.committed, options)
@@ -64,12 +65,45 @@ def complete(root: Root, options: Options, keeps_notes: bool = False) -> None:
 
 
 def _set_aside(root: Root, step: Step, note: Note, options: Options) -> None:
-    name = f"{step.name}.superseded-{note.attempt[:8]}"
-    where = f"{str(root).rstrip('/')}/{name}"
-    if is_url(root):
-        copy(str(step.path), where, storage_options=options)
-        remove_files(RemoteStore(str(step.path), options))
-    else:
-        publish_name(Path(step.path), Path(where))
-        sync_directory(Path(root))
+    where = set_aside(root, step, note.attempt, options)
     log.warning("set aside %s: superseded by %s, which goes on from step %d", printable(where), note.step, note.resumed)
+
+
+def set_aside(root: Root, step: Step, attempt: str, options: Options) -> str:
+    """Gives a step another name, with all that lies in it; returns its new path or URL.
+
+    Args:
+        root: of the run.
+        step: in it.
+        attempt: id of the one that supersedes it.
+        options: of the object store, as fsspec takes them.
+
+    Raises:
+        StorageError: it cannot be moved; the next call tries again.
+    """
+    where = f"{str(root).rstrip('/')}/{step.name}.superseded-{attempt[:8]}"
+    _move(root, str(step.path), where, options)
+    return where
+
+
+def _move(root: Root, old: str, new: str, options: Options) -> None:
+    if not is_url(root):
+        publish_name(Path(old), Path(new))
+        sync_directory(Path(root))
+        return
+    copy(old, new, storage_options=options)
+    source, target = RemoteStore(old, options), RemoteStore(new, options)
+    for name in sorted(source.list_deep().keys() - target.list_deep().keys()):  # deeper than a checkpoint goes
+        source.carry(name, target)
+    remove_files(source)
+
+
+def _bring_back(root: Root, note: Note, options: Options) -> None:
+    """Gives back its name to the step that made way for one that was never committed."""
+    steps = list_steps(root, options, with_superseded=True)
+    there = {step.name for step in steps}
+    for step in steps:
+        name, _, attempt = step.name.partition(".superseded-")
+        if attempt == note.attempt[:8] and name == note.step and name not in there:
+            _move(root, str(step.path), f"{str(root).rstrip('/')}/{name}", options)
+            log.warning("brought back %s: the save that it made way for was never committed", name)

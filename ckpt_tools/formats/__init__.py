@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check_names
-from ckpt_tools.errors import CatalogError, FormatError, NotACheckpointError, StorageError, printable
+from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, NotACheckpointError, StorageError, printable
 from ckpt_tools.formats import accelerate, dcp, deepspeed, gguf, npz, per_rank, safetensors, torch_save
 from ckpt_tools.formats.base import ASIDE, Format, Request, TargetTensor, note_of, whole_tensor
 from ckpt_tools.soundness import check
@@ -96,18 +96,35 @@ class Source:
 
 
 class _OneFile:
-    """A store that shows one file of a directory, for a source given as a file."""
+    """A store that shows one file of a directory, for a source given as a file; without the query of a signed URL."""
 
     def __init__(self, inner: Store, name: str, url: str) -> None:
-        self.inner, self.name, self.url = inner, name, url
+        self.inner, self.url, self._real = inner, url, name
+        self.name = name.partition("?")[0] if is_url(url) else name
         self.capabilities, self.traffic = inner.capabilities, inner.traffic
-        self.size, self.version, self.read_into = inner.size, inner.version, inner.read_into
-        self.view, self.will_read = inner.view, inner.will_read
         self.folders, self.enter, self.create, self.close = inner.folders, inner.enter, inner.create, inner.close
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         del below
-        return {self.name: self.inner.size(self.name)}
+        return {self.name: self.inner.size(self._real)}
+
+    def _of(self, path: str) -> str:
+        return self._real if path == self.name else path
+
+    def size(self, path: str) -> int:
+        return self.inner.size(self._of(path))
+
+    def version(self, path: str) -> str:
+        return self.inner.version(self._of(path))
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self.inner.read_into(self._of(path), start, buffer)
+
+    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
+        return self.inner.view(self._of(path), start, nbytes)
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        self.inner.will_read([(self._of(path), start, nbytes) for path, start, nbytes in ranges], is_all)
 
 
 def folder_of(store: Store) -> tuple[Store, str]:
@@ -299,6 +316,18 @@ def _open(path: str | os.PathLike[str], options: Mapping[str, Any] | None, besid
     check_names(catalog)
     check(catalog)
     return Source(store.url, Overlay(store, catalog.made) if catalog.made else store, form, catalog)
+
+
+def is_checkpoint_file(folder: Store, name: str) -> bool:
+    """Tells whether a file may be part of what this tool writes, by its name and by what is in it."""
+    if not is_ours(name):
+        return False
+    store = _OneFile(folder, name, f"{folder.url}/{name}")
+    try:
+        check_names(_file_format(store.url, name).read_catalog(store))
+    except CheckpointError:
+        return False
+    return True
 
 
 def prove(store: Store) -> None:

@@ -33,7 +33,7 @@ def _close_all() -> None:
     for close in _open:
         try:
             close()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # told by the status
             log.exception("the process ends, and its last save is not there")
             _failed.append(error)
 

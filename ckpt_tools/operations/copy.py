@@ -99,12 +99,12 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
     agree(team, (sorted(work.files.items()), there))
     if there == "all":
         kept, note = sum(work.files.values()), "it is there already"
-        return CopyResult(redacted(source.path), redacted(target.url), work.files, kept, 0, 0, (note,), time.monotonic() - began)
+        return CopyResult(redacted(source.path), redacted(target.url), work.shown, kept, 0, 0, (note,), time.monotonic() - began)
     if there == "another":
         raise StorageError(f"the destination exists: {printable(target.url)}", hint="choose another, or remove it first")
     if options.get("dry_run"):
         return CopyResult(
-            redacted(source.path), redacted(target.url), work.files, 0, sum(work.files.values()), 0, (), time.monotonic() - began, True
+            redacted(source.path), redacted(target.url), work.shown, 0, sum(work.files.values()), 0, (), time.monotonic() - began, True
         )
     with team.phase("look at the room"):
         target.check_room(sum(work.files.values()))
@@ -118,7 +118,7 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
     source.store.close()
     moved = sum(work.missing.values())
     kept, client, within = sum(work.data.values()) - moved, 0 if work.is_within else moved, moved if work.is_within else 0
-    return CopyResult(redacted(source.path), redacted(target.url), work.files, kept, client, within, notes, time.monotonic() - began)
+    return CopyResult(redacted(source.path), redacted(target.url), work.shown, kept, client, within, notes, time.monotonic() - began)
 
 
 def _check_suffix(source: Source, url: str) -> None:
@@ -177,11 +177,18 @@ class _Work:
         return is_foreign or bool(attempt_of(name) and name not in self.manifest.files)
 
     @property
+    def shown(self) -> dict[str, int]:
+        """The files, under names that people may see."""
+        return {redacted(name): nbytes for name, nbytes in self.files.items()}
+
+    @property
     def notes(self) -> list[str]:
         """Remarks on what stays behind."""
         store = self.source.folder
         left = [] if self.source.is_file else sorted(f"{a}/{b}/" for a in store.folders() for b in store.enter(a).folders())
-        return [f"folders two levels down stay behind: {printable(', '.join(left[:5]))}"] if left else []
+        links = [] if self.source.is_file or not isinstance(store, LocalStore) else sorted(store.strays())
+        notes = [f"folders two levels down stay behind: {printable(', '.join(left[:5]))}"] if left else []
+        return notes + ([f"links that lead out of the checkpoint stay behind: {printable(', '.join(links[:5]))}"] if links else [])
 
     def name(self, file: str) -> str:
         """Returns the name of a file at the destination."""
@@ -207,11 +214,25 @@ class _Work:
         files = store.list_files(below=True)
         if isinstance(store, RemoteStore) and self.index not in files:
             others = [name for name in files if name not in self.files and name != LOCK]
+            self._check_own(store, [name for name in files if name in self.files])
             return "part" if all(map(is_ours, others)) and all(a.is_marked for a in store.about_all(others).values()) else "another"
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
         if self.manifest is None:
             return "alike" if is_same and not names_in(store) else "another"
         return "all" if is_same and find(store) == self.manifest else "another"
+
+    def _check_own(self, store: RemoteStore, names: Sequence[str]) -> None:
+        """Refuses to write over objects that this tool did not write, and that are not what is to be there.
+
+        Raises:
+            StorageError: there is one.
+        """
+        for name, about in store.about_all(names).items():
+            if store.s3 is not None and not about.is_marked and (about.crc64 is None or about.crc64 != self.crcs.get(name)):
+                raise StorageError(
+                    f"the destination has a file of that name, which no copy wrote: {printable(name)} ({printable(store.url)})",
+                    hint="choose another destination, or move it away",
+                )
 
     def _single_folder(self, options: Mapping[str, Any] | None) -> Store:
         folder = self.target.url.rpartition("/")[0]

@@ -103,7 +103,10 @@ def base_files(base: str | os.PathLike[str], dtypes: Sequence[str]) -> tuple[dic
     floats = [d for d in dtypes if d in ("float32", "float16", "bfloat16", "float64")]
     if floats:
         config["dtype" if "dtype" in config else "torch_dtype"] = max(set(floats), key=floats.count)
-    files = {"config.json": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise PlanError(f"--base: config.json has half of a character that takes two ({printable(str(base))})")
+    files = {"config.json": text.encode()}
     for name in sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)):
         if name == "config.json" or name.startswith(".") or name.endswith(_WEIGHTS):
             continue

@@ -93,7 +93,8 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         found.add(batch)
     tensors = list(work.catalog.tensors.values())
     data = read(folder, index) if index else b""
-    attempt = str(uuid.uuid4())
+    content = f"{sorted(sizes.items())} {crc64nvme(data) if index else found.seal(file, sizes[file]).crc64nvme}"
+    attempt = str(uuid.uuid5(uuid.NAMESPACE_OID, content))  # of two who seal one checkpoint, the second finds the name taken
     manifest = Manifest.now(
         attempt, "seal", work.format.NAME, {}, world_size=work.catalog.world_size,
         files={name: found.seal(name, nbytes) for name, nbytes in sizes.items()},

@@ -207,6 +207,9 @@ def check_path(path: str, where: str) -> str:
 def local_path(path: str | os.PathLike[str]) -> str:
     """Returns a path of the local file system; that of a `file://` URL, whose `%2D` are characters of the name."""
     where = os.fspath(path)
+    slip = re.match(r"(s3a?|gs|gcs|az|abfs|https?|memory|file):/(?!/)", where)
+    if slip and not os.path.lexists(where):
+        raise StorageError(f"a URL has two slashes: {printable(where)}", hint=f"{slip[1]}://{printable(where[slip.end() :])}")
     if not where.startswith("file://"):
         return where
     host, slash, rest = where.removeprefix("file://").partition("/")
@@ -222,6 +225,8 @@ def check_url(url: str) -> None:
         StorageError: it has one, or one that is `.` or `..`, or no bucket.
     """
     scheme, separator, path = url.rpartition("::")[2].partition("://")
+    if scheme in ("s3", "s3a", "gs", "gcs") and "@" in path.partition("/")[0]:
+        raise StorageError(f"credentials do not stand in such a URL: {printable(url)}", hint="give them by the environment or a file")
     has_host = scheme not in _WITHOUT_HOST
     path = path if has_host else path.removeprefix("/")
     segments = path.rstrip("/").split("/")  # at the end, any number of them means nothing

@@ -57,7 +57,7 @@ def retry(operation: str, url: str, call: Callable[[], Any], missing: Any = None
         try:
             return call()
         except FileNotFoundError as error:
-            if missing is not None and "bucket does not exist" not in str(error):
+            if missing is not None and not any(word in _text(error) for word in ("NoSuchBucket", "bucket does not exist")):
                 return missing
             raise StorageError(f"cannot {operation}: no such object ({printable(url)})", hint=hint(error), is_missing=True) from None
         except Exception as error:  # every package has exceptions of its own

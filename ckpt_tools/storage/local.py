@@ -19,6 +19,7 @@ from ckpt_tools.storage.base import Capabilities, Writer, check_path
 _FLUSH_BYTES = 32 << 20
 _SHORT_BYTES = 8 << 10  # not worth a system call
 _LONG_BYTES = 64 << 20
+_LOOKS = 3
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 if _sync_file_range is not None:
@@ -123,7 +124,9 @@ class LocalStore:
                 os.close(self._fds.popitem()[1])
 
     def _is_inside(self, path: str) -> bool:
-        real = Path(os.path.realpath(path))
+        real = _real_path(path)
+        if real is None:
+            return False
         is_given = bool(self._follows) and path == os.path.join(self.root, self._follows)
         return real.is_relative_to(self.root) or (self._blobs is not None and real.parent == self._blobs) or is_given
 
@@ -153,7 +156,7 @@ class LocalStore:
         full = os.path.join(self.root, check_path(path, str(self.root)))
         if not self._is_inside(full):
             raise StorageError(
-                f"a file is a link that leads out of the checkpoint: {printable(path)} -> {printable(os.path.realpath(full))}"
+                f"a file is a link that leads out of the checkpoint: {printable(path)} -> {printable(str(_real_path(full)))}"
             )
         try:
             fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -181,6 +184,16 @@ class LocalStore:
             or is_given
             or (is_gone and self._is_inside(full))
         )
+
+
+def _real_path(path: str) -> Path | None:
+    """Returns where a path leads; None where it changes while it is looked at."""
+    for _ in range(_LOOKS):
+        try:
+            return Path(os.path.realpath(path))
+        except OSError:  # a link was replaced by a file between two system calls
+            continue
+    return None
 
 
 def _blobs_of(root: Path) -> Path | None:

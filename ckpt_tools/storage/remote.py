@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.ahead import FRUGAL, ROOMY, WINDOW_BYTES, Ahead
 from ckpt_tools.storage.base import ALL_TRAFFIC, Capabilities, Data, Traffic, check_path, check_url, read
-from ckpt_tools.storage.failures import ATTEMPTS, appeared, hint, pause, plain, retry
+from ckpt_tools.storage.failures import ATTEMPTS, appeared, pause, plain, retry
 from ckpt_tools.storage.s3 import S3, server_time, stored_crc64
 from ckpt_tools.storage.stream import Stream
 from ckpt_tools.storage.upload import CLAIM, MARK, OWNER, How, Upload, refuses
@@ -88,6 +88,8 @@ class RemoteStore:
         except Exception as error:  # every package has exceptions of its own
             is_missing = isinstance(error, ImportError | ValueError)
             hint = "is the store's package installed?" if is_missing else "its own options go by --storage-option key=value"
+            scheme = url.split("://")[0]
+            hint = f"in small letters: {scheme.lower()}://…" if scheme != scheme.lower() else hint
             raise StorageError(f"cannot open {printable(self.url)}: {plain(error)}", hint=hint) from error
         self._root = self._fs._strip_protocol(inner.rstrip("/"))
         self._sizes: dict[str, int] = {}
@@ -155,6 +157,19 @@ class RemoteStore:
                 store._folders = [*known, inner]
         self._folders = sorted(stores)
         return stores
+
+    def list_deep(self) -> dict[str, int]:
+        """Lists anew all objects below the root, however deep, with their bytes."""
+        top = len(f"{self._root}/")
+        if self.s3 is not None:
+            entries: Iterable[Mapping[str, Any]] = chain.from_iterable(self.s3.pages(self.url, self._root))
+        else:
+            entries = self._call("list", "", lambda: self._fs.find(self._root, detail=True), missing={}).values()
+        return {name: int(e["size"] or 0) for e in entries if (name := e["name"][top:]) and not name.endswith("/")}
+
+    def carry(self, path: str, to: RemoteStore) -> None:
+        """Has the file system copy an object to the same name in another store of its own."""
+        self._call("copy", path, lambda: self._fs.cp_file(self._full(path), to._full(path)))
 
     def _list_tree(self) -> list[tuple[str, Mapping[str, Any]]] | None:
         """Returns bucket and key of all objects below the root; None where that takes too many requests, or the store is no S3."""
@@ -426,10 +441,15 @@ class RemoteStore:
             if self.s3:
                 where = [self.s3.at(path) for path in batch]
                 what = {"Objects": [{"Key": w["Key"]} for w in where], "Quiet": True}
-                answer = self.s3.call("remove", self.url, "delete_objects", Bucket=where[0]["Bucket"], Delete=what)
-                for error in answer.get("Errors", ())[:1]:
-                    refused = f"cannot remove: {error.get('Code')} (s3://{where[0]['Bucket']}/{printable(str(error.get('Key')))})"
-                    raise StorageError(refused, hint=hint(PermissionError(str(error.get("Code")))))
+                try:
+                    answer = self.s3.call("remove", self.url, "delete_objects", Bucket=where[0]["Bucket"], Delete=what)
+                    refused = bool(answer.get("Errors"))
+                except StorageError as error:
+                    if error.is_transient:
+                        raise
+                    refused = True
+                for place in where if refused else ():  # RadosGW wants another permission for several at once
+                    self.s3.call("remove", f"s3://{place['Bucket']}/{place['Key']}", "delete_object", missing={}, **place)
             else:
                 for path in batch:
                     self._call("remove", posixpath.relpath(path, self._root), partial(self._fs.rm_file, path), missing=0)
