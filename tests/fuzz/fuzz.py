@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import io
 import json
 import mmap
 import os
@@ -19,9 +20,10 @@ import struct
 import sys
 import tempfile
 import time
+import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import dcp as distributed
 from ckpt_tools.formats import dcp_bulk, dcp_metadata, deepspeed, gguf, npz, per_rank, safetensors, torch_save, torch_zip, zip_check
 from ckpt_tools.formats.made import Made
+from ckpt_tools.formats.pickle_write import integer
+from ckpt_tools.formats.pickle_write import opcodes as opcodes_of
 from ckpt_tools.journal import find, load, prove
 from ckpt_tools.manifest import parse as parse_manifest
 from ckpt_tools.operations.parts import FORMS, put_together, take_apart, unpack_objects
@@ -79,6 +83,14 @@ OPCODES = [
 ]  # fmt: skip
 
 
+GLOBALS = [
+    b"c" + name.replace(".", "\n", 1).replace("/", ".").encode() + b"\n"
+    for name in (
+        "torch/_utils._rebuild_tensor_v2", "torch/_utils._rebuild_tensor_v3", "torch/_utils._rebuild_parameter", "torch/_tensor._rebuild_from_type_v2",
+        "_codecs.encode", "builtins.set", "builtins.bytearray", "builtins.complex", "builtins.getattr", "collections.Counter", "collections.OrderedDict",
+        "collections.defaultdict", "torch.device", "torch.Size", "torch.float32", "torch.FloatStorage", "numpy.dtype", "numpy/core/multiarray.scalar",
+    )
+]  # fmt: skip
 _watch = [False]
 
 
@@ -161,7 +173,12 @@ def index(data: bytes) -> object:
 
 
 def manifest(data: bytes) -> object:
-    return parse_manifest(data, "fuzz")
+    """With the checksum of its own text, which an attacker can write too; and without."""
+    text = data[: data.rfind(b',\n "crc64nvme"')] if b',\n "crc64nvme"' in data else data.rstrip()[:-1]
+    found = parse_manifest(text + f',\n "crc64nvme": "{hex64(crc64nvme(text))}"\n}}\n'.encode(), "fuzz")
+    with suppress(CheckpointError):
+        parse_manifest(data, "fuzz")
+    return found
 
 
 def journal(data: bytes) -> object:
@@ -260,9 +277,30 @@ def mutate(data: bytearray, rng: random.Random, pool: list[bytes]) -> bytearray:
     return data[:MAX_BYTES]
 
 
-def program(rng: random.Random) -> bytes:
+def program(rng: random.Random, opcodes: Sequence[bytes] = OPCODES) -> bytes:
     """Returns a pickle of opcodes in any order."""
-    return b"\x80" + bytes([rng.choice((2, 4))]) + b"".join(rng.choices(OPCODES, k=rng.randrange(2, 60))) + b"."
+    return b"\x80" + bytes([rng.choice((2, 4))]) + b"".join(rng.choices(opcodes, k=rng.randrange(2, 60))) + b"."
+
+
+def hostile(rng: random.Random) -> bytes:
+    """Returns a torch.save file: states that hold one dict many times, integers that hash alike, attributes for functions, giant lengths."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        data = b"\x80\x02}" + b"".join(
+            b"q" + bytes([i]) + b"}(X\x01\x00\x00\x00ah" + bytes([i]) + b"X\x01\x00\x00\x00bh" + bytes([i]) + b"u"
+            for i in range(rng.randrange(70))
+        )
+    elif kind == 1:
+        data = b"\x80\x02}(" + b"".join(integer(sys.hash_info.modulus * i) + b"N" for i in range(1, rng.choice((3, 500, 4000)))) + b"u"
+    elif kind == 2:
+        state = rng.choice([(None, {"__kwdefaults__": {"dtype": 1}}), {"x": 1}, (None, {"function": 1}), [1, 2], "x"])
+        data = b"\x80\x02" + rng.choice(GLOBALS) + opcodes_of(state) + b"b"
+    else:
+        data = b"\x80\x02" + rng.choice(GLOBALS) + opcodes_of(rng.choice([(1 << 40,), ("x",), ([1, "a"],), ({1: 2},), (1.0, 2.0)])) + b"R"
+    with io.BytesIO() as buffer, zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", program(rng, [*OPCODES, *GLOBALS]) if rng.random() < 0.3 else data + b".")
+        archive.close()
+        return buffer.getvalue()
 
 
 def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
@@ -281,6 +319,8 @@ def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
         for number in range(runs):
             if name == "metadata" and rng.random() < 0.3:
                 data = program(rng)[:MAX_BYTES]
+            elif name in ("file", "parts") and rng.random() < 0.3:
+                data = hostile(rng)[:MAX_BYTES]
             elif name in ("zero", "parts", "flats") and rng.random() < 0.5:
                 data = saved(odd(rng.choice(states(name)), rng))[:MAX_BYTES]
             elif name in ("index", "manifest", "journal") and rng.random() < 0.5:
