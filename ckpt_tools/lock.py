@@ -25,7 +25,7 @@ from ckpt_tools.formats.base import LOCK
 from ckpt_tools.logs import log
 from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.local import failed
-from ckpt_tools.storage.remote import Look
+from ckpt_tools.storage.looks import Look
 
 LEASE_S, RENEW_S = 60.0, 20.0
 _LOOK_S = 1.0  # between two looks at the lease of another job

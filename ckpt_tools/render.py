@@ -271,7 +271,7 @@ def show_steps(steps: Sequence[Step]) -> None:
     rows = []
     for step in steps:
         made, ranks = ("", "") if step.manifest is None else (printable(str(step.manifest.created)), str(step.manifest.world_size or ""))
-        state = f"incomplete: {printable(step.problem)}" if step.problem else "complete" if step.manifest else "complete (another tool's)"
+        state = f"incomplete: {printable(step.problem)}" if step.problem else "complete" if step.manifest else "another tool's, not counted"
         state = "superseded by a rollback" if step.superseded_by else state
         state += ", pinned" if step.is_pinned else ""
         rows.append(

@@ -73,6 +73,11 @@ class Latest:
     passed_over: Sequence[tuple[Path | str, str]]
 
 
+def is_step_name(name: str) -> bool:
+    """Tells whether a folder of that name is a step of a run."""
+    return _STEP.fullmatch(name) is not None
+
+
 def step_name(number: int) -> str:
     """Returns the name of a step's directory."""
     return f"step-{number:08d}"

@@ -130,7 +130,7 @@ def test_a_second_copy_transfers_what_is_missing_or_differs(server: Server, tmp_
     again = ckpt_tools.copy(tmp_path / "four", "s3://resumed/up", **options)
     assert (again.client_nbytes, list(again.notes)) == (0, ["it is there already"])
     fs.rm(["resumed/up/.metadata", "resumed/up/__2_0.distcp"])  # as if it had never come so far
-    fs.pipe("resumed/up/__1_0.distcp", bytes(sizes["__1_0.distcp"]))
+    RemoteStore("s3://resumed/up", server.options).put("__1_0.distcp", bytes(sizes["__1_0.distcp"]))
     third = ckpt_tools.copy(tmp_path / "four", "s3://resumed/up", **options)
     assert third.client_nbytes == sizes["__1_0.distcp"] + sizes["__2_0.distcp"]
     assert third.kept_nbytes == sizes["__0_0.distcp"] + sizes["__3_0.distcp"]

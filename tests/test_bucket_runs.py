@@ -223,7 +223,9 @@ def test_what_is_not_permitted_is_said_with_action_and_key(server: Server, saved
     fs.call_s3("put_bucket_policy", Bucket="forbidden", Policy=denied % ("DeleteObject", resource))
     done = run_ckpt("prune", "s3://forbidden/run", "--keep-last", 1, **server.environment)
     fs.call_s3("delete_bucket_policy", Bucket="forbidden")
-    assert done.returncode == 15 and "cannot remove: AccessDenied (s3://forbidden/run/step-00000001/" in done.stderr, done.stderr
+    assert (
+        done.returncode == 15 and "cannot remove: PermissionError AccessDenied status=403 (s3://forbidden/run/step-00000001/" in done.stderr
+    ), done.stderr
     assert names(fs, "forbidden") == before
 
 

@@ -23,6 +23,7 @@ LEVELS = [
         "views",
         "layout",
         "storage.base",
+        "storage.looks",
         "storage.ranges",
         "storage.windows",
         "storage.ahead",

@@ -134,3 +134,18 @@ def test_a_second_run_gives_the_same_bytes(words: list[str], src: Path, tmp_path
 def test_shards_go_into_a_directory(src: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="shards go into a directory"):
         ckpt_tools.merge(src, tmp_path / "m.safetensors", max_shard_bytes=1000)
+
+
+def test_inspect_names_all_that_lies_there(src: Path, tmp_path: Path, ckpt: Run) -> None:
+    both = tmp_path / "both"
+    ckpt_tools.reshard(src, both / "step-1", to_ranks=1)
+    (both / "last.ckpt").write_bytes(b"x")
+    assert "also here: last.ckpt; give the path of one" in ckpt("inspect", both).stdout
+    ckpt_tools.merge(src, both / "model.safetensors")
+    assert "also here: step-1/; give the path of one" in ckpt("inspect", both).stdout
+    (both / "model.safetensors").unlink()
+    for path in both.glob("*.json"):
+        path.unlink()
+    shutil.copytree(both / "step-1", both / "step-2")
+    done = ckpt("inspect", both)
+    assert done.returncode == 10 and all(name in done.stderr for name in ("step-1", "step-2", "last.ckpt"))

@@ -31,6 +31,7 @@ __all__ = [
     "folder_of",
     "is_ours",
     "open_source",
+    "suffix_of",
     "whole_tensor",
 ]
 
@@ -169,6 +170,7 @@ def detect_in(root: Store) -> tuple[Store, Format]:
         return found[0]
     if found:
         shown = "\n".join(f"  {printable(s.url)}  ({f.NAME})" for s, f in found[:20])
+        shown += "".join(f"\n  {printable(f'{root.url}/{name}')}" for name in root.list_files() if suffix_of(name))
         raise NotACheckpointError(
             f"{len(found)} checkpoints lie below {printable(root.url)}; give the path of one:\n{shown}",
             hint=f"for example: {found[-1][0].url}",
@@ -180,7 +182,7 @@ def detect_in(root: Store) -> tuple[Store, Format]:
 def _refuse_strays(store: Store) -> None:
     """Refuses a directory in which a part is a link that is not followed: without it, the rest could be read as if it were all."""
     for name, target in store.strays().items() if isinstance(store, LocalStore) else ():
-        if is_ours(name) or _suffix(name):
+        if is_ours(name) or suffix_of(name):
             raise StorageError(
                 f"a file is a link that leads out of the checkpoint, or nowhere: {printable(name)} -> {printable(target)}"
                 f" ({printable(store.url)})",
@@ -200,7 +202,7 @@ def _open_local(path: str) -> tuple[Store, str]:
     if not root.is_file():
         raise NotACheckpointError(f"neither a file nor a directory: {printable(path)}")
     real = Path(os.path.realpath(root))
-    if _suffix(real.name) == _suffix(root.name):
+    if suffix_of(real.name) == suffix_of(root.name):
         return LocalStore(real.parent), real.name
     return LocalStore(root.parent, root.name), root.name  # the link alone says what it is
 
@@ -215,14 +217,14 @@ def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, st
     return store, ""
 
 
-def _suffix(name: str) -> str:
+def suffix_of(name: str) -> str:
     """Returns the suffix by which a file's format is known, "" for none."""
     bare = name.partition("?")[0]  # a query of a signed URL
     return next((suffix for suffix in _OF_FILES if name.endswith(suffix) or bare.endswith(suffix)), "")
 
 
 def _file_format(path: str, name: str) -> Format:
-    if suffix := _suffix(name):
+    if suffix := suffix_of(name):
         return _OF_FILES[suffix]
     if name == ".metadata" or name.endswith(".distcp"):
         raise NotACheckpointError(

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt_tools.catalog import Catalog, key_path, nbytes_by_file
-from ckpt_tools.errors import redacted
-from ckpt_tools.formats import open_source
+from ckpt_tools.errors import printable, redacted
+from ckpt_tools.formats import Source, open_source, suffix_of
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.shapes import lay_beside
+from ckpt_tools.steps import is_step_name
+from ckpt_tools.storage import LocalStore, is_url, local_path
 from ckpt_tools.storage.base import Traffic
 
 _KEY_FIRST = re.compile(r"\bstate\.(exp_avg|exp_avg_sq|fp32_param|momentum_buffer)\.")  # as Megatron-Core names them
@@ -64,6 +66,9 @@ class Report:
     traffic: Traffic | None = None
 
 
+_SHOWN = 12
+
+
 @checked()
 def inspect(
     src: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, shapes: str | os.PathLike[str] | None = None
@@ -95,11 +100,24 @@ def inspect(
     for fqn, item in catalog.objects.items():
         _add(by_key, key_path(catalog, fqn)[0], 0, 1, item.extent.nbytes)
     total = Total(len(catalog.tensors), len(catalog.objects), catalog.nbytes)
+    extras = dict(catalog.extras)
+    if others := _others(src, source):
+        extras["also here"] = f"{', '.join(map(printable, others[:_SHOWN]))}{' …' if len(others) > _SHOWN else ''}; give the path of one"
     return Report(
-        redacted(str(source.path)), catalog.format, catalog.world_size, catalog.extras, catalog, total, by_dtype, by_key, states,
+        redacted(str(source.path)), catalog.format, catalog.world_size, extras, catalog, total, by_dtype, by_key, states,
         _files(catalog),
         source.store.traffic,
     )  # fmt: skip
+
+
+def _others(src: str | os.PathLike[str], source: Source) -> list[str]:
+    """Returns the other checkpoints that lie where a person has looked: files beside steps, and steps beside files."""
+    if source.is_file:
+        return []
+    where = local_path(src).rstrip("/")
+    if not is_url(where) and os.path.realpath(where) != os.path.realpath(source.path):  # one step was found below: are there files?
+        return [name for name in LocalStore(where).list_files() if suffix_of(name)]
+    return [f"{name}/" for name in source.folder.folders() if is_step_name(name)]
 
 
 def _add(table: dict[str, Total], key: str, num_tensors: int, num_objects: int, nbytes: int) -> None:

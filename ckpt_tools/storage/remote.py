@@ -11,12 +11,13 @@ import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.ahead import FRUGAL, ROOMY, WINDOW_BYTES, Ahead
 from ckpt_tools.storage.base import ALL_TRAFFIC, Capabilities, Data, Traffic, check_path, check_url, read
 from ckpt_tools.storage.failures import ATTEMPTS, appeared, pause, plain, retry
+from ckpt_tools.storage.looks import About, Look
 from ckpt_tools.storage.s3 import S3, server_time, stored_crc64
 from ckpt_tools.storage.stream import Stream
 from ckpt_tools.storage.upload import CLAIM, MARK, OWNER, How, Upload, refuses
@@ -27,28 +28,6 @@ if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a loc
 _THREADS, _READERS = 16, 8  # of the second kind each keeps memory for what it reads
 _MAX_PAGES = 20  # of 1,000 objects each: a root with more than a run below it is listed folder by folder
 _CREATE_ONCE = {"az", "abfs", "gs", "gcs"}  # kinds whose packages send a condition with a PUT that is to create
-
-
-class About(NamedTuple):
-    """What is known of an object.
-
-    Attributes:
-        crc64: CRC-64/NVME as the store knows it, or as it was noted when it was written; None where nobody knows.
-        is_marked: this tool wrote it, as far as a store keeps marks.
-        owner: id of the attempt that wrote it.
-    """
-
-    crc64: int | None
-    is_marked: bool
-    owner: str
-
-
-class Look(NamedTuple):
-    """A small object as it was at one moment: contents, version, and its age by the store's clock, None where that is unknown."""
-
-    data: bytes
-    version: str
-    age_s: float | None
 
 
 class RemoteStore:
@@ -96,6 +75,7 @@ class RemoteStore:
         self._modified: dict[str, Any] = {}
         self._etags: dict[str, str] = {}  # of S3 objects: every read asks for the very one that was listed
         self._folders: list[str] | None = None
+        self._tree: dict[str, int] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self.s3 = S3(self._fs, self.traffic) if hasattr(self._fs, "call_s3") and not wrappers else None  # the calls of S3 itself
         has_threads = self.s3 is not None and self.s3.reads_fast(WINDOW_BYTES)  # which keep memory of what they have read
@@ -147,8 +127,10 @@ class RemoteStore:
                 continue
             if folder not in stores:
                 stores[folder] = self.enter(folder)
-                stores[folder]._folders = []
+                stores[folder]._folders, stores[folder]._tree = [], {}
             store = stores[folder]
+            if store._tree is not None and name and not name.endswith("/"):
+                store._tree[name] = int(entry["size"] or 0)
             inner, slash, _ = name.partition("/")
             if not slash:
                 if name:
@@ -158,8 +140,10 @@ class RemoteStore:
         self._folders = sorted(stores)
         return stores
 
-    def list_deep(self) -> dict[str, int]:
-        """Lists anew all objects below the root, however deep, with their bytes."""
+    def list_deep(self) -> Mapping[str, int]:
+        """Returns all objects below the root, however deep, with their bytes; those that `enter_all` saw, where it made this store."""
+        if self._tree is not None:
+            return self._tree
         top = len(f"{self._root}/")
         if self.s3 is not None:
             entries: Iterable[Mapping[str, Any]] = chain.from_iterable(self.s3.pages(self.url, self._root))
