@@ -16,7 +16,7 @@ from ckpt_tools.bucket import RemoteDestination
 from ckpt_tools.checksum import crc64nvme, hex64
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats import INDEXES, detect_in, is_checkpoint_file, is_ours
-from ckpt_tools.formats.base import note_of
+from ckpt_tools.formats.base import is_note
 from ckpt_tools.formats.dcp import is_data_file
 from ckpt_tools.integrity import hash_files
 from ckpt_tools.manifest import names_in, parse
@@ -184,7 +184,7 @@ def foreign_files(target: Path) -> list[str]:
     try:
         known = _files_of(store)
         present = [str(path.relative_to(target)) for path in sorted(target.rglob("*")) if path.is_symlink() or not path.is_dir()]
-        return [n for n in present if not (n in known or n in INDEXES or is_data_file(n) or note_of(n) is not None)]
+        return [n for n in present if not (n in known or n in INDEXES or is_data_file(n) or is_note(n))]
     finally:
         store.close()
 

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager, FormatError, PlanError, StorageError, UnsafePickleError
 from ckpt_tools.errors import printable, redacted
-from ckpt_tools.formats import deepspeed, pickle_write, state_pickle, torch_save
+from ckpt_tools.formats import deepspeed, pickle_write, plain_values, state_pickle, torch_save
 from ckpt_tools.live.archives import pack, unpack
 from ckpt_tools.storage import LocalStore, RemoteStore, read
 from ckpt_tools.storage.base import check_path
@@ -130,7 +130,7 @@ def test_a_config_s_own_code_is_not_run_whoever_answers(flag: str, names: Any, t
 def snapshot() -> str:
     """What the modules that read pickles have, functions with all that can be set on them."""
     found = []
-    for module in (state_pickle, torch_save, deepspeed, pickle_write):
+    for module in (state_pickle, plain_values, torch_save, deepspeed, pickle_write):
         for name, value in sorted(vars(module).items()):
             if callable(value):
                 about = [

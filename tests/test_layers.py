@@ -43,6 +43,7 @@ LEVELS = [
         "formats.torch_zip",
         "formats.zip_write",
         "formats.made",
+        "formats.plain_values",
         "formats.state_pickle",
         "formats.zip_check",
         "formats.dcp_metadata",

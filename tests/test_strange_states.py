@@ -101,6 +101,26 @@ def test_numpy_numbers_become_python_s_and_that_is_told(tmp_path: Path) -> None:
     assert any("NumPy numbers: 2, read as Python's" in note for note in result.notes)
 
 
+def test_a_numpy_number_of_another_order_of_bytes_is_named_and_not_misread(tmp_path: Path) -> None:
+    odd = np.array([1.5], ">f8")[0]
+    swapped = np.frombuffer(np.array([1.5], ">f8").tobytes(), np.dtype(">f8"))
+    torch.save({"model": {"w": torch.ones(2)}, "odd": np.dtype(">f8").type(odd), "scalar": _big_endian(swapped)}, tmp_path / "s.pt")
+    result = ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "out.pt", to="torch")
+    got = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert got["odd"] == 1.5 and "scalar" not in got
+    assert any("scalar (numpy.generic)" in note for note in result.notes)
+
+
+class _big_endian:
+    """Pickles as a NumPy number whose dtype has the other order of bytes."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __reduce__(self) -> Any:
+        return np.float64(1).__reduce__()[0], (np.dtype(">f8"), self.values.tobytes())
+
+
 def test_what_stays_behind_is_named_and_leaves_a_gap_and_no_shift(tmp_path: Path, ckpt: Run) -> None:
     state = {
         "model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1), "arr": np.arange(3), "layout": torch.strided,
@@ -214,7 +234,9 @@ def test_leftovers_of_an_older_save_are_refused_by_seal(tmp_path: Path) -> None:
     assert "move them away" in (caught.value.hint or "") and ckpt_tools.verify(tmp_path / "s").problems == []
 
 
-@pytest.mark.parametrize("name", ["finetuned.safetensors", "notes.txt", "more.safetensors.index.json", "sub/deep.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["finetuned.safetensors", "notes.txt", "more.safetensors.index.json", "sub/deep.safetensors", "x.ckpt.manifest.0a1b2c3d.json"]
+)
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_overwrite_removes_nothing_but_the_checkpoint(name: str, is_sealed: bool, tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(30)}, checkpoint_id=tmp_path / "src", no_dist=True)

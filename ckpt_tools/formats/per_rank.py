@@ -23,7 +23,8 @@ from ckpt_tools.formats import xla_shards
 from ckpt_tools.formats.base import Request, guess_bare, locate_bare
 from ckpt_tools.formats.flat_param import Held, Raw, has_flats, read_shapes, unfold
 from ckpt_tools.formats.made import Made
-from ckpt_tools.formats.state_pickle import Kept, Path, Pieces, Sharded, View
+from ckpt_tools.formats.plain_values import Kept
+from ckpt_tools.formats.state_pickle import Path, Pieces, Sharded, View
 from ckpt_tools.formats.torch_save import Others, join, read_leaves, told
 from ckpt_tools.layout import Placement, Replicate, Shard, StridedShard, rank_boxes
 from ckpt_tools.plan import Target

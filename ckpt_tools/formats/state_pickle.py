@@ -8,8 +8,7 @@ Source: torch 2.13 `torch/_utils.py`, `torch/_tensor.py`, `torch/distributed/che
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from ckpt_tools.box import Box
 from ckpt_tools.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError
 from ckpt_tools.formats.pickle_write import Counted, Device
+from ckpt_tools.formats.plain_values import SCALAR_KEYS, Complex, Kept, Number, plain_types
 from ckpt_tools.formats.unpickle import Fixed, load
 
 _MAX_NODES, _MAX_DEPTH = 10_000_000, 64
@@ -46,58 +46,6 @@ class Unread(NamedTuple):
     """A tensor of a kind that is not read here, such as a quantized one; `kind` says which, for people."""
 
     kind: str
-
-
-class Number:
-    """A NumPy number, as Python has it. Each is a dict's key of its own: numbers that hash alike could be made at will."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class Complex:
-    """A complex number; see `Number`."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, real: float, imaginary: float) -> None:
-        self.value = complex(real, imaginary)
-
-
-class Kept:
-    """Stands in for an object: takes anything, keeps its arguments and its state, and does nothing.
-
-    A pickle may also fill it as a list or a dict; that is not kept.
-    """
-
-    label = ""  # the name of the type it stands in for, where that is not known here
-    arguments: tuple[Any, ...]
-    state: Mapping[str, Any]
-
-    def __new__(cls, *args: object) -> Kept:
-        made = object.__new__(cls)
-        made.arguments, made.state = args, {}
-        return made
-
-    def __init__(self, *args: object) -> None:
-        del args
-
-    def __setitem__(self, key: object, value: object) -> None:
-        del key, value
-
-    def append(self, value: object) -> None:
-        """Takes an item, and does not keep it."""
-        del value
-
-    def extend(self, values: object) -> None:
-        """Takes items, and does not keep them."""
-        del values
-
-    def __setstate__(self, state: object) -> None:
-        tables = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]  # attributes, slots
-        self.state = {str(key): value for table in tables for key, value in table.items()}
 
 
 class Sharded(NamedTuple):
@@ -137,7 +85,7 @@ class _Globals(dict[tuple[str, str], Any]):
         for module in ("__builtin__", "builtins"):  # how a class within a class is named; this one looks nothing up
             self[module, "getattr"] = lambda *_: type("Nested", (Kept,), {})
         self["torch", "Tensor"] = self["torch.nn.parameter", "Parameter"] = _TENSOR
-        self |= _plain_types()
+        self |= plain_types()
         self |= {(module, name): type(name, (Kept,), {}) for module, names in _KEPT.items() for name in names.split()}
         self |= {("torch._utils", name): partial(_other_kind, kind) for name, kind in _OTHER_KINDS.items()}
         self["torch._utils", "_rebuild_parameter"] = self["torch._utils", "_rebuild_parameter_with_state"] = _rebuild_parameter
@@ -159,65 +107,6 @@ _OTHER_KINDS = {
 
 def _other_kind(kind: str, *_: object) -> Unread:
     return Unread(kind)
-
-
-def _plain_types() -> dict[tuple[str, str], Any]:
-    """Returns what makes values that torch loads with weights_only, and NumPy's numbers."""
-    made: dict[tuple[str, str], Any] = {("_codecs", "encode"): _bytes_of, ("collections", "Counter"): _counter}
-    for module in ("builtins", "__builtin__"):  # the latter in protocol 2
-        made |= {(module, "bytearray"): _bytearray, (module, "complex"): _complex, (module, "set"): _set}
-    for module in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray"):
-        made[module, "_reconstruct"] = type("ndarray", (Kept,), {"label": "numpy.ndarray"})
-        made |= {(module, "dtype"): type("dtype", (Kept,), {"label": "numpy.dtype"}), (module, "scalar"): _numpy_number}
-    return made
-
-
-def _bytes_of(text: object = "", encoding: object = "") -> object:
-    """Returns the bytes that protocol 2 writes as a text of Latin 1."""
-    if not isinstance(text, str) or encoding != "latin1":
-        raise TypeError("not bytes as a text")
-    return text.encode("latin1")
-
-
-def _bytearray(data: object = b"", *more: object) -> object:
-    if not isinstance(data, bytes) or more:  # a number would be a length
-        raise TypeError("not the contents of a bytearray")
-    return bytearray(data)
-
-
-def _complex(real: object = 0.0, imaginary: object = 0.0) -> object:
-    if not isinstance(real, float) or not isinstance(imaginary, float):
-        raise TypeError("not the parts of a complex number")
-    return Complex(real, imaginary)
-
-
-def _set(items: object = ()) -> object:
-    """Returns a set of scalars; a stand-in for any other, whose items could be slow to compare."""
-    if not isinstance(items, (list, tuple)) or not all(type(item) in _KEYS for item in items):
-        return type("Foreign", (Kept,), {"label": "set"})(items)
-    return set(items)
-
-
-def _counter(table: object = None) -> object:
-    """Returns a counter of scalars; a stand-in for any other."""
-    table = {} if table is None else table
-    if not isinstance(table, dict) or not all(type(key) in _KEYS and type(count) is int for key, count in table.items()):
-        return type("Foreign", (Kept,), {"label": "collections.Counter"})(table)
-    return Counted(tuple(table.items()))
-
-
-_NUMPY_NUMBERS = {
-    "f2": "<e", "f4": "<f", "f8": "<d", "i1": "<b", "i2": "<h", "i4": "<i", "i8": "<q", "u1": "<B", "u2": "<H", "u4": "<I", "u8": "<Q",
-    "b1": "<?",
-}  # fmt: skip
-
-
-def _numpy_number(dtype: object = None, data: object = None) -> object:
-    """Returns a NumPy number; a stand-in for one of another type."""
-    code = dtype.arguments[0] if isinstance(dtype, Kept) and dtype.arguments else None
-    if not isinstance(code, str) or code not in _NUMPY_NUMBERS or not isinstance(data, bytes):
-        return type("Foreign", (Kept,), {"label": "numpy.generic"})(dtype, data)
-    return Number(struct.unpack(_NUMPY_NUMBERS[code], data)[0])
 
 
 _TENSOR = "torch.Tensor"
@@ -374,11 +263,8 @@ def kind_of(value: object) -> str:
 
 def _key(key: object) -> str:
     """Returns a dict's key as a text, as DCP makes it; a key of a type that is not known has the name of its type."""
-    is_plain = type(key) in _KEYS or (isinstance(key, tuple) and all(type(part) in _KEYS for part in key))
+    is_plain = type(key) in SCALAR_KEYS or (isinstance(key, tuple) and all(type(part) in SCALAR_KEYS for part in key))
     return str(key) if is_plain else f"<{type(key).__name__}>"
-
-
-_KEYS = (str, int, float, bool, type(None))
 
 
 def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:

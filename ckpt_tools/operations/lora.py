@@ -8,7 +8,6 @@ Source: peft 0.21 `tuners/lora/config.py`, `layer.py`, `utils/save_and_load.py`;
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -27,6 +26,7 @@ from ckpt_tools.engine.run import Alter
 from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
 from ckpt_tools.storage import read
+from ckpt_tools.storage.side import MAX_JSON_BYTES, parse_json
 
 _PART = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.(?:(?P<adapter>[^.]+)\.)?weight")
 _UNSUPPORTED = {
@@ -144,7 +144,9 @@ def version(folder: str | os.PathLike[str]) -> str:
 
 def _config(source: Source) -> Mapping[str, Any]:
     try:
-        config: dict[str, Any] = json.loads(read(source.folder, "adapter_config.json"))
+        if source.folder.size("adapter_config.json") > MAX_JSON_BYTES:
+            raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
+        config: dict[str, Any] = parse_json(read(source.folder, "adapter_config.json"))
         float(config["lora_alpha"])
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(f"adapter_config.json is malformed: {printable(str(error))} ({printable(source.path)})") from error
