@@ -115,31 +115,26 @@ def staging(target: Path, attempt: str, keeps: str = "", heir_of: Path | None = 
     """
     made = [p for p in target.absolute().parents if not os.path.lexists(p)]
     path = staging_path(target, attempt)
-    is_mine = not keeps  # one that is kept may be another process's, until it is locked
+    lock, is_tried = -1, False
 
     def clean() -> None:
-        if is_mine and (not keeps or not any(path.glob(keeps))):
-            shutil.rmtree(path, ignore_errors=True)
+        if is_tried:
+            _remove_own(path, lock, keeps)
         for folder in made if not os.path.lexists(target) else ():
             with suppress(OSError):  # it is not ours alone any more
                 folder.rmdir()
 
-    lock = -1
     try:  # from here on, so that a signal at any instant finds its way to the cleaning
         remove_dead(target.parent, _escape_glob(short_name(target.name)), spared=heir_of or (path if keeps else None))
         try:
             make_folder(target.absolute().parent)
             lock = _inherit(heir_of, path) if heir_of is not None else -1
-            for number in range(_TRIES if lock < 0 else 0):
-                path.mkdir(0o700, exist_ok=bool(keeps) or number > 0)
-                lock = _lock(path)
-                if lock >= 0 or keeps:
-                    break
-                time.sleep(0.01)
+            is_tried = True
+            if lock < 0:
+                lock = _make_and_lock(path, is_emptied=not keeps)
         except OSError as error:
             raise failed("create a staging directory", path, error) from error
-        is_mine = lock >= 0
-        if not is_mine:
+        if lock < 0:
             raise StorageError(f"another process is at work on this: {printable(str(path))}", hint="wait for it to end")
         yield Staging(attempt, path, target)
     finally:
@@ -151,6 +146,53 @@ def staging(target: Path, attempt: str, keeps: str = "", heir_of: Path | None = 
         finally:
             if lock >= 0:
                 release(lock)
+
+
+def _remove_own(path: Path, lock: int, keeps: str) -> None:
+    """Removes a staging directory at the end of an attempt, unless another process holds it by now.
+
+    Args:
+        path: the directory; after an exchange, what the result has replaced.
+        lock: of the attempt, or -1 if a signal came before it.
+        keeps: as for `staging`.
+    """
+    with suppress(OSError):
+        is_locked = lock >= 0 and os.path.samestat(os.fstat(lock), os.lstat(path))
+        own = lock if is_locked else _lock(path)
+        try:
+            is_own = is_locked or (own >= 0 and try_lock(own))  # without locks nobody knows whose it is
+            if is_own and (not keeps or not any(path.glob(keeps))):
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            if own >= 0 and not is_locked:
+                release(own)
+
+
+def _make_and_lock(path: Path, is_emptied: bool) -> int:
+    """Makes a staging directory and locks it; returns -1 if another process holds it.
+
+    Two processes may use the same path, because copies of one checkpoint share an attempt id. Only the holder of the lock owns the
+    directory. Another process may also remove the directory between its making and its locking, so both are tried again.
+
+    Args:
+        path: the directory.
+        is_emptied: remove what a dead attempt left in it.
+    """
+    for _ in range(_TRIES):
+        with suppress(FileExistsError):
+            path.mkdir(0o700)
+        lock = _lock(path)
+        if lock < 0:
+            time.sleep(0.01)
+        elif not is_emptied or not any(path.iterdir()):
+            return lock
+        elif try_lock(lock):
+            shutil.rmtree(path)
+            release(lock)
+        else:  # a file system without locks: it may be at work
+            release(lock)
+            return -1
+    return -1
 
 
 def _inherit(old: Path, path: Path) -> int:

@@ -22,6 +22,7 @@ from ckpt_tools.integrity import hash_files
 from ckpt_tools.manifest import names_in, parse
 from ckpt_tools.plan import Literal
 from ckpt_tools.storage import LocalStore, SharedStore, Shelf, Store, is_url, local_path, read, write_file
+from ckpt_tools.storage.failures import appeared
 
 
 class Place(Protocol):
@@ -242,6 +243,8 @@ class LocalDestination:
         self, attempt: str, overwrite: bool = False, single: str = "", keeps: str = "", heir_of: Path | None = None
     ) -> Iterator[Place]:
         with commit.staging(self.path, attempt, keeps, heir_of) as staging:
+            if self.exists() and not overwrite:  # another process has published since the first look
+                raise appeared(self.url)
             yield LocalPlace(staging, overwrite, single)
 
     takes_parts = True

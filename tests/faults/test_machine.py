@@ -192,6 +192,30 @@ def test_of_two_runs_at_one_place_one_wins_and_the_other_says_so(verb: str, work
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_of_two_copies_that_start_at_the_same_instant_exactly_one_works(work: Path, is_sealed: bool) -> None:
+    if is_sealed:
+        ckpt_tools.seal(work / "src")
+    script = (
+        "import os, sys, ckpt_tools\n"
+        "for name in sys.argv[1:]:\n"
+        "    for _ in range(2):\n"
+        "        if os.fork() == 0:\n"
+        "            try:\n"
+        "                ckpt_tools.copy('src', name)\n"
+        "            except ckpt_tools.StorageError:\n"
+        "                os._exit(15)\n"
+        "            os._exit(0)\n"
+        "    print(*sorted(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *(f"out{i}" for i in range(20))], cwd=work, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert set(done.stdout.splitlines()) <= {"0 0", "0 15"}, done  # the second may find a finished copy
+    assert not leftovers(work)
+    assert all(ckpt_tools.diff(work / "src", work / f"out{i}").is_same for i in range(20))
+
+
 def test_modes_follow_the_umask_and_what_is_private_stays_private(work: Path) -> None:
     for mask, directory, file in ((0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0o002, 0o775, 0o664)):
         for words in (VERBS["reshard"], VERBS["copy"], VERBS["merge"]):
