@@ -61,7 +61,8 @@ class RemoteDestination:
         """See `Destination.check`; `known` are the files of a try that is gone on with."""
         exists, foreign = self._look(known)
         if exists and not overwrite:
-            raise StorageError(f"the destination exists: {printable(self.url)}", hint="choose another, or replace it with --overwrite")
+            advice = "choose another" if foreign else "choose another, or replace it with --overwrite"
+            raise StorageError(f"the destination exists: {printable(self.url)}", hint=advice)
         if foreign:
             raise StorageError(
                 f"the destination holds what no checkpoint consists of: {printable(', '.join(foreign[:5]))} ({printable(self.url)})",

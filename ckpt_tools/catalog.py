@@ -149,6 +149,7 @@ class Catalog:
         beside: names of files and folders that lie with the checkpoint's own and of which nothing is read.
         unread: tensors of kinds that are not read here, such as quantized ones, each with its kind for people.
         unknown: values of types that are not known here, each with its type.
+        lacks_shapes: the files lack the shapes of parameters, which a file of shapes gives.
     """
 
     format: str
@@ -164,6 +165,7 @@ class Catalog:
     beside: tuple[str, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
     unknown: Mapping[str, str] = field(default_factory=dict)
+    lacks_shapes: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -57,11 +57,12 @@ def check_destination(target: Path, overwrite: bool, is_ours: Callable[[Path], l
         raise StorageError(f"the destination's folder cannot be written to: {printable(str(parent))}")
     if not os.path.lexists(target):
         return
+    foreign = [] if target.is_symlink() else is_ours(target)
     if not overwrite:
-        raise StorageError(f"the destination exists: {printable(str(target))}", hint="choose another, or replace it with --overwrite")
+        advice = "choose another" if foreign or target.is_symlink() else "choose another, or replace it with --overwrite"
+        raise StorageError(f"the destination exists: {printable(str(target))}", hint=advice)
     if target.is_symlink():
         raise StorageError(f"the destination is a symbolic link: {printable(str(target))}", hint="give the path that it leads to")
-    foreign = is_ours(target)
     if foreign:
         raise StorageError(
             f"the destination holds files that no checkpoint consists of: {printable(', '.join(foreign[:5]))} ({printable(str(target))})",

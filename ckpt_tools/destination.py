@@ -6,7 +6,7 @@ May import levels 0 to 3, commit, integrity, journal and bucket.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, Protocol
@@ -163,10 +163,18 @@ class Destination(Protocol):
         ...
 
 
-def open_destination(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Destination:
-    """Returns the destination of a path or URL; `options` are those of the object store, as fsspec takes them."""
+def open_destination(
+    path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, accept: Callable[[str], None] | None = None
+) -> Destination:
+    """Returns the destination of a path or URL.
+
+    Args:
+        path: a path or a URL.
+        options: those of the object store, as fsspec takes them.
+        accept: is called with the complete staging directory, and raises to keep the result from being published. On a disk only.
+    """
     where = os.fspath(path)
-    return RemoteDestination(where, options) if is_url(where) else LocalDestination(Path(local_path(where)))
+    return RemoteDestination(where, options) if is_url(where) else LocalDestination(Path(local_path(where)), accept)
 
 
 def foreign_files(target: Path) -> list[str]:
@@ -185,16 +193,21 @@ def foreign_files(target: Path) -> list[str]:
     try:
         known = _files_of(store)
         present = [str(path.relative_to(target)) for path in sorted(target.rglob("*")) if path.is_symlink() or not path.is_dir()]
-        return [n for n in present if not (n in known or n in INDEXES or is_data_file(n) or is_note(n))]
+        return [n for n in present if not (n in known or is_data_file(n) or is_note(n))]
     finally:
         store.close()
 
 
 def _files_of(store: LocalStore) -> set[str]:
-    """Returns the data files that the checkpoint in a directory has, and all that its manifest lists with the very bytes."""
-    known: set[str] = set()
-    with suppress(CheckpointError):  # else it says nothing of what it has
-        known |= detect_in(store)[1].read_catalog(store).file_sizes.keys()
+    """Returns the files of the checkpoint in a directory: data, index, and all that its manifest lists with the very bytes.
+
+    An index of another format is a stray file of the user. If no checkpoint is readable, each index counts as part of a broken one.
+    """
+    try:
+        form = detect_in(store)[1]
+        known = {*form.read_catalog(store).file_sizes, getattr(form, "INDEX", form.LOOKS_FOR)}
+    except CheckpointError:
+        known = set(INDEXES)
     for name in names_in(store):
         with suppress(CheckpointError):  # it vouches for nothing
             manifest = parse(read(store, name), name)
@@ -216,8 +229,8 @@ def _has_size(store: LocalStore, file: str, nbytes: int) -> bool:
 class LocalDestination:
     """See `Destination`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.url = path, str(path)
+    def __init__(self, path: Path, accept: Callable[[str], None] | None = None) -> None:
+        self.path, self.url, self._accept = path, str(path), accept
 
     def exists(self) -> bool:
         return os.path.lexists(self.path)
@@ -245,7 +258,7 @@ class LocalDestination:
         with commit.staging(self.path, attempt, keeps, heir_of) as staging:
             if self.exists() and not overwrite:  # another process has published since the first look
                 raise appeared(self.url)
-            yield LocalPlace(staging, overwrite, single)
+            yield LocalPlace(staging, overwrite, single, self._accept)
 
     takes_parts = True
 
@@ -264,10 +277,10 @@ class LocalDestination:
 class LocalPlace:
     """See `Place`: a staging directory."""
 
-    def __init__(self, staging: commit.Staging, overwrite: bool, single: str) -> None:
+    def __init__(self, staging: commit.Staging, overwrite: bool, single: str, accept: Callable[[str], None] | None = None) -> None:
         self.attempt, self.folder = staging.attempt, staging.path
         self.shelf = LocalStore(staging.path)
-        self._staging, self._overwrite, self._single = staging, overwrite, single
+        self._staging, self._overwrite, self._single, self._accept = staging, overwrite, single, accept
 
     kept_nbytes = 0
 
@@ -316,6 +329,8 @@ class LocalPlace:
             if literal is not None:
                 write_file(LocalStore(self.folder), literal.file, literal.data)
         journal.remove(self.folder)
+        if self._accept is not None:
+            self._accept(str(self.folder))
         if self._single:
             commit.publish_file(self._staging, self._single, manifest.file if manifest else "", self._overwrite)
         else:

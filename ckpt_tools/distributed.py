@@ -41,6 +41,7 @@ from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import Source, dcp, open_source
+from ckpt_tools.formats.state_pickle import plain_path
 from ckpt_tools.live.archives import check_loadable, unpack
 from ckpt_tools.live.load import LoadReport, fill
 from ckpt_tools.live.shards import Shard, Stage
@@ -277,7 +278,8 @@ class StorageReader(storage.StorageReader):
                 torch.Size(entry.shape),
                 [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes],
             )
-        return Metadata(entries, planner_data=dict(catalog.paths) or {fqn: (fqn,) for fqn in entries})
+        paths = {fqn: plain_path(path) for fqn, path in catalog.paths.items()}
+        return Metadata(entries, planner_data=paths or {fqn: (fqn,) for fqn in entries})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Needs nothing: every rank opens the checkpoint for itself."""

@@ -286,6 +286,17 @@ def test_a_directory_for_transformers_gives_the_same_logits(tied: bool, tmp_path
     assert ckpt_tools.verify(tmp_path / "hf").problems == []
 
 
+def test_what_transformers_does_not_load_is_not_published(tmp_path: Path) -> None:
+    model = llama()
+    state = model.state_dict()
+    state.pop("model.norm.weight")
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    place = base(model, tmp_path / "base")
+    with pytest.raises(ckpt_tools.IntegrityError, match="transformers loads something else: missing_keys"):
+        ckpt_tools.convert(tmp_path / "dcp", tmp_path / "hf", to="hf", base=place, check=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "dcp"]
+
+
 def test_weights_that_a_config_ties_and_a_job_untied_are_refused(tmp_path: Path) -> None:
     model = llama(tied=True)
     state = {**model.state_dict(), "lm_head.weight": model.state_dict()["lm_head.weight"] + 1}

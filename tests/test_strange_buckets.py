@@ -57,6 +57,33 @@ def test_a_rollback_sets_aside_the_mirror_s_step_of_the_same_number(is_kept: boo
     assert state["w"].tolist() == [20.0] * 3
 
 
+def test_a_misspelt_storage_option_is_named_with_the_one_that_was_meant(server: Server, tmp_path: Path) -> None:
+    save_locally(tmp_path / "src", {"w": torch.ones(3)})
+    options = {**server.options, "endpoint_urll": server.options["endpoint_url"]}
+    with pytest.raises(StorageError, match="(?s)no option 'endpoint_urll'.*did you mean endpoint_url"):
+        ckpt_tools.copy(tmp_path / "src" / "step-00000001", "s3://misspelt/x", to_storage_options=options)
+
+
+def test_an_endpoint_without_its_scheme_is_explained(server: Server, tmp_path: Path) -> None:
+    server.bucket("schemeless")
+    options = {**server.options, "endpoint_url": server.endpoint.removeprefix("http://")}
+    with pytest.raises(StorageError, match="endpoint_url=https://HOST:PORT"):
+        ckpt_tools.inspect("s3://schemeless/x", storage_options=options)
+
+
+def test_a_foreign_file_at_the_destination_is_not_offered_for_overwriting(server: Server, tmp_path: Path) -> None:
+    save_locally(tmp_path / "src", {"w": torch.ones(3)})
+    fs = server.bucket("foreign")
+    fs.pipe_file("foreign/out/notes.txt", b"mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
+    for place in ("s3://foreign/out", tmp_path / "out"):
+        with pytest.raises(StorageError, match="the destination exists") as caught:
+            ckpt_tools.reshard(tmp_path / "src" / "step-00000001", place, to_ranks=2, storage_options=server.options)
+        assert "--overwrite" not in str(caught.value)
+    assert fs.cat_file("foreign/out/notes.txt") == b"mine"
+
+
 def test_a_rollback_in_a_bucket_takes_folders_along(server: Server) -> None:
     fs, url = server.bucket("folders"), "s3://folders/run"
     run(url, [10, 20, 30], server)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 
 import ckpt_tools
@@ -90,6 +91,24 @@ def test_values_that_torch_loads_with_weights_only_go_along(tmp_path: Path) -> N
     state: dict[str, Any] = {"more": dict.fromkeys(KEPT)}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert state["more"] == KEPT
+
+
+def test_tuples_and_keys_that_are_no_texts_come_back_as_they_were(tmp_path: Path) -> None:
+    state = {
+        "model": {"w": torch.ones(2)},
+        "pair": (torch.ones(1), [torch.zeros(2), ({"x": torch.ones(3)}, 5)]),
+        "ema": {7: torch.ones(2), None: torch.zeros(1), 2.5: "x", (1, "a"): {"deep": torch.ones(1)}},
+    }
+    torch.save(state, tmp_path / "s.pt")
+    result = ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "out.pt", to="torch")
+    got = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert not result.notes and got["ema"].keys() == state["ema"].keys()
+    assert type(got["pair"]) is tuple and type(got["pair"][1]) is list and type(got["pair"][1][1]) is tuple
+    assert torch.equal(got["ema"][1, "a"]["deep"], torch.ones(1)) and got["ema"][2.5] == "x"
+    ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "dcp", to="dcp")  # texts and lists, as DCP itself has them
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "back.pt")
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert set(back["ema"]) == {"7", "None", "2.5", "(1, 'a')"} and type(back["pair"]) is list
 
 
 def test_numpy_numbers_become_python_s_and_that_is_told(tmp_path: Path) -> None:
@@ -225,6 +244,35 @@ def test_values_of_other_types_are_left_and_do_not_make_a_file_malformed(value: 
     assert load_file(tmp_path / "m.safetensors")["w"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("form", ["groups", "flat"])
+def test_an_optimizer_with_one_state_for_all_goes_along_or_is_refused_and_never_renamed(form: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(1, 2)) ** 2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "s.pt")
+    with pytest.raises(PlanError, match="the state of 'optimizer' is not by parameter"):
+        ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "out", to="dcp", optimizer=form)
+    ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "out.pt", to="torch")
+    again = torch.optim.LBFGS(model.parameters())
+    again.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"])
+    mine, theirs = (o.state[o.param_groups[0]["params"][0]] for o in (optimizer, again))
+    assert mine["n_iter"] == theirs["n_iter"] and torch.equal(torch.stack(mine["old_dirs"]), torch.stack(theirs["old_dirs"]))
+
+
+def test_a_whole_module_is_explained(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2), tmp_path / "s.pt")
+    with pytest.raises(ckpt_tools.FormatError) as caught:
+        ckpt_tools.inspect(tmp_path / "s.pt")
+    assert "save its state_dict()" in (caught.value.hint or "")
+
+
 def test_leftovers_of_an_older_save_are_refused_by_seal(tmp_path: Path) -> None:
     values = {f"w{i}": torch.randn(3, 3) for i in range(6)}
     for state in (values, {key: values[key] for key in ("w0", "w1")}):
@@ -235,7 +283,15 @@ def test_leftovers_of_an_older_save_are_refused_by_seal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["finetuned.safetensors", "notes.txt", "more.safetensors.index.json", "sub/deep.safetensors", "x.ckpt.manifest.0a1b2c3d.json"]
+    "name",
+    [
+        "finetuned.safetensors",
+        "notes.txt",
+        "more.safetensors.index.json",
+        "model.safetensors.index.json",
+        "sub/deep.safetensors",
+        "x.ckpt.manifest.0a1b2c3d.json",
+    ],
 )
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_overwrite_removes_nothing_but_the_checkpoint(name: str, is_sealed: bool, tmp_path: Path) -> None:
@@ -284,6 +340,16 @@ def test_a_conjugated_tensor_of_dcp_is_named_and_the_rest_saved(tmp_path: Path, 
     state = {"w": torch.zeros(3)}
     dcp.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
     assert state["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["verify"], ["merge"], ["copy"], ["diff"], ["convert", "--to", "dcp"]])
+def test_shapes_that_nothing_needs_are_refused(words: list[str], tmp_path: Path, ckpt: Run) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "s.pt")
+    (tmp_path / "shapes.json").write_text('{"w": [2]}')
+    places = {"inspect": [], "verify": [], "diff": ["s.pt"], "merge": ["m.safetensors"], "copy": ["c.pt"], "convert": ["out"]}
+    done = ckpt(words[0], "s.pt", *places[words[0]], *words[1:], "--shapes", "shapes.json", cwd=tmp_path)
+    assert done.returncode == 13 and "the files have the shapes of all parameters" in done.stderr, done
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["s.pt", "shapes.json"]
 
 
 def test_names_of_wrappers_go_where_names_are_all_there_is(tmp_path: Path) -> None:

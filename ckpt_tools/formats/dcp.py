@@ -21,6 +21,7 @@ from ckpt_tools.formats import dcp_metadata, torch_zip
 from ckpt_tools.formats.base import Request
 from ckpt_tools.formats.dcp_metadata import Metadata, Place, TensorMeta
 from ckpt_tools.formats.made import Made
+from ckpt_tools.formats.state_pickle import plain_path
 from ckpt_tools.formats.torch_save import Others, join, read_leaves, told
 from ckpt_tools.formats.unpickle import no_gc
 from ckpt_tools.formats.zip_write import Wrapping, wrap
@@ -333,7 +334,9 @@ def lay_out(request: Request) -> Target:
     """Lays one `.distcp` a rank out, objects on rank 0, and `.metadata` as the index; see `Format.lay_out`."""
     files = [DataFile(request.name(data_file_name(rank))) for rank in range(request.world_size)]
     names = {*request.objects, *(tensor.fqn for tensor in request.tensors)}
-    metadata = Metadata(paths={fqn: path for fqn, path in request.paths.items() if fqn in names})  # stock torch reads what has a path
+    metadata = Metadata(
+        paths={fqn: plain_path(path) for fqn, path in request.paths.items() if fqn in names}
+    )  # stock torch reads what has a path
     slots: dict[str, tuple[Slot, ...]] = {}
     for fqn, nbytes in request.objects.items():
         slot, metadata.places[fqn, None] = files[0].add_object(nbytes)

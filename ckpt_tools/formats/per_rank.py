@@ -127,7 +127,8 @@ def read_catalog(store: Store) -> Catalog:
                 raw.setdefault((*above, *path), {})[rank] = Held(value, extents)
             others.take(mine, above)
     num_ranks = max(ranks.values()) + 1
-    named = unfold(raw, read_shapes(store, files), num_ranks, others) if has_flats(raw) else {}
+    is_flat = has_flats(raw)
+    named = unfold(raw, read_shapes(store, files), num_ranks, others) if is_flat else {}
     if xla_shards.has_shards(raw):
         named |= xla_shards.unfold(raw, num_ranks, others)
     for path, by_rank in raw.items():
@@ -143,6 +144,7 @@ def read_catalog(store: Store) -> Catalog:
     return Catalog(
         NAME, entries, objects, found.paths, sizes, num_ranks, ranks, {**_told_mesh(found.meshes), **told(others)},
         tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), made.files, unread=others.unread, unknown=others.unknown,
+        lacks_shapes=is_flat,
     )  # fmt: skip
 
 

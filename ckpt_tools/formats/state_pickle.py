@@ -24,6 +24,26 @@ _NODES_PER_BYTE, _FEW_NODES = 4, 10_000  # of a pickle: a value that is held twi
 Path = tuple[str | int, ...]
 
 
+class Key(str):
+    """A dict's key as a text, as DCP writes it, that knows the key itself: a number, None or a tuple."""
+
+    __slots__ = ("original",)
+    original: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_key, (str(self), self.original)
+
+
+class TupleItem(int):
+    """A position in a tuple."""
+
+
+def _made_key(text: str, original: Any) -> Key:
+    key = Key(text)
+    key.original = original
+    return key
+
+
 class Storage(NamedTuple):
     """The record `data/{key}` of an archive; `numel` in elements of `dtype`, in bytes where it has none."""
 
@@ -196,6 +216,11 @@ def _persistent(pid: object) -> Storage:
     return Storage(pid[2], pid[1] if isinstance(pid[1], DType) else None, pid[4])
 
 
+def plain_path(path: Path) -> Path:
+    """Returns a path of exact texts and numbers, as torch's DCP has it."""
+    return tuple(str(key) if isinstance(key, str) else int(key) for key in path)
+
+
 def unpickled(data: bytes, where: str, is_foreign: Callable[[str], object]) -> Any:
     """Returns what `data.pkl` builds; `is_foreign` is told the name of every global that is not known.
 
@@ -230,7 +255,8 @@ def leaves(root: object, where: str, most: int = _MAX_NODES) -> Iterator[tuple[P
         if isinstance(value, dict) and (value or not path):
             waiting += [((*path, _key(key)), item) for key, item in reversed(value.items())]
         elif isinstance(value, (list, tuple)) and type(value) in (list, tuple) and not weight:
-            waiting += [((*path, number), item) for number, item in reversed(list(enumerate(value)))]
+            position = TupleItem if type(value) is tuple else int
+            waiting += [((*path, position(number)), item) for number, item in reversed(list(enumerate(value)))]
         else:
             yield path, plain(value)
 
@@ -263,8 +289,10 @@ def kind_of(value: object) -> str:
 
 def _key(key: object) -> str:
     """Returns a dict's key as a text, as DCP makes it; a key of a type that is not known has the name of its type."""
+    if type(key) is str:
+        return key
     is_plain = type(key) in SCALAR_KEYS or (isinstance(key, tuple) and all(type(part) in SCALAR_KEYS for part in key))
-    return str(key) if is_plain else f"<{type(key).__name__}>"
+    return _made_key(str(key), key) if is_plain else f"<{type(key).__name__}>"
 
 
 def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:

@@ -23,9 +23,11 @@ from ckpt_tools.formats.made import Made
 from ckpt_tools.formats.pickle_write import Stored
 from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
 from ckpt_tools.formats.state_pickle import (
+    Key,
     Path,
     Pieces,
     Sharded,
+    TupleItem,
     Unread,
     View,
     has_numpy,
@@ -51,6 +53,8 @@ _MAX_PICKLE_BYTES = 256 << 20
 _TAIL_BYTES = 1536
 _MAX_HOLES = 10_000
 _ALL_RANKS = "give the directory with the files of all ranks, named …rank_0.pt, …rank_1.pt and so on"
+
+_STATE_DICT = "a whole module needs its own code to be read: load it where that code is, and save its state_dict()"
 
 
 def recognise(files: Mapping[str, int]) -> bool:
@@ -100,7 +104,7 @@ def read_files(store: Store, names: Sequence[str], weight_map: Mapping[str, str]
     if unknown and not tensors and not others.tensors:
         raise FormatError(
             f"no tensors of a type that is known here, but {', '.join(unknown[:5])} ({', '.join(map(printable, names))})",
-            hint=_ALL_RANKS,
+            hint=_STATE_DICT if any(kind.startswith(("torch.nn.", "__main__.")) for kind in unknown) else _ALL_RANKS,
         )
     compare_index(weight_map, tensors, INDEX)
     is_nested = any(len(path) > 1 for path in paths.values())
@@ -292,7 +296,7 @@ def lay_out(request: Request) -> Target:
 
 
 def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
-    """Returns values by flat name as nested dicts and lists; one without a path stands at the top under its name.
+    """Returns values by flat name as nested dicts, lists and tuples; one without a path stands at the top under its name.
 
     What an optimizer numbers by itself, `state.0`, gets numbers for keys again.
 
@@ -312,14 +316,20 @@ def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
     return _with_lists(root)
 
 
-def _key(path: Path, depth: int, key: str | int) -> _Index | str | int:
+def _key(path: Path, depth: int, key: str | int) -> Any:
     if isinstance(key, int):
-        return _Index(key)
+        return _TupleIndex(key) if isinstance(key, TupleItem) else _Index(key)
+    if isinstance(key, Key):
+        return key.original
     return int(key) if is_number(key) and depth and path[depth - 1] == "state" and depth + 1 < len(path) else key
 
 
 class _Index(int):
     """A position in a list, told from a number that is a dict's key by its type; both are the same number to a dict."""
+
+
+class _TupleIndex(_Index):
+    """A position in a tuple."""
 
 
 def _with_lists(value: Any) -> Any:
@@ -329,5 +339,6 @@ def _with_lists(value: Any) -> Any:
     if items and all(isinstance(key, _Index) for key in items):
         if max(items) - len(items) > _MAX_HOLES:
             raise PlanError(f"a list lacks {max(items) - len(items)} of its items")
-        return [items.get(number) for number in range(max(items) + 1)]  # None where a value is left behind
+        kind = tuple if all(isinstance(key, _TupleIndex) for key in items) else list
+        return kind(items.get(number) for number in range(max(items) + 1))  # None where a value is left behind
     return {int(key) if isinstance(key, _Index) else key: item for key, item in items.items()}

@@ -22,6 +22,7 @@ from ckpt_tools.engine.seals import Seals, known_crcs, read_whole
 from ckpt_tools.engine.sinks import FillSink
 from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats import Source, open_source
+from ckpt_tools.formats.state_pickle import plain_path
 from ckpt_tools.live.archives import unpack
 from ckpt_tools.live.divide import divide
 from ckpt_tools.live.group import Group
@@ -197,7 +198,8 @@ class _Load:
 
     def restore(self) -> None:
         """Hands everything to the state."""
-        exported, report, stored = self.exported, self.report, self.source.catalog.paths
+        exported, report = self.exported, self.report
+        stored = {name: plain_path(path) for name, path in self.source.catalog.paths.items()}
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
         names = [*current, *self.made, *self.values]
         plain_values = {join(path) for path in exported.plain}
@@ -260,7 +262,7 @@ def _fit_by_hand(
 def _rename_params(values: dict[str, Any], source: Source, new_name: Callable[[str], str]) -> None:
     """Renames the parameters in the lists of optimizers' groups, as their states are renamed."""
     for name, value in values.items():
-        path = source.catalog.paths.get(name) or tuple(name.split("."))
+        path = plain_path(source.catalog.paths.get(name, ())) or tuple(name.split("."))
         if path[-1] == "params" and len(path) > 2 and path[-3] == "param_groups" and isinstance(value, list):
             value[:] = [new_name(item) if isinstance(item, str) else item for item in value]
 

@@ -47,7 +47,7 @@ from ckpt_tools.operations.move import Options, Path_, transfer
 from ckpt_tools.operations.param_order import ModelOrder, read_order
 from ckpt_tools.operations.parts import Parts, check_used, in_order, put_together, take_apart, unpack_objects
 from ckpt_tools.operations.result import TransferResult
-from ckpt_tools.operations.shapes import lay_beside
+from ckpt_tools.operations.shapes import check_needed, lay_beside
 from ckpt_tools.operations.side_files import carried, left_beside
 from ckpt_tools.operations.transfer import check_kept, left_out, rank_boxes, shards, target_dtype, uncast, unknown_values
 from ckpt_tools.soundness import check as check_catalog
@@ -114,6 +114,8 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     check_options(to, str(dst), how)
     storage_options = how.get("storage_options")
     source = open_source(src, storage_options, lay_beside(how.get("shapes")))
+    if how.get("param_order") != "model":  # which takes the order of the shapes
+        check_needed(how.get("shapes"), source.catalog)
     is_model = how.get("model_only") or to in ("safetensors", "hf", "peft")
     given = read_order(how.get("param_order"))
     if is_model and given is not None:
@@ -128,6 +130,12 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     if is_model:
         taken = replace(taken, optimizers=[], tensors={}, objects={}, paths={}, notes=[])
     if how.get("optimizer") in ("groups", "flat"):
+        if taken.untouched:
+            whose = printable(taken.untouched[0])
+            raise PlanError(
+                f"--optimizer {how.get('optimizer')} names the parameters, and the state of {whose!r} is not by parameter",
+                hint="LBFGS and the like keep one state for all: leave --optimizer out, and it goes along as it is",
+            )
         _refuse_unnamed(taken, f"--optimizer {how.get('optimizer')} names the parameters")
     parts = _renamed(taken, source, how)
     parts.tensors = {fqn: t for fqn, t in parts.tensors.items() if not fqn.startswith(_COPIES)}
@@ -139,15 +147,15 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     catalog = replace(catalog, made=job.made.files, file_sizes=source.catalog.file_sizes)
     check_catalog(catalog, shares=True)
     options = cast(Options, {key: value for key, value in how.items() if key in Options.__annotations__})
+    accept = check_loads if how.get("check") else None
     result = transfer(
-        "convert", source.with_made(job.made.files), catalog, open_destination(dst, storage_options), form, request, options,
+        "convert", source.with_made(job.made.files), catalog, open_destination(dst, storage_options, accept), form, request, options,
         left_out=_dropped(source.catalog, catalog, job.parts),
     )  # fmt: skip
     if to != "accelerate" and not is_model:
         parts.notes.extend(left_beside(source.catalog))
     parts.notes.extend(unknown_values(source.catalog, only_model=bool(is_model)))
-    if how.get("check") and not result.is_dry_run and (how.get("team") or ALONE).rank == 0:
-        check_loads(str(dst))
+    if accept and not result.is_dry_run and (how.get("team") or ALONE).rank == 0:
         parts.notes.append("transformers loads it: no name missing or unexpected, every tensor as it was written")
     return replace(result, notes=(*result.notes, *parts.notes))
 

@@ -32,7 +32,7 @@ from ckpt_tools.manifest import Manifest, Sealed, file_name, find, names_in, of_
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.joint import Division, collect, open_files, staged
 from ckpt_tools.operations.move import Options, Path_, Reading, check_apart, no_bar, steps_for
-from ckpt_tools.operations.shapes import lay_beside
+from ckpt_tools.operations.shapes import check_needed, lay_beside
 from ckpt_tools.operations.verification import Verification
 from ckpt_tools.plan import Literal, plan_files
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, read
@@ -88,6 +88,7 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
     team = options.get("team") or ALONE
     with team.phase("look at both"):
         source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
+        check_needed(options.get("shapes"), source.catalog)
         to_options = options.get("storage_options") if to_storage_options is None else to_storage_options
         target = open_destination(dst, to_options)
         check_apart(source.path, target.url)

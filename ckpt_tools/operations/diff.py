@@ -25,7 +25,7 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.move import Path_, Reading, no_bar
 from ckpt_tools.operations.parts import Values
 from ckpt_tools.operations.proof import sealed_prints
-from ckpt_tools.operations.shapes import lay_beside
+from ckpt_tools.operations.shapes import check_needed, lay_beside
 from ckpt_tools.operations.transfer import model_view
 from ckpt_tools.plan import plan_values
 from ckpt_tools.team import ALONE, agree
@@ -127,6 +127,7 @@ def diff(
     with team.phase("look at both"):
         beside = lay_beside(options.get("shapes"))
         one, two = (open_source(path, options.get("storage_options"), beside) for path in (a, b))
+        check_needed(options.get("shapes"), one.catalog, two.catalog)
         left, right, notes = _views(one.catalog, two.catalog, select, exclude)
         if unknown := {**one.catalog.unknown, **two.catalog.unknown}:
             some = ", ".join(f"{printable(name)} ({printable(kind)})" for name, kind in list(unknown.items())[:_SHOWN])

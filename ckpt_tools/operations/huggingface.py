@@ -161,12 +161,12 @@ def check_loads(folder: str) -> None:
     done = run_python(_CHECK, folder)
     if done.returncode:
         last = last_line(done)
-        advice = "; pip install transformers" if last.startswith("ModuleNotFoundError") else ""
-        raise PlanError(
-            f"transformers does not load the result: {printable(last)}", hint=f"what was written is complete at {folder}{advice}"
-        )
+        is_missing = last.startswith("ModuleNotFoundError")
+        hint = "pip install transformers" if is_missing else "nothing was published; without --check the result is written as it is"
+        raise PlanError(f"transformers does not load the result: {printable(last)}", hint=hint)
     wrong = json.loads(done.stdout.strip().splitlines()[-1])
     if wrong:
         raise IntegrityError(
-            f"transformers loads something else: {printable('; '.join(wrong[:5]))}", hint=f"what was written is at {folder}"
+            f"transformers loads something else: {printable('; '.join(wrong[:5]))}",
+            hint="nothing was published; without --check the result is written as it is",
         )

@@ -12,7 +12,7 @@ from ckpt_tools.catalog import Catalog, key_path, nbytes_by_file
 from ckpt_tools.errors import printable, redacted
 from ckpt_tools.formats import Source, open_source, suffix_of
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.shapes import lay_beside
+from ckpt_tools.operations.shapes import check_needed, lay_beside
 from ckpt_tools.steps import is_step_name
 from ckpt_tools.storage import LocalStore, is_url, local_path
 from ckpt_tools.storage.base import Traffic
@@ -85,6 +85,7 @@ def inspect(
     """
     source = open_source(src, storage_options, lay_beside(shapes))
     catalog = source.catalog
+    check_needed(shapes, catalog)
     source.store.close()
     by_dtype: dict[str, Total] = {}
     by_key: dict[str, Total] = {}

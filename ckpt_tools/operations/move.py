@@ -42,7 +42,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 _MANIFEST_ROOM_BYTES = 1 << 20
-_STREAMS = 12  # each holds a part of 8 MiB, or two
+_STREAMS = 4  # each holds a part of 8 MiB, or two; 12 took 12 % more memory and no less time
 
 
 class Reading(TypedDict, total=False):

@@ -61,7 +61,8 @@ class Optimizer:
 class Parts:
     """What a checkpoint holds: `model` by the names within it, `prefix` the keys above; the rest under its own names.
 
-    `places` has the keys below the prefix of those of the model's entries that stood in dicts or lists of their own.
+    `places` has the keys below the prefix of those of the model's entries that stood in dicts or lists of their own. `untouched` names
+    the optimizers whose state has another form than one value per parameter and key, such as LBFGS's: they are among the rest.
     """
 
     prefix: tuple[str, ...]
@@ -72,6 +73,7 @@ class Parts:
     paths: dict[str, Path]
     notes: list[str]
     places: dict[str, Path] = field(default_factory=dict)
+    untouched: list[str] = field(default_factory=list)
 
     def renamed(self, new_name: Callable[[str], str]) -> Parts:
         """Returns the same with other names for the parameters, in the model and in the optimizers.
@@ -150,6 +152,7 @@ def take_apart(catalog: Catalog, store: Store, order: Order | None = None, keeps
             optimizer.has_order |= keeps_order
             parts.optimizers.append(optimizer)
             continue
+        parts.untouched.append(name)
         parts.tensors |= {fqn: catalog.tensors[fqn] for fqn in names if fqn in catalog.tensors}
         parts.objects |= {fqn: catalog.objects[fqn] for fqn in names if fqn in catalog.objects}
         parts.paths |= {fqn: catalog.paths[fqn] for fqn in names if fqn in catalog.paths}

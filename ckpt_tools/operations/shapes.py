@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ckpt_tools.catalog import Catalog
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats.base import SHAPES
 from ckpt_tools.operations.children import last_line, run_python
@@ -44,6 +45,19 @@ def lay_beside(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
         raise PlanError(f"--shapes: cannot be read: {printable(str(file))}: {printable(str(error))}") from error
     is_config = isinstance(body, dict) and isinstance(body.get("model_type"), str)
     return {SHAPES: _of_config(file) if is_config else data}
+
+
+def check_needed(shapes: str | os.PathLike[str] | None, *catalogs: Catalog) -> None:
+    """Refuses a file of shapes that none of these checkpoints needs.
+
+    Raises:
+        PlanError: it was given, and all files have their own shapes.
+    """
+    if shapes is not None and not any(catalog.lacks_shapes for catalog in catalogs):
+        raise PlanError(
+            f"--shapes {printable(os.fspath(shapes))}: the files have the shapes of all parameters",
+            hint="leave --shapes out; only FSDP1's flat parameters lack their shapes",
+        )
 
 
 def _of_config(file: Path) -> bytes:

@@ -36,7 +36,7 @@ from ckpt_tools.operations import lora as adapters
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.move import Options, Path_, transfer
 from ckpt_tools.operations.result import TransferResult
-from ckpt_tools.operations.shapes import lay_beside
+from ckpt_tools.operations.shapes import check_needed, lay_beside
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.storage import is_url
 from ckpt_tools.storage.upload import MIN_PART_BYTES
@@ -166,7 +166,9 @@ def unknown_values(catalog: Catalog, only_model: bool = False) -> list[str]:
 
 
 def _source(src: Path_, options: Options) -> Source:
-    return open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
+    source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
+    check_needed(options.get("shapes"), source.catalog)
+    return source
 
 
 def _destination(dst: Path_, options: Options) -> Destination:

@@ -25,7 +25,7 @@ from ckpt_tools.manifest import Manifest, names_in, of_store, parse
 from ckpt_tools.operations.batches import Batch, cut_batches, one_batch
 from ckpt_tools.operations.cached import find_damaged
 from ckpt_tools.operations.move import Path_, Reading, no_bar
-from ckpt_tools.operations.shapes import lay_beside
+from ckpt_tools.operations.shapes import check_needed, lay_beside
 from ckpt_tools.plan import plan_objects, plan_values
 from ckpt_tools.soundness import flaws
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, read
@@ -65,6 +65,7 @@ class Verification:
             self._unreadable += [Problem(name, f"cannot be read: {error}") for name in names_in(folder, name)]
         try:
             self.catalog = self._read_catalog(self.format)
+            check_needed(options.get("shapes"), self.catalog)
         except (FormatError, CatalogError) as error:
             self.catalog = self._read_rest()
             if self.catalog is None and self.manifest is None and not self._unreadable:

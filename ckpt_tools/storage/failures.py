@@ -26,6 +26,7 @@ _OUTAGE = (
 _HINTS = (
     (("NoCredentials", "Unable to locate credentials"), "give credentials as s3fs takes them: environment, ~/.aws, or --storage-option"),
     (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"), "the credentials are wrong or have expired"),
+    (("Invalid endpoint",), "an endpoint is a whole URL: --storage-option endpoint_url=https://HOST:PORT"),
     (("RequestTimeTooSkewed",), "this machine's clock is wrong"),
     (("PreconditionFailed", "status=412"), "the object was replaced meanwhile: start again"),
     (("NoSuchBucket", "bucket does not exist"), "there is no such bucket"),

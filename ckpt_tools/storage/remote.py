@@ -18,7 +18,7 @@ from ckpt_tools.storage.ahead import FRUGAL, ROOMY, WINDOW_BYTES, Ahead
 from ckpt_tools.storage.base import ALL_TRAFFIC, Capabilities, Data, Traffic, check_path, check_url, read
 from ckpt_tools.storage.failures import ATTEMPTS, appeared, pause, plain, retry
 from ckpt_tools.storage.looks import About, Look
-from ckpt_tools.storage.s3 import S3, server_time, stored_crc64
+from ckpt_tools.storage.s3 import S3, check_options, server_time, stored_crc64
 from ckpt_tools.storage.stream import Stream
 from ckpt_tools.storage.upload import CLAIM, MARK, OWNER, How, Upload, refuses
 
@@ -70,6 +70,8 @@ class RemoteStore:
             scheme = url.split("://")[0]
             hint = f"in small letters: {scheme.lower()}://…" if scheme != scheme.lower() else hint
             raise StorageError(f"cannot open {printable(self.url)}: {plain(error)}", hint=hint) from error
+        if fs is None and not wrappers and hasattr(self._fs, "call_s3"):
+            check_options(options, type(self._fs).__init__)
         self._root = self._fs._strip_protocol(inner.rstrip("/"))
         self._sizes: dict[str, int] = {}
         self._modified: dict[str, Any] = {}
