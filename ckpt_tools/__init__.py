@@ -23,18 +23,18 @@ from ckpt_tools.errors import (
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt_tools.live.load import load
-    from ckpt_tools.live.state import PerRank, RngState
-    from ckpt_tools.manager import CheckpointManager
-    from ckpt_tools.operations.convert import convert
+    from ckpt_tools.loop.load import load
+    from ckpt_tools.loop.manager import CheckpointManager
+    from ckpt_tools.loop.state_dict import PerRank, RngState
+    from ckpt_tools.operations.convert.convert import convert
     from ckpt_tools.operations.copy import CopyResult, copy
     from ckpt_tools.operations.diff import DiffResult, diff
     from ckpt_tools.operations.inspect import Report, inspect
-    from ckpt_tools.operations.result import TransferResult
+    from ckpt_tools.operations.merge_reshard import merge, reshard
     from ckpt_tools.operations.salvage import SalvageResult, salvage
     from ckpt_tools.operations.seal import SealResult, seal
-    from ckpt_tools.operations.transfer import merge, reshard
     from ckpt_tools.operations.verify import VerifyResult, verify
+    from ckpt_tools.transfer.result import TransferResult
 
 __all__ = [
     "CatalogError",
@@ -71,13 +71,13 @@ __all__ = [
 
 _LAZY = {
     "Report": "operations.inspect", "inspect": "operations.inspect",
-    "TransferResult": "operations.result", "merge": "operations.transfer", "reshard": "operations.transfer",
-    "convert": "operations.convert",
+    "TransferResult": "transfer.result", "merge": "operations.merge_reshard", "reshard": "operations.merge_reshard",
+    "convert": "operations.convert.convert",
     "CopyResult": "operations.copy", "copy": "operations.copy",
     "VerifyResult": "operations.verify", "verify": "operations.verify",
     "DiffResult": "operations.diff", "diff": "operations.diff", "SealResult": "operations.seal", "seal": "operations.seal",
     "SalvageResult": "operations.salvage", "salvage": "operations.salvage",
-    "CheckpointManager": "manager", "load": "live.load", "PerRank": "live.state", "RngState": "live.state",
+    "CheckpointManager": "loop.manager", "load": "loop.load", "PerRank": "loop.state_dict", "RngState": "loop.state_dict",
 }  # fmt: skip
 
 

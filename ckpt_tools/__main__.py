@@ -10,7 +10,7 @@ import sys
 if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
     del sys.path[0]
 
-from ckpt_tools.cli import main
+from ckpt_tools.cli.app import main
 
 if __name__ == "__main__":
     main(may_share=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
-from ckpt_tools.box import Box
-from ckpt_tools.formats.dcp_metadata import Metadata, Place, TensorMeta
+from ckpt_tools.core.box import Box
+from ckpt_tools.formats.dcp.metadata import Metadata, Place, TensorMeta
 
 
 def as_torch_gathers(data: bytes) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box, flat_range_boxes, whole
+from ckpt_tools.core.box import Box, flat_range_boxes, whole
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)

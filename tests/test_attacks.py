@@ -27,8 +27,12 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager, FormatError, PlanError, StorageError, UnsafePickleError
 from ckpt_tools.errors import printable, redacted
-from ckpt_tools.formats import deepspeed, pickle_write, plain_values, state_pickle, torch_save
-from ckpt_tools.live.archives import pack, unpack
+from ckpt_tools.formats import torch_save
+from ckpt_tools.formats.deepspeed import zero as deepspeed
+from ckpt_tools.formats.pickle import plain_values
+from ckpt_tools.formats.pickle import state as state_pickle
+from ckpt_tools.formats.pickle import write as pickle_write
+from ckpt_tools.loop.archives import pack, unpack
 from ckpt_tools.storage import LocalStore, RemoteStore, read
 from ckpt_tools.storage.base import check_path
 from tests.servers.faults import serving
@@ -333,7 +337,7 @@ def test_secrets_of_urls_are_nowhere(tmp_path: Path) -> None:
 
 
 def test_logs_have_no_secrets(caplog: pytest.LogCaptureFixture) -> None:
-    from ckpt_tools.logs import log
+    from ckpt_tools.core.logs import log
 
     log.warning("%s: %s", f"https://me:5ecret@host/x?{SIGNED}", "why")
     assert "5ecret" not in caplog.text and "host/x" in caplog.text
@@ -451,9 +455,9 @@ def test_text_of_a_checkpoint_never_reaches_the_terminal_raw(tmp_path: Path, ckp
     with CheckpointManager(root) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
     (path,) = (root / "step-00000001").glob("ckpt.manifest*")
-    manifest = ckpt_tools.manifest.parse(path.read_bytes(), "m")
+    manifest = ckpt_tools.publish.manifest.parse(path.read_bytes(), "m")
     fields = {f: getattr(manifest, f) for f in manifest.__slots__}
-    path.write_bytes(ckpt_tools.manifest.Manifest(**fields | {"created": f"now{UNSEEN}", "tool": UNSEEN}).render())
+    path.write_bytes(ckpt_tools.publish.manifest.Manifest(**fields | {"created": f"now{UNSEEN}", "tool": UNSEEN}).render())
     (root / f"step-00000001.superseded{UNSEEN.replace(chr(10), '')}").mkdir()
     (root / f"other{UNSEEN}".replace("\n", "x")).write_text("x")
     verbs = [["inspect", "s.pt"], ["inspect", "s.pt", "--tree"], ["inspect", "s.pt", "--ranks"], ["merge", "s.pt", "m.safetensors"], ["verify", "s.pt"], ["verify", "s.pt", "--deep"],

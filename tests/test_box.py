@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box, BoxIndex, bands, flat_range_boxes, flat_start, is_flat, whole
+from ckpt_tools.core.box import Box, BoxIndex, bands, flat_range_boxes, flat_start, is_flat, whole
 from tests.strategies import full_shapes, shapes, tilings
 
 

@@ -20,12 +20,12 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, StorageError
-from ckpt_tools.leftovers import remove_leftovers
-from ckpt_tools.lock import Lease
-from ckpt_tools.manifest import find
-from ckpt_tools.steps import list_steps
+from ckpt_tools.publish.leftovers import remove_leftovers
+from ckpt_tools.publish.lock import Lease
+from ckpt_tools.publish.manifest import find
+from ckpt_tools.publish.steps import list_steps
 from ckpt_tools.storage import LocalStore, RemoteStore
-from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES, part_starts
+from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, part_starts
 from tests.servers import servers
 from tests.servers.servers import Server
 from tests.test_remote import run_ckpt

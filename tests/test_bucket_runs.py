@@ -22,8 +22,8 @@ from torch.utils.serialization import config
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager
-from ckpt_tools.leftovers import remove_leftovers
-from ckpt_tools.steps import damage, latest, list_steps
+from ckpt_tools.publish.leftovers import remove_leftovers
+from ckpt_tools.publish.steps import damage, latest, list_steps
 from tests.conftest import HERE, torchrun
 from tests.servers.faults import WRITES, faulty
 from tests.servers.servers import Server

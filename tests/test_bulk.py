@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt_tools
-from ckpt_tools import soundness
-from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import Catalog, Chunk, Extent, ManyChunks, TensorEntry
-from ckpt_tools.chunks import Chunks
-from ckpt_tools.dtypes import BY_NAME
-from ckpt_tools.formats import dcp
+from ckpt_tools.core import coverage as soundness
+from ckpt_tools.core.box import Box, whole
+from ckpt_tools.core.catalog import Catalog, Chunk, Extent, ManyChunks, TensorEntry
+from ckpt_tools.core.chunk_table import Chunks
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.plan import plan_copies
 from ckpt_tools.formats.base import below
-from ckpt_tools.formats.dcp_bulk import read_bulk
-from ckpt_tools.formats.dcp_metadata import Place, TensorMeta, parse, render
-from ckpt_tools.plan import plan_copies
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.dcp.metadata import Place, TensorMeta, parse, render
+from ckpt_tools.formats.dcp.metadata_columns import read_bulk
 from ckpt_tools.storage import LocalStore
 from tests.benchmarks.giants import Llama, build
 from tests.many_chunks import as_torch_gathers, written

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry, model_only, rename, strip_wrappers
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.core.box import Box, whole
+from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry, model_only, rename, strip_wrappers
+from ckpt_tools.core.coverage import check, replicas
+from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import CatalogError, PlanError
-from ckpt_tools.soundness import check, replicas
 from tests.strategies import full_shapes, tilings
 
 F32 = BY_NAME["float32"]

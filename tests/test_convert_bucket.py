@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools.errors import IntegrityError, PlanError
-from ckpt_tools.formats import open_source
+from ckpt_tools.formats.registry import open_source
 from tests.servers.servers import Server
 from tests.test_bucket import real
 

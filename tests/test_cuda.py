@@ -18,7 +18,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PerRank, RngState
-from ckpt_tools.live.shards import Stage, _pinned
+from ckpt_tools.loop.shards import Stage, _pinned
 from tests.jobs import ROOT, torchrun_command
 from tests.training.test_training import QUIET, TINY, losses, sets
 
@@ -208,7 +208,7 @@ def test_where_memory_cannot_be_pinned_copies_are_made_all_the_same(monkeypatch:
     taken = torch.empty(1 << 20, dtype=torch.uint8, device="cpu")
     runtime = torch.cuda.cudart()
     assert int(runtime.cudaHostRegister(taken.data_ptr(), len(taken), 0)) == 0
-    monkeypatch.setattr("ckpt_tools.live.shards._pageable", lambda nbytes: taken[:nbytes])  # CUDA registers nothing twice
+    monkeypatch.setattr("ckpt_tools.loop.shards._pageable", lambda nbytes: taken[:nbytes])  # CUDA registers nothing twice
     stage = Stage()
     views = stage.copy(list(model.values()))
     monkeypatch.undo()

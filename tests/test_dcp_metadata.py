@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ckpt_tools.box import Box
+from ckpt_tools.core.box import Box
 from ckpt_tools.errors import CheckpointError, FormatError, UnsafePickleError
-from ckpt_tools.formats.dcp_metadata import Metadata, Place, TensorMeta, parse, render
+from ckpt_tools.formats.dcp.metadata import Metadata, Place, TensorMeta, parse, render
 
 sizes = st.lists(st.integers(0, 2**40), max_size=5).map(tuple)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools import PlanError
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.engine.kernels import decode
 from tests.test_remote import run_ckpt
 

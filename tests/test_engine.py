@@ -7,16 +7,16 @@ from awscrt.checksums import crc64nvme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box, row_major_strides, whole
-from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.core.box import Box, row_major_strides, whole
+from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.coverage import check
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.plan import Literal, Slot, Target, plan_copies, plan_transfer
 from ckpt_tools.engine.kernels import cast
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import StorageError
-from ckpt_tools.plan import Literal, Slot, Target, plan_copies, plan_transfer
-from ckpt_tools.soundness import check
 from ckpt_tools.storage import MemoryStore
 from tests.strategies import full_shapes, shapes, tilings
 from tests.test_box import painted

@@ -11,7 +11,7 @@ import pytest
 import torch
 import typer
 
-from ckpt_tools import cli
+from ckpt_tools.cli import app as cli
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 GROUP = typer.main.get_command(cli.app)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.steps import damage, list_steps
+from ckpt_tools.publish.steps import damage, list_steps
 from tests.conftest import HERE
 
 HEAD = """

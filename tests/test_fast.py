@@ -16,9 +16,10 @@ import fsspec
 import pytest
 
 from ckpt_tools import StorageError
-from ckpt_tools.storage import RemoteStore, fast, read
+from ckpt_tools.storage import RemoteStore, read
 from ckpt_tools.storage.base import Traffic
-from ckpt_tools.storage.s3 import S3
+from ckpt_tools.storage.s3 import obstore_client as fast
+from ckpt_tools.storage.s3.client import S3
 from tests.servers.faults import faulty, watched
 from tests.servers.servers import KEY, SECRET, Server
 

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, UnsafePickleError
-from ckpt_tools.formats import dcp_metadata
+from ckpt_tools.formats.dcp import metadata as dcp_metadata
 from tests.test_remote import run_ckpt
 
 Change = Callable[[Any], object]

@@ -8,8 +8,8 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt_tools.box import whole
-from ckpt_tools.layout import Replicate, Shard, StridedShard, flat_boxes, rank_boxes, reshard_boxes
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.placements import Replicate, Shard, StridedShard, flat_boxes, rank_boxes, reshard_boxes
 from tests.strategies import full_shapes
 from tests.test_box import painted
 

@@ -21,8 +21,8 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, NotACheckpointError, PerRank, PlanError, RngState, StorageError, UnsafePickleError
-from ckpt_tools.live.shards import Stage
-from ckpt_tools.steps import list_steps
+from ckpt_tools.loop.shards import Stage
+from ckpt_tools.publish.steps import list_steps
 
 
 class Mlp(nn.Module):
@@ -93,7 +93,7 @@ def test_what_goes_through_other_memory_is_loaded_in_batches_and_proved_all_the_
     monkeypatch.setattr(Stage, "fill", counted)
     for most_nbytes, num_batches in ((1 << 30, 1), (6000, 8), (1, 12)):
         batches.clear()
-        monkeypatch.setattr("ckpt_tools.live.load._BATCH_BYTES", most_nbytes)
+        monkeypatch.setattr("ckpt_tools.loop.load._BATCH_BYTES", most_nbytes)
         got = {
             name: torch.zeros_like(value).mT.contiguous().mT if value.dim() > 1 else torch.zeros_like(value)
             for name, value in whole.items()

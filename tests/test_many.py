@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckpt_tools
-from ckpt_tools.box import Box, BoxIndex
-from ckpt_tools.layout import reshard_boxes
-from ckpt_tools.plan import plan_copies
+from ckpt_tools.core.box import Box, BoxIndex
+from ckpt_tools.core.placements import reshard_boxes
+from ckpt_tools.core.plan import plan_copies
 
 
 def test_twenty_thousand_tensors_merge_and_reshard(tmp_path: Path) -> None:

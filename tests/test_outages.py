@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
-from ckpt_tools.steps import damage, list_steps
-from ckpt_tools.storage.failures import hint, plain
+from ckpt_tools.publish.steps import damage, list_steps
+from ckpt_tools.storage.retries import hint, plain
 from tests.servers.gate import Gate, gated
 from tests.servers.servers import Server
 from tests.test_lease import until

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.operations.convert_options import TARGETS
+from ckpt_tools.operations.convert.options import TARGETS
 from tests.conftest import HERE
 
 WHERE = {

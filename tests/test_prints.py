@@ -11,8 +11,8 @@ from awscrt.checksums import crc64nvme
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.box import Box
-from ckpt_tools.engine.prints import share_of
+from ckpt_tools.core.box import Box
+from ckpt_tools.engine.fingerprints import share_of
 
 
 @st.composite

@@ -13,7 +13,7 @@ from aiohttp import web
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager
-from ckpt_tools.steps import list_steps
+from ckpt_tools.publish.steps import list_steps
 from tests.conftest import torchrun
 from tests.servers.faults import watched
 from tests.servers.servers import Server

@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
-from ckpt_tools import journal
 from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError
+from ckpt_tools.publish import journal
 from tests import jobs
 from tests.jobs import LONG, torchrun_command
 

@@ -21,8 +21,8 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools import PlanError
-from ckpt_tools.bucket import _try
-from ckpt_tools.leftovers import remove_leftovers
+from ckpt_tools.publish.bucket import _try
+from ckpt_tools.publish.leftovers import remove_leftovers
 from tests import jobs
 from tests.jobs import LONG, torchrun_command
 from tests.servers.servers import Server, storage_words

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError
-from ckpt_tools.manifest import Manifest
-from ckpt_tools.retention import pin, prune, removable
-from ckpt_tools.steps import Step, list_steps, step_name
+from ckpt_tools.loop.retention import pin, prune, removable
+from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.publish.steps import Step, list_steps, step_name
 from tests.servers.servers import Server
 from tests.test_remote import run_ckpt
 

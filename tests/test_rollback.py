@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
-from ckpt_tools.retention import prune
-from ckpt_tools.steps import damage, latest, latest_of, list_steps, rollbacks
+from ckpt_tools.loop.retention import prune
+from ckpt_tools.publish.steps import damage, latest, latest_of, list_steps, rollbacks
 from tests.servers.servers import Server
 
 Ckpt = Callable[..., Any]

@@ -321,7 +321,7 @@ def test_an_archive_is_read_by_stock_torch(tmp_path: Path) -> None:
 def test_the_plug_in_for_dcp_refuses_at_once_what_it_could_not_load(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from ckpt_tools.distributed import StorageReader, StorageWriter
+    from ckpt_tools.loop.dcp_plugin import StorageReader, StorageWriter
 
     with pytest.raises(CheckpointException, match="cannot save 'epoch': it could not be loaded again") as caught:
         dcp.save({"epoch": np.float32(3)}, storage_writer=StorageWriter(tmp_path / "a"), no_dist=True)

@@ -16,10 +16,10 @@ import torch
 from awscrt.checksums import crc64nvme
 
 from ckpt_tools import CheckpointManager, FormatError, StorageError
-from ckpt_tools.leftovers import remove_leftovers
-from ckpt_tools.manifest import parse
-from ckpt_tools.retention import removable
-from ckpt_tools.steps import Step, damage, latest, list_steps, step_name
+from ckpt_tools.loop.retention import removable
+from ckpt_tools.publish.leftovers import remove_leftovers
+from ckpt_tools.publish.manifest import parse
+from ckpt_tools.publish.steps import Step, damage, latest, list_steps, step_name
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

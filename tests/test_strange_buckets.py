@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError, StorageError
-from ckpt_tools.retention import pin
-from ckpt_tools.steps import latest, list_steps
+from ckpt_tools.loop.retention import pin
+from ckpt_tools.publish.steps import latest, list_steps
 from tests.servers.servers import Server
 from tests.test_bucket import names, save_locally
 from tests.test_permissions import deny

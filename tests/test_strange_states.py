@@ -315,9 +315,11 @@ def test_a_forged_manifest_does_not_have_a_user_s_files_deleted(tmp_path: Path) 
     ckpt_tools.reshard(tmp_path / "src", tmp_path / "dst", to_ranks=1)
     (tmp_path / "dst" / "thesis.docx").write_bytes(b"years of work")
     (path,) = (tmp_path / "dst").glob("*.json")
-    manifest = ckpt_tools.manifest.parse(path.read_bytes(), "m")
+    manifest = ckpt_tools.publish.manifest.parse(path.read_bytes(), "m")
     forged = {**manifest.files, "thesis.docx": manifest.files["__0_0.distcp"]._replace(nbytes=13, runs=())}
-    path.write_bytes(ckpt_tools.manifest.Manifest(**{f: getattr(manifest, f) for f in manifest.__slots__} | {"files": forged}).render())
+    path.write_bytes(
+        ckpt_tools.publish.manifest.Manifest(**{f: getattr(manifest, f) for f in manifest.__slots__} | {"files": forged}).render()
+    )
     with pytest.raises(ckpt_tools.StorageError, match=r"thesis\.docx"):
         ckpt_tools.reshard(tmp_path / "src", tmp_path / "dst", to_ranks=2, overwrite=True)
     assert (tmp_path / "dst" / "thesis.docx").read_bytes() == b"years of work"

@@ -18,13 +18,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckpt_tools
-from ckpt_tools.box import whole
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.plan import plan_transfer
 from ckpt_tools.engine.schedule import schedule, shares
 from ckpt_tools.errors import PlanError
-from ckpt_tools.formats import Request, TargetTensor, open_source, safetensors
-from ckpt_tools.live.launch import first_host, slurm_variables
-from ckpt_tools.plan import plan_transfer
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.registry import Request, TargetTensor, open_source
+from ckpt_tools.ranks.launch import first_host, slurm_variables
 from tests.jobs import LONG, interrupt, torchrun_command
 from tests.servers import slurm
 from tests.servers.hosts import ended, network, two_by_two
@@ -72,7 +73,7 @@ def test_a_team_writes_what_one_process_writes(size: int, source: Path, tmp_path
 
 def test_shares_are_of_equal_bytes_and_cover_everything_once() -> None:
     """Of one giant and many small tensors, whatever the number of shares."""
-    from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
+    from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 
     shapes = {"giant": (4000, 1000), "empty": (0, 3), "scalar": ()} | {f"small.{i}": (i + 1, 7) for i in range(50)}
     f32, at, tensors = BY_NAME["float32"], 0, {}

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt_tools
-from ckpt_tools.box import whole
-from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
-from ckpt_tools.dtypes import BY_NAME
-from ckpt_tools.engine.regions import cut_regions, within_regions
-from ckpt_tools.formats import Request, TargetTensor, safetensors
-from ckpt_tools.plan import Plan, plan_transfer
-from ckpt_tools.storage.upload import part_starts
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.plan import Plan, plan_transfer
+from ckpt_tools.engine.partition import cut_regions, within_regions
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.registry import Request, TargetTensor
+from ckpt_tools.storage.s3.multipart import part_starts
 from tests.jobs import LONG, interrupt, torchrun_command
 from tests.servers.hosts import ended, network, reachable, two_by_two
 from tests.servers.servers import Server, storage_words

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.catalog import TORCH_ZIP, Extent
-from ckpt_tools.checksum import crc32
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.core.catalog import TORCH_ZIP, Extent
+from ckpt_tools.core.checksum import crc32
+from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import CheckpointError, FormatError
-from ckpt_tools.formats.torch_zip import Item, locate
-from ckpt_tools.formats.zip_write import wrap
+from ckpt_tools.formats.zip.read import Item, locate
+from ckpt_tools.formats.zip.write import wrap
 from ckpt_tools.storage import LocalStore, MemoryStore, read
 from tests.strategies import full_shapes, shapes
 

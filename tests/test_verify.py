@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager, FormatError, IntegrityError, PlanError
-from ckpt_tools.formats import open_source
+from ckpt_tools.formats.registry import open_source
 from tests.jobs import LONG
 from tests.strategies import flip
 from tests.test_remote import run_ckpt

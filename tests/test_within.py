@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 
 import ckpt_tools
 from ckpt_tools import IntegrityError, StorageError
-from ckpt_tools.box import whole
-from ckpt_tools.formats import open_source
-from ckpt_tools.manifest import find
-from ckpt_tools.operations.within import Run, cut_parts
-from ckpt_tools.plan import num_cells
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.plan import num_cells
+from ckpt_tools.formats.registry import open_source
+from ckpt_tools.publish.manifest import find
 from ckpt_tools.storage import LocalStore, RemoteStore
-from ckpt_tools.storage.upload import MAX_PARTS, MIN_PART_BYTES
+from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES
+from ckpt_tools.transfer.server_copy import Run, cut_parts
 from tests.conftest import torchrun
 from tests.servers.servers import Server
 from tests.strategies import flip

@@ -1,7 +1,4 @@
-"""Two checkpoints side by side: every tile of the one is met by the same elements of the other, however they are stored there.
-
-May import levels 0 to 3 and the parts of the engine before it.
-"""
+"""Two checkpoints side by side: every tile of the one is met by the same elements of the other, however they are stored there."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy import typing as npt
 
-from ckpt_tools.box import Box
-from ckpt_tools.catalog import Extent
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.box import Box
+from ckpt_tools.core.catalog import Extent
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.plan import Plan, TensorPlan
 from ckpt_tools.engine.kernels import Bytes, decode
 from ckpt_tools.engine.run import Reader, check_filled, cut
 from ckpt_tools.engine.schedule import Sources, Step, Tile
-from ckpt_tools.plan import Plan, TensorPlan
 from ckpt_tools.storage import Store
 
 _BLOCK_NUMEL = 1 << 16

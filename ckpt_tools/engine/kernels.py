@@ -1,7 +1,4 @@
-"""What happens to values between a read and a write: strided copies and casts, in numpy, without torch.
-
-May import levels 0 to 3.
-"""
+"""What happens to values between a read and a write: strided copies and casts, in numpy, without torch."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy import typing as npt
 
-from ckpt_tools.box import Box, row_major_strides
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.box import Box, row_major_strides
+from ckpt_tools.core.dtypes import DType
 
 Bytes = npt.NDArray[np.uint8]
 _WORDS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("c16")}

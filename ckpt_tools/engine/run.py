@@ -1,7 +1,7 @@
 """Carrying out steps: a few threads, one set of buffers each.
 
 Memory is threads times buffers, whatever the checkpoint's size. The first error stops all threads and is the one that is
-raised. May import levels 0 to 3 and the parts of the engine before it.
+raised.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tools.box import Box
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.core.box import Box
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.engine.crc_watch import Seals
 from ckpt_tools.engine.kernels import Bytes, cast, scatter
 from ckpt_tools.engine.schedule import Read, Step, Tile
-from ckpt_tools.engine.seals import Seals
 from ckpt_tools.engine.sinks import Handed, Sink, empty_bytes
 from ckpt_tools.errors import CatalogError, printable
 from ckpt_tools.storage import Store

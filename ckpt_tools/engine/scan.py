@@ -1,6 +1,6 @@
 """A look at the values themselves: NaN, infinity, nothing but zeros, nothing but one value.
 
-By bit patterns, so that every float type is known without torch. May import levels 0 to 3 and the parts of the engine before it.
+By bit patterns, so that every float type is known without torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tools.catalog import TensorEntry
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.catalog import TensorEntry
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.schedule import Step, Tile
-from ckpt_tools.team import Team
+from ckpt_tools.ranks.base import Team
 
 
 class Pattern(NamedTuple):

@@ -2,7 +2,7 @@
 
 Every tensor is cut into tiles: runs of its own row-major order. A tile meets a chunk, however sharded, in one run of that
 chunk, so each read and each write is one range, and only the middle of memory sees strides. Small tiles share a step.
-Pure: takes no store and does no input or output. May import levels 0 to 3.
+Pure: takes no store and does no input or output.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckpt_tools.box import Box, BoxIndex, bands, flat_span, flat_start, is_flat, row_major_strides, whole
-from ckpt_tools.catalog import Chunk, Extent, ManyChunks
-from ckpt_tools.plan import Plan, Slot, TensorPlan, num_cells
+from ckpt_tools.core.box import Box, BoxIndex, bands, flat_span, flat_start, is_flat, row_major_strides, whole
+from ckpt_tools.core.catalog import Chunk, Extent, ManyChunks
+from ckpt_tools.core.plan import Plan, Slot, TensorPlan, num_cells
 
 DEFAULT_MEMORY_BYTES = 64 << 20
 MIN_TILE_BYTES, MAX_TILE_BYTES = 64 << 10, 4 << 20

@@ -1,6 +1,6 @@
 """What is done with the values of a step: written to files, put into memory, or only hashed.
 
-A sink takes steps from several threads. May import levels 0 to 3 and the parts of the engine before it.
+A sink takes steps from several threads.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ckpt_tools.box import Box
-from ckpt_tools.checksum import crc32, crc64nvme, join_crc32, join_crc64
-from ckpt_tools.dtypes import MAX_ITEMSIZE
-from ckpt_tools.engine.frames import Frame, by_file, cells_of, frames_of, payloads, vouched_for
+from ckpt_tools.core.box import Box
+from ckpt_tools.core.checksum import crc32, crc64nvme, join_crc32, join_crc64
+from ckpt_tools.core.dtypes import MAX_ITEMSIZE
+from ckpt_tools.core.plan import CELL_BYTES, Target
+from ckpt_tools.engine.fingerprints import Fingerprints, Piece, Pieces, Prints
 from ckpt_tools.engine.kernels import Bytes, gather
-from ckpt_tools.engine.prints import Fingerprints, Piece, Pieces, Prints
 from ckpt_tools.engine.schedule import Step, Tile, Write
+from ckpt_tools.engine.trailers import Frame, by_file, cells_of, frames_of, payloads, vouched_for
 from ckpt_tools.errors import StorageError
-from ckpt_tools.plan import CELL_BYTES, Target
 from ckpt_tools.storage import MemoryStore, Shelf, Writer
-from ckpt_tools.storage.begun import Sent
-from ckpt_tools.storage.upload import Upload
+from ckpt_tools.storage.s3.multipart import Upload
+from ckpt_tools.storage.s3.open_uploads import Sent
 
 Checksum = Callable[[memoryview], int]
 _JOINS = {crc64nvme: join_crc64, crc32: join_crc32}

@@ -3,7 +3,7 @@
 A model and an optimizer stand side by side, each in a file or, as DCP, in a folder: `pytorch_model_fsdp_0/` and `optimizer_0/` of
 FSDP's sharded state, `pytorch_model_fsdp.bin` and `optimizer.bin` of its full state, `model.safetensors` and `optimizer.bin` or
 `optimizer.pt` of other jobs. All become one catalog: the first model is `model.*`, the first optimizer `optimizer.*`, and others have
-the name of their folder or file. May import levels 0 to 2, formats.base and the formats of the parts.
+the name of their folder or file.
 
 Source: accelerate 1.15 `utils/fsdp_utils.py`, `checkpointing.py`; transformers 5.23 `trainer.py`; confirmed on directories that they
 wrote.
@@ -16,16 +16,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.catalog import Catalog
+from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.core.plan import Literal, Target
 from ckpt_tools.errors import CheckpointError, FormatError, printable
-from ckpt_tools.formats import dcp, safetensors, torch_save
+from ckpt_tools.formats import safetensors, torch_save
 from ckpt_tools.formats.base import SHAPES, Request, below, note_of
-from ckpt_tools.formats.made import Made
-from ckpt_tools.formats.state_pickle import Path, is_value, leaves
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.in_memory import Made
+from ckpt_tools.formats.pickle.state import Path, is_value, leaves
 from ckpt_tools.formats.torch_save import Others, join, read_leaves, told
-from ckpt_tools.plan import Literal, Target
 from ckpt_tools.storage import Store, read
-from ckpt_tools.storage.side import parse_json
+from ckpt_tools.storage.small_files import parse_json
 
 NAME = "accelerate"
 LOOKS_FOR = "pytorch_model_fsdp_0/"

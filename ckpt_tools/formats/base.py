@@ -1,6 +1,6 @@
 """The contract of a format: read a store into a catalog, lay a set of tensors out as target files.
 
-One file a format; metadata only, so that a look at 2 TB in a bucket costs a few requests. May import levels 0 to 2.
+One file a format; metadata only, so that a look at 2 TB in a bucket costs a few requests.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.box import Box, whole
+from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.plan import Target
 from ckpt_tools.errors import PlanError
-from ckpt_tools.plan import Target
 from ckpt_tools.storage import Store
 
 

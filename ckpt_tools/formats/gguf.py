@@ -1,7 +1,6 @@
 """GGUF, what llama.cpp runs: weights that are not quantised. Read only.
 
 A header with typed key-value pairs and the tensors' names, shapes and places; then the values, row-major, dims in the opposite order.
-May import levels 0 to 2 and the parts of formats before it.
 
 Source: github.com/ggml-org/ggml, `docs/gguf.md` and `include/ggml.h`, versions 2 and 3; confirmed on files that the package gguf wrote.
 """
@@ -12,9 +11,9 @@ import re
 import struct
 from collections import Counter
 
-from ckpt_tools.box import whole
-from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.base import guess_bare, locate_bare, only_read, recognise_none
 from ckpt_tools.storage import Store, read

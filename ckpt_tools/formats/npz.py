@@ -1,7 +1,6 @@
 """NumPy's `.npz`: a zip with a `.npy` an array, of `numpy.savez`. Read only.
 
-A `.npy` is a short header and then the values, in C or Fortran order; so an array is a range of bytes here too. May import levels 0
-to 2 and the parts of formats before it.
+A `.npy` is a short header and then the values, in C or Fortran order; so an array is a range of bytes here too.
 
 Source: numpy 2 `numpy/lib/format.py` (NEP 1), versions 1.0 to 3.0 of the header; confirmed on files that it wrote.
 """
@@ -14,14 +13,14 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from operator import mul
 
-from ckpt_tools.box import row_major_strides, whole
-from ckpt_tools.catalog import RAW, ZIP, Catalog, Chunk, Extent, TensorEntry
-from ckpt_tools.checksum import crc32, crc32_combine
-from ckpt_tools.dtypes import BY_NAME, DType
+from ckpt_tools.core.box import row_major_strides, whole
+from ckpt_tools.core.catalog import RAW, ZIP, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.checksum import crc32, crc32_combine
+from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.base import guess_bare, locate_bare, only_read, recognise_none
-from ckpt_tools.formats.torch_zip import Record, data_start, find_directory
-from ckpt_tools.formats.zip_check import Entry, entries
+from ckpt_tools.formats.zip.read import Record, data_start, find_directory
+from ckpt_tools.formats.zip.verify import Entry, entries
 from ckpt_tools.storage import Store, read
 
 NAME = "npz"

@@ -1,7 +1,7 @@
 """safetensors: one file, or shards with `model.safetensors.index.json`.
 
 A file is an 8-byte little-endian header length, a JSON header, then the payloads back to back. The header is parsed here
-rather than by the library, which takes duplicate keys and keeps the last. May import levels 0 to 2.
+rather than by the library, which takes duplicate keys and keeps the last.
 
 Files in which torch's DCP has put each rank's part of tensors are read too.
 
@@ -16,12 +16,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ckpt_tools.box import Box, whole
-from ckpt_tools.catalog import Catalog, Chunk, Extent, TensorEntry
-from ckpt_tools.dtypes import by_tag
+from ckpt_tools.core.box import Box, whole
+from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.dtypes import by_tag
+from ckpt_tools.core.plan import Literal, Slot, Target
 from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, PlanError, StorageError, printable
 from ckpt_tools.formats.base import Request, attempt_of, guess_bare, locate_bare
-from ckpt_tools.plan import Literal, Slot, Target
 from ckpt_tools.storage import Store, check_path, read
 
 NAME = "safetensors"

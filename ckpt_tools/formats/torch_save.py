@@ -2,7 +2,7 @@
 
 `data.pkl` tells how tensors lie in storages, each of which is a record of the zip; so a tensor is a range of bytes here too, a
 view of a shared storage included. Plain values become objects, as DCP would have stored them; what is of a type that this reader
-does not know is counted, and nothing of it runs. May import levels 0 to 2 and the parts of formats before it.
+does not know is counted, and nothing of it runs.
 
 Source: torch 2.13 `torch/serialization.py`; confirmed on files that it wrote.
 """
@@ -15,14 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_tools.box import row_major_strides, whole
-from ckpt_tools.catalog import RAW, TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.box import row_major_strides, whole
+from ckpt_tools.core.catalog import RAW, TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.plan import Slot, Target
 from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats.base import Request, guess_bare, locate_bare
-from ckpt_tools.formats.made import Made
-from ckpt_tools.formats.pickle_write import Stored
-from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
-from ckpt_tools.formats.state_pickle import (
+from ckpt_tools.formats.in_memory import Made
+from ckpt_tools.formats.pickle.state import (
     Key,
     Path,
     Pieces,
@@ -39,9 +38,10 @@ from ckpt_tools.formats.state_pickle import (
     python_numbers,
     unpickled,
 )
-from ckpt_tools.formats.torch_zip import LOCAL, Record, data_start, read_directory
-from ckpt_tools.formats.zip_write import Archive
-from ckpt_tools.plan import Slot, Target
+from ckpt_tools.formats.pickle.write import Stored
+from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
+from ckpt_tools.formats.zip.read import LOCAL, Record, data_start, read_directory
+from ckpt_tools.formats.zip.write import Archive
 from ckpt_tools.storage import Store, read
 
 NAME = "torch_save"

@@ -1,1 +1,1 @@
-"""What a person asks for: one file an idea, each a preset of catalog, plan and sink."""
+"""What a person asks for: one file for each verb."""

@@ -1,7 +1,4 @@
-"""Checks the arguments of the public functions: a misspelt keyword must not be ignored, nor a value of a wrong type be half used.
-
-May import errors.
-"""
+"""Checks the arguments of the public functions: a misspelt keyword must not be ignored, nor a value of a wrong type be half used."""
 
 from __future__ import annotations
 

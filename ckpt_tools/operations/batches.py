@@ -1,7 +1,7 @@
 """Files in batches: what several steps of a check look at is read from an object store once.
 
 An archive's first and last bytes say where its records lie, and only then can those be compared. On a disk the second look costs nothing.
-In an object store, where small holes are fetched along, it would fetch everything again. May import levels 0 to 4.
+In an object store, where small holes are fetched along, it would fetch everything again.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.catalog import Extent
+from ckpt_tools.core.catalog import Extent
 from ckpt_tools.storage import Store
-from ckpt_tools.storage.ahead import WINDOW_BYTES
-from ckpt_tools.storage.held import Span, announce, hold
+from ckpt_tools.storage.prefetch import WINDOW_BYTES
+from ckpt_tools.storage.range_cache import Span, announce, hold
 
 _BATCH_BYTES = 32 << 20
 

@@ -1,7 +1,6 @@
 """Copy: every file of a checkpoint as it is, from disk or store to disk or store; only what is missing, committed last.
 
 A file is carried as an object, so this is one more plan for the same engine; within one S3 the store copies by itself.
-May import levels 0 to 4.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-from ckpt_tools.bucket import RemotePlace, copies_within
-from ckpt_tools.catalog import Extent
-from ckpt_tools.checksum import crc64nvme, hex64
-from ckpt_tools.destination import Destination, Place, open_destination
+from ckpt_tools.core.catalog import Extent
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.plan import Literal, plan_files
+from ckpt_tools.engine.crc_watch import RecordSeals
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
-from ckpt_tools.engine.seals import RecordSeals
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable, redacted
-from ckpt_tools.formats import INDEXES, Source, is_ours, open_source
 from ckpt_tools.formats.base import LOCK, MANIFEST, attempt_of, note_of
-from ckpt_tools.integrity import hash_files
-from ckpt_tools.leftovers import give_up_uploads
-from ckpt_tools.lock import Lease
-from ckpt_tools.manifest import Manifest, Sealed, file_name, find, names_in, of_source
+from ckpt_tools.formats.registry import INDEXES, Source, is_ours, open_source
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.joint import Division, collect, open_files, staged
-from ckpt_tools.operations.move import Options, Path_, Reading, check_apart, no_bar, steps_for
-from ckpt_tools.operations.shapes import check_needed, lay_beside
+from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.verification import Verification
-from ckpt_tools.plan import Literal, plan_files
+from ckpt_tools.publish.base import Destination, Place, open_destination
+from ckpt_tools.publish.bucket import RemotePlace, copies_within
+from ckpt_tools.publish.check_manifest import hash_files
+from ckpt_tools.publish.leftovers import give_up_uploads
+from ckpt_tools.publish.lock import Lease
+from ckpt_tools.publish.manifest import Manifest, Sealed, file_name, find, names_in, of_source
+from ckpt_tools.ranks.base import ALONE, Team, agree
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, read
-from ckpt_tools.storage.failures import appeared
-from ckpt_tools.team import ALONE, Team, agree
+from ckpt_tools.storage.retries import appeared
+from ckpt_tools.transfer.distribute import Division, collect, open_files, staged
+from ckpt_tools.transfer.transfer import Options, Path_, Reading, check_apart, no_bar, steps_for
 
 _ASKERS = 16
 _MAX_LAST_BYTES = 64 << 20  # of a file that is held in memory to come last

@@ -1,7 +1,7 @@
 """Diff: what two checkpoints hold that is not the same, whatever their formats, layouts, stores and world sizes.
 
 Fingerprints first: where both manifests have the same one, nothing is read. The rest is one plan for the engine, with a sink
-that reads the other side. May import levels 0 to 4 and the parts of this folder.
+that reads the other side.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Unpack
 
-from ckpt_tools.box import whole
-from ckpt_tools.catalog import Catalog, Chunk, TensorEntry, check_globs, chooser, keep, refuse_unread
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import Catalog, Chunk, TensorEntry, check_globs, chooser, keep, refuse_unread
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.plan import plan_values
 from ckpt_tools.engine.compare import CompareSink, Tally
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.errors import FormatError, PlanError, printable, redacted
-from ckpt_tools.formats import Source, open_source
-from ckpt_tools.manifest import of_source
+from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.move import Path_, Reading, no_bar
-from ckpt_tools.operations.parts import Values
-from ckpt_tools.operations.proof import sealed_prints
-from ckpt_tools.operations.shapes import check_needed, lay_beside
-from ckpt_tools.operations.transfer import model_view
-from ckpt_tools.plan import plan_values
-from ckpt_tools.team import ALONE, agree
+from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
+from ckpt_tools.operations.convert.training_state import Values
+from ckpt_tools.operations.merge_reshard import model_view
+from ckpt_tools.publish.manifest import of_source
+from ckpt_tools.ranks.base import ALONE, agree
+from ckpt_tools.transfer.prove import sealed_prints
+from ckpt_tools.transfer.transfer import Path_, Reading, no_bar
 
 
 class Change(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its metadata alone. May import levels 0 to 4."""
+"""What a checkpoint holds, from its metadata alone."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckpt_tools.catalog import Catalog, key_path, nbytes_by_file
+from ckpt_tools.core.catalog import Catalog, key_path, nbytes_by_file
 from ckpt_tools.errors import printable, redacted
-from ckpt_tools.formats import Source, open_source, suffix_of
+from ckpt_tools.formats.registry import Source, open_source, suffix_of
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.shapes import check_needed, lay_beside
-from ckpt_tools.steps import is_step_name
+from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
+from ckpt_tools.publish.steps import is_step_name
 from ckpt_tools.storage import LocalStore, is_url, local_path
 from ckpt_tools.storage.base import Traffic
 

@@ -1,7 +1,4 @@
-"""Salvage: what is whole of a damaged checkpoint, as a new one.
-
-May import levels 0 to 4 and the parts of this folder.
-"""
+"""Salvage: what is whole of a damaged checkpoint, as a new one."""
 
 from __future__ import annotations
 
@@ -9,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack
 
-from ckpt_tools.catalog import Catalog, keep
-from ckpt_tools.destination import open_destination
+from ckpt_tools.core.catalog import Catalog, keep
+from ckpt_tools.core.placements import reshard_boxes
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.formats import Request, Source, TargetTensor, dcp, safetensors, whole_tensor
-from ckpt_tools.integrity import Problem
-from ckpt_tools.layout import reshard_boxes
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.registry import Request, Source, TargetTensor, whole_tensor
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.move import Options, Path_, transfer
-from ckpt_tools.operations.result import TransferResult
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.operations.verification import Verification
+from ckpt_tools.publish.base import open_destination
+from ckpt_tools.publish.check_manifest import Problem
+from ckpt_tools.transfer.result import TransferResult
+from ckpt_tools.transfer.transfer import Options, Path_, transfer
 
 
 @dataclass(frozen=True, slots=True)

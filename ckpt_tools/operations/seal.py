@@ -1,7 +1,4 @@
-"""Seal: a manifest for a checkpoint that has none, once everything that can be compared is right.
-
-May import levels 0 to 4 and the parts of this folder.
-"""
+"""Seal: a manifest for a checkpoint that has none, once everything that can be compared is right."""
 
 from __future__ import annotations
 
@@ -14,22 +11,22 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Unpack
 
-from ckpt_tools.box import flat_start, is_flat
-from ckpt_tools.catalog import Chunk, Extent, TensorEntry
-from ckpt_tools.checksum import crc32, crc64nvme, hex64, join_crc32, join_crc64
-from ckpt_tools.commit import add_file
-from ckpt_tools.engine.prints import Fingerprints, Piece, Pieces
+from ckpt_tools.core.box import flat_start, is_flat
+from ckpt_tools.core.catalog import Chunk, Extent, TensorEntry
+from ckpt_tools.core.checksum import crc32, crc64nvme, hex64, join_crc32, join_crc64
+from ckpt_tools.core.plan import num_cells, plan_values
+from ckpt_tools.engine.fingerprints import Fingerprints, Piece, Pieces
 from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
-from ckpt_tools.formats import INDEXES, folder_of, is_ours
 from ckpt_tools.formats.base import note_of
-from ckpt_tools.integrity import Problem
-from ckpt_tools.manifest import Manifest, Sealed, file_name, seal_file, seal_tensors
+from ckpt_tools.formats.registry import INDEXES, folder_of, is_ours
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.batches import Batch
-from ckpt_tools.operations.move import Path_, Reading
 from ckpt_tools.operations.verification import Record, Verification
-from ckpt_tools.plan import num_cells, plan_values
+from ckpt_tools.publish.check_manifest import Problem
+from ckpt_tools.publish.local import add_file
+from ckpt_tools.publish.manifest import Manifest, Sealed, file_name, seal_file, seal_tensors
 from ckpt_tools.storage import RemoteStore, read
+from ckpt_tools.transfer.transfer import Path_, Reading
 
 _MANY, _LEAST_BYTES, _LEAST_OF_MANY = 100_000, 64 << 10, 1 << 20  # what is shorter is read once more: every part costs memory
 _TRIES = 2  # a bit may have flipped on the way

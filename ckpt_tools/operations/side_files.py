@@ -1,7 +1,4 @@
-"""Says which files that lie beside a job's checkpoint go along, and names those that do not.
-
-May import levels 0 to 3.
-"""
+"""Says which files that lie beside a job's checkpoint go along, and names those that do not."""
 
 from __future__ import annotations
 
@@ -9,9 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ckpt_tools.catalog import Catalog
+from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.errors import printable
-from ckpt_tools.formats import Source, accelerate
+from ckpt_tools.formats import accelerate
+from ckpt_tools.formats.registry import Source
 from ckpt_tools.storage import read
 
 _MAX_FILE_BYTES = 64 << 20  # it goes through memory

@@ -1,6 +1,6 @@
 """One look at a checkpoint that may be damaged: against its manifest, or by its structure and the CRC-32 of every record of a zip.
 
-Bytes are read by the engine and hashed; or, quickly, an object store is asked for the checksums that it keeps. May import levels 0 to 4.
+Bytes are read by the engine and hashed; or, quickly, an object store is asked for the checksums that it keeps.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from typing import NamedTuple
 
-from ckpt_tools.catalog import RAW, Catalog, Extent, TensorEntry, check_names
-from ckpt_tools.checksum import crc32, hex64
+from ckpt_tools.core.catalog import RAW, Catalog, Extent, TensorEntry, check_names
+from ckpt_tools.core.checksum import crc32, hex64
+from ckpt_tools.core.coverage import flaws
+from ckpt_tools.core.plan import plan_objects, plan_values
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import Checksum, HashSink
 from ckpt_tools.errors import CatalogError, FormatError, printable
-from ckpt_tools.formats import Format, detect, folder_of, is_ours, safetensors
+from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, PIN, note_of
-from ckpt_tools.formats.zip_check import examine
-from ckpt_tools.integrity import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
-from ckpt_tools.manifest import Manifest, names_in, of_store, parse
+from ckpt_tools.formats.registry import Format, detect, folder_of, is_ours
+from ckpt_tools.formats.zip.verify import examine
 from ckpt_tools.operations.batches import Batch, cut_batches, one_batch
-from ckpt_tools.operations.cached import find_damaged
-from ckpt_tools.operations.move import Path_, Reading, no_bar
-from ckpt_tools.operations.shapes import check_needed, lay_beside
-from ckpt_tools.plan import plan_objects, plan_values
-from ckpt_tools.soundness import flaws
+from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
+from ckpt_tools.operations.hub_cache import find_damaged
+from ckpt_tools.publish.check_manifest import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
+from ckpt_tools.publish.manifest import Manifest, names_in, of_store, parse
+from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, read
-from ckpt_tools.team import ALONE
+from ckpt_tools.transfer.transfer import Path_, Reading, no_bar
 
 
 class Record(NamedTuple):

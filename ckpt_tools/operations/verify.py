@@ -2,7 +2,7 @@
 
 Against the manifest, where there is one; else by structure, and by the CRC-32 of every record of a zip, which torch writes
 and never compares. Bytes are read by the engine and hashed; or, quickly, an object store is asked for the checksums that it
-keeps. May import levels 0 to 4 and the parts of this folder.
+keeps.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Unpack
 
 from ckpt_tools.engine.scan import Finding
 from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
-from ckpt_tools.integrity import Problem
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.move import Path_, Reading
 from ckpt_tools.operations.verification import Verification
-from ckpt_tools.team import ALONE, Team, agree
+from ckpt_tools.publish.check_manifest import Problem
+from ckpt_tools.ranks.base import ALONE, Team, agree
+from ckpt_tools.transfer.transfer import Path_, Reading
 
 
 @dataclass(frozen=True, slots=True)

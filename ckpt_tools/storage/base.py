@@ -1,6 +1,6 @@
 """The contract of a store: named files of bytes under one root.
 
-A store knows bytes, not formats. Paths are relative, with `/` between segments, and never leave the root. May import errors.
+A store knows bytes, not formats. Paths are relative, with `/` between segments, and never leave the root.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The local disk (and whatever is mounted on it) as a store.
 
-Knows file descriptors and nothing of checkpoints. May import errors and storage.base.
+Knows file descriptors and nothing of checkpoints.
 """
 
 from __future__ import annotations

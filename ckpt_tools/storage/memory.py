@@ -1,13 +1,10 @@
-"""Memory as a store: the in-memory implementation of the contract, for shards in RAM and for tests of everything above.
-
-May import errors, checksum and storage.base.
-"""
+"""Memory as a store: the in-memory implementation of the contract, for shards in RAM and for tests of everything above."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ckpt_tools.checksum import crc64nvme, hex64
+from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Capabilities, Writer, check_path
 

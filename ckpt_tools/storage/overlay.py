@@ -1,7 +1,4 @@
-"""A store with some files in memory laid over it: what a reader made of values that stand in metadata, or what was to lie beside.
-
-May import errors, storage.base and storage.memory.
-"""
+"""A store with some files in memory laid over it: what a reader made of values that stand in metadata, or what was to lie beside."""
 
 from __future__ import annotations
 

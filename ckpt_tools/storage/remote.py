@@ -1,7 +1,7 @@
 """Object stores and whatever else fsspec knows, as a store: `s3://`, `gs://`, `az://`, `http://`, `memory://`.
 
 Ranges are fetched ahead, as the engine announces them, in parallel and within a budget; nothing is kept on the local disk.
-Credentials, endpoints and the like are fsspec's own business. May import errors and storage.base, .ranges, .ahead, .failures, .s3, .upload.
+Credentials, endpoints and the like are fsspec's own business.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.storage.ahead import FRUGAL, ROOMY, WINDOW_BYTES, Ahead
 from ckpt_tools.storage.base import ALL_TRAFFIC, Capabilities, Data, Traffic, check_path, check_url, read
-from ckpt_tools.storage.failures import ATTEMPTS, appeared, pause, plain, retry
-from ckpt_tools.storage.looks import About, Look
-from ckpt_tools.storage.s3 import S3, check_options, server_time, stored_crc64
+from ckpt_tools.storage.object_info import About, Look
+from ckpt_tools.storage.prefetch import FRUGAL, ROOMY, WINDOW_BYTES, Ahead
+from ckpt_tools.storage.retries import ATTEMPTS, appeared, pause, plain, retry
+from ckpt_tools.storage.s3.client import S3, check_options, server_time, stored_crc64
+from ckpt_tools.storage.s3.multipart import CLAIM, MARK, OWNER, How, Upload, refuses
 from ckpt_tools.storage.stream import Stream
-from ckpt_tools.storage.upload import CLAIM, MARK, OWNER, How, Upload, refuses
 
 if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
     from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,4 @@
-"""Writing to any other store that fsspec opens: a file is a stream in order, and appears when it is closed.
-
-May import errors, storage.failures and storage.upload.
-"""
+"""Writing to any other store that fsspec opens: a file is a stream in order, and appears when it is closed."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.storage.failures import appeared, failure
-from ckpt_tools.storage.upload import How
+from ckpt_tools.storage.retries import appeared, failure
+from ckpt_tools.storage.s3.multipart import How
 
 
 class Stream:

@@ -1,7 +1,4 @@
-"""What was fetched ahead of an object store: windows that wait to be read, and the margins around and between them.
-
-May import storage.base and storage.ranges.
-"""
+"""What was fetched ahead of an object store: windows that wait to be read, and the margins around and between them."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ckpt_tools.box import Box
-from ckpt_tools.commit import staging
-from ckpt_tools.formats.dcp_metadata import Place
-from ckpt_tools.live.save import Layout, _prints, _seal, assign
-from ckpt_tools.live.write import Offer, commit, plan_file
+from ckpt_tools.core.box import Box
+from ckpt_tools.formats.dcp.metadata import Place
+from ckpt_tools.loop.save import Layout, _prints, _seal, assign
+from ckpt_tools.loop.write import Offer, commit, plan_file
+from ckpt_tools.publish.local import staging
 
 ROWS, COLUMNS = 4096, 64
 

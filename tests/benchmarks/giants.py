@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tools.box import Box, whole
-from ckpt_tools.dtypes import BY_NAME
-from ckpt_tools.formats import Request, TargetTensor, dcp
-from ckpt_tools.layout import reshard_boxes, split
+from ckpt_tools.core.box import Box, whole
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.placements import reshard_boxes, split
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.registry import Request, TargetTensor
 
 Shapes = dict[str, tuple[int, ...]]
 

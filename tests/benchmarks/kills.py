@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from ckpt_tools import CheckpointManager
-from ckpt_tools.steps import damage, list_steps
+from ckpt_tools.publish.steps import damage, list_steps
 
 NUM_TENSORS, NUMEL = 5, 30_000
 

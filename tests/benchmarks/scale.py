@@ -52,7 +52,7 @@ def work(name: str, directory: Path, ranks: int) -> None:
             pickle.load(file)
     else:
         import ckpt_tools
-        from ckpt_tools.formats import open_source
+        from ckpt_tools.formats.registry import open_source
 
         began, out = time.monotonic(), directory.parent / "out"
         if name == "metadata":

@@ -7,16 +7,18 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from ckpt_tools.box import whole
-from ckpt_tools.catalog import RAW, Catalog, Chunk, Extent, TensorEntry
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import RAW, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.coverage import check
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.placements import reshard_boxes
+from ckpt_tools.core.plan import plan_transfer
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.formats import FORMATS, Request, TargetTensor, dcp, safetensors, torch_save
-from ckpt_tools.layout import reshard_boxes
-from ckpt_tools.plan import plan_transfer
-from ckpt_tools.soundness import check
+from ckpt_tools.formats import safetensors, torch_save
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.registry import FORMATS, Request, TargetTensor
 from ckpt_tools.storage import MemoryStore, Store, read
 
 NAMES = ["w", "dots.in.name", "a/b", "ünïcödé-名前", "line\nbreak", "\x1b]0;pwn", '"quoted"\\', "x" * 400]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
-from ckpt_tools.distributed import StorageReader, StorageWriter
+from ckpt_tools.loop.dcp_plugin import StorageReader, StorageWriter
 from tests.dist import device
 from tests.dist import save as cases
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_tools
-from ckpt_tools.steps import damage, list_steps, look_at
+from ckpt_tools.publish.steps import damage, list_steps, look_at
 from tests.conftest import torchrun
 from tests.dist import device
 from tests.dist.test_real_jobs import assert_same, same_bits, stock_load

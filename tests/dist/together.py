@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt_tools import CheckpointError, IntegrityError, PeerError
-from ckpt_tools.live.group import Group
-from ckpt_tools.live.load import load_into
-from ckpt_tools.live.match import LoadRequest
+from ckpt_tools.ranks.gloo import Group
+from ckpt_tools.loop.load import load_into
+from ckpt_tools.loop.match import LoadRequest
 from tests.dist import device
 
 LAYOUTS = {

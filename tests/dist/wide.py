@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckpt_tools import CheckpointManager
-from ckpt_tools.distributed import StorageWriter
+from ckpt_tools.loop.dcp_plugin import StorageWriter
 
 
 def values() -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ckpt_tools import CheckpointManager, load
-from ckpt_tools.steps import damage, latest, list_steps
+from ckpt_tools.publish.steps import damage, latest, list_steps
 from tests.faults.fleet import Fleet, inject
 
 CALLS = ("mkdir", "pwrite64", "fsync", "chmod", "renameat2", "rename", "unlink", "unlinkat")

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager
-from ckpt_tools.commit import bring_back
-from ckpt_tools.steps import latest
+from ckpt_tools.publish.local import bring_back
+from ckpt_tools.publish.steps import latest
 from tests.faults.crashes import Disk, crash, record
 from tests.jobs import LONG
 

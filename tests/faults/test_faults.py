@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from ckpt_tools import commit
+from ckpt_tools.publish import local as commit
 from tests.jobs import EVERY, LONG
 
 VERBS = {"merge": ["merge", "src", "out.safetensors"], "reshard": ["reshard", "src", "out", "--to", "3"]}

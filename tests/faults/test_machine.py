@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointError
-from ckpt_tools.steps import damage, list_steps
+from ckpt_tools.publish.steps import damage, list_steps
 from tests.faults.test_faults import leftovers
 from tests.jobs import EVERY, LONG
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
-from ckpt_tools.retention import prune
-from ckpt_tools.steps import damage, list_steps
+from ckpt_tools.loop.retention import prune
+from ckpt_tools.publish.steps import damage, list_steps
 from tests.conftest import HERE
 from tests.jobs import LONG, torchrun_command
 

@@ -30,25 +30,31 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ckpt_tools.catalog import TORCH_ZIP, Extent
-from ckpt_tools.checksum import crc64nvme, hex64
-from ckpt_tools.dtypes import BY_NAME
-from ckpt_tools.engine.seals import Seals
+from ckpt_tools.core.catalog import TORCH_ZIP, Extent
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.coverage import check
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.plan import Target
+from ckpt_tools.engine.crc_watch import Seals
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats import dcp as distributed
-from ckpt_tools.formats import dcp_bulk, dcp_metadata, deepspeed, gguf, npz, per_rank, safetensors, torch_save, torch_zip, zip_check
-from ckpt_tools.formats.made import Made
-from ckpt_tools.formats.pickle_write import integer
-from ckpt_tools.formats.pickle_write import opcodes as opcodes_of
-from ckpt_tools.journal import find, load, prove
-from ckpt_tools.manifest import parse as parse_manifest
-from ckpt_tools.operations.parts import FORMS, put_together, take_apart, unpack_objects
-from ckpt_tools.plan import Target
-from ckpt_tools.soundness import check
+from ckpt_tools.formats import gguf, npz, safetensors, torch_save
+from ckpt_tools.formats.dcp import format as distributed
+from ckpt_tools.formats.dcp import metadata as dcp_metadata
+from ckpt_tools.formats.dcp import metadata_columns as dcp_bulk
+from ckpt_tools.formats.deepspeed import zero as deepspeed
+from ckpt_tools.formats.in_memory import Made
+from ckpt_tools.formats.per_rank import files as per_rank
+from ckpt_tools.formats.pickle.write import integer
+from ckpt_tools.formats.pickle.write import opcodes as opcodes_of
+from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.formats.zip import verify as zip_check
+from ckpt_tools.operations.convert.training_state import FORMS, put_together, take_apart, unpack_objects
+from ckpt_tools.publish.journal import find, load, prove
+from ckpt_tools.publish.manifest import parse as parse_manifest
+from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import MemoryStore, Overlay, is_url
 from ckpt_tools.storage.base import check_path
-from ckpt_tools.team import ALONE
 from tests.fuzz.seeds import SEEDS, WORK, ZERO, odd, saved, states
 from training.accelerate_config import read as read_configuration
 from training.config import ConfigError

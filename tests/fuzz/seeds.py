@@ -18,12 +18,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save
 
-from ckpt_tools.engine.prints import Piece, Pieces, Prints
+from ckpt_tools.engine.fingerprints import Piece, Pieces, Prints
 from ckpt_tools.engine.run import Moved
 from ckpt_tools.engine.sinks import Handed
-from ckpt_tools.formats import dcp_metadata
-from ckpt_tools.journal import Journal
-from ckpt_tools.manifest import Manifest, Sealed, SealedRun, SealedTensor
+from ckpt_tools.formats.dcp import metadata as dcp_metadata
+from ckpt_tools.publish.journal import Journal
+from ckpt_tools.publish.manifest import Manifest, Sealed, SealedRun, SealedTensor
 from tests.many_chunks import as_torch_gathers, written
 
 WORK = "0" * 64  # what the journal is of

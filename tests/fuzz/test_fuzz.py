@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.catalog import TORCH_ZIP, Extent
-from ckpt_tools.checksum import crc64nvme, hex64
-from ckpt_tools.dtypes import BY_NAME
-from ckpt_tools.engine.seals import Seals
+from ckpt_tools.core.catalog import TORCH_ZIP, Extent
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.plan import Target
+from ckpt_tools.engine.crc_watch import Seals
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import FormatError, UnsafePickleError
-from ckpt_tools.formats import dcp_metadata, torch_zip
-from ckpt_tools.journal import load, prove
-from ckpt_tools.plan import Target
+from ckpt_tools.formats.dcp import metadata as dcp_metadata
+from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.publish.journal import load, prove
+from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import MemoryStore
-from ckpt_tools.team import ALONE
 from tests.fuzz.fuzz import TARGETS
 from tests.fuzz.seeds import SEEDS, WORK
 from tests.jobs import LONG

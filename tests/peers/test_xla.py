@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 import ckpt_tools
 from ckpt_tools import FormatError
-from ckpt_tools.formats import open_source
+from ckpt_tools.formats.registry import open_source
 from tests.peers.environments import FOLDER, JOBS
 
 VERSION = "2.9.0"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
-from ckpt_tools.steps import list_steps
+from ckpt_tools.publish.steps import list_steps
 from tests.dist.test_real_jobs import stock_load
 from tests.training.test_training import TINY, command, lines, losses, run, sets
 from training import parallel

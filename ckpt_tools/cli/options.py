@@ -1,0 +1,207 @@
+"""What the commands have in common: the types of their options, and what is made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+import typer.core
+
+from ckpt_tools.errors import printable
+from ckpt_tools.storage.base import is_url
+
+if TYPE_CHECKING:
+    from ckpt_tools.transfer.transfer import Options, Reading
+
+
+class Command(typer.core.TyperCommand):
+    """A verb. Each takes `--stats`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        words = "Say on stderr how many requests an object store got from this process, and how many bytes."
+        stats = typer.core.TyperOption(
+            param_decls=["--stats"], is_flag=True, default=False, expose_value=False, help=words, show_default=False, callback=_show_stats
+        )
+        self.params.append(stats)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Refuses options of an object store where none is named."""
+        paths = [ctx.params.get(name) for name in ("src", "dst", "a", "b", "root", "step")]
+        if ctx.params.get("storage_option") and not any(map(is_url, paths)):
+            raise typer.BadParameter("no object store is named", param_hint="--storage-option")
+        if ctx.params.get("to_storage_option") and not is_url(ctx.params.get("dst")):
+            raise typer.BadParameter("DST is in no object store", param_hint="--to-storage-option")
+        return super().invoke(ctx)
+
+
+def _show_stats(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+    """Has the requests shown once the verb has ended, also if it fails."""
+    if is_wanted and not context.resilient_parsing:
+        context.call_on_close(_print_stats)
+
+
+def _print_stats() -> None:
+    from ckpt_tools.cli import render
+    from ckpt_tools.storage.base import ALL_TRAFFIC as TRAFFIC
+
+    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(TRAFFIC.kinds.items()))
+    bytes_ = f"{render.size(TRAFFIC.nbytes)} received, {render.size(TRAFFIC.sent_nbytes)} sent"
+    print(f"{render.count(TRAFFIC.requests, 'request')}{f' ({kinds})' if kinds else ''}, {bytes_}", file=sys.stderr)
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def size(text: str) -> int:
+    """Parses 5GB (decimal) or 512MiB (binary) into bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise typer.BadParameter(f"expected a size such as 5GB or 512MiB, got {text!r}")
+    nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** "KMGT".find(match[2].upper() or "0").__add__(1))
+    if nbytes < 1:
+        raise typer.BadParameter(f"expected a size above zero, got {text!r}")
+    return nbytes
+
+
+Source = Annotated[
+    str,
+    typer.Argument(metavar="SRC", help="A checkpoint, or a directory with one below; a path, or a URL such as s3://….", show_default=False),
+]
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        help="Of the object store, as fsspec takes them, such as `endpoint_url=…`; repeatable. Secrets belong into its own files or the environment, not here.",
+        show_default=False,
+    ),
+]
+Shapes = Annotated[
+    str | None,
+    typer.Option(
+        "--shapes",
+        metavar="FILE",
+        help="For FSDP1's flat parameters: shapes.json, or a model's config.json, of which transformers makes it.",
+        show_default=False,
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", min=1, max=256, help="Number of threads.  [default: processors, at most 8]", show_default=False),
+]
+Memory = Annotated[
+    int | None,
+    typer.Option("--memory", parser=size, metavar="SIZE", help="Budget of all buffers together, such as 64MiB.", show_default="64MiB"),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a checkpoint at DST; the old one stays until the new one is complete.")
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on from what an interrupted run of this command has finished, and leave what is finished to the next if this is interrupted.",
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no report.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Root = Annotated[
+    str, typer.Argument(metavar="ROOT", help="A run, with its step-… directories: a path, or a URL such as s3://….", show_default=False)
+]
+
+
+def check_dtype(dtype: str | None) -> None:
+    if dtype not in (None, "bf16", "fp16", "fp32", "bfloat16", "float16", "float32"):
+        raise typer.BadParameter(f"expected bf16, fp16 or fp32, got {printable(dtype or '')!r}", param_hint="--dtype")
+
+
+def is_first() -> bool:
+    """Tells whether this is the process that reports; the only one, where several do not share the work."""
+    team = click.get_current_context().obj
+    return team is None or team.rank == 0
+
+
+def reading_options(
+    jobs: int | None, memory: int | None, quiet: bool, storage_option: list[str] | None, shapes: str | None = None
+) -> Reading:
+    """Returns the options of a command that writes no checkpoint."""
+    team = click.get_current_context().obj
+    if team is not None and jobs is None:
+        jobs = max(1, min(8, os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return {
+        "jobs": jobs, "memory_bytes": memory, "team": team, "shapes": shapes, "storage_options": parse_storage_options(storage_option),
+        "progress": bar if is_first() and not quiet else None,
+    }  # fmt: skip
+
+
+def make_options(
+    jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool, storage_option: list[str] | None,
+    resume: bool = False, shapes: str | None = None,
+) -> Options:  # fmt: skip
+    """Returns the options of a command that writes one."""
+    return {**reading_options(jobs, memory, quiet, storage_option, shapes), "overwrite": overwrite, "dry_run": dry_run, "resume": resume}
+
+
+def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
+    """Parses `key=value` and `table.key=value`; a value is JSON where it can be, else a text."""
+    options: dict[str, Any] = {}
+    for text in given or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter("expected key=value", param_hint="--storage-option")
+        *tables, last = key.split(".")
+        table = options
+        for name in tables:
+            table = table.setdefault(name, {})
+        try:
+            table[last] = json.loads(value)
+        except json.JSONDecodeError:
+            table[last] = value
+    return options
+
+
+def parse_counts(given: list[str] | None) -> dict[str, int]:
+    """Returns numbers by name, from `name=number`."""
+    counts = {}
+    for text in given or ():
+        name, _, number = text.partition("=")
+        if not name or not number.isdecimal():
+            raise typer.BadParameter(f"expected NAME=N, got {text!r}", param_hint="--set")
+        counts[name] = int(number)
+    return counts
+
+
+@contextmanager
+def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1000, file=sys.stderr, leave=False, disable=None) as bar:
+
+        def advance(nbytes: int) -> None:
+            bar.update(nbytes)
+
+        yield advance
+
+
+def plain(value: Any) -> Any:
+    """Returns a result as JSON has it: tables with names, and None in the place of NaN and infinity."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,330 @@
+"""Results as a person sees them: aligned tables and trees, colours where a terminal has them.
+
+Part of the command line; knows results and nothing of how they came about.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.core.catalog import key_path
+from ckpt_tools.errors import printable
+
+if TYPE_CHECKING:
+    from ckpt_tools.loop.retention import Pruned
+    from ckpt_tools.operations.copy import CopyResult
+    from ckpt_tools.operations.inspect import Report, Total
+    from ckpt_tools.publish.steps import Step
+    from ckpt_tools.transfer.result import TransferResult
+
+_MAX_ROWS = 40
+BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
+
+
+_OBJECTS = 20  # named at most
+_OWN_NOTES, _MAX_NOTE = ("format", "dcp_version", "checkpoint_id", "save_id"), 200  # what says nothing to a person
+
+
+def size(nbytes: int) -> str:
+    """Returns bytes as people write them, in powers of 1000: 1.06 GB."""
+    value, unit = float(nbytes), 0
+    while value >= 999.5 and unit < 5:
+        value, unit = value / 1000, unit + 1
+    return f"{nbytes} B" if unit == 0 else f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {'BKMGTP'[unit]}B"
+
+
+def style(text: str, code: str) -> str:
+    """Returns a text in a colour, or bold, where stdout is a terminal."""
+    return f"{code}{text}{_PLAIN}" if sys.stdout.isatty() else text
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Prints rows under a head; the columns in `right` are aligned to the right."""
+    cells = [list(head), *map(list, rows)]
+    widths = [max(len(r[c]) for r in cells) for c in range(len(head))]
+    for number, row in enumerate(cells):
+        line = "  ".join(t.rjust(w) if c in right else t.ljust(w) for c, (t, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        print("  " + (style(line, BOLD) if number == 0 else line))
+
+
+def count(number: int, noun: str) -> str:
+    """Returns a number with its noun: 1 entry, 2 entries."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} " + (f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s")
+
+
+# ---- inspect -------------------------------------------------------------------------------------------------------------
+
+
+def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
+    """Prints a report: the summary, then the tree or the ranks where asked for."""
+    world = f", written by {count(report.world_size, 'rank')}" if report.world_size else ""
+    print(style(printable(report.path), BOLD))
+    total = report.total
+    print(f"  {report.format}{world}: {count(total.num_tensors, 'tensor')}, {size(total.nbytes)}, {count(total.num_objects, 'object')}")
+    for key, value in islice(((k, v) for k, v in report.extras.items() if v and k not in _OWN_NOTES), _OBJECTS):
+        print(f"  {printable(key)}: {printable(value)[:_MAX_NOTE]}")
+    if report.catalog.unread:
+        some = [f"{printable(name)} ({printable(kind)})" for name, kind in islice(report.catalog.unread.items(), _OBJECTS)]
+        print(f"  not read: {', '.join(some)}{' …' if len(report.catalog.unread) > _OBJECTS else ''}")
+    print()
+    _totals("key", report.by_key)
+    print()
+    _totals("dtype", report.by_dtype)
+    if report.optimizer_states:
+        print()
+        _totals("optimizer state", report.optimizer_states)
+    if tree:
+        print()
+        _show_tree(report)
+    else:
+        _show_objects(report)
+    if ranks:
+        print()
+        _show_ranks(report)
+
+
+def _totals(label: str, totals: Mapping[str, Total]) -> None:
+    rows = sorted(totals.items(), key=lambda item: -item[1].nbytes)
+    table(
+        (label, "tensors", "objects", "bytes"),
+        [(printable(k), f"{t.num_tensors:,}", f"{t.num_objects:,}", size(t.nbytes)) for k, t in rows[:_MAX_ROWS]],
+        right=(1, 2, 3),
+    )
+    if len(rows) > _MAX_ROWS:
+        print(f"  … and {len(rows) - _MAX_ROWS} more")
+
+
+def _show_objects(report: Report) -> None:
+    names = list(report.catalog.objects)
+    if names:
+        width = max(40, shutil.get_terminal_size((100, 24)).columns - 4)
+        print("\n  objects (not unpickled):")
+        shown = ", ".join(printable(n) for n in names[:_OBJECTS]) + (
+            f", … and {len(names) - _OBJECTS} more" if len(names) > _OBJECTS else ""
+        )
+        while shown:
+            cut = len(shown) if len(shown) <= width else (shown.rfind(" ", 0, width) + 1 or width)
+            print("    " + shown[:cut].rstrip())
+            shown = shown[cut:]
+
+
+def _show_tree(report: Report) -> None:
+    root: dict[str, Any] = {}
+    for fqn, entry in report.catalog.tensors.items():
+        node = root
+        *parents, leaf = [s for key in key_path(report.catalog, fqn) for s in (key.split(".") if key else [key])]
+        for segment in parents:
+            node = node.setdefault(segment, {})
+            if not isinstance(node, dict):
+                break
+        if isinstance(node, dict):
+            node[leaf] = (list(entry.shape), entry.dtype.name, entry.nbytes, len(entry.chunks))
+    rows: list[tuple[str, str, str, str, str]] = []
+    _walk(root, "", rows)
+    table(("tree", "shape", "dtype", "chunks", "bytes"), rows, right=(3, 4))
+
+
+def _bytes_below(node: Any) -> int:
+    return sum(map(_bytes_below, node.values())) if isinstance(node, dict) else node[2]
+
+
+def _signature(node: Any) -> object:
+    """Returns what makes two subtrees the same: names, shapes and dtypes below."""
+    return tuple((k, _signature(v)) for k, v in node.items()) if isinstance(node, dict) else (tuple(node[0]), node[1])
+
+
+def _walk(node: Mapping[str, Any], indent: str, rows: list[tuple[str, str, str, str, str]]) -> None:
+    """Adds a subtree's rows; a run of numbered children that look alike is shown once, with its range."""
+    names = sorted(node, key=lambda n: (0, int(n), "") if n.isascii() and n.isdigit() and len(n) < 10 else (1, 0, n))
+    at = 0
+    while at < len(names):
+        name, child = names[at], node[names[at]]
+        label, inner = printable(name), child
+        while isinstance(inner, dict) and len(inner) == 1:  # an only child goes on its parent's line
+            key, inner = next(iter(inner.items()))
+            label += "." + printable(key)
+        if not isinstance(inner, dict):
+            shape, dtype, nbytes, num_chunks = inner
+            rows.append((indent + label, str(shape), dtype, str(num_chunks), size(nbytes)))
+            at += 1
+            continue
+        end = at + 1
+        while (
+            name.isdigit() and end < len(names) and isinstance(node[names[end]], dict) and _signature(node[names[end]]) == _signature(child)
+        ):
+            end += 1
+        if end - at > 1:
+            label = f"{name}–{names[end - 1]}{label[len(name) :]} (each)"
+        rows.append((indent + label, "", "", "", size(_bytes_below(inner))))
+        _walk(inner, indent + "  ", rows)
+        at = end
+
+
+def _show_ranks(report: Report) -> None:
+    rows = [
+        (
+            printable(f.name),
+            "–" if f.rank is None else str(f.rank),
+            f"{f.num_chunks:,}",
+            f"{f.num_objects:,}",
+            size(f.payload_nbytes),
+            size(f.nbytes),
+        )
+        for f in report.files
+    ]
+    table(("file", "rank", "chunks", "objects", "payload", "file size"), rows[: _MAX_ROWS * 4], right=(1, 2, 3, 4, 5))
+    print()
+    table(("tensor", "rank", "elements", "bytes"), list(islice(_parts(report), _MAX_ROWS * 4)), right=(1, 3))
+    more = sum(f.num_chunks for f in report.files) - _MAX_ROWS * 4
+    if more > 0:
+        print(f"  … and {more:,} more; all of them with --json")
+
+
+def _parts(report: Report) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a row for each chunk, by tensor and rank."""
+    ranks, files = report.catalog.ranks, report.catalog.file_sizes
+    for fqn, entry in report.catalog.tensors.items():
+        for box, extent in sorted((c for c in entry.chunks if c.extent.file in files), key=lambda c: ranks.get(c.extent.file, 0)):
+            elements = ", ".join(f"{o}:{o + s}" for o, s in zip(box.offsets, box.sizes, strict=True))
+            rank = ranks.get(extent.file)
+            yield printable(fqn), "–" if rank is None else str(rank), elements, size(box.numel * entry.dtype.itemsize)
+
+
+def report_as_json(report: Report) -> dict[str, Any]:
+    """Returns a report as plain values, every tensor with its chunks included."""
+    catalog = report.catalog
+    return {
+        "path": report.path, "format": report.format, "world_size": report.world_size, "extras": dict(report.extras),
+        "unread": dict(catalog.unread),
+        "total": report.total._asdict(),
+        "by_dtype": {k: v._asdict() for k, v in report.by_dtype.items()},
+        "by_key": {k: v._asdict() for k, v in report.by_key.items()},
+        "optimizer_states": {k: v._asdict() for k, v in report.optimizer_states.items()},
+        "files": [{"name": f.name, "rank": f.rank, "nbytes": f.nbytes} for f in report.files],
+        "tensors": {
+            fqn: {
+                "dtype": t.dtype.name, "shape": t.shape, "nbytes": t.nbytes,
+                "chunks": [{"offsets": c.box.offsets, "sizes": c.box.sizes, "file": c.extent.file} for c in t.chunks],
+            }
+            for fqn, t in catalog.tensors.items()
+        },
+        "objects": {fqn: {"file": o.extent.file, "nbytes": o.extent.nbytes} for fqn, o in catalog.objects.items()},
+    }  # fmt: skip
+
+
+# ---- merge, reshard --------------------------------------------------------------------------------------------------------
+
+
+def show_transfer(result: TransferResult) -> None:
+    """Prints what a transfer did or, after a dry run, would do."""
+    verb = "would write" if result.is_dry_run else "wrote"
+    took = "" if result.is_dry_run else f" in {result.seconds:.2f} s"
+    objects = f" and {count(result.num_objects, 'object')}" if result.num_objects else ""
+    print(
+        f"{verb} {style(printable(result.destination), BOLD)}: {count(result.num_tensors, 'tensor')}{objects}, "
+        f"{size(result.written_nbytes)}, {count(len(result.files), 'file')}{took}"
+    )
+    if result.kept_nbytes:
+        print(f"  {size(result.kept_nbytes)} of it was there from an earlier run")
+    if result.store_nbytes:
+        client = max(0, result.written_nbytes - result.store_nbytes)
+        print(f"  {size(result.store_nbytes)} copied within the store, {size(client)} through this machine")
+    print("  by dtype: " + ", ".join(f"{k} {size(v)}" for k, v in sorted(result.bytes_by_dtype.items(), key=lambda i: -i[1])))
+    if result.left_out:
+        print("  left out: " + ", ".join(f"{printable(k)} ({size(v)})" for k, v in result.left_out.items()))
+    if result.stripped:
+        print("  stripped: " + ", ".join(f"{printable(k)} ({count(v, 'name')})" for k, v in result.stripped.items()))
+    for fqn, number in list(result.overflowed.items())[:_MAX_ROWS]:
+        print(f"  overflow: {count(number, 'finite value')} became infinite in {printable(fqn)}")
+    for note in result.notes:
+        print(f"  note: {note}")
+    if result.is_dry_run:
+        _show_plan(result)
+
+
+def _show_plan(result: TransferResult) -> None:
+    print(
+        f"  plan: {result.num_copies:,} {'copy' if result.num_copies == 1 else 'copies'}, "
+        f"read {size(result.read_nbytes)} for {size(result.needed_nbytes)} needed (amplification {result.read_amplification:.3f}), "
+        f"write {size(result.written_nbytes)}"
+    )
+    table(("file", "bytes"), [(printable(n), size(b)) for n, b in list(result.files.items())[:_MAX_ROWS]], right=(1,))
+    if len(result.files) > _MAX_ROWS:
+        print(f"  … and {len(result.files) - _MAX_ROWS} more files")
+
+
+# ---- ls, prune -------------------------------------------------------------------------------------------------------------
+
+
+def some_names(names: Sequence[str]) -> str:
+    """Returns names on one line, the first of them if they are many."""
+    more = f" and {len(names) - _OBJECTS} more" if len(names) > _OBJECTS else ""
+    return ", ".join(map(printable, names[:_OBJECTS])) + more
+
+
+def show_steps(steps: Sequence[Step]) -> None:
+    """Prints the steps of a run, a line each."""
+    rows = []
+    for step in steps:
+        made, ranks = ("", "") if step.manifest is None else (printable(str(step.manifest.created)), str(step.manifest.world_size or ""))
+        state = f"incomplete: {printable(step.problem)}" if step.problem else "complete" if step.manifest else "another tool's, not counted"
+        state = "superseded by a rollback" if step.superseded_by else state
+        state += ", pinned" if step.is_pinned else ""
+        rows.append(
+            (f"{step.number:,}", size(step.nbytes), made.replace("T", " ").replace("+00:00", "Z"), ranks, state, printable(step.name))
+        )
+    if not rows:
+        print("no steps")
+        return
+    table(("step", "bytes", "saved", "ranks", "state", "name"), rows, right=(0, 1, 3))
+
+
+def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> None:
+    """Prints what a prune removed or, after a dry run, would remove, and what stays for a reason of its own."""
+    verb = "would remove" if is_dry_run else "removed"
+    for step in result.removed:
+        print(f"{verb} {printable(str(step.path))}  {size(step.nbytes)}")
+    for path, reason in result.kept.items():
+        print(f"kept {printable(path)}: {reason}")
+    for path, problem in result.damaged.items():
+        print(f"not counted, and kept: {printable(path)}: {problem}")
+    for path, error in result.failed.items():
+        print(f"could not remove {printable(path)}: {error}", file=sys.stderr)
+    for left in leftovers:
+        print(f"{verb} {printable(left)}  what a dead job left")
+    if not (result.removed or result.failed or leftovers):
+        print("nothing to remove")
+
+
+def pruned_as_json(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> dict[str, Any]:
+    """Returns what a prune did as plain values."""
+    reasons = {"kept": result.kept, "damaged": result.damaged, "failed": result.failed}
+    return {"steps": [step_as_json(s) for s in result.removed], **reasons, "leftovers": list(leftovers), "is_dry_run": is_dry_run}
+
+
+def show_copy(result: CopyResult) -> None:
+    """Prints what a copy did."""
+    verb = "would copy" if result.is_dry_run else "copied"
+    where, total = printable(result.destination), sum(result.files.values())
+    print(f"{verb} {where}: {len(result.files)} files, {size(total)} in {result.seconds:.2f} s")
+    parts = (
+        ("through this machine", result.client_nbytes),
+        ("within the store", result.store_nbytes),
+        ("there already", result.kept_nbytes),
+    )
+    print("  " + ", ".join(f"{size(nbytes)} {what}" for what, nbytes in parts if nbytes))
+    for note in result.notes:
+        print(f"  note: {printable(note)}")
+
+
+def step_as_json(step: Step) -> dict[str, Any]:
+    """Returns a step as plain values."""
+    return {
+        "step": step.number, "path": str(step.path), "nbytes": step.nbytes, "is_complete": not step.problem, "problem": step.problem,
+        "world_size": step.manifest.world_size if step.manifest else None, "created": step.manifest.created if step.manifest else None,
+        "superseded": bool(step.superseded_by), "is_pinned": step.is_pinned,
+    }  # fmt: skip

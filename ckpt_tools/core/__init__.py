@@ -1,0 +1,1 @@
+"""What a checkpoint is, without I/O: boxes, types, catalogs, views and plans."""

@@ -1,0 +1,200 @@
+"""Pairing: which chunk of a source feeds which slot of a target, in global element coordinates.
+
+Pure and printable. Bytes appear only in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckpt_tools.core.box import Box, BoxIndex, Copy, ManyCopies, whole
+from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry
+from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.errors import PlanError, printable
+
+CELL_BYTES, MOST_CELLS = 5 << 20, 16  # no part of an upload may be shorter; a manifest is to stay small
+
+
+def num_cells(box: Box, nbytes: int) -> int:
+    """Returns into how many cells a long payload is cut, each of which is sealed with checksums of its own.
+
+    Halves, quarters … sixteenths of whole rows: what a reshard to 2, 4 … times the ranks cuts it into. A short one has none, 0.
+    """
+    if nbytes < CELL_BYTES:
+        return 0
+    count, rows = 1, box.sizes[0] if box.sizes else 1
+    while count < MOST_CELLS and rows % (2 * count) == 0 and nbytes >= 2 * count * CELL_BYTES:
+        count *= 2
+    return count
+
+
+class Slot(NamedTuple):
+    """Room for a chunk in a target file: its elements, row-major, at `start`."""
+
+    box: Box
+    file: str
+    start: int
+
+
+class Literal(NamedTuple):
+    """Bytes of a target file that are known before anything is copied: headers, footers, an index."""
+
+    file: str
+    start: int
+    data: bytes
+
+
+class Trailer(NamedTuple):
+    """Bytes of a target file that contain the CRC-32 of the slot before them, as a zip's central directory does."""
+
+    file: str
+    start: int
+    nbytes: int
+    slot_start: int
+    render: Callable[[int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A set of target files as a format laid it out.
+
+    `slots` has, per FQN, where its chunks go; `index` is the file whose appearance makes the whole visible (None where a
+    single file is its own index).
+    """
+
+    format: str
+    file_sizes: Mapping[str, int]
+    slots: Mapping[str, tuple[Slot, ...]]
+    literals: tuple[Literal, ...] = ()
+    trailers: tuple[Trailer, ...] = ()
+    index: Literal | None = None
+    world_size: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, the index included."""
+        return sum(self.file_sizes.values()) + (len(self.index.data) if self.index else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """How one tensor (or object, as bytes) gets from its source chunks to its slots."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    src_dtype: DType
+    dst_dtype: DType
+    chunks: Sequence[Chunk]
+    slots: tuple[Slot, ...]
+    copies: Sequence[Copy]
+    is_object: bool = False
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of source elements that the copies name."""
+        copies = self.copies
+        return (copies.numel if isinstance(copies, ManyCopies) else sum(c.box.numel for c in copies)) * self.src_dtype.itemsize
+
+    @property
+    def used(self) -> list[int]:
+        """The numbers of the chunks from which anything is copied, in order."""
+        return self.copies.sources() if isinstance(self.copies, ManyCopies) else sorted({c.src for c in self.copies})
+
+    @property
+    def is_complete(self) -> bool:
+        """Tells whether the slots hold every element, so that the whole tensor passes by in row-major order."""
+        return sum(s.box.numel for s in self.slots) >= whole(self.shape).numel
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that an operation will do, decided."""
+
+    tensors: tuple[TensorPlan, ...]
+    target: Target
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def num_copies(self) -> int:
+        """Pairs of a source chunk and a target slot."""
+        return sum(len(t.copies) for t in self.tensors)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of source elements that the copies name."""
+        return sum(t.payload_bytes for t in self.tensors)
+
+
+def plan_copies(src: Sequence[Box], dst: Sequence[Box]) -> list[Copy]:
+    """Pairs every target box with the source boxes that overlap it.
+
+    Sorted intervals along the dim that cuts the sources most finely; a target looks only at the sources that can reach it.
+    Equal source boxes are replicas: the first is taken.
+
+    Returns:
+        Copies that tile each target box exactly, provided that the sources cover it.
+    """
+    first: dict[Box, int] = {}
+    for number, box in enumerate(src):
+        if box.numel:
+            first.setdefault(box, number)
+    boxes, numbers = list(first), list(first.values())
+    index = BoxIndex(boxes)
+    return [Copy(numbers[i], number, shared) for number, box in enumerate(dst) for i, shared in index.overlaps(box)]
+
+
+def plan_transfer(catalog: Catalog, target: Target, dtypes: Mapping[str, DType] | None = None, notes: Sequence[str] = ()) -> Plan:
+    """Plans how every slot of a target is filled from a catalog.
+
+    Args:
+        catalog: the source, proved by `soundness.check`.
+        target: files with slots; its FQNs are the catalog's.
+        dtypes: element type to write, per FQN; the stored one where absent.
+        notes: remarks to print with the plan.
+
+    Raises:
+        PlanError: FQNs that the source lacks, all of them named.
+    """
+    missing = [fqn for fqn in target.slots if fqn not in catalog.tensors and fqn not in catalog.objects]
+    if missing:
+        raise PlanError(f"the source lacks {len(missing)} entries: " + ", ".join(repr(printable(m)) for m in missing[:10]))
+    tensors = []
+    for fqn, slots in target.slots.items():
+        entry = catalog.tensors.get(fqn)
+        tensors.append(_plan_tensor(entry, slots, (dtypes or {}).get(fqn)) if entry else _plan_object(catalog, fqn, slots))
+    return Plan(tuple(tensors), target, tuple(notes))
+
+
+def _plan_tensor(entry: TensorEntry, slots: tuple[Slot, ...], dtype: DType | None) -> TensorPlan:
+    boxes = [s.box for s in slots]
+    many = entry.chunks.copies(boxes) if isinstance(entry.chunks, ManyChunks) else None
+    copies = many if many is not None else tuple(plan_copies([c.box for c in entry.chunks], boxes))
+    return TensorPlan(entry.fqn, entry.shape, entry.dtype, dtype or entry.dtype, entry.chunks, slots, copies)
+
+
+def _plan_object(catalog: Catalog, fqn: str, slots: tuple[Slot, ...]) -> TensorPlan:
+    extent = catalog.objects[fqn].extent
+    box, uint8 = whole((extent.nbytes,)), BY_NAME["uint8"]
+    chunks = (Chunk(box, extent),)
+    return TensorPlan(fqn, box.sizes, uint8, uint8, chunks, slots, tuple(plan_copies([box], [s.box for s in slots])), is_object=True)
+
+
+def plan_objects(extents: Mapping[str, Extent], name: Callable[[str], str] = str) -> Plan:
+    """Plans the copy of ranges of bytes, each as an object that becomes a file of its own; `name` gives what that is called."""
+    items = {key: BytesEntry(key, extent) for key, extent in extents.items()}
+    slots = {key: (Slot(whole((extent.nbytes,)), name(key), 0),) for key, extent in extents.items()}
+    return plan_transfer(Catalog("objects", {}, items), Target("objects", {name(k): e.nbytes for k, e in extents.items()}, slots))
+
+
+def plan_files(files: Mapping[str, int], name: Callable[[str], str] = str) -> Plan:
+    """Plans the copy of whole files of so many bytes; see `plan_objects`."""
+    return plan_objects({file: Extent(file, 0, nbytes) for file, nbytes in files.items()}, name)
+
+
+def plan_values(tensors: Iterable[TensorEntry]) -> Plan:
+    """Plans a reading of tensors, each in one piece, for a sink that keeps nothing."""
+    entries = {t.fqn: t for t in tensors}
+    slots = {fqn: (Slot(whole(t.shape), fqn, 0),) for fqn, t in entries.items()}
+    return plan_transfer(Catalog("values", entries), Target("values", {}, slots))

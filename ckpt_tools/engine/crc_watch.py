@@ -1,0 +1,159 @@
+"""The CRC-32 that a writer noted for a range of its file, against the bytes that are read of it."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ckpt_tools.core.box import Copy, ManyCopies
+from ckpt_tools.core.catalog import RAW, Extent
+from ckpt_tools.core.checksum import crc32, join_crc32
+from ckpt_tools.core.plan import Plan
+from ckpt_tools.engine.kernels import Bytes
+from ckpt_tools.errors import IntegrityError, printable
+
+
+class Part(NamedTuple):
+    """What one process has read of a range: start, length and CRC-32 of each piece, and the CRC-32 of the whole."""
+
+    extent: Extent
+    fqn: str
+    pieces: set[tuple[int, int, int]]
+    crc: int
+
+
+class Seals:
+    """Takes what is read, in any order and from several threads, and proves every range that was read in full."""
+
+    def __init__(self, owners: dict[Extent, str]) -> None:
+        """Takes the ranges to watch, with the names of the tensors that they belong to, for messages."""
+        self._owners = owners
+        self._sealed: dict[str, list[Extent]] = {}
+        for extent in self._owners:
+            self._sealed.setdefault(extent.file, []).append(extent)
+        for extents in self._sealed.values():
+            extents.sort()
+        self._starts = {file: [e.start for e in extents] for file, extents in self._sealed.items()}
+        self._pieces: dict[Extent, set[tuple[int, int, int]]] = {}
+        self._num_proved = 0
+        self._lock = threading.Lock()
+
+    def note(self, file: str, start: int, data: Bytes) -> int | None:
+        """Takes bytes of a file, if they lie in a range that is watched; returns their CRC-32 where more is to come.
+
+        Raises:
+            IntegrityError: they are all of it, and not what was written.
+        """
+        extent = self._around(file, start, len(data))
+        if extent is None:
+            return None
+        crc = crc32(data.data)
+        if extent.crc32 is not None and len(data) == extent.nbytes:
+            self._compare(extent, crc, extent.crc32)
+            return None
+        with self._lock:
+            self._pieces.setdefault(extent, set()).add((start, len(data), crc))
+        return crc
+
+    def take(self, file: str, start: int, nbytes: int, crc: int) -> None:
+        """Takes the CRC-32 of bytes that an earlier try has read, if they lie in a range that is watched."""
+        extent = self._around(file, start, nbytes)
+        if extent is not None:
+            self._pieces.setdefault(extent, set()).add((start, nbytes, crc))
+
+    def _around(self, file: str, start: int, nbytes: int) -> Extent | None:
+        number = bisect_right(self._starts.get(file, []), start) - 1
+        extent = self._sealed[file][number] if number >= 0 else None
+        return extent if extent is not None and start + nbytes <= extent.start + extent.nbytes else None
+
+    def hand_over(self, crcs: Mapping[Extent, int]) -> list[Part]:
+        """Returns what was read of ranges of which another process may have read the rest, where their CRC-32 is known."""
+        parts = [(e, pieces, _known(e, crcs)) for e, pieces in self._pieces.items() if sum(n for _, n, _ in pieces) < e.nbytes]
+        return [Part(extent, self._owners[extent], pieces, crc) for extent, pieces, crc in parts if crc is not None]
+
+    def absorb(self, parts: Iterable[Part], crcs: dict[Extent, int]) -> None:
+        """Takes over what another process has read in part, and the CRC-32 that it knows."""
+        for part in parts:
+            self._owners[part.extent] = part.fqn
+            self._pieces.setdefault(part.extent, set()).update(part.pieces)
+            crcs[part.extent] = part.crc
+
+    def prove(self, crcs: Mapping[Extent, int]) -> int:
+        """Compares; returns how many ranges are proved. One that was read in part, or with gaps, is passed over.
+
+        Args:
+            crcs: CRC-32 of the ranges that do not have it with them, as far as known.
+
+        Raises:
+            IntegrityError: bytes on disk are not what was written.
+        """
+        for extent, pieces in self._pieces.items():
+            ordered, end = sorted(pieces), extent.start
+            for start, nbytes, _ in ordered:
+                end = end + nbytes if start == end else -1
+            known = _known(extent, crcs)
+            if known is not None and end == extent.start + extent.nbytes:
+                self._compare(extent, join_crc32((crc, nbytes) for _, nbytes, crc in ordered), known)
+        return self._num_proved
+
+    def _compare(self, extent: Extent, crc: int, known: int) -> None:
+        if crc != known:
+            raise IntegrityError(
+                f"bytes were damaged since they were written: expected CRC-32 {known:08x}, got {crc:08x}"
+                f" ({printable(self._owners[extent])!r} in {printable(extent.file)}, bytes {extent.start}:{extent.start + extent.nbytes})",
+                hint="take an older step, restore the file, or save the rest: ckpt salvage",
+            )
+        with self._lock:
+            self._num_proved += 1
+
+
+class RecordSeals(Seals):
+    """Ranges of files that are read across them: what is read is cut where a range begins or ends."""
+
+    def note(self, file: str, start: int, data: Bytes) -> int | None:
+        """Takes bytes of a file, of which each range may have a part."""
+        end, extents = start + len(data), self._sealed.get(file, [])
+        for extent in extents[max(0, bisect_right(self._starts.get(file, []), start) - 1) :]:
+            if extent.start >= end:
+                break
+            a, b = max(start, extent.start), min(end, extent.start + extent.nbytes)
+            if a < b:
+                super().note(file, a, data[a - start : b - start])
+        return None
+
+
+def _known(extent: Extent, crcs: Mapping[Extent, int]) -> int | None:
+    return extent.crc32 if extent.crc32 is not None else crcs.get(extent)
+
+
+def read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> dict[Extent, str]:
+    """Returns the payloads that a plan reads in full and whose CRC-32 is known or may be learnt, with the names of their tensors."""
+    whole: dict[Extent, str] = {}
+    for tensor in plan.tensors:
+        chunks, copies = list(tensor.chunks), tensor.copies
+        for number, numel in (copies.taken() if isinstance(copies, ManyCopies) else _taken(copies)).items():
+            box, stored = chunks[number]
+            extent = located.get(stored, stored)
+            if numel == box.numel and is_watched(stored, extent):
+                whole[extent] = tensor.fqn
+    return whole
+
+
+def is_watched(stored: Extent, extent: Extent) -> bool:
+    """Tells whether the CRC-32 of a payload is known or may be learnt: as it is in the catalog, and where it lies."""
+    return extent.strides is None and (stored.packing != RAW or extent.crc32 is not None)
+
+
+def _taken(copies: Iterable[Copy]) -> dict[int, int]:
+    taken: dict[int, int] = {}
+    for copy in copies:
+        taken[copy.src] = taken.get(copy.src, 0) + copy.box.numel
+    return taken
+
+
+def known_crcs(assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]) -> dict[Extent, int]:
+    """Returns the CRC-32 of payloads, as far as their writer noted it, by where they were assumed to be, and are."""
+    same = {assumed[at]: extent.crc32 for at, extent in found.items() if at in assumed and extent[:5] == assumed[at][:5]}
+    return {extent: crc for extent, crc in same.items() if crc is not None}

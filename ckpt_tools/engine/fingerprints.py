@@ -1,0 +1,219 @@
+"""Fingerprints: the CRC-64/NVME of a whole tensor in row-major order, joined from its tiles, however those are cut.
+
+CRCs are linear: a tensor's is the exclusive-or of the *shares* of its parts, and the share of a run of bytes is its CRC shifted by the
+bytes behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tools.core.box import Box, flat_start, is_flat, row_major_strides, whole
+from ckpt_tools.core.checksum import combine_crc64nvme, crc64nvme, join_crc64
+from ckpt_tools.engine.kernels import Bytes
+from ckpt_tools.engine.schedule import Tile
+from ckpt_tools.ranks.base import Team
+
+Words = npt.NDArray[np.uint64]
+_SHORT_BYTES = 256  # a run of fewer bytes is not worth a call
+_POLYNOMIAL = 0x9A6C9329AC4BC9B5  # NVM Express 2.0, 5.2.1.3.4: bits reversed
+_ONES = np.uint64((1 << 64) - 1)
+
+
+class Piece(NamedTuple):
+    """A run of bytes with its checksums; `crc32` is 0 where nobody asks for it."""
+
+    start: int
+    nbytes: int
+    crc64: int
+    crc32: int
+
+
+class Pieces:
+    """Pieces in 32 bytes each: of a million chunks there are two million."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
+        self._words = array("Q")
+        self.extend(pieces)
+
+    def append(self, piece: Piece) -> None:
+        """Adds one."""
+        self._words.extend(piece)
+
+    def extend(self, pieces: Iterable[Piece]) -> None:
+        """Adds several."""
+        if isinstance(pieces, Pieces):
+            self._words.extend(pieces._words)
+        else:
+            for piece in pieces:
+                self._words.extend(piece)
+
+    def __len__(self) -> int:
+        return len(self._words) // 4
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(Piece, *(self._words[number::4] for number in range(4)))
+
+
+class Prints(NamedTuple):
+    """What was noted of tensors, by name.
+
+    Attributes:
+        pieces: the runs that passed by.
+        shares: of what is no run: where it begins, its bytes, and its share of the fingerprint.
+        sizes: bytes of the whole.
+    """
+
+    pieces: dict[str, Pieces]
+    shares: dict[str, Pieces]
+    sizes: dict[str, int]
+
+
+@dataclass
+class Fingerprints:
+    """Those of whole tensors (or another checksum, by `joined`), from their tiles."""
+
+    joined: Callable[[Iterable[tuple[int, int]]], int] = join_crc64
+    noted: Prints = field(default_factory=lambda: Prints({}, {}, {}))
+
+    def add(self, tile: Tile, crc: int, data: Bytes) -> None:
+        """Notes one tile of a tensor, its checksum and its values."""
+        tensor = tile.tensor
+        itemsize = tensor.dst_dtype.itemsize
+        start = flat_start(tile.box, tensor.shape) * itemsize
+        if is_flat(tile.box, tensor.shape):
+            self.noted.pieces.setdefault(tensor.fqn, Pieces()).append(Piece(start, tile.dst_nbytes, crc, 0))
+        elif self.joined is join_crc64:
+            share = share_of(data, tile.box, tensor.shape, itemsize)
+            self.noted.shares.setdefault(tensor.fqn, Pieces()).append(Piece(start, tile.dst_nbytes, share, 0))
+        else:
+            return
+        self.noted.sizes[tensor.fqn] = whole(tensor.shape).numel * itemsize
+
+    def share(self, team: Team) -> None:
+        """Brings together what every member of a team has noted."""
+        found = team.all_gather(self.noted, "gather checksums")
+        self.noted = Prints({}, {}, {})
+        for noted in found:
+            self.absorb(noted)
+
+    def absorb(self, noted: Prints) -> None:
+        """Takes over what another process has noted."""
+        self.noted.sizes.update(noted.sizes)
+        for mine, theirs in ((self.noted.pieces, noted.pieces), (self.noted.shares, noted.shares)):
+            for fqn, more in theirs.items():
+                mine.setdefault(fqn, Pieces()).extend(more)
+
+    def join(self) -> dict[str, int]:
+        """Returns the fingerprint of every tensor of which all tiles have passed, some of them perhaps twice."""
+        joined = {}
+        for fqn, nbytes in self.noted.sizes.items():
+            ordered = sorted(set(self.noted.pieces.get(fqn, ())))
+            if fqn in self.noted.shares:
+                parts = (*ordered, *set(self.noted.shares[fqn]))
+                if sum(p.nbytes for p in parts) == nbytes and all(p.start + p.nbytes <= nbytes for p in parts):
+                    joined[fqn] = self.share_of(fqn)
+                continue
+            ends = [p.start + p.nbytes for p in ordered]
+            if [p.start for p in ordered] == [0, *ends[:-1]] and ends[-1] == nbytes:
+                joined[fqn] = self.joined((p.crc64, p.nbytes) for p in ordered)
+        return joined
+
+    def share_of(self, fqn: str) -> int:
+        """Returns the share of a tensor's fingerprint that is its parts' which have passed; 0 for none."""
+        share, nbytes = 0, self.noted.sizes.get(fqn, 0)
+        for piece in set(self.noted.pieces.get(fqn, ())):
+            share ^= combine_crc64nvme(piece.crc64, 0, nbytes - piece.start - piece.nbytes)
+        for piece in set(self.noted.shares.get(fqn, ())):
+            share ^= piece.crc64
+        return share
+
+
+def share_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> int:
+    """Returns the share of a tensor's fingerprint that a box of it has.
+
+    Args:
+        data: the values of the box, row-major.
+        box: which elements.
+        shape: of the tensor.
+        itemsize: bytes of an element.
+    """
+    dim = len(shape) - 1
+    while dim > 0 and box.sizes[dim] == shape[dim]:
+        dim -= 1  # a run takes what lies behind this dim whole
+    strides = row_major_strides(shape)
+    values = _crcs(data.reshape(-1, box.sizes[dim] * strides[dim] * itemsize))
+    for outer in range(dim - 1, -1, -1):
+        values = _fold(values.reshape(-1, box.sizes[outer]), strides[outer] * itemsize)
+    last = sum((o + n - 1) * s for o, n, s in zip(box.offsets[:dim], box.sizes[:dim], strides, strict=False))
+    behind = math.prod(shape) - last - (box.offsets[dim] + box.sizes[dim]) * strides[dim]
+    return int(combine_crc64nvme(int(values[0]), 0, behind * itemsize))
+
+
+def _crcs(rows: npt.NDArray[np.uint8]) -> Words:
+    """Returns the CRC-64/NVME of each row: `[n]` of `[n, nbytes]`."""
+    num_rows, nbytes = rows.shape
+    if nbytes >= _SHORT_BYTES:
+        return np.fromiter((crc64nvme(row) for row in _each(rows)), np.uint64, num_rows)
+    crcs, table = np.full(num_rows, _ONES), _byte_table()
+    num_words = nbytes // 8
+    for word in np.ascontiguousarray(np.ascontiguousarray(rows[:, : num_words * 8]).view("<u8").T):
+        crcs = _shift(crcs ^ word, 8)
+    for column in rows[:, num_words * 8 :].T:
+        crcs = table[(crcs ^ column) & np.uint64(255)] ^ (crcs >> np.uint64(8))
+    return crcs ^ _ONES
+
+
+def _each(rows: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
+    view, nbytes = rows.reshape(-1).data, rows.shape[1]
+    return (view[at : at + nbytes] for at in range(0, len(view), nbytes))
+
+
+def _fold(values: Words, pitch: int) -> Words:
+    """Returns the shares of rows of values whose ends lie `pitch` bytes apart, seen from the last one's end: `[m]` of `[m, n]`."""
+    while values.shape[1] > 1:
+        if values.shape[1] % 2:
+            values = np.concatenate([np.zeros((len(values), 1), np.uint64), values], axis=1)
+        values = _shift(values[:, 0::2], pitch) ^ values[:, 1::2]
+        pitch *= 2
+    return values[:, 0]
+
+
+def _shift(values: Words, nbytes: int) -> Words:
+    """Returns CRCs shifted by so many bytes behind them."""
+    tables = _shift_tables(nbytes)
+    octets = np.ascontiguousarray(values, "<u8").view(np.uint8).reshape(*values.shape, 8)
+    result: Words = tables[0].take(octets[..., 0])
+    for number in range(1, 8):
+        result ^= tables[number].take(octets[..., number])
+    return result
+
+
+@lru_cache(maxsize=256)
+def _shift_tables(nbytes: int) -> Words:
+    """Returns what each value of each of a CRC's bytes becomes, `[8, 256]`."""
+    bits = np.array([combine_crc64nvme(1 << bit, 0, nbytes) for bit in range(64)], np.uint64)
+    tables = np.zeros((8, 256), np.uint64)
+    for bit in range(64):
+        number, low = divmod(bit, 8)
+        tables[number, 1 << low : 2 << low] = tables[number, : 1 << low] ^ bits[bit]
+    return tables
+
+
+@lru_cache(maxsize=1)
+def _byte_table() -> Words:
+    """Returns the CRC register after each byte, without its first and last inversion."""
+    table = np.arange(256, dtype=np.uint64)
+    for _ in range(8):
+        table = (table >> np.uint64(1)) ^ np.where(table & np.uint64(1), np.uint64(_POLYNOMIAL), np.uint64(0))
+    return table

@@ -1,0 +1,107 @@
+"""Who writes what, where files are streams that several processes fill: whole files, and runs of parts of the long ones.
+
+On a disk everybody writes anywhere, and a share is a run of the plan (`schedule.shares`). An object store takes files in parts, so
+there a share is made of those. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from ckpt_tools.core.box import Box, flat_range_boxes, flat_start
+from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_copies
+from ckpt_tools.storage.s3.multipart import part_starts
+
+Regions = Mapping[str, tuple[int, int]]  # by file, the bytes from one on and before the other
+
+
+def cut_regions(plan: Plan, count: int, takes_parts: bool) -> Sequence[Regions]:
+    """Cuts the files of a plan's target into so many shares of about equal bytes.
+
+    Args:
+        plan: of which every share is a part.
+        count: how many shares.
+        takes_parts: several processes may send parts of one file; else a file is of one share.
+
+    Returns:
+        Of each share, the bytes of every file of which it has some. A file with checksums of its own payloads in it is never cut.
+    """
+    target = plan.target
+    whole = {t.file for t in target.trailers} if takes_parts else set(target.file_sizes)
+    slots = _slots_by_file(plan)
+    total = sum(target.file_sizes.values())
+    edges = [total * (number + 1) // count for number in range(count - 1)]
+    found: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
+    start = 0
+    for file, nbytes in target.file_sizes.items():
+        if file in whole and len(target.file_sizes) == 1:
+            found[0][file] = (0, nbytes)  # the one who commits completes it
+        elif file in whole:
+            found[bisect_right(edges, start + nbytes // 2)][file] = (0, nbytes)
+        else:
+            first, last = bisect_right(edges, start), bisect_right(edges, start + nbytes)
+            cuts = [0, *(_cut(edge - start, nbytes, slots.get(file, [])) for edge in edges[first:last]), nbytes]
+            for number, (low, high) in enumerate(pairwise(cuts), first):
+                if low < high or low == high == nbytes == 0:
+                    found[number][file] = (low, high)
+            if len(cuts) > 2:
+                found[0].setdefault(file, (0, 0))  # the one who commits begins and ends it
+        start += nbytes
+    return found
+
+
+def _slots_by_file(plan: Plan) -> dict[str, list[tuple[int, int]]]:
+    """Returns, of each file, where its slots begin and the bytes of their elements."""
+    slots: dict[str, list[tuple[int, int]]] = {}
+    for tensor in plan.tensors:
+        for slot in tensor.slots:
+            slots.setdefault(slot.file, []).append((slot.start, tensor.dst_dtype.itemsize))
+    return {file: sorted(found) for file, found in slots.items()}
+
+
+def _cut(wanted: int, nbytes: int, slots: Sequence[tuple[int, int]]) -> int:
+    """Returns the first beginning of a part from a place on at which no element is cut; the file's end where there is none."""
+    starts = part_starts(nbytes)
+    for start in starts[bisect_right(starts, max(0, wanted - 1)) :]:
+        number = bisect_right(slots, (start, 0)) - 1
+        if number >= 0 and (start - slots[number][0]) % slots[number][1] == 0:
+            return start
+    return nbytes
+
+
+def within_regions(plan: Plan, regions: Regions) -> Plan:
+    """Returns the part of a plan that writes certain regions, and of its target what is there besides payloads."""
+    tensors = []
+    for tensor in plan.tensors:
+        slots = tuple(piece for slot in tensor.slots if slot.file in regions for piece in cut_slot(tensor, slot, [regions[slot.file]]))
+        if slots == tensor.slots:
+            tensors.append(tensor)
+        elif slots:
+            copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in slots])
+            tensors.append(replace(tensor, slots=slots, copies=tuple(copies)))
+    return replace(plan, tensors=tuple(tensors), target=_target(plan.target, regions))
+
+
+def _target(target: Target, regions: Regions) -> Target:
+    return replace(
+        target,
+        file_sizes={file: nbytes for file, nbytes in target.file_sizes.items() if file in regions},
+        literals=tuple(x for x in target.literals if x.file in regions and regions[x.file][0] <= x.start < regions[x.file][1]),
+        trailers=tuple(t for t in target.trailers if t.file in regions),
+    )
+
+
+def cut_slot(tensor: TensorPlan, slot: Slot, ranges: Sequence[tuple[int, int]]) -> Iterator[Slot]:
+    """Yields what of a slot lies in ranges of its file, which are cut at elements."""
+    itemsize, nbytes = tensor.dst_dtype.itemsize, slot.box.numel * tensor.dst_dtype.itemsize
+    for first, last in ranges:
+        first, last = max(first, slot.start) - slot.start, min(last, slot.start + nbytes) - slot.start
+        if (first, last) == (0, nbytes):
+            yield slot
+        elif first < last:
+            for box in flat_range_boxes(slot.box.sizes, first // itemsize, last // itemsize):
+                at = tuple(o + s for o, s in zip(box.offsets, slot.box.offsets, strict=True))
+                yield Slot(Box(at, box.sizes), slot.file, slot.start + flat_start(box, slot.box.sizes) * itemsize)

@@ -1,0 +1,1 @@
+"""PyTorch's Distributed Checkpoint (DCP): `.metadata` and `.distcp` files."""

@@ -1,0 +1,364 @@
+"""PyTorch Distributed Checkpoint: `.metadata` and `.distcp` files.
+
+A `.distcp` is a run of items; each is a complete `torch.save` archive of one chunk or object. `.metadata` says where each
+item lies. A save without collectives leaves one `__{rank}.metadata` per rank instead, each with that rank's view; they are
+joined here, replicas included.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ckpt_tools.core.box import Box
+from ckpt_tools.core.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry, files_of
+from ckpt_tools.core.dtypes import by_name
+from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
+from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, StorageError, printable
+from ckpt_tools.formats.base import Request
+from ckpt_tools.formats.dcp import metadata as dcp_metadata
+from ckpt_tools.formats.dcp.metadata import Metadata, Place, TensorMeta
+from ckpt_tools.formats.in_memory import Made
+from ckpt_tools.formats.pickle.load import no_gc
+from ckpt_tools.formats.pickle.state import plain_path
+from ckpt_tools.formats.torch_save import Others, join, read_leaves, told
+from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.formats.zip.write import Wrapping, wrap
+from ckpt_tools.storage import MemoryStore, Store, check_path, read
+
+NAME = "dcp"
+LOOKS_FOR = ".metadata"
+_MANY_BYTES = 1 << 20  # of `.metadata`: some 5,000 chunks
+_COLUMNS_FROM = 16  # chunks of a tensor
+_MAX_MORE_BYTES = 512  # torch adds a hash of the contents, behind the payload
+_DATA_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{8})?\.distcp$")
+_MANIFEST = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
+_QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+
+
+def recognise(files: Mapping[str, int]) -> bool:
+    """Tells whether `.metadata`, or one `__{rank}.metadata` per rank, is among the files."""
+    return ".metadata" in files or any(_RANK_METADATA.fullmatch(name) for name in files)
+
+
+def read_catalog(store: Store) -> Catalog:
+    """Reads `.metadata`, or all of `__{rank}.metadata`; see `Format.read_catalog`."""
+    files = store.list_files()
+    names = [".metadata"] if ".metadata" in files else sorted((n for n in files if _RANK_METADATA.fullmatch(n)), key=_metadata_rank)
+    is_large = len(names) == 1 and files[names[0]] >= _MANY_BYTES
+    entries, objects, parsed, aside = (_read_many(store, names[0]) if is_large else None) or _read(store, names)
+    items = {fqn: BytesEntry(fqn, extents[0], tuple(extents[1:])) for fqn, extents in objects.items()}
+    _set_aside(entries, store, aside)
+    archives = tuple(extent for extents in aside.archives.values() for extent in extents)
+    used = {file for t in entries.values() for file in files_of(t)} | {e.file for extents in objects.values() for e in extents}
+    used |= {extent.file for extent in archives}
+    empty = {file for file, nbytes in files.items() if not nbytes}  # torch's writer leaves one of a rank that saved nothing
+    ranks = {file: int(match[1]) for file in sorted(used | empty) if (match := _DATA_FILE.search(file))}
+    catalog = Catalog(
+        NAME,
+        entries,
+        items,
+        {fqn: path for metadata in parsed for fqn, path in metadata.paths.items()},
+        _sizes(store, files, used),
+        max([*ranks.values(), *map(_metadata_rank, names), _sealed_world_size(store, files) - 1]) + 1,
+        ranks,
+        parsed[0].extras,
+        archives,
+        unread=aside.kinds,
+    )
+    beside = next((name for name in _BESIDE if name in files), "")
+    return _with_values(catalog, store, beside, files[beside]) if beside else catalog
+
+
+class _Aside:
+    """Tensors that are not read: their kinds, and the archives of their chunks."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, str] = {}
+        self.archives: dict[str, list[Extent]] = {}
+
+    def add(self, fqn: str, kind: str, chunks: Iterable[Chunk]) -> None:
+        self.kinds[fqn], self.archives[fqn] = kind, [chunk.extent for chunk in chunks]
+
+
+def _set_aside(entries: dict[str, TensorEntry], store: Store, aside: _Aside) -> None:
+    """Takes out tensors of classes that store something else than the elements of their shape, such as torchao's.
+
+    Only an archive that is too short for its elements is looked into.
+    """
+    for fqn, entry in list(entries.items()):
+        if isinstance(entry.chunks, ManyChunks):
+            continue
+        short = next((c.extent for c in entry.chunks if c.extent.nbytes < c.box.numel * entry.dtype.itemsize), None)
+        kind = _kind_in(short, store) if short else ""
+        if kind:
+            aside.add(fqn, kind, entries.pop(fqn).chunks)
+
+
+class _Item(MemoryStore):
+    """One item of a data file as a file of its own, of which only what is asked for is read."""
+
+    def __init__(self, store: Store, extent: Extent) -> None:
+        super().__init__()
+        self._store, self._extent = store, extent
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        if start < 0 or start + len(buffer) > self._extent.nbytes:
+            raise FormatError(f"an item ends early: byte {start + len(buffer)} of {self._extent.nbytes} ({printable(path)})")
+        self._store.read_into(self._extent.file, self._extent.start + start, buffer)
+
+
+def _kind_in(extent: Extent, store: Store) -> str:
+    """Returns the kind of a tensor that is not read, "" for any other, and for an archive that is damaged."""
+    others = Others()
+    try:
+        if not 0 <= extent.start < extent.start + extent.nbytes <= store.size(extent.file):
+            return ""
+        list(read_leaves(_Item(store, extent), extent.file, extent.nbytes, others))
+    except (CheckpointError, OSError):
+        return ""
+    return next(iter(others.tensors.values()), "")
+
+
+_Read = tuple[dict[str, TensorEntry], dict[str, list[Extent]], list[Metadata], _Aside]
+
+
+def _read(store: Store, names: Iterable[str]) -> _Read:
+    """Returns tensors, objects with their replicas, what each metadata file says, and the tensors of types that are not read."""
+    parsed = []
+    tensors: dict[str, list[Chunk]] = {}
+    metas: dict[str, TensorMeta] = {}
+    objects: dict[str, list[Extent]] = {}
+    with no_gc():
+        for name in names:
+            parsed.append(dcp_metadata.parse(read(store, name), name))
+            _collect(parsed[-1], name, tensors, metas, objects)
+        aside, entries = _Aside(), {}
+        for fqn, meta in metas.items():
+            if meta.dtype in _QUANTIZED:
+                aside.add(fqn, f"a quantized tensor, {meta.dtype}", tensors[fqn])
+            else:
+                entries[fqn] = TensorEntry(fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, tuple(tensors[fqn]))
+    return entries, objects, parsed, aside
+
+
+def _read_many(store: Store, name: str) -> _Read | None:
+    """The same for very many chunks, as arrays; None where the file is not regular enough."""
+    from ckpt_tools.formats.dcp.metadata_columns import read_bulk  # NumPy takes longer to import than most checkpoints to read
+
+    found = read_bulk(read(store, name), name)
+    if found is None:
+        return None
+    metadata, chunks = found
+    objects = {fqn: [Extent(*metadata.places[fqn, None])] for fqn in metadata.objects if (fqn, None) in metadata.places}
+    if len(objects) < len(metadata.objects):
+        return None  # some are lost
+    aside, entries = _Aside(), {}
+    for fqn, meta in metadata.tensors.items():
+        if meta.dtype in _QUANTIZED:
+            aside.add(fqn, f"a quantized tensor, {meta.dtype}", chunks[fqn])
+            continue
+        columns = chunks[fqn]  # of few chunks, a question to columns costs more than they save
+        kept = columns if len(columns) >= _COLUMNS_FROM else tuple(columns)
+        entries[fqn] = TensorEntry(fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, kept)
+    return entries, objects, [metadata], aside
+
+
+_BESIDE = {"meta.pt": "Lightning", "common.pt": "Megatron-Core"}  # what these put beside DCP: a file of torch.save
+
+
+def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalog:
+    """Returns the catalog with the plain values of a file that stands beside DCP: counters, schedulers, arguments."""
+    made, others = Made(), Others()
+    objects, paths = dict(catalog.objects), dict(catalog.paths)
+    for path, value, extents in read_leaves(store, name, size, others):
+        fqn = join(path)
+        if extents or fqn in catalog.tensors or fqn in objects:
+            others["tensor" if extents else "value of a name that is taken"] += 1
+            continue
+        objects[fqn] = made.value(fqn, value)
+        paths |= {fqn: path} if catalog.paths else {}
+    return replace(
+        catalog,
+        objects=objects,
+        paths=paths,
+        file_sizes={**catalog.file_sizes, name: size},
+        made=made.files,
+        extras={**catalog.extras, "written by": _BESIDE[name], **told(others)},
+        archives=(*catalog.archives, Extent(name, 0, size, TORCH_ZIP)),
+        unread={**catalog.unread, **others.unread},
+        unknown={**catalog.unknown, **others.unknown},
+    )
+
+
+def _metadata_rank(name: str) -> int:
+    match = _RANK_METADATA.fullmatch(name)
+    return int(match[1]) if match else 0
+
+
+def _sizes(store: Store, files: Mapping[str, int], used: Iterable[str]) -> dict[str, int]:
+    """Returns the sizes of the data files that exist; those in folders of their own are looked up one by one."""
+    sizes = {}
+    for file in used:
+        try:
+            sizes[file] = files[check_path(file, store.url)] if file in files else store.size(file)
+        except StorageError as error:
+            if not error.is_missing:
+                raise
+    return sizes
+
+
+def _sealed_world_size(store: Store, files: Mapping[str, int]) -> int:
+    """Returns the number of ranks that a manifest of ours gives (some may have saved nothing), 0 where there is none."""
+    names = [name for name in files if _MANIFEST.fullmatch(name)]
+    if len(names) != 1:
+        return 0
+    try:
+        world_size = json.loads(read(store, names[0]))["world_size"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FormatError(
+            f"a manifest is malformed: {printable(str(error))} ({names[0]})", hint="remove it to read the checkpoint without"
+        ) from error
+    return world_size if type(world_size) is int else 0
+
+
+def _collect(
+    metadata: Metadata, where: str, tensors: dict[str, list[Chunk]], metas: dict[str, TensorMeta], objects: dict[str, list[Extent]]
+) -> None:
+    """Adds one metadata file's entries to those of the ranks before it."""
+    lost: list[str] = []
+    for fqn, meta in metadata.tensors.items():
+        known = metas.setdefault(fqn, meta)
+        if (known.dtype, known.shape) != (meta.dtype, meta.shape):
+            raise FormatError(
+                f"ranks disagree about a tensor: {known.dtype} {list(known.shape)} and {meta.dtype} {list(meta.shape)}"
+                f" ({where}, {printable(fqn)!r})"
+            )
+        chunks = tensors.setdefault(fqn, [])
+        for box in meta.boxes:
+            place = metadata.places.get((fqn, box.offsets))
+            if place is None:
+                lost.append(fqn)
+            else:
+                chunks.append(Chunk(box, Extent(place.file, place.start, place.nbytes, TORCH_ZIP)))
+    for fqn in metadata.objects:
+        place = metadata.places.get((fqn, None))
+        if place is None:
+            lost.append(fqn)
+        else:
+            objects.setdefault(fqn, []).append(Extent(*place))
+    if lost:
+        raise CatalogError(
+            f"{where} lists {len(lost)} chunks that it gives no place for: " + ", ".join(repr(printable(f)) for f in lost[:8]),
+            hint="torch's writer lost them when one of its threads failed (pytorch issue 191391); take an older checkpoint",
+        )
+
+
+def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    """Finds the payloads; see `Format.locate`."""
+    tensors = list(tensors)
+    try:
+        return _locate(store, tensors)
+    except FormatError as error:
+        for tensor in tensors if len(tensors) > 1 else ():
+            locate(store, [tensor])  # raises by name
+        if len(tensors) == 1:
+            hint = "; ".join(filter(None, (error.hint, "merge, convert and diff leave it out with --exclude GLOB")))
+            raise type(error)(f"{printable(tensors[0].fqn)!r}: {error.args[0]}", hint=hint) from error
+        raise
+
+
+def _locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}  # a million chunks have few sizes
+    with no_gc():
+        packed = ((box.sizes, extent, t.dtype) for t in tensors for box, extent in t.chunks if extent.packing == TORCH_ZIP)
+        items = [torch_zip.Item(extent, dtype, same.setdefault(sizes, sizes)) for sizes, extent, dtype in packed]
+        return dict(torch_zip.locate(store, items))
+
+
+def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
+    """An archive of about the length that torch gives it has its payload where torch puts it; see `Format.guess`."""
+    found = {}
+    for tensor in tensors:
+        for box, extent in tensor.chunks:
+            wrapping = wrap(tensor.dtype, box.sizes)
+            more = extent.nbytes - len(wrapping.prefix) - wrapping.nbytes - wrapping.suffix_nbytes
+            if extent.packing == TORCH_ZIP and 0 <= more < _MAX_MORE_BYTES:
+                found[extent] = Extent(extent.file, extent.start + len(wrapping.prefix), wrapping.nbytes)
+    return found
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------------
+
+
+class DataFile:
+    """A `.distcp` as it grows."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.nbytes = name, 0
+        self.literals: list[Literal] = []
+        self.trailers: list[Trailer] = []
+
+    def add_object(self, nbytes: int) -> tuple[Slot, Place]:
+        """Appends an object of so many bytes."""
+        place = Place(self.name, self.nbytes, nbytes)
+        self.nbytes += nbytes
+        return Slot(Box((0,), (nbytes,)), self.name, place.start), place
+
+    def add_chunk(self, box: Box, wrapping: Wrapping) -> tuple[Slot, Place]:
+        """Appends the archive of a chunk."""
+        start = self.nbytes
+        data = start + len(wrapping.prefix)
+        after = data + wrapping.nbytes
+        self.literals.append(Literal(self.name, start, wrapping.prefix))
+        self.trailers.append(Trailer(self.name, after, wrapping.suffix_nbytes, data, wrapping.render_suffix))
+        self.nbytes = after + wrapping.suffix_nbytes
+        return Slot(box, self.name, data), Place(self.name, start, self.nbytes - start)
+
+
+def is_data_file(name: str) -> bool:
+    """Tells whether a name is one that torch, or this tool, gives to a data file, or to the metadata of one rank."""
+    return _DATA_FILE.fullmatch(name) is not None or _RANK_METADATA.fullmatch(name) is not None
+
+
+def data_file_name(rank: int) -> str:
+    """Returns the name that torch gives to a rank's only data file."""
+    return f"__{rank}_0.distcp"
+
+
+@no_gc()
+def lay_out(request: Request) -> Target:
+    """Lays one `.distcp` a rank out, objects on rank 0, and `.metadata` as the index; see `Format.lay_out`."""
+    files = [DataFile(request.name(data_file_name(rank))) for rank in range(request.world_size)]
+    names = {*request.objects, *(tensor.fqn for tensor in request.tensors)}
+    metadata = Metadata(
+        paths={fqn: plain_path(path) for fqn, path in request.paths.items() if fqn in names}
+    )  # stock torch reads what has a path
+    slots: dict[str, tuple[Slot, ...]] = {}
+    for fqn, nbytes in request.objects.items():
+        slot, metadata.places[fqn, None] = files[0].add_object(nbytes)
+        slots[fqn] = (slot,)
+        metadata.objects.append(fqn)
+    for tensor in request.tensors:
+        placed = []
+        for rank, box in enumerate(tensor.boxes):
+            if box is not None:
+                slot, metadata.places[tensor.fqn, box.offsets] = files[rank].add_chunk(box, wrap(tensor.dtype, box.sizes))
+                placed.append(slot)
+        slots[tensor.fqn] = tuple(placed)
+        metadata.tensors[tensor.fqn] = TensorMeta(tensor.dtype.name, tensor.shape, [b for b in tensor.boxes if b is not None])
+    used = [f for f in files if f.nbytes]
+    save_id = str(uuid.uuid5(uuid.NAMESPACE_OID, repr([(f.name, f.nbytes) for f in used])))  # so that a second run gives the same bytes
+    return Target(
+        NAME,
+        {f.name: f.nbytes for f in used},
+        slots,
+        tuple(literal for f in used for literal in f.literals),
+        tuple(trailer for f in used for trailer in f.trailers),
+        Literal(".metadata", 0, dcp_metadata.render(metadata, save_id)),
+        request.world_size,
+    )

@@ -1,0 +1,366 @@
+"""DCP's `.metadata`: a pickle of dataclasses, read and written without torch.
+
+Reading puts inert classes of our own in the place of torch's. Writing emits the opcodes that torch's pickler would, so
+that `pickle.load` there builds the very objects; memory and time are a join of bytes.
+
+Source: torch 2.13 `torch/distributed/checkpoint/metadata.py`, `filesystem.py`; confirmed on files that it wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpt_tools.core.box import Box
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats.pickle.load import brief, load
+from ckpt_tools.formats.pickle.write import integer
+
+METADATA = "torch.distributed.checkpoint.metadata"
+FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_DTYPES = [*BY_NAME, "qint8", "quint8", "qint32"]
+MAX_DIMS = 64
+
+
+class Place(NamedTuple):
+    """Where an item lies: file, first byte, number of bytes."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+class Run(NamedTuple):
+    """Stands for chunks, or for places in the dict of them, which were read otherwise: see `dcp_bulk`."""
+
+    start: int
+    stop: int
+    is_places: bool = False
+
+
+class TensorMeta(NamedTuple):
+    """One tensor as `.metadata` has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: Sequence[Any]
+
+
+@dataclass(slots=True)
+class Metadata:
+    """The contents of one `.metadata`, as plain values.
+
+    `places` is keyed by FQN and, for tensors, the chunk's offsets (None for objects).
+    """
+
+    tensors: dict[str, TensorMeta] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    places: dict[tuple[str, tuple[int, ...] | None], Place] = field(default_factory=dict)
+    extras: dict[str, str] = field(default_factory=dict)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------------
+
+
+def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
+    """Returns the allow-list with fresh inert classes, and those classes by name."""
+    names = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")
+    stubs: dict[str, type] = {name: type(name, (), {}) for name in (*names, "_StorageInfo")}
+    stubs["TensorProperties"] = type("TensorProperties", (), {"__setstate__": lambda self, state: setattr(self, "state", state)})
+    allowed: dict[tuple[str, str], Any] = {(METADATA, name): stub for name, stub in stubs.items()}
+    allowed[FILESYSTEM, "_StorageInfo"] = stubs["_StorageInfo"]
+    allowed[_OLD_METADATA, "TensorProperties"] = stubs["TensorProperties"]
+    for module, name in ((METADATA, "_MEM_FORMAT_ENCODING"), (_OLD_METADATA, "MEM_FORMAT_ENCODING")):
+        allowed[module, name] = lambda value: value
+    for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):  # Megatron keeps its plans; not needed
+        allowed[_PLANNER, name] = type(name, (), {"__init__": lambda *_: None})
+    allowed["torch", "Size"] = tuple
+    allowed["torch.serialization", "_get_layout"] = lambda name: name
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
+            allowed[module, name] = lambda *parts: "/".join(parts)
+    allowed.update({("torch", name): name for name in _DTYPES})
+    return allowed, stubs
+
+
+def parse(data: bytes, where: str, runs: Sequence[Run] = ()) -> Metadata:
+    """Returns the contents of a `.metadata` pickle, checked value by value.
+
+    Args:
+        data: the pickle.
+        where: names it in messages.
+        runs: what stands for persistent ids in it, among the boxes of tensors and, left out of the result, among the places.
+
+    Raises:
+        UnsafePickleError: it names a global that DCP's metadata does not need.
+        FormatError: it is malformed, or not DCP metadata.
+    """
+    allowed, stubs = _globals()
+    root = load(data, allowed, where, runs.__getitem__ if runs else None)
+    read = _Reader(where, stubs)
+    read.expect(root, "Metadata")
+    result = Metadata()
+    for fqn, value in read.items(root, "state_dict_metadata"):
+        if isinstance(value, stubs["BytesStorageMetadata"]):
+            result.objects.append(fqn)
+        else:
+            result.tensors[fqn] = read.tensor(fqn, value)
+    if root.__dict__.get("planner_data") is not None:
+        for fqn, path in read.items(root, "planner_data"):
+            result.paths[fqn] = read.path(path)
+    read.places(root, result)
+    read.extras(root, result)
+    return result
+
+
+class _Reader:
+    """Turns stubs into plain values; anything of an unexpected type is a FormatError."""
+
+    def __init__(self, where: str, stubs: Mapping[str, type]) -> None:
+        self.where, self.stubs = where, stubs
+        self.lists: dict[int, str] = {}
+
+    def fail(self, what: str, got: object) -> FormatError:
+        return FormatError(f"malformed DCP metadata: expected {what}, got {printable(repr(type(got).__name__))} ({self.where})")
+
+    def expect(self, value: object, name: str) -> dict[str, Any]:
+        if not isinstance(value, self.stubs[name]):
+            raise self.fail(f"a {name}", value)
+        return value.__dict__
+
+    def items(self, owner: Any, name: str) -> Iterable[tuple[str, Any]]:
+        table = owner.__dict__.get(name)
+        if not isinstance(table, dict):
+            raise self.fail(f"a dict at {name}", table)
+        for key, value in table.items():
+            if not isinstance(key, str):
+                raise self.fail(f"a string key in {name}", key)
+            yield key, value
+
+    def ints(self, value: object) -> tuple[int, ...]:
+        if type(value) is not tuple or len(value) > MAX_DIMS:
+            raise self.fail("a tuple of ints", value)
+        for item in value:
+            if type(item) is not int or not -(1 << 62) < item < 1 << 62:
+                raise self.fail("an int of at most 62 bits", item)
+        return value
+
+    def text(self, value: object) -> str:
+        if not isinstance(value, str):
+            raise self.fail("a string", value)
+        return value
+
+    def path(self, value: object) -> tuple[str | int, ...]:
+        if type(value) is not tuple or not all(isinstance(v, (str, int)) for v in value):
+            raise self.fail("a tuple of keys", value)
+        return value
+
+    def tensor(self, fqn: str, value: object) -> TensorMeta:
+        fields = self.expect(value, "TensorStorageMetadata")
+        state = self.expect(fields.get("properties"), "TensorProperties").get("state")
+        if type(state) is not tuple or len(state) < 2:
+            raise self.fail("tensor properties", state)
+        if state[1] != "torch.strided":
+            raise FormatError(f"unsupported layout: expected torch.strided, got {brief(state[1])} ({self.where}, {printable(fqn)!r})")
+        chunks = fields.get("chunks")
+        if not isinstance(chunks, list):
+            raise self.fail("a list of chunks", chunks)
+        if chunks and self.lists.setdefault(id(chunks), fqn) != fqn:  # a few bytes each would stand for all of them
+            both = f"{printable(self.lists[id(chunks)])!r} and {printable(fqn)!r}"
+            raise FormatError(f"two tensors share one list of chunks: {both} ({self.where})")
+        boxes: list[Any] = []
+        chunk_type, ints = self.stubs["ChunkStorageMetadata"], self.ints
+        for chunk in chunks:
+            if type(chunk) is Run and not chunk.is_places:
+                boxes.append(chunk)
+                continue
+            if not isinstance(chunk, chunk_type):
+                raise self.fail("a ChunkStorageMetadata", chunk)
+            boxes.append(Box(ints(chunk.__dict__.get("offsets")), ints(chunk.__dict__.get("sizes"))))
+        shape = ints(fields.get("size"))
+        if any(size < 0 for size in shape):
+            raise FormatError(f"a tensor has a negative size: {list(shape)} ({self.where}, {printable(fqn)!r})")
+        return TensorMeta(self.text(state[0]), shape, boxes)
+
+    def places(self, root: Any, result: Metadata) -> None:
+        table = root.__dict__.get("storage_data")
+        if not isinstance(table, dict):
+            raise self.fail("a dict at storage_data", table)
+        index_type, info_type = self.stubs["MetadataIndex"], self.stubs["_StorageInfo"]
+        for index, info in table.items():
+            if type(index) is Run and index.is_places and info is None:
+                continue
+            if not isinstance(index, index_type) or not isinstance(info, info_type):
+                raise self.fail("a MetadataIndex and a _StorageInfo", index)
+            key, at = index.__dict__, info.__dict__
+            if how := at.get("transform_descriptors"):
+                names = ", ".join(map(brief, how[:8])) if isinstance(how, list) else brief(how)
+                raise FormatError(f"an item is compressed or transformed, which is not supported yet: {names} ({self.where})")
+            fqn, offset = self.text(key.get("fqn")), key.get("offset")
+            start, nbytes = self.ints((at.get("offset"), at.get("length")))
+            place = Place(self.text(at.get("relative_path")), start, nbytes)
+            where = (fqn, None if offset is None else self.ints(offset))
+            if result.places.setdefault(where, place) != place:
+                raise FormatError(f"two places for one chunk of {printable(fqn)!r} ({self.where})")
+
+    def extras(self, root: Any, result: Metadata) -> None:
+        version = root.__dict__.get("version")
+        if isinstance(version, str):
+            result.extras["dcp_version"] = version
+        meta = root.__dict__.get("storage_meta")
+        if isinstance(meta, self.stubs["StorageMeta"]):
+            result.extras.update({k: v for k, v in meta.__dict__.items() if k in ("save_id", "checkpoint_id") and isinstance(v, str)})
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------------
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode("utf-8", "surrogatepass")
+    return b"\x8c" + bytes([len(raw)]) + raw if len(raw) < 256 else b"X" + struct.pack("<I", len(raw)) + raw
+
+
+_common = functools.lru_cache(maxsize=1 << 14)(integer)  # numbers that recur from tensor to tensor
+
+
+class _Emitter:
+    """Opcodes with a memo for what recurs: globals, attribute names, file names, FQNs."""
+
+    def __init__(self, memo: Mapping[object, bytes] | None = None) -> None:
+        self.parts: list[bytes] = []
+        self.put = self.parts.append
+        self.files: list[tuple[int, str]] = []  # names that are filled in last, and before which part
+        self._memo: dict[object, bytes] = dict(memo or {})
+        self._again: dict[object, bytes] = {}
+
+    @property
+    def memo(self) -> Mapping[object, bytes]:
+        """What has been pushed once, with the opcodes that push it again."""
+        return self._memo
+
+    def once(self, key: object, make: Callable[[], bytes]) -> bytes:
+        """Returns opcodes that push a value: `make()` and a memo slot the first time, a look-up of the slot from then on."""
+        known = self._memo.get(key)
+        if known is not None:
+            return known
+        made = make() + b"\x94"
+        slot = len(self._memo)
+        self._memo[key] = b"h" + bytes([slot]) if slot < 256 else b"j" + struct.pack("<I", slot)
+        return made
+
+    def again(self, key: object, make: Callable[[], bytes]) -> bytes:
+        """Returns what `make` gives, which from the second time on is the same: all in it has been pushed once."""
+        known = self._again.get(key)
+        if known is None:
+            made, self._again[key] = make(), make()
+            return made
+        return known
+
+    def name(self, value: str) -> bytes:
+        return self.once(value, lambda: _text(value))
+
+    def file(self, value: str) -> None:
+        """Puts a file's name, which `filled` may change."""
+        known = self._memo.get(("file", value))
+        if known is None:
+            self.files.append((len(self.parts), value))
+            self.once(("file", value), bytes)
+        self.put(known or b"\x94")
+
+    def filled(self, name: Callable[[str], str]) -> bytes:
+        """Returns everything, with the names of files as they are now known."""
+        at, done = 0, []
+        for number, value in self.files:
+            done += [*self.parts[at:number], _text(name(value))]
+            at = number
+        return b"".join([*done, *self.parts[at:]])
+
+    def glob(self, module: str, name: str) -> bytes:
+        known = self._memo.get((module, name))
+        return known if known is not None else self.once((module, name), lambda: _text(module) + _text(name) + b"\x93")
+
+    def new(self, module: str, name: str) -> bytes:
+        return self.glob(module, name) + b")\x81"
+
+    def size(self, dims: Sequence[int]) -> bytes:
+        body = b"".join(map(_common, dims))
+        close = (b")", b"\x85", b"\x86", b"\x87")[len(dims)] if len(dims) < 4 else b"t"
+        return self.glob("torch", "Size") + (b"(" if len(dims) > 3 else b"") + body + close + b"\x85R"
+
+
+class Template:
+    """`.metadata` but for what changes from one save to the next: the places of objects, and the id of the save.
+
+    The objects and the order of their fields are what torch would write. `checkpoint_id` is left empty: torch stores the
+    absolute path of the training host there, which is nobody's business.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        """Renders all that stays the same; `metadata.places` may lack the objects'."""
+        out = _Emitter()
+        out.put(b"\x80\x04" + out.new(METADATA, "Metadata") + b"}(" + out.name("state_dict_metadata") + b"}(")
+        for fqn, tensor in metadata.tensors.items():
+            out.put(out.name(fqn))
+            _emit_tensor(out, tensor)
+        for fqn in metadata.objects:
+            out.put(out.name(fqn) + out.new(METADATA, "BytesStorageMetadata"))
+        out.put(b"u" + out.name("planner_data") + b"}(")
+        for fqn, path in metadata.paths.items():
+            keys = b"".join(out.name(k) if isinstance(k, str) else integer(k) for k in path)
+            out.put(out.name(fqn) + b"(" + keys + b"t")
+        out.put(b"u" + out.name("storage_data") + b"}(")
+        numbers = {fqn: {box.offsets: i for i, box in enumerate(t.boxes)} for fqn, t in metadata.tensors.items()}
+        for (fqn, offset), place in metadata.places.items():
+            if offset is not None:
+                _emit_place(out, fqn, offset, numbers[fqn][offset], place)
+        self._memo, ends = out.memo, [number for number, _ in out.files]
+        self._files = [(2 * i + 1, value) for i, (_, value) in enumerate(out.files)]  # a part before each name, and one after it
+        self._parts = [p for a, b in zip([0, *ends], [*ends, len(out.parts)], strict=True) for p in (b"".join(out.parts[a:b]), b"")][:-1]
+
+    def render(self, objects: Mapping[str, Place], save_id: str, name: Callable[[str], str] = str) -> bytes:
+        """Returns the whole file; `name` gives the names under which data files lie."""
+        out = _Emitter(self._memo)
+        out.parts += self._parts
+        out.files += self._files
+        for fqn, place in objects.items():
+            _emit_place(out, fqn, None, None, place)
+        out.put(b"u" + out.name("storage_meta") + out.new(METADATA, "StorageMeta") + b"}(")
+        out.put(out.name("checkpoint_id") + _text("") + out.name("save_id") + _text(save_id))
+        out.put(out.name("load_id") + b"N" + out.name("modules") + b"]ub" + out.name("version") + _text("1.0.0") + b"ub.")
+        return out.filled(name)
+
+
+def render(metadata: Metadata, save_id: str) -> bytes:
+    """Returns the `.metadata` that torch would write; see `Template`."""
+    return Template(metadata).render({fqn: place for (fqn, offset), place in metadata.places.items() if offset is None}, save_id)
+
+
+def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
+    out.put(out.new(METADATA, "TensorStorageMetadata") + b"}(" + out.name("properties") + out.new(METADATA, "TensorProperties") + b"(")
+    out.put(out.glob("torch", tensor.dtype))
+    out.put(out.once(0, lambda: out.glob("torch.serialization", "_get_layout") + _text("torch.strided") + b"\x85R"))
+    out.put(b"\x89" + out.once(1, lambda: out.glob(METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R") + b"\x89tb")
+    out.put(out.name("size") + out.size(tensor.shape) + out.name("chunks") + b"](")
+    for offsets, sizes in tensor.boxes:
+        head = out.again("chunk", lambda: out.new(METADATA, "ChunkStorageMetadata") + b"}(" + out.name("offsets"))
+        out.put(head + out.size(offsets) + out.again("sizes", lambda: out.name("sizes")))
+        out.put(out.again(sizes, lambda: out.size(sizes) + b"ub"))  # noqa: B023  (made at once)
+    out.put(b"eub")
+
+
+def _emit_place(out: _Emitter, fqn: str, offset: tuple[int, ...] | None, number: int | None, place: Place) -> None:
+    head = out.again(("index", fqn), lambda: out.new(METADATA, "MetadataIndex") + b"}(" + out.name("fqn") + out.name(fqn))
+    if offset is not None and number is not None:
+        head += out.again("number", lambda: out.name("index")) + _common(number)
+        head += out.again("offset", lambda: out.name("offset")) + out.size(offset)
+    out.put(head + out.again("info", lambda: b"ub" + out.new(FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path")))
+    out.file(place.file)
+    start = out.again("offset", lambda: out.name("offset")) + integer(place.start)
+    out.put(start + out.again("length", lambda: out.name("length")) + _common(place.nbytes) + b"ub")

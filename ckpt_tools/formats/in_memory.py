@@ -1,0 +1,48 @@
+"""Entries made of values that stand in metadata: archives of objects, scalar tensors. They lie in a file that is only in memory."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import BytesEntry, Chunk, Extent, TensorEntry
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.formats.zip.write import encode
+
+FILE = "<values>"  # no writer's name for a data file
+
+
+class Made:
+    """The file as it grows; what occurs twice is stored once."""
+
+    def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
+        """Goes on from what another has made, where given."""
+        self._data = bytearray((files or {}).get(FILE, b""))
+        self._known: dict[bytes, Extent] = {}
+        self._archives: dict[str, bytes] = {}
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """As a catalog has it."""
+        return {FILE: bytes(self._data)} if self._data else {}
+
+    def add(self, data: bytes) -> Extent:
+        """Returns where bytes stand, after adding them where they are new."""
+        found = self._known.get(data)
+        if found is None:
+            found = self._known[data] = Extent(FILE, len(self._data), len(data))
+            self._data += data
+        return found
+
+    def value(self, fqn: str, value: Any) -> BytesEntry:
+        """Returns the object of a plain value."""
+        key = f"{type(value).__name__} {value!r}"
+        if key not in self._archives:
+            self._archives[key] = encode(value)
+        return BytesEntry(fqn, self.add(self._archives[key]))
+
+    def scalar(self, fqn: str, value: float) -> TensorEntry:
+        """Returns a float32 tensor without dims, as torch's optimizers keep their step."""
+        return TensorEntry(fqn, BY_NAME["float32"], (), (Chunk(whole(()), self.add(struct.pack("<f", value))),))

@@ -1,0 +1,190 @@
+"""A look at a pickle before it is loaded: only opcodes that writers of checkpoints emit, and nothing that could hurt its reader.
+
+C's unpickler trusts its input. Lengths beyond the input would be allocated, and a tuple as a key of a dict is hashed with all
+that it contains, however deep: a million nested tuples end the process, sixty that each hold the one before twice never end.
+So the opcodes are walked with a stack of weights in the place of values: what a tuple holds, expanded, is bounded. What DCP
+writes by the million (an object's beginning, a `torch.Size`) is one step of the walk.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tools.errors import FormatError, UnsafePickleError
+
+MAX_PICKLE_BYTES = 1 << 30
+_MAX_LONG_BYTES = 64  # the state of a generator has 128 bits and more
+_LONG_BYTES, _MAX_LONGS = 6, 10_000  # integers of so many bytes: as a dict's keys, alone or in tuples, they can be made to hash alike
+_MAX_WEIGHT = 4096  # of a tuple: elements, with all that they hold; torch's have dozens
+_LIGHT = 6  # at least the weight of a Size of three dims, and of its arguments
+_STOP = ord(".")
+_TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
+_TAKES = {b"u": 0, b"e": 0, b"s": 2, b"a": 1, b"R": 1, b"\x81": 1, b"b": 1}  # how many lie above; after a mark for the first two
+_WITH_ARGUMENT = b"hjKMJG"
+# What DCP writes by the million: a Size, and an object whose state has nothing but Sizes, texts, numbers and what was seen before.
+_TEXT = rb"\x8c(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + rb")"
+_LONG = rb"\x8a(?:\x04.{4}|\x05.{5})"
+_SEEN = rb"(?:h.|j....)"
+_SIZE = _SEEN + rb"(?:(?:K.|M..|J....){1,3}+[\x85-\x87])\x94?\x85\x94?R\x94?"
+_VALUE = rb"(?:" + _SIZE + rb"|h.|K.|M..|[Jj]....|[N\x88\x89\x94]|" + _TEXT + rb"|" + _LONG + rb")"
+_OBJECT = _SEEN + rb"\)\x81\x94?\}\x94?\(" + _VALUE + rb"*+ub"
+_TOKEN = re.compile(
+    rb"(?s)(?P<objects>(?:" + _OBJECT + rb")++)"
+    rb"|(?P<size>" + _SIZE + rb")"
+    rb"|(?P<got>" + _SEEN + rb")"
+    rb"|(?P<plain>[\]})N\x88\x89]|K.|M..|J....|G.{8})"
+    rb"|(?P<other>[a-zA-Z(.\x81\x85-\x87\x8a\x8c\x93-\x95])"
+)
+_OBJECTS, _SIZES, _GOT, _PLAIN, _OTHER = map(_TOKEN.groupindex.__getitem__, ("objects", "size", "got", "plain", "other"))
+_ARGUMENTS = re.compile(rb"(?s)h.|K.|M..|[Jj]....|" + _TEXT + rb"|" + _LONG)
+
+
+def scan(data: bytes, where: str, with_persistent_ids: bool = False) -> None:
+    """Walks the opcodes of a pickle.
+
+    Args:
+        data: the whole pickle and nothing behind it.
+        where: names the file in messages.
+        with_persistent_ids: whether it may ask for objects by an id.
+
+    Raises:
+        UnsafePickleError: it is built to hurt its reader, or has opcodes without place in a checkpoint.
+        FormatError: it is truncated or malformed.
+    """
+    size = len(data)
+    if size > MAX_PICKLE_BYTES:
+        raise UnsafePickleError(f"refused a pickle: expected at most {MAX_PICKLE_BYTES} bytes, got {size} ({where})")
+    if size < 2 or data[0] != 0x80 or not 2 <= data[1] <= 5:
+        raise FormatError(f"not a pickle of protocol 2 to 5: it begins with {data[:2]!r} ({where})")
+    try:
+        _Walk(data, where, with_persistent_ids).run()
+    except IndexError:
+        raise FormatError(f"a pickle is malformed: it takes more than it has ({where})") from None
+
+
+class _Walk:
+    """The machine: weights of what is on the stack, of what is remembered, and where marks are. Light things all weigh a little."""
+
+    def __init__(self, data: bytes, where: str, with_persistent_ids: bool) -> None:
+        self.data, self.where, self.with_persistent_ids = data, where, with_persistent_ids
+        self.stack: list[int] = []
+        self.marks: list[int] = []
+        self.num_longs = 0
+        self.num_seen = 0  # how many values are remembered by MEMOIZE
+        self.heavy: dict[int, int] = {}  # those of them that weigh something
+
+    def run(self) -> None:
+        """Walks to the end."""
+        data, push, heavy, match = self.data, self.stack.append, self.heavy, _TOKEN.match
+        at = 2
+        while True:
+            token = match(data, at)
+            if token is None:
+                raise self._foreign(at)
+            kind, start, at = token.lastindex, at, token.end()
+            if kind == _GOT:
+                push(heavy.get(int.from_bytes(data[start + 1 : at], "little"), _LIGHT))
+            elif kind == _PLAIN:
+                push(1)
+            elif kind != _OTHER:
+                self._phrase(kind, token[0])
+            elif data[start] == _STOP:
+                return self._stop(at)
+            else:
+                at = self._step(data[start : start + 1], start)
+                if at > len(data):
+                    raise FormatError(f"a pickle is truncated: an opcode runs past its {len(data)} bytes ({self.where})")
+
+    def _phrase(self, kind: int | None, phrase: bytes) -> None:
+        """Does what DCP writes by the million in one go."""
+        opcodes = _ARGUMENTS.sub(b"", phrase)
+        self.stack += [1] * opcodes.count(b"ub") if kind == _OBJECTS else [_LIGHT]
+        self.num_seen += opcodes.count(b"\x94")
+
+    def _stop(self, at: int) -> None:
+        if at != len(self.data):
+            raise UnsafePickleError(f"refused a pickle: {len(self.data) - at} bytes follow its STOP ({self.where})")
+        self.stack.pop()
+
+    def _foreign(self, at: int) -> FormatError:
+        if at >= len(self.data) or self.data[at : at + 1] in _WITH_ARGUMENT:
+            return FormatError(f"a pickle is truncated: no STOP within its {len(self.data)} bytes ({self.where})")
+        return self._refused(self.data[at : at + 1], at)
+
+    def _step(self, opcode: bytes, at: int) -> int:
+        """Does one of the rarer opcodes; returns the position behind it."""
+        if opcode in _TUPLES:
+            self._tuple(len(self.stack) - _TUPLES[opcode])
+        elif opcode == b"t":
+            self._tuple(self.marks.pop())
+        elif opcode == b"(":
+            self.marks.append(len(self.stack))
+        elif opcode == b"\x94" and self.data[1] >= 4:
+            self._remember(self.num_seen)
+            self.num_seen += 1
+        elif opcode in _TAKES:
+            self._take(self.marks.pop() if opcode in b"ue" else len(self.stack) - _TAKES[opcode], is_kept=opcode in b"uesa")
+        elif opcode == b"Q" and self.with_persistent_ids:
+            pass
+        else:
+            return self._with_argument(opcode, at)
+        return at + 1
+
+    def _tuple(self, start: int) -> None:
+        """Makes a tuple of what lies above."""
+        if start < 0:
+            raise IndexError
+        weight = 1 + sum(self.stack[start:])
+        if weight > _MAX_WEIGHT:
+            raise UnsafePickleError(f"refused a pickle: a tuple holds more than {_MAX_WEIGHT} elements, nested ones counted ({self.where})")
+        self.stack[start:] = [weight]
+
+    def _remember(self, index: int) -> None:
+        """Notes the weight of the last value; a number is remembered in one way by one protocol, so that they cannot be confused."""
+        if self.stack[-1] > _LIGHT:
+            self.heavy[index] = self.stack[-1]
+        else:
+            self.heavy.pop(index, None)
+
+    def _take(self, start: int, is_kept: bool) -> None:
+        """Gives what lies above to what lies below: a container has its weight then; what is called has that of its arguments."""
+        weight = sum(self.stack[start:])
+        if start < 1:
+            raise IndexError
+        del self.stack[start:]
+        self.stack[-1] = self.stack[-1] + weight if is_kept else weight
+
+    def _with_argument(self, opcode: bytes, at: int) -> int:
+        """Does an opcode that carries a length, an index or a name; returns the position behind it."""
+        data, number = self.data, self.data[at + 1 : at + 5]
+        if opcode == b"q" and data[1] < 4:
+            self._remember(int.from_bytes(number[:1], "little"))
+            return at + 2
+        if opcode == b"r" and data[1] < 4 and int.from_bytes(number, "little") <= len(data):
+            self._remember(int.from_bytes(number, "little"))
+            return at + 5
+        if opcode == b"\x95":
+            return at + 9
+        if opcode == b"\x93":
+            self.stack.pop()
+            return at + 1
+        if opcode == b"\x8a" and number[:1] > bytes([_MAX_LONG_BYTES]):
+            raise self._refused(opcode, at)
+        self.stack.append(1)
+        self.num_longs += opcode == b"\x8a" and number[:1] >= bytes([_LONG_BYTES])
+        if self.num_longs > _MAX_LONGS:
+            raise UnsafePickleError(
+                f"refused a pickle: it has more than {_MAX_LONGS} integers of {_LONG_BYTES} bytes or more ({self.where})"
+            )
+        if opcode in (b"\x8c", b"\x8a"):
+            return at + 2 + int.from_bytes(number[:1], "little")
+        if opcode == b"X":
+            return at + 5 + int.from_bytes(number, "little")
+        if opcode == b"c":
+            middle = data.find(b"\n", at, at + 512)
+            end = data.find(b"\n", middle + 1, middle + 512) if middle > 0 else -1
+            return end + 1 if end > 0 else len(data) + 1
+        raise self._refused(opcode, at)
+
+    def _refused(self, opcode: bytes, at: int) -> UnsafePickleError:
+        return UnsafePickleError(f"refused a pickle: opcode {opcode!r} at byte {at} has no place in a checkpoint ({self.where})")

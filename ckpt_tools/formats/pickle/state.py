@@ -1,0 +1,359 @@
+"""What a pickled state dict holds: tensors as views of storages, plain values as they are, anything else as an inert stand-in.
+
+Types that are not known here take whatever the pickle gives them and do nothing: nothing of them runs.
+
+Source: torch 2.13 `torch/_utils.py`, `torch/_tensor.py`, `torch/distributed/checkpoint/_traverse.py`; confirmed on files that it wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from ckpt_tools.core.box import Box
+from ckpt_tools.core.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
+from ckpt_tools.errors import FormatError
+from ckpt_tools.formats.pickle.load import Fixed, load
+from ckpt_tools.formats.pickle.plain_values import SCALAR_KEYS, Complex, Kept, Number, plain_types
+from ckpt_tools.formats.pickle.write import Counted, Device
+
+_MAX_NODES, _MAX_DEPTH = 10_000_000, 64
+_NODES_PER_BYTE, _FEW_NODES = 4, 10_000  # of a pickle: a value that is held twice is walked twice
+Path = tuple[str | int, ...]
+
+
+class Key(str):
+    """A dict's key as a text, as DCP writes it, that knows the key itself: a number, None or a tuple."""
+
+    __slots__ = ("original",)
+    original: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_key, (str(self), self.original)
+
+
+class TupleItem(int):
+    """A position in a tuple."""
+
+
+def _made_key(text: str, original: Any) -> Key:
+    key = Key(text)
+    key.original = original
+    return key
+
+
+class Storage(NamedTuple):
+    """The record `data/{key}` of an archive; `numel` in elements of `dtype`, in bytes where it has none."""
+
+    key: str
+    dtype: DType | None
+    numel: int
+
+
+class View(NamedTuple):
+    """A tensor as the pickle has it: elements of a storage."""
+
+    storage: Storage
+    dtype: DType
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Unread(NamedTuple):
+    """A tensor of a kind that is not read here, such as a quantized one; `kind` says which, for people."""
+
+    kind: str
+
+
+class Sharded(NamedTuple):
+    """A rank's part of a DTensor: its elements, the shape of the whole, and its spec."""
+
+    local: View
+    shape: tuple[int, ...]
+    spec: Kept
+
+
+class Pieces(NamedTuple):
+    """A rank's part of a ShardedTensor: its shards with their boxes (none on a rank that has none), type and shape of the whole."""
+
+    parts: tuple[tuple[View, Box], ...]
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+class _Globals(dict[tuple[str, str], Any]):
+    """The allow-list; what is not in it becomes a stand-in that takes anything and does nothing."""
+
+    def __init__(self, is_foreign: Callable[[str], object]) -> None:
+        super().__init__({("torch", name): d for name, d in BY_STORAGE_CLASS.items()} | {("torch", name): d for name, d in BY_NAME.items()})
+        self._is_foreign = is_foreign
+        for module in ("torch", "torch.storage"):
+            self[module, "UntypedStorage"] = self[module, "TypedStorage"] = None
+        self["collections", "OrderedDict"] = type("OrderedDict", (dict,), {})  # anew: a hostile pickle can set attributes on it
+        self["torch", "Size"] = tuple
+        self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
+        self["torch._utils", "_rebuild_tensor_v3"] = _rebuild_v3
+        self["torch.serialization", "_get_layout"] = type("layout", (Kept,), {"label": "torch.layout"})
+        self["torch._utils", "_rebuild_wrapper_subclass"] = None
+        for module in ("torch.distributed.tensor", "torch.distributed._tensor.api"):  # the latter before torch 2.5
+            self[module, "DTensor"] = None
+        self[_SHARDED_TENSOR, "ShardedTensor"] = _SHARDED_TENSOR
+        self["torch._tensor", "_rebuild_from_type_v2"] = _rebuild_subclass
+        for module in ("__builtin__", "builtins"):  # how a class within a class is named; this one looks nothing up
+            self[module, "getattr"] = lambda *_: type("Nested", (Kept,), {})
+        self["torch", "Tensor"] = self["torch.nn.parameter", "Parameter"] = _TENSOR
+        self |= plain_types()
+        self |= {(module, name): type(name, (Kept,), {}) for module, names in _KEPT.items() for name in names.split()}
+        self |= {("torch._utils", name): partial(_other_kind, kind) for name, kind in _OTHER_KINDS.items()}
+        self["torch._utils", "_rebuild_parameter"] = self["torch._utils", "_rebuild_parameter_with_state"] = _rebuild_parameter
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        self._is_foreign(".".join(key))
+        return type("Foreign", (Kept,), {"label": ".".join(key)})
+
+
+_OTHER_KINDS = {
+    "_rebuild_qtensor": "a quantized tensor",
+    "_rebuild_sparse_tensor": "a sparse tensor",
+    "_rebuild_nested_tensor": "a nested tensor",
+    "_rebuild_meta_tensor_no_storage": "a meta tensor, which has no data",
+    "_rebuild_device_tensor_from_numpy": "a tensor of another device, as a NumPy array",
+    "_rebuild_device_tensor_from_cpu_tensor": "a tensor of another device",
+}
+
+
+def _other_kind(kind: str, *_: object) -> Unread:
+    return Unread(kind)
+
+
+_TENSOR = "torch.Tensor"
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api"
+_KEPT = {
+    "torch": "device",
+    "torch.distributed.remote_device": "_remote_device",
+    "torch.distributed._shard.metadata": "ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.shard": "Shard",
+    "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties",
+    "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
+    "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed._tensor.device_mesh": "DeviceMesh",
+    "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta Shard Replicate _Partial",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec ShardOrderEntry TensorMeta",
+    "torch.distributed.tensor.placement_types": "Shard _StridedShard Replicate Partial",
+}
+
+
+def _rebuild_subclass(function: object, kind: object, args: object, state: object) -> View | Unread | Sharded | Pieces:
+    """A tensor with attributes of its own, one of another class, a DTensor or a ShardedTensor."""
+    function = function.function if isinstance(function, Fixed) else function
+    label = kind.label if isinstance(kind, type) and issubclass(kind, Kept) else ""
+    if (kind == _TENSOR or label) and isinstance(args, tuple):
+        made = function(*args) if function in (_rebuild, _rebuild_v3, _rebuild_parameter) else None
+        if label and not isinstance(made, View):
+            return Unread(f"a tensor of the class {label}")
+        if not isinstance(made, (View, Unread)):
+            raise TypeError("not a tensor")
+        return made
+    shape, dtype = (args[2], args[1]) if isinstance(args, tuple) and len(args) > 2 else (None, None)
+    if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or len(shape) > 64:
+        raise ValueError("not the shape of a sharded tensor")
+    if kind == _SHARDED_TENSOR:
+        shards = state[0] if isinstance(state, tuple) and state else None
+        if not isinstance(shards, list) or not isinstance(dtype, DType):
+            raise TypeError("not a ShardedTensor")
+        return Pieces(tuple(_piece(shard, dtype, len(shape)) for shard in shards), dtype, tuple(shape))
+    tables = [table for table in (state if isinstance(state, tuple) else (state,)) if isinstance(table, dict)]  # attributes, slots
+    spec, local = (next((t[name] for t in tables if name in t), None) for name in ("_spec", "_local_tensor"))
+    if not isinstance(spec, Kept) or not isinstance(local, View):
+        raise TypeError("not a DTensor")
+    return Sharded(local, tuple(shape), spec)
+
+
+def _piece(shard: object, dtype: DType, ndim: int) -> tuple[View, Box]:
+    metadata = shard.state.get("metadata") if isinstance(shard, Kept) else None
+    if not isinstance(shard, Kept) or not isinstance(metadata, Kept):
+        raise TypeError("not a shard")
+    view, offsets, sizes = shard.state.get("tensor"), metadata.state.get("shard_offsets"), metadata.state.get("shard_sizes")
+    for numbers in (offsets, sizes):
+        if not isinstance(numbers, list) or len(numbers) != ndim or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+            raise ValueError("not a shard's box")
+    if not isinstance(view, View) or view.dtype != dtype or list(view.sizes) != sizes or not isinstance(offsets, list):
+        raise ValueError("a shard has another shape or type than it says")
+    return view, Box(tuple(offsets), view.sizes)
+
+
+def _rebuild(
+    storage: object = None, offset: object = 0, sizes: object = (), strides: object = (), *more: object, dtype: object = None
+) -> View | Unread:
+    if any(isinstance(about, dict) and (about.get("conj") or about.get("neg")) for about in more):
+        return Unread("a conjugated or negated view: save its resolve_conj() and resolve_neg()")
+    found = dtype if dtype is not None else storage.dtype if isinstance(storage, Storage) else None
+    if not isinstance(storage, Storage) or not isinstance(found, DType):
+        raise TypeError("not a tensor's storage")
+    if type(offset) is not int or not isinstance(sizes, tuple) or not isinstance(strides, tuple) or not len(sizes) == len(strides) <= 64:
+        raise ValueError("not a tensor's shape")
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, *sizes, *strides)):
+        raise ValueError("not a tensor's numbers")
+    return View(storage, found, offset, tuple(sizes), tuple(strides))
+
+
+def _rebuild_v3(*args: object) -> View | Unread:
+    return _rebuild(*args[:6], *args[7:], dtype=args[6])
+
+
+def _rebuild_parameter(tensor: object, *_: object) -> object:
+    return tensor
+
+
+def _persistent(pid: object) -> Storage:
+    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or type(pid[2]) is not str or type(pid[4]) is not int:
+        raise ValueError("not a storage")
+    return Storage(pid[2], pid[1] if isinstance(pid[1], DType) else None, pid[4])
+
+
+def plain_path(path: Path) -> Path:
+    """Returns a path of exact texts and numbers, as torch's DCP has it."""
+    return tuple(str(key) if isinstance(key, str) else int(key) for key in path)
+
+
+def unpickled(data: bytes, where: str, is_foreign: Callable[[str], object]) -> Any:
+    """Returns what `data.pkl` builds; `is_foreign` is told the name of every global that is not known.
+
+    Raises:
+        FormatError: it is malformed, or built to hurt its reader.
+    """
+    return load(data, _Globals(is_foreign), f"data.pkl in {where}", persistent_load=_persistent)
+
+
+def most_nodes(nbytes: int) -> int:
+    """Returns how many entries a state may have that a pickle of so many bytes builds."""
+    return min(_MAX_NODES, _FEW_NODES + _NODES_PER_BYTE * nbytes)
+
+
+def leaves(root: object, where: str, most: int = _MAX_NODES) -> Iterator[tuple[Path, object]]:
+    """Yields tensors, values and stand-ins with the keys on the way, flattened as DCP does it.
+
+    Dicts are walked through, and lists and tuples that hold a tensor or a dict with entries somewhere; any other list is one value, as
+    stock torch expects it. So is an empty dict below the root, of which DCP itself would keep nothing.
+
+    Raises:
+        FormatError: there are too many, or they are nested too deep.
+    """
+    waiting: list[tuple[Path, object]] = [((), root)]
+    weights: dict[int, int] = {}
+    seen = 0
+    while waiting:
+        path, value = waiting.pop()
+        seen += max(1, weight := _weigh(value, weights, 0, where))
+        if seen > most or len(path) > _MAX_DEPTH:
+            raise FormatError(f"a state dict is too large or too deep: {seen:,} entries, {len(path)} levels ({where})")
+        if isinstance(value, dict) and (value or not path):
+            waiting += [((*path, _key(key)), item) for key, item in reversed(value.items())]
+        elif isinstance(value, (list, tuple)) and type(value) in (list, tuple) and not weight:
+            position = TupleItem if type(value) is tuple else int
+            waiting += [((*path, position(number)), item) for number, item in reversed(list(enumerate(value)))]
+        else:
+            yield path, plain(value)
+
+
+def plain(value: object) -> object:
+    """Returns a value as a person would write it down: a device instead of its stand-in."""
+    if isinstance(value, Kept) and type(value).__name__ == "device" and 1 <= len(value.arguments) <= 2:
+        kind, index = (*value.arguments, None)[:2]
+        if isinstance(kind, str) and (index is None or type(index) is int):
+            return Device(kind, index)
+    return value
+
+
+def python_numbers(value: Any) -> Any:
+    """Returns a value with Python's own numbers."""
+    if isinstance(value, Number | Complex):
+        return value.value
+    return type(value)(map(python_numbers, value)) if type(value) in (list, tuple) else value
+
+
+def has_numpy(value: object) -> bool:
+    """Tells whether a plain value has NumPy's numbers in it."""
+    return isinstance(value, Number) or (type(value) in (list, tuple) and any(map(has_numpy, value)))  # type: ignore[call-overload]
+
+
+def kind_of(value: object) -> str:
+    """Returns the name of the type of a value, or of what it stands in for."""
+    return (value.label if isinstance(value, Kept) else "") or type(value).__name__
+
+
+def _key(key: object) -> str:
+    """Returns a dict's key as a text, as DCP makes it; a key of a type that is not known has the name of its type."""
+    if type(key) is str:
+        return key
+    is_plain = type(key) in SCALAR_KEYS or (isinstance(key, tuple) and all(type(part) in SCALAR_KEYS for part in key))
+    return _made_key(str(key), key) if is_plain else f"<{type(key).__name__}>"
+
+
+def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:
+    """Returns the number of scalars that a plain value has, one more for every list, and 0 for what is not plain.
+
+    A list may hold another one twice, and that one the next: what is known of one is kept, so that each is looked at once.
+    """
+    if not isinstance(value, (list, tuple)) or type(value) not in (list, tuple):
+        return int(is_scalar(value) or (isinstance(value, dict) and not value))
+    if depth > _MAX_DEPTH:
+        raise FormatError(f"a state dict is too large or too deep: {depth} levels ({where})")
+    found = known.get(id(value))
+    if found is None:
+        weights = [_weigh(item, known, depth + 1, where) for item in value]
+        found = known[id(value)] = 1 + sum(weights) if all(weights) else 0
+    return found
+
+
+def is_number(key: object) -> bool:
+    """Tells whether a key is a text of a few digits, as an optimizer's numbers are."""
+    return isinstance(key, str) and len(key) < 10 and key.isascii() and key.isdigit()
+
+
+def is_scalar(value: object) -> bool:
+    """Tells whether a value is a text, a number, bytes or None."""
+    return value is None or type(value) in (str, int, float, bool, bytes, complex, Complex, Number)
+
+
+def is_value(value: object) -> bool:
+    """Tells whether what `leaves` yields is a plain value: a scalar, a list or tuple of such, or an empty dict."""
+    is_plain = is_scalar(value) or type(value) in (list, tuple, bytearray, set, Counted, DType, Device)
+    return is_plain or (isinstance(value, dict) and not value)
+
+
+# ---- fields of a state whose writer is known ------------------------------------------------------------------------------
+
+
+class Malformed(Exception):
+    """Something in a file is not of the kind that its writer writes."""
+
+
+def want(table: object, key: str, *kinds: type) -> Any:
+    """Returns a field of a dict.
+
+    Raises:
+        Malformed: it is no dict, or the field is missing or of another kind.
+    """
+    value = table.get(key) if isinstance(table, dict) else None
+    if not isinstance(value, kinds):
+        raise Malformed(f"{key} is {type(value).__name__}")
+    return value
+
+
+def shapes_of(table: object) -> dict[str, tuple[int, ...]]:
+    """Returns shapes by name.
+
+    Raises:
+        Malformed: they are none.
+    """
+    if not isinstance(table, dict):
+        raise Malformed("shapes are no dict")
+    for name, shape in table.items():
+        if type(name) is not str or not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+            raise Malformed("a shape is none")
+    return table

@@ -1,0 +1,359 @@
+"""The formats, and finding out which one a path is.
+
+`open_source` takes what a user types: a checkpoint, a file, or a directory that holds one somewhere below.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.catalog import RAW, Catalog, Extent, TensorEntry, check_names
+from ckpt_tools.core.coverage import check
+from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, NotACheckpointError, StorageError, printable
+from ckpt_tools.formats import accelerate, gguf, npz, safetensors, torch_save
+from ckpt_tools.formats.base import ASIDE, Format, Request, TargetTensor, note_of, whole_tensor
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.deepspeed import zero as deepspeed
+from ckpt_tools.formats.per_rank import files as per_rank
+from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url, local_path
+
+__all__ = [
+    "FORMATS",
+    "INDEXES",
+    "Format",
+    "Request",
+    "Source",
+    "TargetTensor",
+    "detect",
+    "detect_in",
+    "folder_of",
+    "is_ours",
+    "open_source",
+    "suffix_of",
+    "whole_tensor",
+]
+
+_DIRECTORIES: tuple[Format, ...] = (dcp, accelerate, safetensors, deepspeed, per_rank)
+_ARRAYS = (npz, gguf)  # files that are read where their own path is given
+FORMATS: tuple[Format, ...] = (*_DIRECTORIES, torch_save, *_ARRAYS)
+_OF_FILES: dict[str, Format] = {
+    safetensors.SUFFIX: safetensors, **dict.fromkeys(torch_save.SUFFIXES, torch_save), **{form.SUFFIX: form for form in _ARRAYS},
+}  # fmt: skip
+_SEARCH_DEPTH = 3
+_MAX_SEEN = 10_000
+_MAX_LISTED = 300  # folders a level, where each costs a request
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An opened checkpoint: its path or URL, its bytes, its format, and its catalog, proved whole."""
+
+    path: str
+    store: Store
+    format: Format
+    catalog: Catalog
+
+    @property
+    def name(self) -> str:
+        """The last segment of the path."""
+        return self.path.rstrip("/").rpartition("/")[2].partition("?" if is_url(self.path) else "\0")[0]
+
+    @property
+    def local(self) -> Path | None:
+        """The path on this machine's file system, None for one in an object store."""
+        return None if is_url(self.path) else Path(self.path)
+
+    @property
+    def is_file(self) -> bool:
+        """Tells whether it was given as one file."""
+        return bool(folder_of(self.store)[1])
+
+    @property
+    def folder(self) -> Store:
+        """Where its files lie, with whatever else there is."""
+        return folder_of(self.store)[0]
+
+    @property
+    def remote(self) -> RemoteStore | None:
+        """The object store that it lies in, None for one on a disk."""
+        return self.folder if isinstance(self.folder, RemoteStore) else None
+
+    def with_made(self, files: Mapping[str, bytes]) -> Source:
+        """Returns the source with other files in memory laid over its own."""
+        inner = self.store.inner if isinstance(self.store, Overlay) else self.store
+        return replace(self, store=Overlay(inner, files) if files else inner)
+
+    def assume(self, tensors: Iterable[TensorEntry]) -> dict[Extent, Extent]:
+        """Returns where the payloads of packed extents lie, if they were written as usual; unusual ones are looked for.
+
+        What is assumed has to be compared with `locate` afterwards.
+        """
+        tensors = list(tensors)
+        guessed = self.format.guess(tensors)
+        unsure = [t for t in tensors if any(c.extent.packing != RAW and c.extent not in guessed for c in t.chunks)]
+        return {**guessed, **self.format.locate(self.store, unsure)}
+
+
+class _OneFile:
+    """A store that shows one file of a directory, for a source given as a file; without the query of a signed URL."""
+
+    def __init__(self, inner: Store, name: str, url: str) -> None:
+        self.inner, self.url, self._real = inner, url, name
+        self.name = name.partition("?")[0] if is_url(url) else name
+        self.capabilities, self.traffic = inner.capabilities, inner.traffic
+        self.folders, self.enter, self.create, self.close = inner.folders, inner.enter, inner.create, inner.close
+
+    def list_files(self, below: bool = False) -> Mapping[str, int]:
+        del below
+        return {self.name: self.inner.size(self._real)}
+
+    def _of(self, path: str) -> str:
+        return self._real if path == self.name else path
+
+    def size(self, path: str) -> int:
+        return self.inner.size(self._of(path))
+
+    def version(self, path: str) -> str:
+        return self.inner.version(self._of(path))
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self.inner.read_into(self._of(path), start, buffer)
+
+    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
+        return self.inner.view(self._of(path), start, nbytes)
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
+        self.inner.will_read([(self._of(path), start, nbytes) for path, start, nbytes in ranges], is_all)
+
+
+def folder_of(store: Store) -> tuple[Store, str]:
+    """Returns where a checkpoint's files lie, with whatever else there is, and its name if it is one file, else ""."""
+    if isinstance(store, Overlay):
+        return folder_of(store.inner)
+    return (store.inner, store.name) if isinstance(store, _OneFile) else (store, "")
+
+
+def detect(
+    path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+) -> tuple[Store, Format]:
+    """Finds the one checkpoint at or below a path or URL.
+
+    Args:
+        path: a file, or a directory that holds a checkpoint's files or has one below.
+        options: of the object store, as fsspec takes them.
+        beside: files that are to be seen as if they lay with the checkpoint's own.
+
+    Returns:
+        The store of its files, whose `url` is where it was found, and its format.
+
+    Raises:
+        NotACheckpointError: there is none, or there are several; they are listed.
+        StorageError: the store cannot be opened or listed.
+    """
+    where = local_path(path)
+    root, file = _open_remote(where, options) if is_url(where) else _open_local(where)
+    store, form = (_OneFile(root, file, where), _file_format(where, file)) if file else detect_in(root)
+    return (Overlay(store, beside, is_listed=True) if beside else store), form
+
+
+def detect_in(root: Store) -> tuple[Store, Format]:
+    """Finds the one checkpoint in or below a store, as `detect` does."""
+    here = _recognise(root)
+    if here:
+        _refuse_strays(root)
+        return root, here
+    found = _search(root)
+    if len(found) == 1:
+        _refuse_strays(found[0][0])
+        return found[0]
+    if found:
+        shown = "\n".join(f"  {printable(s.url)}  ({f.NAME})" for s, f in found[:20])
+        shown += "".join(f"\n  {printable(f'{root.url}/{name}')}" for name in root.list_files() if suffix_of(name))
+        raise NotACheckpointError(
+            f"{len(found)} checkpoints lie below {printable(root.url)}; give the path of one:\n{shown}",
+            hint=f"for example: {found[-1][0].url}",
+        )
+    _refuse_strays(root)
+    raise _nothing_found(root)
+
+
+def _refuse_strays(store: Store) -> None:
+    """Refuses a directory in which a part is a link that is not followed: without it, the rest could be read as if it were all."""
+    for name, target in store.strays().items() if isinstance(store, LocalStore) else ():
+        if is_ours(name) or suffix_of(name):
+            raise StorageError(
+                f"a file is a link that leads out of the checkpoint, or nowhere: {printable(name)} -> {printable(target)}"
+                f" ({printable(store.url)})",
+                hint="put the file itself in its place",
+            )
+
+
+def _open_local(path: str) -> tuple[Store, str]:
+    """Returns the store of a directory, or that of a file's directory and the file's name."""
+    root = Path(path)
+    if not root.exists():
+        aside = next(iter(sorted(root.parent.glob(f"{ASIDE}{escape(root.name)}.????????"))), None) if root.name else None
+        hint = f"an --overwrite that was killed left it as {aside}; the next one puts it back, or: mv {aside} {root}" if aside else None
+        raise NotACheckpointError(f"no such path: {printable(path)}", hint=hint)
+    if root.is_dir():
+        return LocalStore(root), ""
+    if not root.is_file():
+        raise NotACheckpointError(f"neither a file nor a directory: {printable(path)}")
+    real = Path(os.path.realpath(root))
+    if suffix_of(real.name) == suffix_of(root.name):
+        return LocalStore(real.parent), real.name
+    return LocalStore(root.parent, root.name), root.name  # the link alone says what it is
+
+
+def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, str]:
+    store = RemoteStore(url, options)
+    parent, _, name = store.url.rpartition("/")
+    if "." in name and store.is_file():
+        return RemoteStore(parent, options, given=name), name
+    if not store.list_files() and not store.folders():
+        raise NotACheckpointError(f"nothing lies at {printable(store.url)}")
+    return store, ""
+
+
+def suffix_of(name: str) -> str:
+    """Returns the suffix by which a file's format is known, "" for none."""
+    bare = name.partition("?")[0]  # a query of a signed URL
+    return next((suffix for suffix in _OF_FILES if name.endswith(suffix) or bare.endswith(suffix)), "")
+
+
+def _file_format(path: str, name: str) -> Format:
+    if suffix := suffix_of(name):
+        return _OF_FILES[suffix]
+    if name == ".metadata" or name.endswith(".distcp"):
+        raise NotACheckpointError(
+            f"a part of a checkpoint: {printable(path)}", hint=f"give the directory: {path.rpartition('/')[0] or '.'}"
+        )
+    raise NotACheckpointError(
+        f"not a checkpoint: {printable(path)}; looked for {', '.join(f'*{s}' for s in _OF_FILES)}, or a directory with "
+        + " or ".join(f.LOOKS_FOR for f in _DIRECTORIES)
+    )
+
+
+def _recognise(root: Store) -> Format | None:
+    files = root.list_files()
+    if any(name.startswith("pytorch_model_fsdp_") for name in root.folders()):
+        files = root.list_files(below=True)
+    return next((f for f in FORMATS if f.recognise(files)), None)
+
+
+def _search(root: Store) -> list[tuple[Store, Format]]:
+    """Returns the checkpoints up to three levels down, in the natural order of their names."""
+    found: list[tuple[Store, Format]] = []
+    level = [root]
+    limit = _MAX_LISTED if root.capabilities.fetches_ahead else _MAX_SEEN
+    for _ in range(_SEARCH_DEPTH):
+        below = [store.enter(name) for store in level for name in store.folders() if not name.startswith(".")]
+        level = []
+        for folder in sorted(below[:limit], key=lambda store: _natural(store.url)):
+            try:
+                known = _recognise(folder)
+            except StorageError:  # not ours to read
+                continue
+            if known:
+                found.append((folder, known))
+            else:
+                level.append(folder)
+    return sorted(found, key=lambda item: _natural(item[0].url))
+
+
+def _natural(path: str) -> list[tuple[int, int, str]]:
+    """Orders step-900 before step-10000."""
+    parts: list[tuple[int, int, str]] = []
+    word = ""
+    for c in f"{path}\0":
+        if word and c.isascii() and c.isdigit() != word[-1].isdigit():
+            parts.append((0, int(word), "") if word.isdigit() else (1, 0, word))
+            word = ""
+        word += c
+    return parts
+
+
+def _nothing_found(root: Store) -> NotACheckpointError:
+    names = sorted([*root.list_files(), *root.folders()])
+    inside = printable(", ".join(names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
+    hint = None
+    if any(n.endswith(".distcp") for n in names):
+        hint = ".distcp files without .metadata: the save was never finished, or .metadata was not copied along"
+    elif any(n.endswith(torch_save.SUFFIXES) for n in names):
+        hint = "give the path of a torch.save file itself"
+    elif any(n.endswith(tuple(form.SUFFIX for form in _ARRAYS)) for n in names):
+        hint = "give the path of the file itself"
+    return NotACheckpointError(
+        f"not a checkpoint: {printable(root.url)} holds {inside}; looked for "
+        + " or ".join(f.LOOKS_FOR for f in FORMATS if f not in _ARRAYS)
+        + ", three levels down",
+        hint=hint,
+    )
+
+
+def open_source(
+    path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+) -> Source:
+    """Opens a checkpoint, reads its metadata, and proves that every tensor is there exactly once; arguments as for `detect`.
+
+    Raises:
+        NotACheckpointError: see `detect`.
+        FormatError: its metadata is malformed.
+        CatalogError: it has holes, overlaps, or files that are missing or short.
+        StorageError: it cannot be read.
+    """
+    try:
+        return _open(path, options, beside)
+    except (FormatError, CatalogError):  # a bit may have flipped on the way
+        if not is_url(os.fspath(path)):
+            raise
+        return _open(path, options, beside)
+
+
+def _open(path: str | os.PathLike[str], options: Mapping[str, Any] | None, beside: Mapping[str, bytes] | None) -> Source:
+    store, form = detect(path, options, beside)
+    catalog = form.read_catalog(store)
+    check_names(catalog)
+    check(catalog)
+    return Source(store.url, Overlay(store, catalog.made) if catalog.made else store, form, catalog)
+
+
+def is_checkpoint_file(folder: Store, name: str) -> bool:
+    """Tells whether a file may be part of what this tool writes, by its name and by what is in it."""
+    if not is_ours(name):
+        return False
+    store = _OneFile(folder, name, f"{folder.url}/{name}")
+    try:
+        check_names(_file_format(store.url, name).read_catalog(store))
+    except CheckpointError:
+        return False
+    return True
+
+
+def prove(store: Store) -> None:
+    """Reads the metadata of the checkpoint in or below a store, and proves it whole, as `open_source` does.
+
+    Raises:
+        CheckpointError: it is malformed, or something is missing.
+    """
+    inner, form = detect_in(store)
+    try:
+        catalog = form.read_catalog(inner)
+        check_names(catalog)
+        check(catalog)
+    finally:
+        inner.close()
+
+
+INDEXES = (dcp.LOOKS_FOR, safetensors.INDEX)
+_OURS = (".distcp", ".metadata", ".safetensors", ".safetensors.index.json")
+
+
+def is_ours(name: str) -> bool:
+    """Tells whether a file of that name may be part of a checkpoint that this tool writes."""
+    return name.endswith(_OURS) or note_of(name) is not None

@@ -1,0 +1,1 @@
+"""The zip archives of `torch.save`: read, checked and written."""

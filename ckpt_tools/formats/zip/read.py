@@ -1,0 +1,283 @@
+"""`torch.save` archives of one tensor: where the payload lies in one.
+
+An archive is a zip of stored (not compressed) records. `data.pkl` says dtype, shape and strides; `data/0` is the payload,
+64-byte aligned; the central directory at the end says where each record is. Only head and tail of an archive are read.
+
+Source: torch 2.13 `caffe2/serialize/inline_container.cc`, `torch/_utils.py`; PKWARE APPNOTE 6.3.9.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from ckpt_tools.core.box import row_major_strides
+from ckpt_tools.core.catalog import RAW, Extent
+from ckpt_tools.core.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
+from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats.pickle.load import brief, load
+from ckpt_tools.storage import Store
+from ckpt_tools.storage.ranges import Range, Window, coalesce
+
+LOCAL, CENTRAL, END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
+END64 = struct.Struct("<4sQ2H2I4Q")
+_HEAD_BYTES = _TAIL_BYTES = 1536
+_GAP_BYTES, _WINDOW_BYTES = 4096, 4 << 20
+_AHEAD_WINDOWS = 1024
+_MAX_CUT = 64 << 20  # a directory of a million records
+HUGE = 0xFFFFFFFF
+_CRC_AT = 16
+
+
+class Item(NamedTuple):
+    """A chunk to find: where its archive lies, and what the index says is in it."""
+
+    extent: Extent
+    dtype: DType
+    sizes: tuple[int, ...]
+
+
+class Record(NamedTuple):
+    """One file of a zip: its local header's position and its size, in bytes of the archive; where the directory has its CRC-32."""
+
+    header: int
+    nbytes: int
+    crc_at: int
+
+
+def locate(store: Store, items: Sequence[Item]) -> Iterator[tuple[Extent, Extent]]:
+    """Yields for each archive the extent of its payload, after checking that it holds what the index says.
+
+    Costs two reads of 1.5 KiB an item, joined with their neighbours'; small items come whole in windows of 4 MiB.
+    """
+    for number, head, tail in heads_and_tails(store, [item.extent for item in items]):
+        yield items[number].extent, _find_payload(store, items[number], head, tail)
+
+
+def heads_and_tails(store: Store, extents: Sequence[Extent]) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yields the number of each extent with its first and its last 1.5 KiB, in the order of the files."""
+    halves: dict[int, bytes] = {}
+    order = sorted(range(len(extents)), key=lambda number: extents[number][:2])
+    files = (numbers for _, numbers in groupby(order, lambda number: extents[number].file))  # one at a time: there may be a million chunks
+    windows = (window for numbers in files for window in coalesce(_head_and_tail(extents, numbers), _GAP_BYTES, _WINDOW_BYTES))
+    for window in _announced(store, windows):
+        view = memoryview(bytearray(window.nbytes))
+        store.read_into(window.file, window.start, view)
+        for part in window.ranges:
+            at = part.start - window.start
+            data = bytes(view[at : at + part.nbytes])
+            number = part.tag >> 1
+            other = halves.pop(number, None)
+            if other is None:
+                halves[number] = data
+                continue
+            yield (number, other, data) if part.tag & 1 else (number, data, other)
+
+
+def _announced(store: Store, windows: Iterator[Window]) -> Iterator[Window]:
+    """Yields windows, some time after a store that fetches ahead was told of them; a disk would only read islands."""
+    if not store.capabilities.fetches_ahead:
+        yield from windows
+        return
+    waiting: deque[Window] = deque()
+    for window in windows:
+        store.will_read([(window.file, window.start, window.nbytes)])
+        waiting.append(window)
+        if len(waiting) > _AHEAD_WINDOWS:
+            yield waiting.popleft()
+    store.will_read((), is_all=True)
+    yield from waiting
+
+
+def _head_and_tail(extents: Sequence[Extent], numbers: Iterable[int]) -> Iterator[Range]:
+    for number in numbers:
+        file, start, nbytes = extents[number][:3]
+        yield Range(file, start, min(nbytes, _HEAD_BYTES), 2 * number)
+        tail = min(nbytes, _TAIL_BYTES)
+        yield Range(file, start + nbytes - tail, tail, 2 * number + 1)
+
+
+def _find_payload(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
+    try:
+        return _find(store, item, head, tail)
+    except FormatError as error:
+        raise type(error)(f"{error} ({printable(item.extent.file)} at byte {item.extent.start})", hint=error.hint) from error
+    except struct.error as error:
+        raise FormatError(f"a zip is truncated ({printable(item.extent.file)} at byte {item.extent.start})") from error
+
+
+def _find(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
+    records, directory = read_directory(store, item.extent, tail)
+    data_record = _record(records, "data/0")
+    front = data_record.header + LOCAL.size
+    if front > len(head):  # a pickle so long that it pushes the payload out of the first 1.5 KiB
+        head = cut(store, item.extent, head, 0, front)
+    start, tensor = _parse_front(head[:front], _record(records, "data.pkl"), data_record, item.dtype, item.sizes)
+    if start + data_record.nbytes > item.extent.nbytes:
+        raise FormatError(f"a record runs past its archive: {start + data_record.nbytes} of {item.extent.nbytes} bytes")
+    skip = tensor.offset * item.dtype.itemsize
+    nbytes = data_record.nbytes - skip if tensor.strides else tensor.nbytes
+    (crc,) = struct.unpack_from("<I", directory, data_record.crc_at)
+    is_all = nbytes == data_record.nbytes and (crc or not nbytes)  # 0 stands where the writer computed none
+    return Extent(item.extent.file, item.extent.start + start + skip, nbytes, RAW, tensor.strides, crc if is_all else None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_front(front: bytes, pickle_record: Record, data_record: Record, dtype: DType, sizes: tuple[int, ...]) -> tuple[int, _Tensor]:
+    """Returns where the payload starts and how the tensor lies in it, from the bytes up to the payload's local header.
+
+    Items of one dtype and shape have the same front, byte for byte, so a checkpoint of a million chunks costs few parses.
+    """
+    start, tensor_bytes = data_start(front, pickle_record), pickle_record.nbytes
+    tensor = _parse_tensor(front[start : start + tensor_bytes], dtype, sizes)
+    if tensor.storage_nbytes != data_record.nbytes:
+        raise FormatError(f"a tensor's storage has the wrong length: expected {tensor.storage_nbytes} bytes, got {data_record.nbytes}")
+    return data_start(front, data_record), tensor
+
+
+def cut(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> bytes:
+    """Returns bytes of an archive, from its head where they are there."""
+    if stop <= len(head):
+        return head[start:stop]
+    if not 0 <= start <= stop <= extent.nbytes or stop - start > _MAX_CUT:
+        raise FormatError(f"a record lies outside its archive: {start}:{stop} of {extent.nbytes} bytes")
+    buffer = bytearray(stop - start)
+    store.read_into(extent.file, extent.start + start, memoryview(buffer))
+    return bytes(buffer)
+
+
+def data_start(front: bytes, record: Record) -> int:
+    """Returns the first byte of a record's data within the archive, from its local header."""
+    if record.header + LOCAL.size > len(front):
+        raise FormatError(f"a record stands where none belongs: at byte {record.header}")
+    magic, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(front, record.header)
+    if magic != b"PK\x03\x04" or method != 0 or flags & 1:
+        raise FormatError(f"not a stored zip record: magic {magic!r}, method {method}, flags {flags:#x}")
+    return int(record.header + LOCAL.size + name_bytes + extra_bytes)
+
+
+def _record(records: dict[str, Record], name: str) -> Record:
+    try:
+        return records[name]
+    except KeyError:
+        raise FormatError(f"not a saved tensor: the archive has no {name}, only {printable(', '.join(records))}") from None
+
+
+def read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str, Record], bytes]:
+    """Returns the records of an archive by name, without the folder that torch puts in front, and the directory as it stands."""
+    count, data = find_directory(store, extent, tail)
+    cuts, known = _directories.get((len(data), count), ((), {}))
+    records = known.get(b"".join([data[a:b] for a, b in cuts]))
+    return records if records is not None else _parse_directory(data, count), data
+
+
+def find_directory(store: Store, extent: Extent, tail: bytes) -> tuple[int, bytes]:
+    """Returns how many records the directory of a zip has, and it as it stands."""
+    end = END.unpack(tail[-END.size :]) if len(tail) >= END.size else None
+    if end is None or end[0] != b"PK\x05\x06":
+        raise FormatError("no zip directory at its end", hint="the file is truncated or was overwritten")
+    count, nbytes, start = end[4], end[5], end[6]
+    if count == 0xFFFF or nbytes == HUGE or start == HUGE:
+        at = len(tail) - END.size - 20 - END64.size
+        end64 = END64.unpack_from(tail, at) if at >= 0 else (b"",)
+        if end64[0] != b"PK\x06\x06":
+            raise FormatError("a zip64 directory is missing")
+        count, nbytes, start = end64[7], end64[8], end64[9]
+    if start + nbytes > extent.nbytes or nbytes > _MAX_CUT:
+        raise FormatError(f"a zip directory lies outside its archive: {start}:{start + nbytes} of {extent.nbytes} bytes")
+    at = start - (extent.nbytes - len(tail))
+    return count, tail[at : at + nbytes] if at >= 0 else cut(store, extent, b"", start, start + nbytes)
+
+
+# Directories that differ in nothing but their CRCs are parsed once: by length and count, where to cut the CRCs out, and the
+# records by what is left. Bounded, so that a file with a million different ones costs time and not memory.
+_Directories = dict[tuple[int, int], tuple[tuple[tuple[int, int], ...], dict[bytes, dict[str, Record]]]]
+_directories: _Directories = {}
+_MAX_DIRECTORIES = 4096
+
+
+def _parse_directory(data: bytes, count: int) -> dict[str, Record]:
+    records: dict[str, Record] = {}
+    at, cuts = 0, [0]
+    for _ in range(count):
+        if at + CENTRAL.size > len(data):
+            raise FormatError("a zip directory is truncated")
+        entry = CENTRAL.unpack_from(data, at)
+        method, packed, nbytes, name_bytes, extra_bytes, comment_bytes, header = (*entry[4:5], *entry[8:13], entry[16])
+        name_at = at + CENTRAL.size
+        name = data[name_at : name_at + name_bytes].decode("utf-8", "replace").partition("/")[2]
+        extra = data[name_at + name_bytes : name_at + name_bytes + extra_bytes]
+        nbytes, packed, header = widen(extra, nbytes, packed, header)
+        if entry[0] != b"PK\x01\x02" or method != 0 or packed != nbytes or name in records:
+            raise FormatError(f"a zip record is not stored as torch does it: {printable(name)!r}, method {method}")
+        records[name] = Record(header, nbytes, at + _CRC_AT)
+        cuts += [at + _CRC_AT, at + _CRC_AT + 4]
+        at = name_at + name_bytes + extra_bytes + comment_bytes
+    pairs = tuple(zip(cuts[::2], [*cuts[1::2], len(data)], strict=True))
+    if len(_directories) > _MAX_DIRECTORIES:
+        _directories.clear()
+    old_pairs, known = _directories.get((len(data), count), (pairs, {}))
+    if old_pairs != pairs or len(known) > _MAX_DIRECTORIES:
+        known = {}
+    _directories[len(data), count] = (pairs, known)
+    known[b"".join([data[a:b] for a, b in pairs])] = records
+    return records
+
+
+def widen(extra: bytes, *values: int) -> list[int]:
+    """Returns sizes and positions with those that do not fit into 32 bits taken from the zip64 field."""
+    wide: list[int] = []
+    at = 0
+    while at + 4 <= len(extra):
+        tag, nbytes = struct.unpack_from("<2H", extra, at)
+        if tag == 1:
+            body = extra[at + 4 : at + 4 + nbytes]
+            wide = [v for (v,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
+        at += 4 + nbytes
+    return [wide.pop(0) if v == HUGE and wide else v for v in values]
+
+
+class _Tensor(NamedTuple):
+    offset: int
+    strides: tuple[int, ...] | None
+    storage_nbytes: int
+    nbytes: int
+
+
+def _parse_tensor(data: bytes, dtype: DType, sizes: tuple[int, ...]) -> _Tensor:
+    """Returns how a tensor lies in its storage, from its pickle; the index must agree with it."""
+    allowed: dict[tuple[str, str], Any] = {("torch", name): d for name, d in BY_STORAGE_CLASS.items()}
+    allowed.update({("torch", name): d for name, d in BY_NAME.items()})
+    for module in ("torch", "torch.storage"):
+        allowed[module, "UntypedStorage"] = allowed[module, "TypedStorage"] = None
+    allowed["collections", "OrderedDict"] = lambda *_: None
+    allowed["torch._utils", "_rebuild_tensor_v2"] = lambda *args: args
+    allowed["torch._utils", "_rebuild_tensor_v3"] = lambda *args: args
+    allowed["torch._utils", "_rebuild_parameter"] = lambda tensor, *_: tensor
+    value = load(data, allowed, "data.pkl", persistent_load=lambda pid: pid)
+    try:
+        (_, storage_type, key, _, numel), offset, shape, strides = value[:4]
+        found = storage_type if storage_type is not None else value[6]
+        if not isinstance(found, DType) or not all(type(n) is int and n >= 0 for n in (numel, offset, *shape, *strides)):
+            raise TypeError("its fields are of the wrong type")
+    except (TypeError, ValueError, IndexError) as error:
+        raise FormatError(f"not a saved tensor: {printable(str(error))}") from error
+    if found != dtype or tuple(shape) != sizes or key != "0" or len(strides) != len(sizes):
+        raise FormatError(f"an item is not what the index says: expected {dtype.name} {list(sizes)}, got {found.name} {list(shape)}")
+    if storage_type is not None and len(value) > 6 and isinstance(value[6], dict) and value[6]:
+        raise FormatError(f"a tensor with pending operations is not supported: {', '.join(map(brief, value[6]))}")
+    return _as_tensor(found, offset, sizes, tuple(strides), numel if storage_type is None else numel * found.itemsize)
+
+
+def _as_tensor(dtype: DType, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], storage_nbytes: int) -> _Tensor:
+    numel = math.prod(sizes)
+    last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if numel else offset - 1
+    if (last + 1) * dtype.itemsize > storage_nbytes:
+        raise FormatError(f"a tensor exceeds its storage: element {last} of {storage_nbytes // dtype.itemsize}")
+    is_row_major = all(n == 1 or s == r for n, s, r in zip(sizes, strides, row_major_strides(sizes), strict=True))
+    return _Tensor(offset, None if is_row_major or not numel else strides, storage_nbytes, numel * dtype.itemsize)

@@ -1,0 +1,1 @@
+"""The training loop's API: save a step, resume, keep the steps that are wanted."""

@@ -1,0 +1,227 @@
+"""Writes steps in one thread beside the training, tries again in an outage, and ends rollbacks, feeds mirrors and prunes after a commit."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import CheckpointError, PeerError, printable
+from ckpt_tools.loop import rollback
+from ckpt_tools.loop.archives import ReadBack
+from ckpt_tools.loop.candidates import Candidates
+from ckpt_tools.loop.mirror import Mirror
+from ckpt_tools.loop.retention import retain
+from ckpt_tools.loop.save import Layout, SaveReport, write
+from ckpt_tools.loop.waiting import is_outage, pause_of, result_of, told
+from ckpt_tools.publish.base import Destination, open_destination
+from ckpt_tools.publish.lock import RootLock
+from ckpt_tools.publish.manifest import find
+from ckpt_tools.publish.steps import step_name
+from ckpt_tools.publish.superseded import Note, write_note
+from ckpt_tools.ranks.gloo import Group
+from ckpt_tools.storage import is_url
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A step to be written: the layout that the ranks agreed on, the memory of this rank's pieces, its objects as archives."""
+
+    step: int
+    layout: Layout
+    memory: Sequence[memoryview]
+    objects: Mapping[str, bytes]
+    overwrite: bool
+
+
+class Writer:
+    """Writes the steps of a run, in the background or at once.
+
+    Attributes:
+        lock, mirror: of rank 0, where there are.
+        resumed: a step that stays until a newer one is committed.
+        last_step: the newest step that was written, or resumed from.
+        last_save: the report of the last save.
+    """
+
+    lock: RootLock | None = None
+    mirror: Mirror | None = None
+    resumed: Path | str | None = None
+    last_step: int | None = None
+    last_save: SaveReport | None = None
+    _failures = 0
+    _told: set[str]
+    _running: Future[SaveReport] | None = None
+    _pool: ThreadPoolExecutor | None = None
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        jobs: int,
+        retry_s: float,
+        max_failures: int,
+        keep: tuple[int | None, int | None],
+    ) -> None:
+        """Takes the manager's settings.
+
+        Args:
+            candidates: root, options of its store, and what `resume` has found.
+            jobs, retry_s, max_failures: as for the manager.
+            keep: its keep_last and keep_every.
+        """
+        self.candidates, self.root, self.options = candidates, candidates.root, candidates.options
+        self.jobs, self.retry_s, self.max_failures, self.keep = jobs, retry_s, max_failures, keep
+        self._told = set()
+        self._read_back, self._told = ReadBack(), set[str]()  # remarks on the store, made once
+
+    @property
+    def is_busy(self) -> bool:
+        """Tells whether a save is being written in the background."""
+        return self._running is not None and not self._running.done()
+
+    def target(self, step: int) -> Destination:
+        """Returns where a step is, or will be."""
+        return open_destination(f"{os.fspath(self.root).rstrip('/')}/{step_name(step)}", self.options)
+
+    def exists(self, step: int) -> bool:
+        """Tells whether a disk has a step that no save may replace. A store is not asked: its commit refuses such a save."""
+        is_left = self.candidates.branch is not None and step_name(step) in self.candidates.branch[1]
+        target = self.target(step)
+        return not is_url(self.root) and not is_left and target.url not in self.candidates.passed and target.exists()
+
+    def submit(self, save: Save, group: Group) -> None:
+        """Has a step written in the background."""
+        self._running = self._background().submit(self.write, save, group)
+
+    def _background(self) -> ThreadPoolExecutor:
+        """Returns the one thread that writes, and removes old steps: freeing a gigabyte of page cache takes a sixth of a second."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "ckpt-save")
+        return self._pool
+
+    def wait(self, is_last: bool = False) -> None:
+        """Waits until the save in the background is committed.
+
+        Args:
+            is_last: no save follows, so that every failure is raised.
+
+        Raises:
+            CheckpointError: it failed, and so did `max_failures - 1` before it; those are logged.
+        """
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            result_of(running, f"a save to {printable(str(self.root))}")
+        except CheckpointError as error:
+            self._failures += 1
+            if is_last or self._failures >= self.max_failures:
+                self._failures = 0
+                raise
+            log.warning("a save failed, %d of at most %d in a row: %s", self._failures, self.max_failures - 1, told(error))
+
+    def write(self, save: Save, group: Group) -> SaveReport:
+        """Writes and commits a step, again and again while the store cannot be reached; called by all ranks.
+
+        Raises:
+            CheckpointError: it failed; nothing is visible then.
+        """
+        deadline, attempts = time.monotonic() + self.retry_s, list[str]()
+        while True:
+            attempts.append(group.broadcast(str(uuid.uuid4()), f"begin {step_name(save.step)}"))
+            try:
+                report = self._try(save, group, attempts)
+                break
+            except BaseException as error:
+                if not tries_again(group, error, deadline, step_name(save.step), len(attempts)):
+                    raise
+        self._failures, self.last_step, self.last_save = 0, save.step, report
+        self.candidates.passed.discard(report.path)
+        for note in report.notes:
+            if note not in self._told:
+                log.warning("%s: %s", step_name(save.step), note)
+        self._told.update(report.notes)
+        if group.rank == 0:
+            self._follow_up(save.step, report.path)
+        return report
+
+    def _try(self, save: Save, group: Group, attempts: Sequence[str]) -> SaveReport:
+        target, what = self.target(save.step), step_name(save.step)
+        is_there = False
+        with group.phase(f"begin {what}"):
+            self._read_back.check(save.objects)
+            if group.rank == 0:
+                self._check_lock()
+                is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]  # its reply was lost in an outage
+                if self.candidates.branch is not None and not is_there:
+                    note = Note(what, attempts[-1], *self.candidates.branch)
+                    write_note(self.root, note, self.options)
+                    rollback.make_way(self.root, note, self.options)
+        if group.broadcast(is_there, f"begin {what}"):
+            return SaveReport(target.url, 0)
+        overwrite = save.overwrite or target.url in self.candidates.passed
+        return write(group, target, save.step, save.layout, save.memory, save.objects, self.jobs, attempts[-1], self._check_lock, overwrite)
+
+    def _check_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.check()
+
+    def _follow_up(self, step: int, path: str) -> None:
+        """Ends a rollback, feeds the mirror and removes old steps, on rank 0 after a commit."""
+        if self.candidates.branch is not None:
+            self.candidates.branch = None
+            try:
+                rollback.complete(self.root, self.options, keeps_notes=not is_url(self.root))
+            except (CheckpointError, OSError) as error:
+                log.warning("could not set aside the steps of the branch before; the next start does: %s", told(error))
+        if self.mirror is not None:
+            self.mirror.offer(step, Path(path))
+        self._background().submit(self._retain)
+
+    def _retain(self) -> None:
+        """Lets old steps go; a failure to do so is a warning, the save is committed."""
+        kept = [*([self.resumed] if self.resumed else []), *(self.mirror.needed() if self.mirror else [])]
+        if retain(self.root, self.keep, kept, self.options, self._told):
+            self.resumed = None  # a newer one is committed
+
+    def close(self) -> None:
+        """Ends the thread, once it has done what it was given."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def tries_again(group: Group, error: BaseException, deadline: float, what: str, num_tries: int) -> bool:
+    """Tells, on all ranks alike, whether what has failed is tried again, because a store could not be reached; waits before that.
+
+    Args:
+        group: all ranks; each has an error.
+        error: this rank's.
+        deadline: by the monotonic clock, after which nothing is tried again.
+        what: names it in the log.
+        num_tries: how many there were.
+    """
+    mine = is_outage(error)
+    try:
+        votes = [mine or isinstance(error, PeerError), mine, time.monotonic() < deadline]
+        passing, outages, on_time = group.sum(votes, "decide whether to try again")
+    except PeerError:
+        return False
+    if not outages or passing < group.size or on_time < group.size:
+        return False
+    if group.rank == 0:
+        log.warning("%s: %s; trying again for %.0f s", what, told(error), deadline - time.monotonic())
+    time.sleep(pause_of(num_tries - 1))
+    return True
+
+
+def _attempt_of(target: Destination) -> str:
+    """Returns the attempt that wrote what is at a destination, "" for nothing."""
+    store, _ = target.made()
+    manifest = find(store) if target.exists() else None
+    return manifest.attempt if manifest else ""

@@ -1,0 +1,106 @@
+"""Which step a job resumes from: the newest sound one of root and mirror, or the one that was asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import IntegrityError, NotACheckpointError, StorageError, printable
+from ckpt_tools.loop import rollback
+from ckpt_tools.loop.waiting import told
+from ckpt_tools.publish.steps import Latest, latest_of, list_steps, number_of
+from ckpt_tools.storage import is_url
+
+Chosen = tuple[int, Path | str | None]
+
+
+class Candidates:
+    """The steps that a job may resume from.
+
+    Attributes:
+        root, options: of the run.
+        passed: paths of steps that were found to be of no use: when the job gets there again, they are replaced.
+        branch: a rollback that no save has completed yet: the step resumed from, and the newer ones, each with its attempt.
+    """
+
+    def __init__(self, root: Path | str, mirror_url: str | None, options: Mapping[str, Any] | None) -> None:
+        self.root, self._mirror_url, self.options = root, mirror_url, options
+        self.passed: set[str] = set()
+        self.branch: tuple[int, Mapping[str, str]] | None = None
+
+    def choose(self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path | str]) -> Chosen:
+        """Returns the number and the place of the step to resume from, None where there is nothing yet.
+
+        Args:
+            step: this one, and no other.
+            path: this checkpoint, and no other.
+            damaged: steps that a load has found to be damaged.
+
+        Raises:
+            NotACheckpointError: there is no such step.
+            IntegrityError: all steps are damaged.
+            StorageError: the root cannot be read.
+        """
+        self.branch = None
+        if path is not None:
+            number = number_of(path)
+            self._leave(number, rollback.newer_than(list_steps(self.root, self.options), number))
+            return number, path if is_url(path) else Path(path)
+        if step is not None:
+            return step, self._by_number(step)
+        choice = self._newest(damaged)
+        if damaged and choice.step is None:
+            names = ", ".join(os.path.basename(p) for p in damaged)
+            raise IntegrityError(f"every step is damaged: {names} ({printable(str(self.root))})")
+        for passed, reason in choice.passed_over:
+            self.pass_over(passed, reason)
+        return (choice.step.number, choice.step.path) if choice.step else (0, None)
+
+    def pass_over(self, step: Path | str, reason: object) -> None:
+        """Notes that a step is of no use: when the job gets there again, it is saved again."""
+        log.warning("passed over %s: %s", step, reason)
+        self.passed.add(os.fspath(step))
+
+    def _newest(self, damaged: Sequence[Path | str]) -> Latest:
+        """Finds the newest step of root and mirror; of the root alone where the mirror cannot be read."""
+        if not self._mirror_url:
+            return latest_of([self.root], damaged, self.options)
+        try:
+            return latest_of([self.root, self._mirror_url], damaged, self.options)
+        except StorageError as error:
+            choice = latest_of([self.root], damaged)
+            if choice.step is None:
+                raise
+            log.warning("the mirror cannot be read, and may have a newer step: %s; resuming from the disk", told(error))
+            return choice
+
+    def _by_number(self, number: int) -> Path | str:
+        """Finds one step, in the root or else in the mirror. The newer steps belong to a branch that the job leaves."""
+        steps = list_steps(self.root, self.options)
+        found = next((s for s in steps if s.number == number), None)
+        newer = rollback.newer_than(steps, number)
+        if self._mirror_url:
+            try:
+                there = list_steps(self._mirror_url, self.options)
+            except StorageError as error:
+                log.warning("the mirror cannot be read: %s", told(error))
+                there = []
+            newer = rollback.newer_than(there, number) | newer
+            steps = [*steps, *there]
+            found = found if found is not None and not found.problem else next((s for s in there if s.number == number), found)
+        if found is None:
+            shown = ", ".join(str(n) for n in sorted({s.number for s in steps})) or "none"
+            raise NotACheckpointError(f"no step {number} in {printable(str(self.root))}; there are: {shown}")
+        if found.problem:
+            raise NotACheckpointError(f"step {number} is not complete: {found.problem} ({printable(str(found.path))})")
+        self._leave(number, newer)
+        return found.path
+
+    def _leave(self, number: int, newer: Mapping[str, str]) -> None:
+        """Notes the newer steps, which the first new one supersedes."""
+        if newer:
+            self.branch = number, newer
+            log.warning("resuming from step %d: when a new step is committed, these are set aside: %s", number, ", ".join(sorted(newer)))

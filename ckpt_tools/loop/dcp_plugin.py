@@ -1,0 +1,343 @@
+"""For those who stay with `dcp.save`, `dcp.async_save` and `dcp.load`: the same engine below them, the same files.
+
+    dcp.save(state, storage_writer=StorageWriter("run/step-500"))
+    dcp.load(state, storage_reader=StorageReader("run/step-500"))
+
+torch plans and talks between ranks; this writes, commits and reads. Imports torch.
+
+Source: torch 2.13 `torch/distributed/checkpoint/storage.py`, `planner.py`, `state_dict_saver.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ckpt_tools.core.box import Box
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.pickle.state import plain_path
+from ckpt_tools.formats.registry import Source, open_source
+from ckpt_tools.loop.archives import check_loadable, unpack
+from ckpt_tools.loop.load import LoadReport, fill
+from ckpt_tools.loop.shards import Shard, Stage
+from ckpt_tools.loop.write import NOTHING, Offer, Part, commit, plan_file, write_part
+from ckpt_tools.publish.base import Destination, open_destination
+from ckpt_tools.publish.base import Place as Staged
+from ckpt_tools.publish.manifest import SealedTensor
+from ckpt_tools.storage import read
+
+_VERSION = "1.0.0"
+_TRUST = "save plain values and tensors, or pass trust_pickle=True to the writer and to the reader"
+
+
+class _Order(NamedTuple):
+    """What the coordinator tells a rank: the attempt, and the rank's number."""
+
+    attempt: str
+    rank: int
+
+
+class _Wrote(NamedTuple):
+    """What a rank tells the coordinator about an item, and with the first one about its file."""
+
+    info: _StorageInfo
+    share: int
+    part: Part | None
+
+
+class StorageWriter(storage.StorageWriter):
+    """Writes one checkpoint: one file a rank, committed by one rename after every byte is durable, with a manifest.
+
+    For `dcp.save` and `dcp.async_save` (thread or process). The memory of contiguous CPU tensors is written as it lies.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = "",
+        *,
+        overwrite: bool = False,
+        jobs: int = 2,
+        trust_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Takes the directory to be.
+
+        Args:
+            path: a path or a URL; it must not exist, unless `overwrite`; `checkpoint_id` of `dcp.save` takes its place.
+            overwrite: replace a checkpoint there; the old one stays until the new one is complete.
+            jobs: threads on each rank.
+            trust_pickle: save values that cannot be loaded without running a pickle's code; the reader then needs the same.
+            storage_options: of the object store, as fsspec takes them.
+        """
+        super().__init__()
+        self.path, self.overwrite, self.jobs, self._options = path, overwrite, jobs, storage_options
+        self._trust_pickle = trust_pickle
+        self._is_collective = True
+        self._stack: ExitStack | None = None
+        self._place: Staged | None = None
+        self._num_ranks = 0
+        self._stage = Stage()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins another save; what a failed one left is removed."""
+        if checkpoint_id:
+            self.path = checkpoint_id
+        self._close()
+
+    def _target(self) -> Destination:
+        return open_destination(self.path, self._options)
+
+    def _close(self) -> None:
+        stack, self._stack, self._place = self._stack, None, None
+        if stack is not None:
+            stack.close()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        del is_coordinator, args
+        self._is_collective = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Makes the staging directory, on the coordinator.
+
+        Raises:
+            StorageError: the destination exists or cannot be written to.
+            PlanError: the ranks save without collectives, and nobody would commit.
+        """
+        if not self._is_collective and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise PlanError("saving without collectives has no commit: one rank must know that all have written")
+        target = self._target()
+        target.check(self.overwrite)
+        attempt, self._num_ranks = str(uuid.uuid4()), len(plans)
+        self._stack = ExitStack()
+        self._place = self._stack.enter_context(target.stage(attempt, self.overwrite))
+        return [dataclasses.replace(plan, storage_data=_Order(attempt, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's items.
+
+        Raises:
+            PlanError: a value could not be loaded again.
+            StorageError: there is no room, a write failed, or the directory is not shared.
+        """
+        order: _Order = plan.storage_data
+        target = self._target()
+        place = self._place or target.join(order.attempt)
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        pieces = [_offer(item) for item in tensors]
+        values = [planner.resolve_data(item) for item in plan.items]
+        for item, value in zip(plan.items, values, strict=True):
+            if isinstance(value, io.BytesIO) and not self._trust_pickle:
+                check_loadable(value.getvalue(), item.index.fqn, _TRUST)
+        memory = self._stage.live([v.detach() for v in values if isinstance(v, torch.Tensor)])
+        file = plan_file(order.rank, pieces)
+        part = write_part(file, target, place, memory, [v.getvalue() for v in values if isinstance(v, io.BytesIO)], self.jobs)
+        name = target.name(dcp.data_file_name(order.rank), order.attempt)
+        shares = dict(part.shares)  # that of all pieces of a tensor goes with the first of them
+        told = [
+            (item, place.start, place.nbytes, shares.pop(piece.fqn, 0))
+            for item, piece, place in zip(tensors, pieces, file.places, strict=True)
+        ]
+        told += [(item, *at, 0) for item, at in zip(objects, part.objects, strict=True)]
+        alone = part._replace(objects=(), shares={})
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [
+                WriteResult(item.index, nbytes, _Wrote(_StorageInfo(name, start, nbytes), share, None if number else alone))
+                for number, (item, start, nbytes, share) in enumerate(told)
+            ]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits, on the coordinator.
+
+        Raises:
+            StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is visible then.
+        """
+        assert self._place is not None
+        parts = [NOTHING] * self._num_ranks
+        prints: dict[str, int] = {}
+        metadata.storage_data = {}
+        for rank, wrote in enumerate(results):
+            for result in wrote:
+                info, share, part = result.storage_data
+                parts[rank] = part or parts[rank]
+                prints[result.index.fqn] = prints.get(result.index.fqn, 0) ^ share
+                metadata.storage_data[result.index] = info
+        metadata.version = _VERSION
+        metadata.storage_meta = StorageMeta(checkpoint_id="", save_id=self._place.attempt)
+        tensors = {
+            fqn: SealedTensor(str(m.properties.dtype).removeprefix("torch."), tuple(m.size), f"{prints.get(fqn, 0):016x}")
+            for fqn, m in metadata.state_dict_metadata.items()
+            if isinstance(m, TensorStorageMetadata)
+        }
+        try:
+            commit(self._target(), self._place, pickle.dumps(metadata, protocol=4), parts, tensors, None)
+        finally:
+            self._close()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "::" not in str(checkpoint_id)
+
+
+def _box(chunk: ChunkStorageMetadata) -> Box:
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _offer(item: WriteItem) -> Offer:
+    data = item.tensor_data
+    assert data is not None
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    if dtype not in BY_NAME:
+        raise PlanError(f"a tensor of this kind cannot be stored: {dtype} ({printable(item.index.fqn)!r})")
+    return Offer(item.index.fqn, dtype, tuple(data.size), _box(data.chunk))
+
+
+class StorageReader(storage.StorageReader):
+    """Reads any checkpoint that `ckpt` reads, for `dcp.load`: straight into the tensors' memory, and without running its pickles."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = "",
+        *,
+        cast: bool = False,
+        trust_pickle: bool = False,
+        jobs: int = 2,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Takes the checkpoint's path.
+
+        Args:
+            path: `checkpoint_id` of `dcp.load` takes its place.
+            cast: let floating-point tensors change their type on the way; stock readers do so without a word.
+            trust_pickle: run the code that objects of the checkpoint ask for.
+            jobs: threads on each rank.
+            storage_options: of the object store, as fsspec takes them.
+        """
+        super().__init__()
+        self.path, self.cast, self.trust_pickle, self.jobs, self._options = path, cast, trust_pickle, jobs, storage_options
+        self.report = LoadReport(str(path))
+        self._source: Source | None = None
+
+    @property
+    def source(self) -> Source:
+        """The checkpoint, opened once."""
+        if self._source is None:
+            self._source = open_source(self.path, self._options)
+        return self._source
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins another load."""
+        if self._source is not None:
+            self._source.store.close()
+        self._source = None
+        if checkpoint_id:
+            self.path = checkpoint_id
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns what the checkpoint holds, as torch's planners want it.
+
+        Raises:
+            NotACheckpointError, FormatError, CatalogError: see `ckpt_tools.inspect`.
+        """
+        del args, kwargs
+        catalog = self.source.catalog
+        entries: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in catalog.objects}
+        for fqn, entry in catalog.tensors.items():
+            boxes = dict.fromkeys(c.box for c in entry.chunks)
+            entries[fqn] = TensorStorageMetadata(
+                TensorProperties(dtype=getattr(torch, entry.dtype.name)),
+                torch.Size(entry.shape),
+                [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes],
+            )
+        paths = {fqn: plain_path(path) for fqn, path in catalog.paths.items()}
+        return Metadata(entries, planner_data=paths or {fqn: (fqn,) for fqn in entries})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Needs nothing: every rank opens the checkpoint for itself."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads this rank's items.
+
+        Raises:
+            IntegrityError: bytes that were read in full are not what was written.
+            PlanError: a tensor has another type, and `cast` is False.
+            UnsafePickleError: an object asks for code, and `trust_pickle` is False.
+        """
+        tensors = []
+        shards = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                extent = self.source.catalog.objects[item.storage_index.fqn].extent
+                data = read(self.source.store, extent.file, extent.start, extent.nbytes)
+                if not self.trust_pickle:  # a planner unpickles whatever it gets: so it gets our own
+                    data = _archive(unpack(data, item.storage_index.fqn, False))
+                planner.load_bytes(item, io.BytesIO(data))
+                continue
+            tensor = planner.resolve_tensor(item).detach()
+            chunk = item.storage_index.offset or (0,) * len(item.lengths)
+            box = Box(tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True)), tuple(item.lengths))
+            shards.append(self._shard(item.storage_index.fqn, box, tensor))
+            tensors.append((item, tensor))
+        fill(self.source, [s for s in shards if s.box.numel], self.jobs, DEFAULT_MEMORY_BYTES, self.report)
+        for item, tensor in tensors:
+            planner.commit_tensor(item, tensor)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _shard(self, fqn: str, box: Box, tensor: torch.Tensor) -> Shard:
+        entry = self.source.catalog.tensors[fqn]
+        dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
+        if dtype is not entry.dtype and not (self.cast and dtype.is_castable and entry.dtype.is_castable):
+            raise PlanError(
+                f"types differ: the checkpoint has {entry.dtype.name}, the state {dtype.name} ({printable(fqn)!r})",
+                hint="StorageReader(…, cast=True) converts between floating-point types on the way",
+            )
+        return Shard(fqn, dtype, entry.shape, box, tensor)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "::" not in str(checkpoint_id)
+
+
+def _archive(value: Any) -> bytes:
+    """Returns a value that was read safely as the archive that torch's planner loads."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,150 @@
+"""Who reads what of the bytes that several ranks need: areas of stored chunks, dealt out in rounds.
+
+Every rank knows what all of them need, so all come to the same division without asking again. Imports torch by way of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tools.core.box import Box, bands, flat_start, is_flat
+from ckpt_tools.core.catalog import Catalog, Chunk, TensorEntry
+from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.core.plan import Slot, Target, plan_transfer
+from ckpt_tools.loop.shards import Shard
+from ckpt_tools.ranks.gloo import Ranks
+
+_LEAST_PIECE_BYTES, _PIECE_BYTES = 64 << 10, 4 << 20
+_ROUND_BYTES = 16 << 20  # read by one rank
+_WORTH = 1.25  # times what has to be read once
+
+
+class Wanted(NamedTuple):
+    """Elements that a rank needs for its shard of that number."""
+
+    rank: int
+    number: int
+    box: Box
+
+
+class Area(NamedTuple):
+    """What is needed of a stored chunk: the smallest box around it, and by whom which part; `dtype` is the type in memory."""
+
+    entry: TensorEntry
+    dtype: DType
+    chunk: Chunk
+    box: Box
+    wanted: tuple[Wanted, ...]
+
+
+class Piece(NamedTuple):
+    """Part of an area that one rank reads in a round, to `start` in its buffer."""
+
+    area: Area
+    box: Box
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.box.numel * self.area.dtype.itemsize
+
+
+Round = list[list[Piece]]  # by the rank that reads
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Who reads what.
+
+    Attributes:
+        alone: numbers of the shards that this rank reads by itself.
+        areas: what is read together.
+        size: number of ranks.
+    """
+
+    alone: frozenset[int]
+    areas: Sequence[Area]
+    size: int
+
+    def rounds(self) -> Iterator[Round]:
+        """Yields the rounds, the same on every rank; each reads a run of pieces in each, and about as much as the others."""
+        share_nbytes = -(-sum(area.box.numel * area.dtype.itemsize for area in self.areas) // self.size)
+        most_nbytes, piece_nbytes = min(_ROUND_BYTES, share_nbytes), min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, share_nbytes // 4))
+        reader, end, found = 0, 0, self._nothing()
+        for area in self.areas:
+            for box in bands(area.box, piece_nbytes // area.dtype.itemsize):
+                found[reader].append(Piece(area, box, end))
+                end += found[reader][-1].nbytes
+                if end >= most_nbytes:
+                    reader, end = reader + 1, 0
+                if reader == self.size:
+                    yield found
+                    reader, found = 0, self._nothing()
+        if any(found):
+            yield found
+
+    def _nothing(self) -> Round:
+        return [[] for _ in range(self.size)]
+
+
+def divide(group: Ranks, catalog: Catalog, shards: Sequence[Shard], names: Mapping[str, str], gap_nbytes: int) -> Division:
+    """Decides what is read together; called by all ranks of the group.
+
+    Args:
+        group: the ranks that read together.
+        catalog: of the checkpoint.
+        shards: what this rank needs.
+        names: those that are stored under another name.
+        gap_nbytes: holes up to this are read along where a rank reads alone, because that is cheaper than to ask twice.
+    """
+    mine = [(names.get(s.fqn, s.fqn), s.dtype.name, s.box) for s in shards]
+    wanted: dict[str, list[Wanted]] = {}
+    dtypes: dict[str, set[str]] = {}
+    for rank, needs in enumerate(group.all_gather(mine, "divide the reading")):
+        for number, (name, dtype, box) in enumerate(needs):
+            wanted.setdefault(name, []).append(Wanted(rank, number, box))
+            dtypes.setdefault(name, set()).add(dtype)
+    areas: list[Area] = []
+    together: set[str] = set()
+    for name, parts in wanted.items():
+        if len({w.rank for w in parts}) == 1 or len(dtypes[name]) > 1:
+            continue
+        found = _areas(catalog.tensors[name], BY_NAME[min(dtypes[name])], parts)
+        alone = sum(_read_nbytes(w.box, a, gap_nbytes) for a in found for w in a.wanted)
+        if alone > _WORTH * sum(_read_nbytes(a.box, a, gap_nbytes) for a in found):
+            areas += found
+            together.add(name)
+    return Division(frozenset(i for i, (name, _, _) in enumerate(mine) if name not in together), areas, group.size)
+
+
+def _areas(entry: TensorEntry, dtype: DType, wanted: Sequence[Wanted]) -> list[Area]:
+    slots = tuple(Slot(w.box, "", 0) for w in wanted)
+    plan = plan_transfer(Catalog("", {entry.fqn: entry}), Target("", {}, {entry.fqn: slots}))
+    found: dict[int, list[Wanted]] = {}
+    for copy in plan.tensors[0].copies:
+        found.setdefault(copy.src, []).append(wanted[copy.dst]._replace(box=copy.box))
+    return [Area(entry, dtype, entry.chunks[n], _around([w.box for w in parts]), tuple(parts)) for n, parts in sorted(found.items())]
+
+
+def _around(boxes: Sequence[Box]) -> Box:
+    low = tuple(map(min, zip(*(b.offsets for b in boxes), strict=True)))
+    high = tuple(map(max, zip(*(b.ends for b in boxes), strict=True)))
+    return Box(low, tuple(h - o for h, o in zip(high, low, strict=True)))
+
+
+def _read_nbytes(box: Box, area: Area, gap_nbytes: int) -> int:
+    """Returns how many bytes are read for a box of a chunk: with what lies between its runs, where the holes are small."""
+    inner, full, itemsize = box.within(area.chunk.box), area.chunk.box.sizes, area.entry.dtype.itemsize
+    if is_flat(inner, full):
+        return box.numel * itemsize
+    dim, run = len(full) - 1, 1
+    while inner.sizes[dim] == full[dim]:
+        run *= full[dim]
+        dim -= 1
+    if (full[dim] - inner.sizes[dim]) * run * itemsize > gap_nbytes:
+        return box.numel * itemsize
+    last = Box(tuple(e - 1 for e in inner.ends), (1,) * len(full))
+    return (flat_start(last, full) + 1 - flat_start(inner, full)) * itemsize

@@ -1,0 +1,165 @@
+"""The second tier of a run: steps that are complete on the disk, copied to an object store in the background.
+
+One process copies, one step at a time, and always the newest that is waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.loop import rollback
+from ckpt_tools.loop.retention import retain
+from ckpt_tools.loop.waiting import FIRST_WORD_S, NEXT_WORD_S, told
+from ckpt_tools.operations.copy import copy
+from ckpt_tools.publish.leftovers import remove_leftovers
+from ckpt_tools.publish.manifest import find
+from ckpt_tools.publish.steps import find_step, latest, list_steps, rollbacks
+from ckpt_tools.publish.superseded import remove_note, write_note
+from ckpt_tools.storage import LocalStore
+
+
+class Mirror:
+    """Copies the steps of a run to a URL. A failure is logged, and told by `close`; the next step is another try."""
+
+    def __init__(
+        self, url: str, every: int | None, keep_last: int | None, keep_every: int | None, options: Mapping[str, Any] | None
+    ) -> None:
+        """Takes what there is to know; asks the store for nothing yet.
+
+        Args:
+            url: root of the run in the store.
+            every: steps whose number is a multiple of this are copied; all where None.
+            keep_last, keep_every: as for the manager.
+            options: of the store, as fsspec takes them.
+        """
+        self.url, self.every, self.keep_last, self.keep_every, self.options = url.rstrip("/"), every, keep_last, keep_every, options
+        self.error: CheckpointError | None = None
+        self.resumed: Path | str | None = None
+        self._root: Path | None = None
+        self._told: set[str] = set()
+        self._is_known = False  # whether the store was looked at
+        self._waiting: Path | None = None
+        self._running: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def start(self, root: Path) -> None:
+        """Has the store looked at in the background: dead jobs' leftovers are removed, and the newest complete step is copied if it
+        is missing, since the job that wrote it may have died before.
+        """
+        self._root = root
+        with self._lock:
+            self._work_on()
+
+    def _work_on(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ckpt-mirror")
+            self._thread.start()
+
+    def _begin(self) -> None:
+        """Looks at the store for the first time."""
+        for left in remove_leftovers(self.url, options=self.options):
+            log.info("removed what a dead job left: %s", left.url)
+        rollback.complete(self.url, self.options)
+        self._is_known = True
+        wanted = [s for s in list_steps(self._root or "") if not s.problem and not (self.every and s.number % self.every)]
+        there = latest(self.url, options=self.options).step
+        with self._lock:
+            if wanted and self._waiting is None and (there is None or there.number < wanted[-1].number or self._has_news()):
+                self._waiting = Path(wanted[-1].path)
+
+    def _has_news(self) -> bool:
+        """Tells whether a rollback has taken effect on the disk that the mirror has not heard of."""
+        return any(is_in_effect for _, is_in_effect in rollbacks(self._root or ""))
+
+    def offer(self, number: int, path: Path) -> None:
+        """Takes a step that has just been committed; one that is still waiting gives way to it."""
+        if self.every and number % self.every:
+            return
+        with self._lock:
+            self._waiting = path
+            self._work_on()
+
+    def needed(self) -> list[Path]:
+        """Returns the steps that must stay on the disk, because they are not copied yet."""
+        with self._lock:
+            return [path for path in (self._running, self._waiting) if path is not None]
+
+    def _work(self) -> None:
+        if not self._is_known:
+            try:
+                self._begin()
+            except (CheckpointError, OSError) as error:
+                self.error = error if isinstance(error, CheckpointError) else StorageError(str(error))
+                log.warning("the mirror cannot be looked at: %s", told(error))
+        while True:
+            with self._lock:
+                self._running, self._waiting = self._waiting, None
+                if self._running is None:
+                    self._thread = None
+                    return
+                path = self._running
+            try:
+                self._copy(path)
+                self.error = None
+            except (CheckpointError, OSError) as error:
+                self.error = error if isinstance(error, CheckpointError) else StorageError(str(error))
+                log.warning("could not mirror %s: %s", path, told(error))
+                continue
+            self._retain()
+
+    def _copy(self, path: Path) -> None:
+        """Copies a step, and with it what rollbacks on the disk have superseded."""
+        manifest = find(LocalStore(path))
+        notes = [note for note, is_in_effect in rollbacks(path.parent) if is_in_effect and manifest is not None]
+        for note in notes:
+            write_note(
+                self.url, replace(note, step=path.name, attempt=manifest.attempt if manifest else "", is_committed=False), self.options
+            )
+        there = find_step(self.url, path.name, self.options)
+        if there is not None and manifest is not None and there.manifest is not None and there.manifest.attempt != manifest.attempt:
+            where = rollback.set_aside(self.url, there, manifest.attempt, self.options)
+            log.warning("%s was saved anew: the copy in the mirror is set aside as %s", printable(str(path)), printable(where))
+        result = copy(path, f"{self.url}/{path.name}", storage_options=self.options)
+        log.info("mirrored %s in %.1f s", result.destination, result.seconds)
+        if notes:
+            rollback.complete(self.url, self.options)
+        for note in notes:
+            remove_note(path.parent, note, None)
+
+    def _retain(self) -> None:
+        """Lets old steps go, but none whose original is pinned; a failure to do so is a warning."""
+        pinned = [f"{self.url}/{step.name}" for step in list_steps(self._root or "") if step.is_pinned]
+        kept = [*([self.resumed] if self.resumed else []), *pinned]
+        if retain(self.url, (self.keep_last, self.keep_every), kept, self.options, self._told):
+            self.resumed = None
+
+    def wait(self) -> None:
+        """Waits until nothing is left to copy, and says so after 5 s and then every minute."""
+        began, wait_s = time.monotonic(), FIRST_WORD_S
+        while (thread := self._thread) is not None:
+            thread.join(wait_s)
+            if thread.is_alive():
+                log.warning("waiting for a step to be mirrored to %s, for %.0f s so far", printable(self.url), time.monotonic() - began)
+                wait_s = NEXT_WORD_S
+
+    def close(self) -> None:
+        """Waits until nothing is left to copy.
+
+        Raises:
+            StorageError: the newest step is not in the store.
+        """
+        self.wait()
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise StorageError(
+                f"the newest step could not be mirrored to {printable(self.url)}: {told(error)}",
+                hint="it is complete on the disk: `ckpt copy` it there",
+            ) from error

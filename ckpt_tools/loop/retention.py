@@ -1,0 +1,291 @@
+"""Removes old steps of a run: which may go, which stay and why, and how one is removed without ever showing half of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
+from ckpt_tools.formats.base import LOCK, PIN, note_of
+from ckpt_tools.formats.registry import INDEXES, is_ours
+from ckpt_tools.operations.verify import verify
+from ckpt_tools.publish.local import sync_directory, trash_path
+from ckpt_tools.publish.manifest import names_in
+from ckpt_tools.publish.steps import Root, Step, damage, find_step, survey
+from ckpt_tools.storage import RemoteStore, is_url, local_path, write_file
+from ckpt_tools.storage.local import failed
+
+_MAX_NAMES = 3
+Options = Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What a `prune` did, or would do.
+
+    Attributes:
+        removed: steps, oldest first.
+        kept: path of each step that the numbers let go and that stays, with the reason.
+        damaged: path of each step that was read, found damaged, and neither counted nor removed, with what is wrong.
+        failed: path of each step that could not be removed, with the error.
+    """
+
+    removed: list[Step] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def removable(steps: Iterable[Step], keep_last: int | None, keep_every: int | None, kept: Iterable[Path | str] = ()) -> list[Step]:
+    """Returns the steps that the numbers let go: never one of the newest `keep_last` complete ones, never the only one.
+
+    Args:
+        steps: from `list_steps`. Those that are incomplete, superseded or without a manifest, and links, are neither counted nor removed.
+        keep_last: how many of the newest complete ones stay, at least 1; all where None.
+        keep_every: steps whose number is a multiple of this stay for good.
+        kept: paths that stay whatever the rules say.
+    """
+    if keep_last is None:
+        return []
+    kept = {str(path) for path in kept}
+    complete = [s for s in steps if _counts(s)]
+    stay = kept | {str(s.path) for s in complete[-max(1, keep_last) :]}
+    return [s for s in complete if s.is_ours and str(s.path) not in stay and not (keep_every and s.number % keep_every == 0)]
+
+
+def _counts(step: Step) -> bool:
+    """Tells whether a step is one that must stay for others to go: sealed, and complete. Nothing proves one that has no manifest."""
+    return step.manifest is not None and not step.problem and not step.superseded_by and not os.path.islink(step.path)
+
+
+def prune(
+    root: Root,
+    keep_last: int | None,
+    keep_every: int | None = None,
+    kept: Iterable[Path | str] = (),
+    dry_run: bool = False,
+    options: Options = None,
+    reads: bool | None = None,
+) -> Pruned:
+    """Removes the steps that retention lets go, oldest first, and goes on where one cannot be removed.
+
+    These stay, whatever the numbers say: a step with a pin, one that a link of the run leads to, one with files that no save wrote, and the
+    first step of a new branch until the old one's steps have been set aside.
+
+    Args:
+        root: of the run, a path or a URL.
+        keep_last, keep_every, kept: as for `removable`.
+        dry_run: remove nothing.
+        options: of the object store, as fsspec takes them.
+        reads: whether the steps that are counted are read first, and the next older one counted for each that is damaged. Where None, the
+            newest is read if it is the only complete step that would stay.
+
+    Raises:
+        NotACheckpointError: there is no such directory.
+        StorageError: it cannot be listed.
+    """
+    if not is_url(root) and not os.path.isdir(root):
+        raise NotACheckpointError(f"not a directory: {printable(str(root))}")
+    steps, needed = survey(root, options)
+    victims, damaged = _choose(steps, lambda counted: removable(counted, keep_last, keep_every, kept), keep_last or 1, reads, options)
+    result = Pruned(damaged=damaged)
+    links = _links(root) if victims else []
+    for step in victims:
+        if reason := "the first step of a new branch" if step.name in needed else _reason_to_stay(step, links):
+            result.kept[str(step.path)] = reason
+            continue
+        try:
+            if not dry_run:
+                remove(step)
+            result.removed.append(step)
+        except CheckpointError as error:
+            result.failed[str(step.path)] = str(error)
+    return result
+
+
+def retain(root: Root, keep: tuple[int | None, int | None], kept: Iterable[Path | str], options: Options, told: set[str]) -> bool:
+    """Prunes beside a training, logs what happens, and returns whether it was possible.
+
+    No step is read first: this very run has just written the newest one, and compared its bytes on the way.
+
+    Args:
+        root, kept, options: as for `prune`.
+        keep: `keep_last` and `keep_every`.
+        told: what was logged before, which is not repeated.
+    """
+    try:
+        result = prune(root, *keep, kept, options=options, reads=False)
+    except (CheckpointError, OSError) as error:
+        log.warning("could not remove old steps: %s", error)
+        return False
+    for step in result.removed:
+        log.info("removed %s: newer ones are complete", step.path)
+    for path, text in result.failed.items():
+        log.warning("could not remove %s: %s", path, text)
+    for path, reason in result.kept.items():
+        if (text := f"{path} stays: {reason}") not in told:
+            log.warning("%s", text)
+            told.add(text)
+    return not result.failed
+
+
+def _choose(
+    steps: Sequence[Step], rule: Callable[[list[Step]], list[Step]], keep_last: int, reads: bool | None, options: Options
+) -> tuple[list[Step], dict[str, str]]:
+    """Returns what the rule lets go of the steps that are sound, and what is wrong with those that are not; see `prune`."""
+    damaged: dict[str, str] = {}
+    sound: set[str] = set()
+    while True:
+        steps = [s for s in steps if str(s.path) not in damaged]
+        victims = rule(list(steps))
+        left = [s for s in steps if _counts(s) and s not in victims]
+        doubtful = left[-keep_last:] if reads else left if reads is None and len(left) == 1 else []
+        step = next((s for s in reversed(doubtful) if str(s.path) not in sound), None)
+        if not victims or step is None:
+            return victims, damaged
+        if problem := _find_problem(step, options):
+            damaged[str(step.path)] = problem
+        sound.add(str(step.path))
+
+
+def _find_problem(step: Step, options: Options) -> str:
+    """Reads a step whole and returns what is wrong with it, "" for nothing."""
+    if step.manifest is not None:
+        return damage(step)
+    try:
+        problems = verify(step.path, storage_options=options if is_url(step.path) else None).problems
+    except CheckpointError as error:
+        return str(error)
+    return str(problems[0]) if problems else ""
+
+
+# ---- what stays ------------------------------------------------------------------------------------------------------------
+
+
+def _links(root: Root) -> list[tuple[str, str]]:
+    """Returns the symbolic links of a run and of its steps, and what they lead to."""
+    if is_url(root):
+        return []
+    top = os.path.realpath(local_path(root))
+    try:
+        places = [top, *(entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False))]
+        links = [entry.path for place in places for entry in os.scandir(place) if entry.is_symlink()]
+    except OSError as error:
+        raise failed("list", top, error) from error
+    return [(link, os.path.realpath(link)) for link in links]
+
+
+def _reason_to_stay(step: Step, links: Sequence[tuple[str, str]]) -> str:
+    """Returns why a step stays whatever the numbers say, "" if it may go."""
+    if step.is_pinned:
+        return f"it is pinned; ckpt pin --remove {printable(str(step.path))} lets it go"
+    own = os.path.join(os.path.realpath(step.path), "") if not is_url(step.path) else ""
+    for link, target in links if own else ():
+        if os.path.join(target, "").startswith(own) and not link.startswith(own):
+            return f"the link {printable(os.path.relpath(link, Path(own).parent))} leads to it"
+    if foreign := _foreign_files(step):
+        more = f" and {len(foreign) - _MAX_NAMES} more" if len(foreign) > _MAX_NAMES else ""
+        return f"it holds files that no save wrote: {printable(', '.join(foreign[:_MAX_NAMES]))}{more}; move them to let it go"
+    return ""
+
+
+def _foreign_files(step: Step) -> list[str]:
+    """Returns the files of a step that its manifest does not name; in a bucket, parts of other attempts at it are none."""
+    assert step.manifest is not None
+    listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
+    if isinstance(step.store, RemoteStore):
+        return sorted(n for n in step.store.list_deep() if n not in listed and not is_ours(n) and n != LOCK)
+    top, found = str(step.path), []
+    for folder, _, names in os.walk(top):
+        found += [os.path.relpath(os.path.join(folder, name), top) for name in names]
+    return sorted(name for name in found if name not in listed and not note_of(name))
+
+
+# ---- pins ------------------------------------------------------------------------------------------------------------------
+
+
+def pin(path: Path | str, options: Options = None, removes: bool = False) -> bool:
+    """Keeps a step for good, or lets it go again; returns whether that changed anything.
+
+    Args:
+        path: of the step, `RUN/step-00000100`, a path or a URL.
+        options: of the object store, as fsspec takes them.
+        removes: lets it go again.
+
+    Raises:
+        NotACheckpointError: there is no such step.
+        StorageError: it cannot be written to.
+    """
+    where = os.fspath(path).rstrip("/")
+    root, _, name = where.rpartition("/") if is_url(where) else os.path.abspath(local_path(where)).rpartition("/")
+    step = find_step(root, name, options if is_url(where) else None)
+    if step is None:
+        raise NotACheckpointError(f"no step of a run: {printable(where)}", hint="a step is named like RUN/step-00000100")
+    if step.is_pinned is not removes:
+        return False
+    _remove_pin(step) if removes else _write_pin(step)
+    return True
+
+
+def _write_pin(step: Step) -> None:
+    text = b"This step is pinned: ckpt prune and retention never remove it. Delete this file to let it go.\n"
+    if isinstance(step.store, RemoteStore):
+        write_file(step.store, PIN, text)
+        return
+    try:
+        with (Path(step.path) / PIN).open("wb") as file:
+            file.write(text)
+            os.fsync(file.fileno())
+        sync_directory(Path(step.path))
+    except OSError as error:
+        raise failed("pin", step.path, error) from error
+
+
+def _remove_pin(step: Step) -> None:
+    if isinstance(step.store, RemoteStore):
+        step.store.remove([PIN])
+        return
+    try:
+        (Path(step.path) / PIN).unlink(missing_ok=True)
+        sync_directory(Path(step.path))
+    except OSError as error:
+        raise failed("let go of", step.path, error) from error
+
+
+# ---- removal ---------------------------------------------------------------------------------------------------------------
+
+
+def remove(step: Step) -> None:
+    """Removes a step: first its name, or its index, in one instant, then its bytes.
+
+    Raises:
+        StorageError: it could not be removed.
+    """
+    if isinstance(step.store, RemoteStore):
+        remove_files(step.store)
+        return
+    assert step.manifest is not None
+    path = Path(step.path)
+    trash = trash_path(path, step.manifest.attempt)
+    try:
+        os.rename(path, trash)
+        sync_directory(path.parent)
+        shutil.rmtree(trash)
+    except OSError as error:
+        raise failed("remove", path, error) from error
+
+
+def remove_files(store: RemoteStore) -> None:
+    """Removes the objects of a step, its index first: from then on it is none.
+
+    Raises:
+        StorageError: it could not be removed.
+    """
+    files = store.list_deep()
+    for part in ([n for n in files if n in INDEXES], names_in(store), list(files)):
+        store.remove(part)

@@ -1,0 +1,292 @@
+"""Saving a live state: the ranks agree once on who writes what, then each writes its shards from memory, and one commits.
+
+What was agreed is kept: as long as no rank's layout changes, a save exchanges a few bytes a file, and an exclusive-or of the
+tensors' checksums. The files are what stock `dcp.save` writes, and the manifest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tools.core.box import Box
+from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.coverage import check
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.dcp.metadata import Metadata, Place, Template, TensorMeta
+from ckpt_tools.formats.zip.write import wrap
+from ckpt_tools.loop.shards import Shard, alias_key
+from ckpt_tools.loop.write import FilePlan, Offer, commit, plan_file, write_part
+from ckpt_tools.publish.base import Destination
+from ckpt_tools.publish.manifest import SealedTensor
+from ckpt_tools.ranks.gloo import Group
+
+
+class Task(NamedTuple):
+    """A rank's part: which of its offers it writes, and the tensor's number among all."""
+
+    offers: tuple[int, ...]
+    numbers: tuple[int, ...]
+    num_tensors: int
+
+
+class Head(NamedTuple):
+    """What only rank 0 keeps: the metadata but for the objects, and what is sealed of each tensor but for its fingerprint."""
+
+    template: Template
+    tensors: tuple[tuple[str, SealedTensor], ...]
+    aliases: Mapping[str, str]
+    objects: tuple[tuple[str, ...], ...]
+
+
+@dataclass(slots=True)
+class Layout:
+    """What the ranks agreed on, as one of them needs it: kept from save to save."""
+
+    offers: tuple[Offer, ...]
+    objects: tuple[str, ...]
+    values: tuple[str, ...]
+    task: Task
+    file: FilePlan
+    head: Head | None
+
+
+@dataclass(slots=True)
+class SaveReport:
+    """What a save wrote: path, bytes of this rank's file, and of all files (on rank 0); and remarks."""
+
+    path: str
+    own_nbytes: int
+    nbytes: int = 0
+    seconds: float = 0.0
+    notes: Sequence[str] = ()
+
+
+# ---- agreeing --------------------------------------------------------------------------------------------------------------
+
+
+def offers_of(shards: Sequence[Shard]) -> tuple[Offer, ...]:
+    """Returns what this rank holds; tied weights are marked."""
+    seen: dict[object, str] = {}
+    offers = []
+    for shard in shards:
+        key = alias_key(shard)
+        first = shard.fqn if key is None else seen.setdefault(key, shard.fqn)
+        offers.append(Offer(shard.fqn, shard.dtype.name, shard.shape, shard.box, "" if first == shard.fqn else first))
+    return tuple(offers)
+
+
+def agree(
+    group: Group,
+    known: Layout | None,
+    offers: tuple[Offer, ...],
+    objects: tuple[str, ...],
+    values: tuple[str, ...],
+    paths: Mapping[str, tuple[str | int, ...]],
+) -> Layout:
+    """Returns the layout of a save, the known one where no rank's part has changed.
+
+    Args:
+        group: all ranks.
+        known: what the last save returned.
+        offers, objects: this rank's pieces, and the names of the objects that it writes.
+        values: the names of all values in this rank's state that are no tensors; rank 0 writes those that are not per rank.
+        paths: the keys on the way to every name, from rank 0's point of view.
+
+    Raises:
+        PlanError: ranks disagree about a tensor, have other values, or pieces leave a hole; on every rank.
+    """
+    changed = known is None or (known.offers, known.objects, known.values) != (offers, objects, values)
+    if not group.sum([changed], "agree on the layout")[0]:
+        assert known is not None
+        return known
+    tasks: list[Task] = []
+    head = None
+    gathered = group.gather((offers, objects, dict(paths), values), "agree on the layout")
+    with group.phase("agree on the layout"):
+        if group.rank == 0:
+            _check_values([g[3] for g in gathered], {offer.fqn for g in gathered for offer in g[0]})
+            tasks, head = assign(
+                [g[0] for g in gathered], [g[1] for g in gathered], {k: v for g in reversed(gathered) for k, v in g[2].items()}
+            )
+    task = group.scatter(tasks, "agree on the layout")
+    return Layout(offers, objects, values, task, plan_file(group.rank, [offers[i] for i in task.offers]), head)
+
+
+def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
+    """Refuses states whose values differ between ranks: only rank 0's would be stored, and no rank could load the others.
+
+    Raises:
+        PlanError: with the first name that differs.
+    """
+    for rank, mine in enumerate(values):
+        differing = sorted({*values[0]} ^ {*mine}) or sorted(tensors & {*mine})
+        if differing:
+            name = differing[0]
+            holder = 0 if name in values[0] else rank
+            who = "a tensor on one rank and a value on another" if name in tensors else f"in the state of rank {holder} only"
+            raise PlanError(
+                f"the states of rank 0 and rank {rank} differ: {printable(name)!r} is {who}",
+                hint="give every rank the same keys; a value of which each rank has its own goes into a PerRank",
+            )
+
+
+def assign(
+    offers: Sequence[Sequence[Offer]], objects: Sequence[tuple[str, ...]], paths: Mapping[str, tuple[str | int, ...]]
+) -> tuple[list[Task], Head]:
+    """Decides who writes what: every piece once, replicas spread so that all ranks write about as much.
+
+    Args:
+        offers: per rank.
+        objects: per rank, names of the objects that it writes.
+        paths: keys on the way to every name.
+
+    Returns:
+        Per rank its task; and what rank 0 needs to commit.
+
+    Raises:
+        PlanError, CatalogError: ranks disagree about a tensor, or the pieces do not make it whole.
+    """
+    first: dict[str, tuple[Offer, int]] = {}
+    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
+    boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
+    partners: dict[str, set[str]] = {}
+    for rank, mine in enumerate(offers):
+        for number, offer in enumerate(mine):
+            known, known_rank = first.setdefault(offer.fqn, (offer, rank))
+            if (known.dtype, known.shape) != (offer.dtype, offer.shape):
+                raise PlanError(
+                    f"ranks disagree about {printable(offer.fqn)!r}: rank {known_rank} has {known.dtype} {list(known.shape)},"
+                    f" rank {rank} has {offer.dtype} {list(offer.shape)}"
+                )
+            key = (offer.fqn, offer.box.offsets)  # DCP keeps one chunk per offset: of several empty ones the first
+            if boxes.setdefault(key, offer.box).numel < offer.box.numel:
+                boxes[key], holders[key] = offer.box, []
+            if boxes[key] == offer.box:
+                holders.setdefault(key, []).append((rank, number))
+            if offer.box.numel:
+                partners.setdefault(offer.fqn, set()).add(offer.alias)
+    aliases = {fqn: next(iter(found)) for fqn, found in partners.items() if len(found) == 1 and found != {""}}  # tied on every rank
+    return _spread(offers, objects, paths, first, holders, boxes, aliases)
+
+
+def _spread(
+    offers: Sequence[Sequence[Offer]], objects: Sequence[tuple[str, ...]], paths: Mapping[str, tuple[str | int, ...]],
+    first: Mapping[str, tuple[Offer, int]], holders: Mapping[tuple[str, tuple[int, ...]], list[tuple[int, int]]],
+    boxes: Mapping[tuple[str, tuple[int, ...]], Box], aliases: Mapping[str, str],
+) -> tuple[list[Task], Head]:  # fmt: skip
+    load = [0] * len(offers)
+    chosen: list[list[int]] = [[] for _ in offers]
+    pieces = [(boxes[key].numel * BY_NAME[first[key[0]][0].dtype].itemsize, key) for key in holders if key[0] not in aliases]
+    shared = [p for p in pieces if len(holders[p[1]]) > 1]
+    for nbytes, key in (p for p in pieces if len(holders[p[1]]) == 1):
+        rank, number = holders[key][0]
+        load[rank] += nbytes
+        chosen[rank].append(number)
+    for nbytes, key in sorted(shared, key=lambda p: -p[0]):
+        rank, number = min(holders[key], key=lambda h: (load[h[0]], h[0]))
+        load[rank] += nbytes
+        chosen[rank].append(number)
+    names = [fqn for fqn in first if fqn not in aliases]
+    numbers = {fqn: i for i, fqn in enumerate(names)}
+    tasks = [Task(tuple(sorted(mine)), tuple(numbers[offers[r][i].fqn] for i in sorted(mine)), len(names)) for r, mine in enumerate(chosen)]
+    return tasks, _head(offers, tasks, objects, paths, {fqn: offer for fqn, (offer, _) in first.items()}, aliases)
+
+
+def _head(
+    offers: Sequence[Sequence[Offer]], tasks: Sequence[Task], objects: Sequence[tuple[str, ...]],
+    paths: Mapping[str, tuple[str | int, ...]], first: Mapping[str, Offer], aliases: Mapping[str, str],
+) -> Head:  # fmt: skip
+    """Lays every rank's file out, proves that the pieces make every tensor whole, and renders the metadata."""
+    placed: dict[str, list[tuple[Box, Place]]] = {fqn: [] for fqn in first}
+    sizes: dict[str, int] = {}
+    for rank, (mine, task) in enumerate(zip(offers, tasks, strict=True)):
+        file = dcp.DataFile(dcp.data_file_name(rank))
+        for number in task.offers:
+            box = mine[number].box
+            _, place = file.add_chunk(box, wrap(BY_NAME[mine[number].dtype], box.sizes))
+            placed[mine[number].fqn].append((box, place))
+        sizes[file.name] = file.nbytes
+    for fqn, other in aliases.items():
+        placed[fqn] = placed[other]
+    metadata = Metadata(paths=dict(paths))
+    entries = {}
+    for fqn, offer in first.items():
+        found = sorted(placed[fqn], key=lambda p: p[0].offsets)
+        metadata.tensors[fqn] = TensorMeta(offer.dtype, offer.shape, [box for box, _ in found])
+        metadata.places |= {(fqn, box.offsets): place for box, place in found}
+        chunks = tuple(Chunk(box, Extent(place.file, place.start, place.nbytes, TORCH_ZIP)) for box, place in found)
+        entries[fqn] = TensorEntry(fqn, BY_NAME[offer.dtype], offer.shape, chunks)
+    check(Catalog(dcp.NAME, entries, file_sizes=sizes))
+    metadata.objects = [name for names in objects for name in names]
+    tensors = tuple((fqn, SealedTensor(o.dtype, o.shape, "")) for fqn, o in first.items() if fqn not in aliases)
+    return Head(Template(metadata), tensors, aliases, tuple(objects))
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------------
+
+
+def write(
+    group: Group, target: Destination, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], jobs: int,
+    attempt: str, before_commit: Callable[[], None], overwrite: bool = False,
+) -> SaveReport:  # fmt: skip
+    """Writes one checkpoint and makes it visible; called by all ranks, from the layout that they agreed on.
+
+    Args:
+        group: all ranks.
+        target: the checkpoint to be; it must not exist, unless `overwrite`.
+        step: for the manifest.
+        layout: from `agree`.
+        memory: the bytes of this rank's pieces, in the order of its task.
+        objects: this rank's objects as archives, in the layout's order.
+        jobs: threads on this rank.
+        attempt: id of this try, the same on all ranks.
+        before_commit: called on rank 0 when all is written; what it raises stops the commit.
+        overwrite: replace what is there, once all is written; rank 0's.
+
+    Raises:
+        CheckpointError: this rank's error, or PeerError with another's; nothing is then visible at `target`.
+    """
+    what, began = target.url.rpartition("/")[2], time.monotonic()
+    notes: list[str] = []
+    with ExitStack() as stack:
+        with group.phase(f"begin {what}"):
+            if group.rank == 0:
+                target.check(overwrite)
+                place = stack.enter_context(target.stage(attempt, overwrite))
+        with group.phase(f"write {what}"):
+            if group.rank:
+                place = target.join(attempt)
+            part = write_part(layout.file, target, place, memory, list(objects.values()), jobs)
+        parts = group.gather(part._replace(shares={}), f"write {what}")
+        prints = group.xor(_prints(layout, part.shares), f"write {what}")
+        with group.phase(f"commit {what}"):
+            if group.rank == 0:
+                assert layout.head is not None
+                places = {
+                    fqn: Place(dcp.data_file_name(rank), *at)
+                    for rank, (names, found) in enumerate(zip(layout.head.objects, parts, strict=True))
+                    for fqn, at in zip(names, found.objects, strict=True)
+                }
+                index = layout.head.template.render(places, attempt, lambda file: target.name(file, attempt))
+                before_commit()
+                notes = commit(target, place, index, parts, _seal(layout.head, prints), step)
+    return SaveReport(target.url, part.nbytes, sum(p.nbytes for p in parts), time.monotonic() - began, notes)
+
+
+def _prints(layout: Layout, shares: Mapping[str, int]) -> list[int]:
+    """Returns this rank's share of every tensor's fingerprint."""
+    values = [0] * layout.task.num_tensors
+    for number, tensor in zip(layout.task.offers, layout.task.numbers, strict=True):
+        values[tensor] = shares[layout.offers[number].fqn]
+    return values
+
+
+def _seal(head: Head, prints: Sequence[int]) -> dict[str, SealedTensor]:
+    tensors = {fqn: sealed._replace(fingerprint=f"{value:016x}") for (fqn, sealed), value in zip(head.tensors, prints, strict=True)}
+    return tensors | {fqn: tensors[other] for fqn, other in head.aliases.items() if other in tensors}

@@ -1,0 +1,90 @@
+"""SIGTERM and SIGUSR1, noted for training loops that ask for them.
+
+One handler serves all managers of a process. Where nobody asks, and at a second signal, it does what would have happened without
+it. Imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from ckpt_tools.core.logs import log
+
+NOTED = (signal.SIGTERM, signal.SIGUSR1)
+SAME_S = 1.0  # torchrun and Slurm both pass on one signal: a second one so soon is the same
+
+_watches: list[SignalWatch] = []
+_old: dict[int, Any] = {}
+_first: dict[int, float] = {}
+
+
+class SignalWatch:
+    """The signals that one manager has noted.
+
+    Attributes:
+        was_asked: whether the training loop has asked for signals yet.
+        number: the last signal that was noted; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.was_asked, self.number = False, 0
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may have handlers: signals do then what they always do
+        if not _watches:
+            _first.clear()
+            _old.update({number: signal.signal(number, _handle) for number in NOTED})
+        _watches.append(self)
+
+    def stop(self) -> None:
+        """Forgets about signals; with the last watch the handlers before come back."""
+        if self not in _watches:
+            return
+        _watches.remove(self)
+        if not _watches and threading.current_thread() is threading.main_thread():
+            for number, handler in _old.items():
+                if signal.getsignal(number) is _handle:
+                    signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            _old.clear()
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    name, now = signal.Signals(number).name, time.monotonic()
+    if now - _first.get(number, -SAME_S) < SAME_S:
+        return
+    is_second, is_asked = number in _first, any(watch.was_asked for watch in _watches)
+    _first[number] = now
+    if is_second or not is_asked:
+        log.warning("got %s%s", name, " again" if is_second else ", and the training loop does not call preempted(): it is not handled")
+        _as_before(number, frame)
+        return
+    log.warning("got %s: preempted() tells the training loop; a second one is not handled", name)
+    for watch in _watches:
+        watch.number = number
+
+
+def _after_fork() -> None:
+    """Gives a child the handlers from before: nobody in it asks for signals."""
+    for number, handler in _old.items():
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    _watches.clear()
+    _old.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _as_before(number: int, frame: FrameType | None) -> None:
+    """Does what would have happened without this handler."""
+    old: Callable[[int, FrameType | None], object] | int | None = _old.get(number)
+    if callable(old):
+        old(number, frame)
+    elif old != signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

@@ -1,0 +1,384 @@
+"""What a training loop keeps, as names and values: modules, optimizers, anything with `state_dict`, plain values.
+
+`export` turns a user's dict into flat names, the same as `dcp.save(get_state_dict(…))` would store. FSDP,
+DDP, `torch.compile` and activation checkpointing never show in a name: torch's own state-dict functions take care of that.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.optim import Optimizer
+
+from ckpt_tools.errors import CheckpointError, PlanError, printable
+from ckpt_tools.loop.objects import MAX_DEPTH, TAG, Key, Structure, encode, generator_state, has_only_scalars, is_generator, place
+from ckpt_tools.loop.optimizers import WRAPPERS, Holders, Stored, export_optimizer, extra_of, is_container
+
+STRUCTURE = "__structure__"  # last key of a value whose tensors are entries of their own
+_RANK = "rank_"
+
+
+class PerRank:
+    """A value of which every rank has its own: a dataloader's position, a random generator.
+
+    Its states are stored side by side, and each goes back to its own rank. When the number of ranks has changed, `on_resize`
+    says what happens: `"refuse"` (an error), `"reset"` (every rank keeps what it has, and the report says so), or a function
+    `(states, rank, world_size) -> state` that deals the old ranks' states out again.
+    """
+
+    def __init__(self, value: Any, on_resize: str | Callable[[Sequence[Any], int, int], Any] = "refuse") -> None:
+        if on_resize not in ("refuse", "reset") and not callable(on_resize):
+            raise ValueError(f"on_resize: expected 'refuse', 'reset' or a function, got {on_resize!r}")
+        self.value, self.on_resize = value, on_resize
+
+
+class RngState:
+    """The random generators of this rank: Python's, NumPy's, torch's on the CPU and on the current CUDA device.
+
+    `{"rng": RngState()}` is stored per rank; on another number of ranks every rank keeps the generators it has.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states as ints and tensors, which load without running any code."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {"python": (version, list(words), gauss), "torch": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        import numpy as np
+
+        name, keys, *rest = np.random.get_state(legacy=True)
+        state["numpy"] = (name, torch.from_numpy(np.asarray(keys).astype("int64")), *rest)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets the generators that this machine has."""
+        import numpy as np
+
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+
+
+class OfRank(NamedTuple):
+    """A `PerRank` of a state, and its place there."""
+
+    wrapper: PerRank
+    path: Key
+
+
+@dataclass(slots=True)
+class Exported:
+    """A state under flat names: tensors as they live (DTensors and all), other values, and the keys on the way to each.
+
+    `per_rank` has the names under which each rank has a value of its own. `free` has the places of values whose structure may
+    have changed since (a history, a scheduler): what was stored below them is what they become; `plain` has those of them that
+    belong to no module and no optimizer. `kept` names what no
+    checkpoint holds: non-persistent buffers of modules. `roots` has the state's own keys. `fresh` has
+    the places of optimizer state that is memory only, until something is loaded into it.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Key] = field(default_factory=dict)
+    per_rank: dict[str, OfRank] = field(default_factory=dict)
+    free: list[Key] = field(default_factory=list)
+    plain: list[Key] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    roots: set[str] = field(default_factory=set)
+    fresh: list[Key] = field(default_factory=list)
+
+
+def join(path: Key) -> str:
+    """Returns the flat name of a place."""
+    return ".".join(map(str, path))
+
+
+def name_of_rank(name: str, rank: int) -> str:
+    """Returns the name under which one rank's own value is stored."""
+    return f"{name}.{_RANK}{rank}"
+
+
+# ---- what is in a state --------------------------------------------------------------------------------------------------
+
+
+def _items(value: Any) -> Iterable[tuple[str | int, Any]]:
+    """Returns the entries of a dict, a list or a tuple."""
+    if isinstance(value, Mapping):
+        return [(key if isinstance(key, str) else str(key), item) for key, item in value.items()]
+    return enumerate(value)
+
+
+def has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and not isinstance(value, type)
+
+
+def loads_itself(value: Any) -> bool:
+    """Tells whether something of a state is asked for its state, and loads it in place."""
+    return isinstance(value, (nn.Module, Optimizer, PerRank, RngState)) or is_generator(value) or has_state(value)
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Tells whether a value is loaded by replacing it: nothing in it loads itself."""
+    if has_only_scalars(value):
+        return True
+    if isinstance(value, Mapping):
+        items: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        items = value
+    else:
+        return not loads_itself(value)
+    return depth > MAX_DEPTH or all(is_plain(item, depth + 1) for item in items)
+
+
+def holders_of(state: Mapping[str, Any]) -> Holders:
+    modules: list[tuple[Key, nn.Module]] = []
+    tensors: list[tuple[Key, torch.Tensor]] = []
+    optimizers: list[tuple[Key, Optimizer]] = []
+
+    def visit(value: Any, path: Key) -> None:
+        if isinstance(value, nn.Module):
+            modules.append((path, value))
+        elif isinstance(value, torch.Tensor):
+            tensors.append((path, value))
+        elif isinstance(value, Optimizer) and not is_container(value):
+            optimizers.append((path, value))
+        elif isinstance(value, (Mapping, list, tuple)) and len(path) <= MAX_DEPTH and not has_only_scalars(value):
+            for key, item in _items(value):
+                visit(item, (*path, key))
+
+    visit(state, ())
+    return Holders(modules, tensors, optimizers)
+
+
+def _holds_tensor(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth > MAX_DEPTH or has_only_scalars(value):
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(item, depth + 1) for item in value.values())
+    if isinstance(value, (list, tuple, AbstractSet)) or type(value).__name__ == "deque":
+        return any(_holds_tensor(item, depth + 1) for item in value)
+    return False
+
+
+@contextmanager
+def calling(method: str, value: Any, path: Key) -> Iterator[None]:
+    """Lets exceptions of a user's own code through, and says of which object they are."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        error.add_note(f"raised by {type(value).__name__}.{method}() of {place(path)}")
+        raise
+
+
+# ---- export --------------------------------------------------------------------------------------------------------------
+
+
+def export(state: Mapping[str, Any], stored: Stored | None = None) -> Exported:
+    """Returns a user's state under flat names. The tensors are the live ones: nothing is copied or gathered.
+
+    Args:
+        state: dicts, lists and tuples (nested at will) of modules, optimizers, objects with `state_dict`, generators,
+            tensors and plain values.
+        stored: what a checkpoint that is loaded next has of the state of each parameter; None for saving.
+
+    Raises:
+        PlanError: two entries have one name, an optimizer's parameters belong to nothing of the state, or a tensor is on the
+            meta device.
+    """
+    _check_nesting(state, (), ())
+    exporter = _Exporter(holders_of(state), stored)
+    exporter.result.roots = {str(key) for key in state}
+    exporter.visit_container(state, ())
+    exporter.check_meta()
+    return exporter.result
+
+
+def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
+    """Refuses containers that hold themselves, and very deep ones: no walk through them would end."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return
+    if len(above) > MAX_DEPTH or id(value) in above:
+        raise PlanError(f"cannot save {place(path[:4])}: it is nested more than {MAX_DEPTH} deep, or contains itself")
+    if not has_only_scalars(value):
+        for key, item in _items(value):
+            _check_nesting(item, (*path, key), (*above, id(value)))
+
+
+class _Exporter:
+    """Walks a state and gives every leaf its name."""
+
+    def __init__(self, holders: Holders, stored: Stored | None) -> None:
+        self.holders, self.stored, self.result = holders, stored, Exported()
+
+    def visit(self, value: Any, path: Key) -> None:
+        """Exports a value of the state itself."""
+        if isinstance(value, (PerRank, RngState)):
+            wrapper = value if isinstance(value, PerRank) else PerRank(value, "reset")
+            self.result.per_rank[self._name(path)] = OfRank(wrapper, path)
+        elif isinstance(value, nn.Module):
+            with calling("state_dict", value, path):
+                exported = get_model_state_dict(value)
+            exported = _tied(value, exported)
+            if self.stored is not None:
+                self._free_extra(exported, path)
+                self.result.kept += [f"{join(path)}.{name}" for name in _non_persistent(value)]
+            self.emit(exported, path, is_root=True)
+        elif isinstance(value, Optimizer) and not is_container(value):
+            with calling("state_dict", value, path):
+                found = export_optimizer(value, self.holders, path, self.stored)
+            self.result.free += [(*path, key) for key in extra_of(value)] + [(*path, "state", name) for name in found.free]
+            self.result.fresh += [(*path, "state", name) for name in found.fresh]
+            self.emit(found.values, path, is_root=True)
+        elif isinstance(value, (Mapping, list, tuple)) and not is_plain(value):
+            self.visit_container(value, path)
+        else:
+            self._visit_value(value, path)
+
+    def _free_extra(self, exported: dict[str, Any], path: Key) -> None:
+        """Takes a module's extra state out of what is loaded in place: it becomes what was stored, of whatever form."""
+        for name in [n for n in exported if n.rpartition(".")[2] == "_extra_state"]:
+            self.result.free.append((*path, name))
+            self._leaf(exported.pop(name), (*path, name))
+
+    def visit_container(self, value: Any, path: Key) -> None:
+        """Exports the entries of a dict, a list or a tuple of the state."""
+        for key, item in _items(value):
+            if isinstance(value, tuple) and is_plain(item):
+                raise PlanError(
+                    f"cannot load into {place((*path, key))}: a plain value within a tuple cannot be replaced",
+                    hint="use a list, or a dict",
+                )
+            self.visit(item, (*path, key))
+
+    def _visit_value(self, value: Any, path: Key) -> None:
+        self.result.free.append(path)
+        self.result.plain.append(path)
+        if is_generator(value):
+            self._leaf(generator_state(value), path)
+        elif has_state(value):
+            if not hasattr(value, "load_state_dict"):
+                raise PlanError(f"cannot load into {place(path)}: {type(value).__name__} has state_dict, and no load_state_dict")
+            with calling("state_dict", value, path):
+                exported = value.state_dict()
+            self.emit(exported, path)
+        else:
+            self.emit(value, path)
+
+    def emit(self, value: Any, path: Key, is_root: bool = False) -> None:
+        """Names the leaves of what was exported, as DCP does; what DCP would not give back as it was is kept as a `Structure`."""
+        if isinstance(value, torch.Tensor):
+            self.result.tensors[self._name(path)] = value
+        elif isinstance(value, Mapping) and (value or is_root) and _is_walked(value):
+            for key, item in value.items():
+                self.emit(item, (*path, key))
+        elif type(value) is list and _is_walked_list(value):
+            for number, item in enumerate(value):
+                self.emit(item, (*path, number))
+        elif _holds_tensor(value):
+            self._structure(value, path)
+        else:
+            self._leaf(value, path)
+
+    def _leaf(self, value: Any, path: Key) -> None:
+        self.result.objects[self._name(path)] = value
+
+    def _structure(self, value: Any, path: Key) -> None:
+        def put(tensor: torch.Tensor, at: Key) -> dict[str, str]:
+            where = (*path, *map(str, at[len(path) :]))
+            while join(where) in self.result.paths:
+                where = (*where[:-1], f"{where[-1]}~")
+            self.result.tensors[self._name(where)] = tensor
+            return {TAG: "tensor", "name": join(where)}
+
+        self._leaf(Structure(encode(value, path, put)), (*path, STRUCTURE))
+
+    def _name(self, path: Key) -> str:
+        name = join(path)
+        if (other := self.result.paths.setdefault(name, path)) is not path:
+            raise PlanError(
+                f"two entries of the state have one name: {printable(name)!r}: {place(other)} and {place(path)}",
+                hint="keys are joined by dots, and numbers as keys are written as texts: choose other keys",
+            )
+        return name
+
+    def check_meta(self) -> None:
+        """Refuses tensors without memory.
+
+        Raises:
+            PlanError: with the call that gives them memory.
+        """
+        without = [name for name, tensor in self.result.tensors.items() if tensor.is_meta]
+        if without:
+            kept = f", then give first values to what no checkpoint holds: {', '.join(self.result.kept[:4])}" if self.result.kept else ""
+            raise PlanError(
+                f"{len(without)} tensors are on the meta device and have no memory: {', '.join(map(printable, without[:3]))}",
+                hint=f"call model.to_empty(device=…) first{kept}",
+            )
+
+
+def _is_walked(value: Mapping[Any, Any]) -> bool:
+    """Tells whether a dict is one level of names."""
+    return type(value) in (dict, OrderedDict) and STRUCTURE not in value and all(type(key) is str for key in value)
+
+
+def _is_walked_list(value: Any) -> bool:
+    if has_only_scalars(value):
+        return False
+    return any((isinstance(v, Mapping) and v) or (type(v) is list and _is_walked_list(v)) or _holds_tensor(v) for v in value)
+
+
+def _tied(model: nn.Module, exported: dict[str, Any]) -> dict[str, Any]:
+    """Makes the entries of a tied weight one tensor again, of which FSDP1 hands out a copy each."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain = _plain(name)
+        original = first.setdefault(id(parameter), plain)
+        if plain in exported and original in exported:
+            exported[plain] = exported[original]
+    for plain, original in _tied_in_flat(model):
+        if plain in exported and original in exported:
+            exported[plain] = exported[original]
+    return exported
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _tied_in_flat(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields the names of tied weights in the flat parameters of FSDP1 without `use_orig_params`, each with the first one's name."""
+    for name, module in model.named_modules():
+        flat = getattr(module, "_flat_param", None)
+        inside = f"{_plain(name)}." if _plain(name) else ""
+        for info in getattr(flat, "_shared_param_infos", None) or ():
+            plain, original = (
+                _plain(f"{inside}{prefix}.{parameter}" if prefix else f"{inside}{parameter}")
+                for prefix, parameter in ((info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name))
+            )
+            yield plain, original
+
+
+def _non_persistent(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        for buffer in module._non_persistent_buffers_set:
+            if module._buffers.get(buffer) is not None:
+                yield _plain(f"{name}.{buffer}" if name else buffer)

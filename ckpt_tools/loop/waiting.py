@@ -1,0 +1,70 @@
+"""Waiting for a store: how long outages are sat out, and what a person is told meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+from typing import TypeVar
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import StorageError
+
+T = TypeVar("T")
+FIRST_WORD_S, NEXT_WORD_S = 5.0, 60.0
+_LONGEST_PAUSE_S = 15.0
+
+
+def told(error: BaseException) -> str:
+    """Returns an error with its hint on one line, for a log."""
+    hint = getattr(error, "hint", None)
+    return f"{error} (hint: {hint})" if hint else str(error)
+
+
+def pause_of(attempt: int) -> float:
+    """Returns the seconds before another try, after so many have failed."""
+    return float(min(2.0**attempt, _LONGEST_PAUSE_S))
+
+
+def retry_outage(what: str, call: Callable[[], T], retry_s: float) -> T:
+    """Calls again what fails because a store cannot be reached.
+
+    Args:
+        what: names it in the log.
+        call: does it.
+        retry_s: seconds from the first failure for which it is tried again.
+
+    Raises:
+        StorageError: it failed for another reason, or for too long.
+    """
+    deadline = None
+    for attempt in count():
+        try:
+            return call()
+        except StorageError as error:
+            deadline = deadline or time.monotonic() + retry_s
+            left = deadline - time.monotonic()
+            if not error.is_transient or left <= 0:
+                raise
+            log.warning("%s: %s; trying again for %.0f s", what, told(error), left)
+            time.sleep(min(pause_of(attempt), left))
+    raise AssertionError
+
+
+def is_outage(error: BaseException) -> bool:
+    """Tells whether an error is that of a store which cannot be reached."""
+    return isinstance(error, StorageError) and error.is_transient
+
+
+def result_of(running: Future[T], what: str) -> T:
+    """Waits for a background task, and says so after 5 s and then every minute."""
+    began, wait_s = time.monotonic(), FIRST_WORD_S
+    while True:
+        try:
+            return running.result(wait_s)
+        except TimeoutError:
+            if running.done():
+                return running.result()
+            log.warning("waiting for %s, for %.0f s so far", what, time.monotonic() - began)
+            wait_s = NEXT_WORD_S

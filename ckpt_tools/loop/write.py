@@ -1,0 +1,163 @@
+"""A rank's part of a save: its pieces from memory into one `.distcp`; and, on one rank, the commit of all parts.
+
+Imports nothing of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckpt_tools.core.box import Box
+from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.plan import Literal, Slot, Target, plan_transfer
+from ckpt_tools.engine.run import run
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, schedule, tile_bytes
+from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.errors import StorageError
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.dcp.metadata import Place
+from ckpt_tools.formats.zip.write import wrap
+from ckpt_tools.publish.base import Destination
+from ckpt_tools.publish.base import Place as Staged
+from ckpt_tools.publish.manifest import Manifest, Sealed, SealedTensor, file_name, seal_file
+from ckpt_tools.storage import MemoryStore
+
+_MANIFEST_ROOM_BYTES = 1 << 20
+
+
+class Offer(NamedTuple):
+    """A piece that a rank holds: FQN, type, global shape, box, and the FQN whose memory it shares ("" for none)."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    alias: str = ""
+
+
+class FilePlan(NamedTuple):
+    """A rank's file, planned once for as long as its pieces stay the same: objects come behind them.
+
+    `places` has, piece by piece, its archive.
+    """
+
+    target: Target
+    steps: tuple[Step, ...]
+    places: tuple[Place, ...]
+
+
+class Part(NamedTuple):
+    """What a rank wrote.
+
+    Attributes:
+        nbytes, crc64: of its file.
+        runs: (start, bytes, CRC-64, CRC-32) of the cells of its long pieces.
+        objects: (start, bytes) of its objects.
+        shares: its share of each tensor's fingerprint; the commit does not need it.
+    """
+
+    nbytes: int
+    crc64: int
+    runs: tuple[tuple[int, int, int, int], ...]
+    objects: tuple[tuple[int, int], ...]
+    shares: Mapping[str, int]
+
+
+NOTHING = Part(0, 0, (), (), {})
+
+
+def plan_file(rank: int, pieces: Sequence[Offer]) -> FilePlan:
+    """Lays a rank's file out, and plans the copies into it from memory in which piece number `i` is the file called `i`."""
+    file = dcp.DataFile(dcp.data_file_name(rank))
+    slots: dict[str, list[Slot]] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    places = []
+    for number, piece in enumerate(pieces):
+        dtype = BY_NAME[piece.dtype]
+        slot, place = file.add_chunk(piece.box, wrap(dtype, piece.box.sizes))
+        places.append(place)
+        slots.setdefault(piece.fqn, []).append(slot)
+        chunks.setdefault(piece.fqn, []).append(Chunk(piece.box, Extent(str(number), 0, piece.box.numel * dtype.itemsize)))
+    entries = {p.fqn: TensorEntry(p.fqn, BY_NAME[p.dtype], p.shape, tuple(chunks[p.fqn])) for p in pieces}
+    target = Target(dcp.NAME, {file.name: file.nbytes}, {f: tuple(s) for f, s in slots.items()}, tuple(file.literals), tuple(file.trailers))
+    steps = schedule(plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2))
+    return FilePlan(target, tuple(steps), tuple(places))
+
+
+def write_part(
+    plan: FilePlan, target: Destination, place: Staged, memory: Sequence[memoryview], objects: Sequence[bytes], jobs: int
+) -> Part:
+    """Writes a rank's file and makes it durable.
+
+    Args:
+        plan: from `plan_file`.
+        target: the checkpoint to be.
+        place: where the attempt gathers its files.
+        memory: the bytes of every piece, in the plan's order.
+        objects: archives that go behind the pieces.
+        jobs: threads.
+
+    Raises:
+        StorageError: there is no room, or a write failed.
+    """
+    (name, nbytes), *_ = plan.target.file_sizes.items()
+    literals, places = list(plan.target.literals), []
+    for data in objects:
+        places.append((nbytes, len(data)))
+        literals.append(Literal(name, nbytes, data))
+        nbytes += len(data)
+    if not nbytes:
+        return NOTHING
+    target.check_room(nbytes + _MANIFEST_ROOM_BYTES)
+    whole_file = replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals))
+    sink = WriteSink(whole_file, place.shelf, lambda file: target.name(file, place.attempt))
+    try:
+        sink.open()
+        run(plan.steps, MemoryStore({str(number): view for number, view in enumerate(memory)}), sink, jobs)
+        checksums = sink.finish()
+    finally:
+        sink.abort()
+    place.sync()
+    shares = {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots}
+    return Part(nbytes, checksums[name], tuple(sink.runs_of(name)), tuple(places), shares)
+
+
+def commit(
+    target: Destination,
+    place: Staged,
+    index: bytes,
+    parts: Sequence[Part],
+    tensors: Mapping[str, SealedTensor],
+    step: int | None,
+) -> list[str]:
+    """Proves that every rank's file is there, then publishes; returns remarks.
+
+    Args:
+        target: the checkpoint to be.
+        place: where its files are, complete but for manifest and index.
+        index: the contents of `.metadata`.
+        parts: of every rank.
+        tensors: their fingerprints, as far as known.
+        step: for the manifest.
+
+    Raises:
+        StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is visible then.
+    """
+    files: dict[str, Sealed] = {}
+    found = place.sizes_of([target.name(dcp.data_file_name(rank), place.attempt) for rank, part in enumerate(parts) if part.nbytes])
+    for rank, part in enumerate(parts):
+        name = target.name(dcp.data_file_name(rank), place.attempt)
+        if not part.nbytes:
+            continue
+        if found.get(name, 0) != part.nbytes:
+            raise StorageError(f"a file is not what its rank wrote: expected {part.nbytes} bytes, got {found.get(name, 0)} ({name})")
+        files[name] = seal_file(part.nbytes, part.crc64, part.runs)
+    manifest = Manifest.now(
+        place.attempt, "save", dcp.NAME, {}, world_size=len(parts), files=files,
+        index=(".metadata", Sealed(len(index), hex64(crc64nvme(index)))), tensors=tensors, step=step,
+    )  # fmt: skip
+    return place.publish(Literal(file_name(place.attempt), 0, manifest.render()), Literal(".metadata", 0, index))

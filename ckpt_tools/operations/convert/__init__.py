@@ -1,0 +1,1 @@
+"""Converts any checkpoint into the layout of another framework."""

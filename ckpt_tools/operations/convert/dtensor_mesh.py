@@ -1,0 +1,83 @@
+"""What a file a rank needs beyond names: the mesh of the job that will load it, which tensors that shards, and what stands beside."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import Catalog, TensorEntry, kinds_of
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats.base import MeshOf
+from ckpt_tools.formats.pickle.state import Path
+from ckpt_tools.formats.torch_save import nested
+from ckpt_tools.operations.convert.param_order import BUFFERS
+
+_MESH = re.compile(r"(?P<device>[a-z]{1,16})(?::(?P<axis>\w{1,64})?)?")
+_BUFFERS = (*BUFFERS, "inv_freq", "position_ids")
+_SCHEDULERS: tuple[Path, ...] = (("extra_state", "rank_0", "lr_scheduler"), ("lr_scheduler",), ("scheduler",))
+VERL = "cuda:fsdp"
+
+
+def mesh_of(text: str | None, known: str, sharded: Collection[str]) -> MeshOf:
+    """Returns the mesh of a job with one axis.
+
+    Args:
+        text: `DEVICE` or `DEVICE:AXIS`, as the user gave it; None for that of the source.
+        known: what the source says of its mesh, which may have more axes: its last one shards.
+        sharded: names of the tensors that are cut along that axis.
+
+    Raises:
+        PlanError: the text is none of that.
+    """
+    if text is None:
+        device, _, axes = (known or VERL).partition(":")
+        text = f"{device}:{axes.rpartition(',')[2]}"
+    match = _MESH.fullmatch(text)
+    if not match:
+        raise PlanError(f"--mesh {printable(text)!r}: expected a device's type and the name of its axis", hint=f"as verl has it: {VERL}")
+    return MeshOf(match["device"], match["axis"] or "", frozenset(sharded))
+
+
+def find_sharded(model: Mapping[str, TensorEntry], trained: Collection[str]) -> set[str]:
+    """Returns the names of a model's tensors that FSDP2 shards: its parameters, and none of its buffers, which all ranks hold whole.
+
+    A parameter is what an optimizer has state for, and what was cut. Where a job has cut the others, what it left in one piece is a buffer;
+    of a model in one piece, each tensor of a floating type is taken for a parameter, but for buffers by well-known names.
+    """
+    cut = {name for name, entry in model.items() if any(box != whole(entry.shape) for box in kinds_of(entry))}
+
+    def is_parameter(name: str, entry: TensorEntry) -> bool:
+        if name in trained or name in cut:
+            return True
+        if not entry.shape or not entry.dtype.is_castable or name.rpartition(".")[2] in _BUFFERS:
+            return False
+        return not cut or entry.shape[0] == 1  # a single row cannot be cut
+
+    return {name for name, entry in model.items() if is_parameter(name, entry)}
+
+
+def sharded_state(catalog: Catalog, sharded: Collection[str]) -> set[str]:
+    """Returns the names of all that is sharded in a catalog of `model.NAME` and numbered state: parameters, and what has their shape."""
+    tensors = catalog.tensors
+    names = {f"model.{name}" for name in sharded} & tensors.keys()
+    shapes = {tensors[name].shape for name in names}
+    return names | {name for name, t in tensors.items() if name.startswith("optim.state.") and t.shape in shapes}
+
+
+def scheduler_of(values: Mapping[str, Any], paths: Mapping[str, Path]) -> tuple[Any, list[str]]:
+    """Returns a scheduler's state as it saved that, None where there is none, and the keys at the top of the other values.
+
+    DCP keeps nothing of an empty dict, such as LambdaLR has for a function without a state: what has no fields of its own is one.
+    """
+    mine: dict[str, Path] = {}
+    for above in _SCHEDULERS:
+        mine = mine or {f: path[len(above) :] for f, path in paths.items() if f in values and path[: len(above)] == above != path}
+    state = nested({fqn: values[fqn] for fqn in mine}, mine) if mine else None
+    if isinstance(state, dict) and "base_lrs" in state and state.keys() <= _OF_ALL:
+        state["lr_lambdas"] = [None] * len(state["base_lrs"])
+    return state, sorted({str(paths.get(fqn, (fqn,))[0]) for fqn in values if fqn not in mine})
+
+
+_OF_ALL = {"base_lrs", "last_epoch", "verbose", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial"}

@@ -1,0 +1,222 @@
+"""Key maps: what one framework calls and lays out differently from another, as a small data file and no code.
+
+A map is JSON with `rename` (pairs of regular expression and replacement, applied in order), `rope` (rows of rotary heads that lie
+in pairs here and in halves there), `split` and `fuse` (one tensor of rows, or several) and `unstack` (all layers in one tensor). All
+of them apply to the model and to what the optimizers keep for it. See docs/key_maps.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.catalog import TensorEntry
+from ckpt_tools.core.views import Rows, stack_rows, take_layer, take_rows
+from ckpt_tools.errors import PlanError, StorageError, printable
+from ckpt_tools.formats.registry import Source
+from ckpt_tools.operations.convert.training_state import Parts
+from ckpt_tools.storage.small_files import parse_json, read_named
+
+_OWN = Path(__file__).parents[2] / "maps"
+_KEYS = {"about", "rename", "rope", "split", "fuse", "unstack"}
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMap:
+    """A map as its file has it; `settings` are the numbers that it asks for by name."""
+
+    path: str
+    rename: Sequence[tuple[re.Pattern[str], str]]
+    rope: Sequence[Mapping[str, Any]]
+    split: Sequence[Mapping[str, Any]]
+    fuse: Sequence[Mapping[str, Any]]
+    unstack: Sequence[Mapping[str, Any]]
+    settings: Mapping[str, int] = field(default_factory=dict)
+
+    def number(self, value: object) -> int:
+        """Returns a count that a rule gives as a number, or by the name of a setting.
+
+        Raises:
+            PlanError: nobody set it.
+        """
+        found = self.settings.get(value) if isinstance(value, str) else value
+        if type(found) is not int or found < 1:
+            raise PlanError(
+                f"the key map needs a number: {printable(str(value))} ({printable(self.path)})", hint=f"--set {value}=N, or --base DIR"
+            )
+        return found
+
+
+def own_maps() -> list[str]:
+    """Returns the names of the maps that come along."""
+    return sorted(path.stem for path in _OWN.glob("*.json"))
+
+
+def read_map(path: str | os.PathLike[str], settings: Mapping[str, int] | None = None) -> KeyMap:
+    """Reads a map from a file, or one that comes along by its name.
+
+    Raises:
+        PlanError: there is none, or it is malformed.
+    """
+    where = os.fspath(path)
+    file = _OWN / f"{where}.json" if where in own_maps() else Path(where)
+    try:
+        body = parse_json(read_named(file))
+        if not isinstance(body, dict) or body.keys() - _KEYS:
+            raise ValueError(f"expected a table with {', '.join(sorted(_KEYS))}")
+        renames = [(re.compile(pattern), str(new)) for pattern, new in body.get("rename", [])]
+        rules = {key: [_rule(key, rule) for rule in body.get(key, [])] for key in _FIELDS}
+    except (StorageError, ValueError, TypeError, KeyError, re.error) as error:
+        hint = f"maps that come along: {', '.join(own_maps())}"
+        raise PlanError(f"not a key map: {printable(str(error))} ({printable(where)})", hint=hint) from error
+    return KeyMap(where, renames, **rules, settings=settings or {})
+
+
+_FIELDS = {
+    "rope": {"match", "heads", "to"},
+    "split": {"match", "into", "parts"},
+    "fuse": {"match", "from", "into"},
+    "unstack": {"match", "into"},
+}
+
+
+def _rule(kind: str, rule: Mapping[str, Any]) -> Mapping[str, Any]:
+    if set(rule) != _FIELDS[kind]:
+        raise ValueError(f"{kind}: expected {', '.join(sorted(_FIELDS[kind]))}")
+    if kind == "rope" and rule["to"] not in ("halves", "pairs"):
+        raise ValueError("rope: `to` is halves or pairs")
+    return {**rule, "match": re.compile(rule["match"])}
+
+
+def apply_map(parts: Parts, keys: KeyMap, source: Source) -> Parts:
+    """Returns the parts under other names, with tensors split, fused and reordered as a map says.
+
+    Raises:
+        PlanError: a rule does not fit a tensor.
+    """
+    raw = _raw(parts, keys, source)
+    for rule in keys.unstack:
+        for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
+            names = [rule["match"].sub(rule["into"].replace("{layer}", str(n)), fqn) for n in range(*parts.model[fqn].shape[:1])]
+            parts = _replaced(parts, fqn, {name: partial(_layer, raw, n) for n, name in enumerate(names)})
+    for rule in keys.split:
+        for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
+            parts = _split(parts, fqn, rule, keys, raw)
+    for rule in keys.fuse:
+        for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
+            parts = _fuse(parts, fqn, rule)
+    for rule in keys.rope:
+        for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
+            rows = _rope_rows(parts.model[fqn], keys.number(rule["heads"]), rule["to"])
+            parts = _replaced(parts, fqn, {fqn: partial(_rows, raw, rows, parts.model[fqn].shape[0])})
+    for pattern, new in keys.rename:
+        parts = parts.renamed(partial(pattern.sub, new))
+    return parts
+
+
+Change = Callable[[TensorEntry], TensorEntry]
+
+
+def _raw(parts: Parts, keys: KeyMap, source: Source) -> Change:
+    """Returns a function that gives a tensor with its payloads found, so that it can be cut; they are looked for together."""
+    rules = [rule["match"] for rule in (*keys.unstack, *keys.split, *keys.rope)]
+    names = {fqn for fqn in parts.model if keys.fuse or any(match.fullmatch(fqn) for match in rules)}
+    states = [o.state[fqn] for o in parts.optimizers for fqn in names if fqn in o.state]
+    kept = [value for state in states for value in state.values() if isinstance(value, TensorEntry)]
+    found = source.format.locate(source.store, [*(parts.model[fqn] for fqn in names), *kept])
+    return lambda entry: replace(entry, chunks=tuple(c._replace(extent=found.get(c.extent, c.extent)) for c in entry.chunks))
+
+
+def _rows(raw: Change, rows: Sequence[Rows], num_rows: int, entry: TensorEntry) -> TensorEntry:
+    return take_rows(raw(entry), rows, num_rows)
+
+
+def _layer(raw: Change, index: int, entry: TensorEntry) -> TensorEntry:
+    return take_layer(raw(entry), index)
+
+
+def _rope_rows(entry: TensorEntry, heads: int, to: str) -> list[Rows]:
+    """Returns where the rows of rotary heads come from: pairs (Meta's interleaved order) to halves (Hugging Face's), or back."""
+    num_rows = entry.shape[0] if entry.shape else 0
+    if num_rows % (2 * heads):
+        raise PlanError(f"{heads} heads do not fit a tensor of {num_rows} rows: {printable(entry.fqn)!r}")
+    size = num_rows // heads
+    half = size // 2
+    if to == "halves":
+        return [Rows(h * size + k * half, h * size + k, half, 2) for h in range(heads) for k in range(2)]
+    return [Rows(h * size + 2 * j + k, h * size + k * half + j, 1) for h in range(heads) for j in range(half) for k in range(2)]
+
+
+def _split(parts: Parts, fqn: str, rule: Mapping[str, Any], keys: KeyMap, raw: Change) -> Parts:
+    """Cuts a tensor by rows into parts whose sizes are to each other as `parts` says."""
+    shares = [keys.number(share) for share in rule["parts"]]
+    entry = parts.model[fqn]
+    num_rows = entry.shape[0] if entry.shape else 0
+    if len(shares) != len(rule["into"]) or num_rows % sum(shares):
+        raise PlanError(f"{num_rows} rows cannot be split as {shares}: {printable(fqn)!r}")
+    changes: dict[str, Change] = {}
+    start, unit = 0, num_rows // sum(shares)
+    for name, share in zip(rule["into"], shares, strict=True):
+        rows = Rows(0, start, share * unit)
+        changes[rule["match"].sub(name, fqn)] = partial(_rows, raw, [rows], rows.number)
+        start += share * unit
+    if len(changes) != len(shares):
+        raise PlanError(f"two parts would get one name: {', '.join(map(printable, changes))}, of {printable(fqn)!r}")
+    return _replaced(parts, fqn, changes)
+
+
+def _replaced(parts: Parts, fqn: str, changes: Mapping[str, Change]) -> Parts:
+    """Puts one or several tensors in the place of one, in the model and in what optimizers keep for it."""
+    old = parts.model[fqn]
+    _check_new(changes, parts, {fqn})
+
+    def each(values: Mapping[str, Any], change: Change) -> dict[str, Any]:
+        return {k: change(v) if isinstance(v, TensorEntry) and v.shape == old.shape else v for k, v in values.items()}
+
+    model: dict[str, TensorEntry] = {}
+    for name, entry in parts.model.items():
+        model |= {new: replace(change(entry), fqn=new) for new, change in changes.items()} if name == fqn else {name: entry}
+    optimizers = []
+    for optimizer in parts.optimizers:
+        state: dict[str, dict[str, Any]] = {}
+        for name, values in optimizer.state.items():
+            state |= {new: each(values, change) for new, change in changes.items()} if name == fqn else {name: values}
+        groups = [{**g, "params": [n for p in g["params"] for n in (changes if p == fqn else [p])]} for g in optimizer.groups]
+        optimizers.append(replace(optimizer, state=state, groups=groups))
+    return replace(parts, model=model, optimizers=optimizers)
+
+
+def _check_new(names: Iterable[str], parts: Parts, gone: set[str]) -> None:
+    taken = next((name for name in names if name in parts.model and name not in gone), None)
+    if taken is not None:
+        raise PlanError(f"two tensors would get one name: {printable(taken)!r} is there already, and the key map makes another")
+
+
+def _fuse(parts: Parts, fqn: str, rule: Mapping[str, Any]) -> Parts:
+    """Puts tensors one below the other; `fqn` is the first of them, and the rule derives the others' names from its."""
+    names = [rule["match"].sub(name, fqn) for name in rule["from"]]
+    missing = [name for name in names if name not in parts.model]
+    if missing:
+        raise PlanError(f"the key map puts tensors together that are not all there: {printable(missing[0])!r} beside {printable(fqn)!r}")
+    new = rule["match"].sub(rule["into"], fqn)
+    _check_new([new], parts, set(names))
+    model = {n: t for n, t in parts.model.items() if n not in names[1:]}
+    model = {new if n == fqn else n: stack_rows(new, [parts.model[m] for m in names]) if n == fqn else t for n, t in model.items()}
+    optimizers = []
+    for optimizer in parts.optimizers:
+        state = {n: values for n, values in optimizer.state.items() if n not in names}
+        if all(name in optimizer.state for name in names):
+            first = optimizer.state[names[0]]
+            state[new] = {
+                key: stack_rows(f"{new}.{key}", [optimizer.state[n][key] for n in names])
+                if isinstance(value, TensorEntry) and value.shape == parts.model[names[0]].shape and value.shape else value
+                for key, value in first.items()
+            }  # fmt: skip
+        groups = [{**g, "params": [new if p == fqn else p for p in g["params"] if p not in names[1:]]} for g in optimizer.groups]
+        optimizers.append(replace(optimizer, state=state, groups=groups))
+    return replace(parts, model=model, optimizers=optimizers)

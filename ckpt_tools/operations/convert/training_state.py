@@ -1,0 +1,445 @@
+"""A training state taken apart, whatever names it goes by: the model, its optimizers, the rest; and put together again.
+
+Optimizer state comes in three namings: by parameter name with groups (torch's `get_optimizer_state_dict`, FSDP1, Accelerate, our own),
+by parameter name throughout (torchtitan), and by number (`Optimizer.state_dict`).
+
+Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `torch/optim/optimizer.py`; torchtitan 0.2 `components/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import (
+    BytesEntry,
+    Catalog,
+    Chunk,
+    Extent,
+    TensorEntry,
+    find_model,
+    find_optimizers,
+    is_other_state,
+    key_path,
+    strip_wrappers,
+)
+from ckpt_tools.errors import FormatError, PlanError, UnsafePickleError, printable
+from ckpt_tools.formats.in_memory import FILE, Made
+from ckpt_tools.formats.pickle.state import Path, View, is_number, is_value
+from ckpt_tools.formats.torch_save import Others, join, read_leaves
+from ckpt_tools.operations.convert.param_order import ModelOrder, Numbered, Order, name_parameters
+from ckpt_tools.storage import MemoryStore, Store, read
+
+FORMS = ("groups", "flat", "ids")
+_OPTIMIZER = re.compile(r"((?:.*?\.)?optim\w*(?:\.[0-9]{1,9})?)\.(state|param_groups)\.(.+)")
+_BARE = re.compile(r"()(state|param_groups)\.(.+)")
+_MAX_OBJECT_BYTES, _OPTION_BYTES = 64 << 20, 4096
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """One optimizer: `state` by the parameter's name, of tensors and plain values; `groups` with their options and `params`, names.
+
+    Attributes:
+        is_numbered: the order of `params` is the optimizer's own, as its numbers gave it.
+        is_unnamed: no one knows what its numbers mean: `state` has them as texts, and `params` has numbers.
+        has_order: `params` are listed as the job listed them. Where each parameter has options of its own, there is no such list.
+    """
+
+    prefix: str
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    is_numbered: bool = False
+    is_unnamed: bool = False
+    has_order: bool = False
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a checkpoint holds: `model` by the names within it, `prefix` the keys above; the rest under its own names.
+
+    `places` has the keys below the prefix of those of the model's entries that stood in dicts or lists of their own. `untouched` names
+    the optimizers whose state has another form than one value per parameter and key, such as LBFGS's: they are among the rest.
+    """
+
+    prefix: tuple[str, ...]
+    model: dict[str, TensorEntry]
+    optimizers: list[Optimizer]
+    tensors: dict[str, TensorEntry]
+    objects: dict[str, BytesEntry]
+    paths: dict[str, Path]
+    notes: list[str]
+    places: dict[str, Path] = field(default_factory=dict)
+    untouched: list[str] = field(default_factory=list)
+
+    def renamed(self, new_name: Callable[[str], str]) -> Parts:
+        """Returns the same with other names for the parameters, in the model and in the optimizers.
+
+        Raises:
+            PlanError: two would get one name.
+        """
+        model: dict[str, TensorEntry] = {}
+        for old, entry in self.model.items():
+            new = new_name(old)
+            if new in model:
+                raise PlanError(
+                    f"two tensors would get one name: {printable(new)!r}, one of them is {printable(old)!r}",
+                    hint="renames apply one after the other; to swap two names, go by a third: a=TMP, b=a, TMP=b",
+                )
+            if not new:
+                raise PlanError(f"nothing is left of a name: {printable(old)!r}", hint="give a replacement that leaves a name")
+            model[new] = replace(entry, fqn=new)
+        places = {name: place for name, place in self.places.items() if new_name(name) == name}
+        for optimizer in self.optimizers:
+            if not optimizer.is_unnamed and len({new_name(fqn) for fqn in optimizer.state}) != len(optimizer.state):
+                raise PlanError(f"two parameters of {printable(optimizer.prefix) or 'the optimizer'} would get one name")
+        optimizers = [
+            o
+            if o.is_unnamed
+            else replace(
+                o,
+                state={new_name(fqn): state for fqn, state in o.state.items()},
+                groups=[{**group, "params": [new_name(fqn) for fqn in group["params"]]} for group in o.groups],
+            )
+            for o in self.optimizers
+        ]
+        return replace(self, model=model, optimizers=optimizers, places=places)
+
+
+# ---- taking apart --------------------------------------------------------------------------------------------------------
+
+
+def take_apart(catalog: Catalog, store: Store, order: Order | None = None, keeps_order: bool = False) -> Parts:
+    """Returns the parts of a checkpoint; reads the options of optimizers, which are small objects.
+
+    Args:
+        catalog: of the checkpoint.
+        store: where its objects lie.
+        order: what the numbers of an optimizer mean; see `read_order`.
+        keeps_order: the format has entries in the order in which the job had them.
+
+    Raises:
+        FormatError: an optimizer's options cannot be read.
+        PlanError: `order` does not fit, or nothing needs it.
+    """
+    found = _find(catalog, store)
+    mine = {fqn for names in found.values() for fqn in names}
+    prefix = find_model(catalog)
+    model: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    places: dict[str, Path] = {}
+    for fqn, entry in catalog.tensors.items():
+        path = key_path(catalog, fqn)
+        if fqn in mine:
+            continue
+        if path[: len(prefix)] == prefix if prefix else not is_other_state(path[0]):
+            name = fqn[len(".".join(prefix)) + 1 :] if prefix else fqn
+            model[name] = replace(entry, fqn=name)
+            place = catalog.paths.get(fqn, ())[len(prefix) :]
+            if len(place) > 1:
+                places[name] = place
+        else:
+            tensors[fqn] = entry
+    objects = {fqn: item for fqn, item in catalog.objects.items() if fqn not in mine}
+    paths = {fqn: path for fqn, path in catalog.paths.items() if fqn in tensors or fqn in objects}
+    parts = Parts(prefix, model, [], tensors, objects, paths, [], places)
+    for name, names in found.items():
+        optimizer = _optimizer(name, names, parts, order)
+        if optimizer is not None:
+            optimizer.has_order |= keeps_order
+            parts.optimizers.append(optimizer)
+            continue
+        parts.untouched.append(name)
+        parts.tensors |= {fqn: catalog.tensors[fqn] for fqn in names if fqn in catalog.tensors}
+        parts.objects |= {fqn: catalog.objects[fqn] for fqn in names if fqn in catalog.objects}
+        parts.paths |= {fqn: catalog.paths[fqn] for fqn in names if fqn in catalog.paths}
+    return parts
+
+
+def check_used(order: Order | None, numbered: Sequence[str]) -> None:
+    """Refuses an order of parameters that none of these optimizers needs."""
+    if order is not None and not numbered:
+        raise PlanError("--param-order: no optimizer here numbers its parameters")
+    if isinstance(order, Mapping) and (unknown := [name for name in order if name not in numbered]):
+        raise PlanError(
+            f"--param-order names {printable(unknown[0])!r}, which is no optimizer that numbers its parameters",
+            hint=f"there are: {', '.join(printable(name) or '(without a name)' for name in numbered)}",
+        )
+
+
+Entry = tuple[str, str, Any]  # "state" or "param_groups", what follows, and the tensor or value
+
+
+def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
+    """Returns the entries of each optimizer by name, with the objects read."""
+    is_bare = any(fqn.startswith("param_groups.") for fqn in catalog.objects)
+    others = sorted((".".join(path) for path in find_optimizers(catalog)), key=len, reverse=True)
+    by_key = re.compile(rf"({'|'.join(map(re.escape, others))})\.(state|param_groups)\.(.+)", re.DOTALL) if others else None
+    found: dict[str, dict[str, Entry]] = {}
+    wanted: list[tuple[str, re.Match[str]]] = []
+
+    def match_of(fqn: str) -> re.Match[str] | None:
+        match = _OPTIMIZER.fullmatch(fqn) or (by_key.fullmatch(fqn) if by_key else None)
+        return match or (_BARE.fullmatch(fqn) if is_bare else None)
+
+    for fqn in catalog.tensors:
+        if match := match_of(fqn):
+            found.setdefault(match[1], {})[fqn] = (match[2], match[3], catalog.tensors[fqn])
+    for fqn in catalog.objects:
+        if match := match_of(fqn):
+            wanted.append((fqn, match))
+    values = Values(store)
+    values.will_read(catalog.objects[fqn] for fqn, _ in wanted)
+    for fqn, match in wanted:
+        found.setdefault(match[1], {})[fqn] = (match[2], match[3], values.plain(catalog.objects[fqn]))
+    return found
+
+
+def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts, order: Order | None) -> Optimizer | None:
+    """Returns an optimizer from its entries; None where they are no optimizer's. What its numbers mean is noted if it is not known."""
+    state: dict[str, dict[str, Any]] = {}
+    numbered: dict[int, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
+    for kind, rest, value in entries.values():
+        name, _, key = rest.rpartition(".")
+        first, _, last = rest.partition(".")
+        if kind == "state" and last in parts.model and rest.rpartition(".")[0] not in parts.model:  # Megatron-Core: the key comes first
+            state.setdefault(last, {})[first] = value
+        elif kind == "state":
+            state.setdefault(name, {})[key] = value
+        elif is_number(name):
+            numbered.setdefault(int(name), {})[key] = value
+        elif is_number(first) and last.partition(".")[0] == "params":  # a list that was flattened
+            numbered.setdefault(int(first), {}).setdefault("params", []).append(value)
+        else:
+            by_name.setdefault(name, {})[key] = value
+    groups = [numbered[n] for n in sorted(numbered)] or _grouped(by_name)
+    if not all(_are_names(group.get("params")) for group in groups):
+        return None
+    optimizer = Optimizer(prefix, state, groups, has_order=bool(numbered))
+    if not any(isinstance(p, int) for group in groups for p in group["params"]) and not (state and all(map(is_number, state))):
+        return optimizer
+    if not all(map(is_number, state)):
+        return None
+    names = name_parameters(Numbered(prefix, groups, state), parts.model, order)
+    if names is None:
+        parts.notes.append(
+            f"{printable(prefix) or 'the optimizer'} numbers its parameters, and their shapes alone do not tell which is which:"
+            " the numbers are kept; --param-order FILE or --param-order model says what they mean"
+        )
+        return replace(optimizer, is_numbered=True, is_unnamed=True)
+    return Optimizer(
+        prefix,
+        {names[int(number)]: values for number, values in state.items()},
+        [{**group, "params": [names[number] for number in group["params"]]} for group in groups],
+        is_numbered=True,
+        has_order=True,
+    )
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(item) in (str, int) for item in value)
+
+
+def _grouped(by_name: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns groups of the parameters that have the same options."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, options in by_name.items():
+        group = groups.setdefault(repr(sorted(options.items())), {**options, "params": []})
+        group["params"].append(name)
+    return list(groups.values())
+
+
+Leaves = list[tuple[Path, object, tuple[Extent, ...]]]
+
+
+class Values:
+    """Reads objects; small ones that occur many times, as an option does for every parameter, are unpacked once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[bytes, tuple[Leaves, Others]] = {}
+
+    def will_read(self, items: Iterable[BytesEntry]) -> None:
+        """Announces them."""
+        self._store.will_read(item.extent[:3] for item in items)
+
+    def leaves(self, item: BytesEntry, others: Others) -> tuple[bytes, Leaves]:
+        """Returns an object's archive, and what is in it, lying there.
+
+        Raises:
+            FormatError: it is too long to be an object, or malformed.
+        """
+        if item.extent.nbytes > _MAX_OBJECT_BYTES:
+            raise FormatError(f"an object is too long: {item.extent.nbytes} bytes ({printable(item.fqn)!r})")
+        data = read(self._store, *item.extent[:3])
+        known = self._known.get(data)
+        if known is None:
+            found = Others()
+            known = list(read_leaves(MemoryStore({FILE: data}), FILE, len(data), found)), found
+            if not known[0] and not found and not found.tensors:
+                known[0].append(((), {}, ()))  # an empty dict
+            if len(data) <= _OPTION_BYTES:
+                self._known[data] = known
+        others.update(known[1])
+        others.tensors |= known[1].tensors
+        return data, known[0]
+
+    def plain(self, item: BytesEntry) -> Any:
+        """Returns an object that is a plain value.
+
+        Raises:
+            FormatError: it is something else.
+        """
+        _, leaves = self.leaves(item, Others())
+        if len(leaves) != 1 or leaves[0][0] or not is_value(leaves[0][1]):
+            raise FormatError(f"an optimizer's option is no plain value: {printable(item.fqn)!r}")
+        return leaves[0][1]
+
+    def is_same(self, item: BytesEntry, others: Values, other: BytesEntry) -> bool:
+        """Tells whether two objects are the same bytes, or plain values and tensors that are the same.
+
+        Raises:
+            FormatError: one is malformed, or too long to be an object.
+        """
+        unknown = Others()
+        (one, ones), (two, twos) = self.leaves(item, unknown), others.leaves(other, unknown)
+        return one == two or (not unknown and not unknown.tensors and _flattened(one, ones) == _flattened(two, twos))
+
+
+def _flattened(data: bytes, leaves: Leaves) -> list[tuple[Path, str]]:
+    """Returns what an archive holds in a form that can be compared: values and tensors, each as a text."""
+    found = []
+    for path, value, extents in leaves:
+        if isinstance(value, View):
+            (extent,) = extents
+            content = data[extent.start : extent.start + extent.nbytes].hex()
+            found.append((path, f"{value.dtype.name} {value.sizes} {extent.strides} {content}"))
+        else:
+            found.append((path, f"{type(value).__name__} {value!r}"))
+    return found
+
+
+def unpack_objects(catalog: Catalog, store: Store, made: Made) -> tuple[Catalog, dict[str, Any], list[str]]:
+    """Returns a catalog that has the tensors within its objects for tensors, the plain values, and the names of what is neither.
+
+    Args:
+        catalog: its objects are all read.
+        store: where they lie.
+        made: takes the tensors that were found in objects.
+
+    Raises:
+        FormatError: an object is malformed.
+    """
+    tensors, paths, values = dict(catalog.tensors), dict(catalog.paths), dict[str, Any]()
+    unknown: list[str] = []
+    reader = Values(store)
+    reader.will_read(catalog.objects.values())
+    for fqn, item in catalog.objects.items():
+        path = paths.pop(fqn, (fqn,))
+        others = Others()
+        try:
+            data, leaves = reader.leaves(item, others)
+        except UnsafePickleError:
+            others["unsafe"] += 1
+            leaves = []
+        unknown += [fqn] if others or others.tensors else []
+        for inner, value, extents in leaves:
+            name = join((*path, *inner))
+            paths[name] = (*path, *inner)
+            if isinstance(value, View):
+                extent = extents[0]._replace(start=extents[0].start + made.add(data).start)
+                tensors[name] = TensorEntry(name, value.dtype, value.sizes, (Chunk(whole(value.sizes), extent),))
+            else:
+                values[name] = value
+    return replace(catalog, tensors=tensors, objects={}, paths=paths), values, unknown
+
+
+# ---- putting together ----------------------------------------------------------------------------------------------------
+
+
+def put_together(parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | None = None) -> Catalog:
+    """Returns a catalog of all parts, the optimizers named in one of `FORMS`.
+
+    Args:
+        parts: what there is.
+        form: how an optimizer goes by names.
+        made: takes the options.
+        prefix: the keys above the model; those that the parts came with where None.
+
+    Raises:
+        PlanError: two entries get one name.
+    """
+    above = parts.prefix if prefix is None else prefix
+    tensors, objects, paths = dict(parts.tensors), dict(parts.objects), dict(parts.paths)
+    for fqn, entry in parts.model.items():
+        path: Path = (*above, *parts.places.get(fqn, (fqn,)))
+        name = join(path)
+        if name in tensors or name in objects:
+            raise PlanError(f"two entries would get one name: {printable(name)!r}")
+        tensors[name], paths[name] = replace(entry, fqn=name), path
+    for optimizer in parts.optimizers:
+        for path, value in _named(optimizer, "ids" if optimizer.is_unnamed else form):
+            name = join(path)
+            paths[name] = path
+            if isinstance(value, TensorEntry):
+                tensors[name] = replace(value, fqn=name)
+            elif path[-1] == "step" and type(value) in (int, float) and 0 <= value < 1 << 53:  # torch keeps a tensor now
+                tensors[name] = made.scalar(name, float(value))
+            else:
+                objects[name] = made.value(name, value)
+    return Catalog("parts", tensors, objects, paths)
+
+
+def in_order(optimizer: Optimizer, order: Order | None) -> Optimizer:
+    """Returns an optimizer whose groups list their parameters in the order in which its numbers count them.
+
+    Args:
+        optimizer: by name.
+        order: what the user says; it is needed where each parameter has options of its own, since nothing else tells the order.
+
+    Raises:
+        PlanError: nobody knows the order, or what the user says does not fit.
+    """
+    if optimizer.has_order or optimizer.is_unnamed:
+        return optimizer
+    if isinstance(order, Mapping):
+        order = order.get(optimizer.prefix)
+    names = order.names if isinstance(order, ModelOrder) else order
+    mine = {strip_wrappers(fqn): fqn for group in optimizer.groups for fqn in group["params"]}
+    listed = [mine[bare] for name in names or () if (bare := strip_wrappers(name)) in mine]
+    if sorted(listed) != sorted(mine.values()):
+        missing = next((fqn for fqn in mine.values() if fqn not in listed), "")
+        what = f"--param-order lacks {printable(missing)!r}" if names else "nothing tells the order of its parameters"
+        raise PlanError(
+            f"{printable(optimizer.prefix) or 'the optimizer'} cannot be numbered: {what}",
+            hint="name all parameters in the order of the job's optimizer: --param-order FILE",
+        )
+    places = {fqn: number for number, fqn in enumerate(listed)}
+    return replace(
+        optimizer, groups=[{**g, "params": sorted(g["params"], key=places.__getitem__)} for g in optimizer.groups], has_order=True
+    )
+
+
+def _named(optimizer: Optimizer, form: str) -> Iterable[tuple[Path, Any]]:
+    root: Path = tuple(int(k) if is_number(k) else k for k in optimizer.prefix.split(".")) if optimizer.prefix else ()
+    names = dict.fromkeys([*(f for g in optimizer.groups for f in g["params"]), *optimizer.state])
+    numbers: Mapping[Any, Any] = {name: name if optimizer.is_unnamed else i for i, name in enumerate(names)}
+    for fqn, state in optimizer.state.items():
+        for key, value in state.items():
+            if form == "flat":
+                yield (*root, f"state.{fqn}.{key}"), value
+            else:
+                yield (*root, "state", str(numbers[fqn]) if form == "ids" else fqn, key), value
+    for number, group in enumerate(optimizer.groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if "param_names" in group and form != "flat":  # torch's own names of them, under which they may have changed
+            options["param_names"] = group["param_names"] if optimizer.is_unnamed else list(group["params"])
+        if form == "flat":
+            yield from (((*root, f"param_groups.{fqn}.{key}"), value) for fqn in group["params"] for key, value in options.items())
+            continue
+        yield from (((*root, "param_groups", number, key), value) for key, value in options.items())
+        yield (*root, "param_groups", number, "params"), [numbers[f] if form == "ids" else f for f in group["params"]]

@@ -1,0 +1,282 @@
+"""Merge and reshard: read a catalog, view it, lay a target out, copy, commit.
+
+Both are presets of one path, `move.transfer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Unpack
+
+from ckpt_tools.core.box import Box, whole
+from ckpt_tools.core.catalog import (
+    Catalog,
+    ManyChunks,
+    TensorEntry,
+    check_globs,
+    chooser,
+    find_model,
+    is_other_state,
+    keep,
+    key_path,
+    kinds_of,
+    matcher,
+    model_only,
+    refuse_unread,
+    rename,
+    strip_wrappers,
+)
+from ckpt_tools.core.dtypes import BY_NAME, SHORT_NAMES, DType
+from ckpt_tools.core.placements import reshard_boxes, split
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats import safetensors, torch_save
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.deepspeed import zero as deepspeed
+from ckpt_tools.formats.registry import Request, Source, TargetTensor, open_source, whole_tensor
+from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.convert import lora as adapters
+from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
+from ckpt_tools.operations.side_files import left_beside
+from ckpt_tools.publish.base import Destination, open_destination
+from ckpt_tools.storage import is_url
+from ckpt_tools.storage.s3.multipart import MIN_PART_BYTES
+from ckpt_tools.transfer.result import TransferResult
+from ckpt_tools.transfer.transfer import Options, Path_, transfer
+
+_SHOWN = 12
+
+
+@checked(Options)
+def merge(
+    src: Path_,
+    dst: Path_,
+    *,
+    select: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: str | None = None,
+    keep_dtype: Sequence[str] = (),
+    max_shard_bytes: int | None = None,
+    keep_prefix: bool = False,
+    lora: Path_ | None = None,
+    **options: Unpack[Options],
+) -> TransferResult:
+    """Joins the shards of a model into one safetensors file, ready for inference. (It does not average models.)
+
+    Args:
+        src: a checkpoint, or a directory with one below.
+        dst: the file to write; with `max_shard_bytes` the directory to write shards and an index to.
+        select: globs; only tensors whose name, before or after stripping, matches one are taken.
+        exclude: globs; tensors whose name, before or after stripping, matches one are left out.
+        dtype: `bf16`, `fp16`, `fp32`, `fp64`, or one of torch's own; nothing is cast where None. Only these four types are cast.
+        keep_dtype: globs of names that stay as they are.
+        max_shard_bytes: upper bound of a shard's payload; a larger tensor stands alone.
+        keep_prefix: keep the model's key and wrappers' prefixes in the names.
+        lora: a PEFT directory whose LoRA adapter is added to the weights, in float32 arithmetic.
+        **options: see `Options`.
+
+    Raises:
+        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
+    """
+    source, target = _source(src, options), _destination(dst, options)
+    if max_shard_bytes is None and not target.url.endswith(".safetensors"):
+        raise PlanError(
+            f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory"
+        )
+    if max_shard_bytes is not None and target.url.endswith(".safetensors"):
+        raise PlanError(
+            f"shards go into a directory, got the name of a file: {printable(str(dst))!r}",
+            hint=f"name the directory {printable(str(dst).removesuffix('.safetensors'))}, or leave --max-shard-size out",
+        )
+    catalog, stripped = model_view(source.catalog, keep_prefix)
+    model = catalog
+    if select or exclude:
+        catalog = select_from(catalog, select, exclude, source.catalog)
+    refuse_unread(catalog)
+    if not catalog.tensors:
+        raise PlanError(
+            f"no tensor of a model is left of {len(source.catalog.tensors)} ({printable(str(source.path))})",
+            hint=f"ckpt inspect {source.path}",
+        )
+    check_kept(keep_dtype, dtype, list(catalog.tensors))
+    targets = [whole_tensor(t, target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
+    request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
+    alter, notes = adapters.read_lora(lora, catalog, model) if lora is not None else (None, [])
+    notes += [*uncast(catalog.tensors.values(), dtype), *unknown_values(source.catalog, only_model=True)]
+    if source.remote is not None and is_url(target.url):
+        request = replace(request, small_first=MIN_PART_BYTES)
+    result = transfer(
+        "merge", source, catalog, target, safetensors, request,
+        options, left_out=left_out(source.catalog, catalog), stripped=stripped, alter=alter,
+        changes=adapters.version(lora) if lora is not None else "",
+    )  # fmt: skip
+    return replace(result, notes=(*result.notes, *notes))
+
+
+@checked(Options)
+def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = None, **options: Unpack[Options]) -> TransferResult:
+    """Rewrites a checkpoint as DCP, with the chunks that a job of another number of ranks would have saved.
+
+    Args:
+        src: a checkpoint of any format but whole tensors in safetensors, or a directory with one below.
+        dst: the directory to write.
+        to_ranks: number of ranks to split for.
+        from_ranks: number of ranks that wrote the source, to be checked.
+        **options: see `Options`.
+
+    Raises:
+        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
+    """
+    source = _source(src, options)
+    catalog = source.catalog
+    if source.format is safetensors and catalog.world_size is None:
+        raise PlanError(f"reshard reads what jobs save, got safetensors ({printable(str(source.path))})", hint="ckpt convert --to dcp")
+    refuse_unread(catalog, "leave them out: ckpt convert --to dcp --exclude GLOB")
+    if to_ranks < 1:
+        raise PlanError(f"a checkpoint is split for at least 1 rank, got {to_ranks}")
+    if from_ranks is not None and from_ranks != catalog.world_size:
+        raise PlanError(
+            f"the source was written by another number of ranks: expected {from_ranks}, got {catalog.world_size}"
+            f" ({printable(str(source.path))})",
+            hint=f"--from {catalog.world_size}, or leave it out",
+        )
+    world_size = (None if source.format in (torch_save, deepspeed) else catalog.world_size) or 1
+    targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(rank_boxes(t, world_size, to_ranks))) for t in catalog.tensors.values()]
+    request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
+    result = transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
+    return replace(result, notes=(*result.notes, *unknown_values(catalog), *left_beside(catalog)))
+
+
+def unknown_values(catalog: Catalog, only_model: bool = False) -> list[str]:
+    """Returns notes on values that are not read as they were written.
+
+    Args:
+        catalog: of the source.
+        only_model: those of the model alone.
+    """
+    prefix = ".".join(find_model(catalog))
+    names = [
+        name
+        for name in catalog.unknown
+        if not only_model or (name.startswith(f"{prefix}.") if prefix else not is_other_state(key_path(catalog, name)[0]))
+    ]
+    some = ", ".join(f"{printable(name)} ({printable(catalog.unknown[name])})" for name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    numbers = catalog.extras.get("NumPy numbers") if not only_model else None
+    return ([f"values of types that are not known stay behind: {some}{more}"] if names else []) + (
+        [f"NumPy numbers: {numbers}"] if numbers else []
+    )
+
+
+def _source(src: Path_, options: Options) -> Source:
+    source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
+    check_needed(options.get("shapes"), source.catalog)
+    return source
+
+
+def _destination(dst: Path_, options: Options) -> Destination:
+    return open_destination(dst, options.get("storage_options"))
+
+
+# ---- what to take, and as what ---------------------------------------------------------------------------------------------
+
+
+def model_view(catalog: Catalog, keep_prefix: bool) -> tuple[Catalog, dict[str, int]]:
+    """Returns the model's tensors under their inference names, and how many names lost which prefix."""
+    model, prefix = model_only(catalog)
+    if keep_prefix:
+        cut = len(".".join(prefix)) + 1 if prefix else 0
+        return rename(model, lambda fqn: ".".join(prefix) + "." + fqn if cut else fqn), {}
+    stripped = {".".join(prefix) + ".": len(model.tensors)} if prefix else {}
+    for fqn in model.tensors:
+        gone = strip_wrappers(fqn)
+        for segment in set(fqn.split(".")) if gone != fqn else ():
+            if fqn.split(".").count(segment) != gone.split(".").count(segment):
+                stripped[f"{segment}."] = stripped.get(f"{segment}.", 0) + 1
+    return rename(model, strip_wrappers), stripped
+
+
+def select_from(catalog: Catalog, select: Sequence[str], exclude: Sequence[str], original: Catalog) -> Catalog:
+    """Returns the tensors that globs choose by their new or their stored name."""
+    by_extent = {t.chunks[0].extent: fqn for fqn, t in original.tensors.items() if t.chunks}
+    stored = {fqn: by_extent.get(t.chunks[0].extent, fqn) if t.chunks else fqn for fqn, t in catalog.tensors.items()}
+    for fqn in catalog.unread:
+        stored[fqn] = next((name for name in original.unread if strip_wrappers(name).endswith(f".{fqn}")), fqn)
+    is_chosen = chooser(select, exclude)
+    kept = keep(catalog, lambda fqn: is_chosen(fqn, stored.get(fqn, fqn)))
+    names = list(dict.fromkeys([*catalog.tensors, *stored.values(), *catalog.unread]))
+    check_globs(select, names, "--select")
+    check_globs(exclude, names, "--exclude")
+    return kept
+
+
+def check_kept(keep_dtype: Sequence[str], dtype: object, names: Sequence[str]) -> None:
+    """Refuses globs of tensors that keep their type if they mean nothing.
+
+    Raises:
+        PlanError: no type is asked for, or a glob matches no name.
+    """
+    if keep_dtype and dtype is None:
+        raise PlanError("--keep-dtype means nothing without --dtype: no type is changed", hint="give --dtype, or leave --keep-dtype out")
+    check_globs(keep_dtype, names, "--keep-dtype")
+
+
+def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str], bool]) -> DType:
+    """Returns the type that a tensor is to have: `dtype` where it can be cast and is not kept as it is.
+
+    Raises:
+        PlanError: there is no such type to cast to.
+    """
+    if dtype is None or not entry.dtype.is_castable or is_kept(entry.fqn):
+        return entry.dtype
+    name = SHORT_NAMES.get(dtype, dtype)
+    if name not in SHORT_NAMES.values():
+        raise PlanError(f"cannot cast to {printable(dtype)!r}: expected one of {', '.join(SHORT_NAMES)}")
+    return BY_NAME[name]
+
+
+def uncast(entries: Iterable[TensorEntry], dtype: str | None) -> list[str]:
+    """Returns a remark on the tensors of floating-point types that no `dtype` changes."""
+    left = [e for e in entries if e.dtype.name.startswith(("float", "complex")) and not e.dtype.is_castable] if dtype else []
+    kinds = ", ".join(sorted({e.dtype.name for e in left}))
+    return [f"{len(left)} tensors keep their types, which are not cast: {kinds} ({printable(left[0].fqn)}, …)"] if left else []
+
+
+def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) -> Request:
+    """Puts tensors into shards in their order; a shard is closed by the tensor that no longer fits."""
+    if max_shard_bytes is None:
+        return Request(targets, file_name=name)
+    numbers, number, filled = [], 0, 0
+    for tensor in targets:
+        nbytes = whole(tensor.shape).numel * tensor.dtype.itemsize
+        if filled and filled + nbytes > max_shard_bytes:
+            number, filled = number + 1, 0
+        filled += nbytes
+        numbers.append(number)
+    spread = [
+        TargetTensor(t.fqn, t.dtype, t.shape, tuple(t.boxes[0] if i == mine else None for i in range(number + 1)))
+        for t, mine in zip(targets, numbers, strict=True)
+    ]
+    return Request(spread, number + 1, with_index=True)
+
+
+def rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[Box | None]:
+    """Returns what each of `to_ranks` ranks saves of a tensor that `world_size` ranks have saved; see `reshard_boxes`."""
+    boxes = kinds_of(entry)
+    if world_size == 1 and entry.shape and to_ranks > 1:  # one rank holds everything whole; FSDP would have split it along dim 0
+        boxes = [split(whole(entry.shape), 0, 2, part) for part in range(2)]
+    return reshard_boxes(boxes, entry.shape, to_ranks)
+
+
+def left_out(before: Catalog, after: Catalog, with_objects: bool = True) -> dict[str, int]:
+    """Returns the top-level keys of tensors, and of objects, that were not taken, with their bytes."""
+    taken = {c.extent for t in after.tensors.values() for c in (t.chunks[:1] if isinstance(t.chunks, ManyChunks) else t.chunks)}
+    left: dict[str, int] = {}
+    for fqn, entry in before.tensors.items():
+        if not entry.chunks or entry.chunks[0].extent not in taken:
+            key = key_path(before, fqn)[0]
+            left[key] = left.get(key, 0) + entry.nbytes
+    for fqn, item in before.objects.items() if with_objects else ():
+        key = key_path(before, fqn)[0]
+        left[key] = left.get(key, 0) + item.extent.nbytes
+    return left

@@ -1,0 +1,131 @@
+"""Is a checkpoint what was sealed: its files' names, sizes and checksums against its manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from ckpt_tools.core.catalog import Extent
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.plan import Plan, plan_files
+from ckpt_tools.engine.run import run
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, shares, tile_bytes
+from ckpt_tools.engine.sinks import HashSink
+from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.ranks.base import ALONE, Team
+from ckpt_tools.storage import Store, read
+
+MISSING = "is missing"
+
+
+class Problem(NamedTuple):
+    """What is wrong with a file, or with the part of it that holds an entry.
+
+    Attributes:
+        file: its name.
+        what: a predicate: "is missing".
+        fqn: of the tensor or object that it concerns, "" for the file as such.
+        start, nbytes: which bytes, where that is known.
+        rank: that wrote the file, where that is known.
+    """
+
+    file: str
+    what: str
+    fqn: str = ""
+    start: int | None = None
+    nbytes: int | None = None
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        return f"{printable(self.file)} {self.what}"
+
+
+def list_sealed(manifest: Manifest, store: Store) -> dict[str, int]:
+    """Returns the files beside a manifest, and those in folders that it lists, with their bytes."""
+    files = dict(store.list_files(below=any("/" in name for name in manifest.files)))
+    for name in manifest.files:
+        if name.count("/") > 1:  # deeper than a listing goes
+            try:
+                files[name] = store.size(name)
+            except StorageError as error:
+                if not error.is_missing:
+                    raise
+    return files
+
+
+def compare_names(manifest: Manifest, store: Store) -> Iterator[Problem]:
+    """Yields what is wrong by names and sizes, and with the index, which is small and read."""
+    files = list_sealed(manifest, store)
+    for name, sealed in manifest.files.items():
+        if name not in files:
+            yield Problem(name, MISSING)
+        elif files[name] != sealed.nbytes:
+            yield Problem(name, f"has {files[name]} bytes, the manifest says {sealed.nbytes}")
+    if manifest.index is not None:
+        name, sealed = manifest.index
+        if name not in files:
+            yield Problem(name, MISSING)
+        elif hex64(crc64nvme(read(store, name))) != sealed.crc64nvme:
+            yield damaged(name)
+
+
+def damaged(file: str) -> Problem:
+    """Returns the problem of a file whose checksum is wrong."""
+    return Problem(file, "is damaged: its checksum is not what the manifest says")
+
+
+def compare_bytes(manifest: Manifest, crcs: Mapping[str, int | None]) -> Iterator[Problem]:
+    """Yields what is wrong by checksums, as far as they are known."""
+    for name, crc in crcs.items():
+        if crc is not None and hex64(crc) != manifest.files[name].crc64nvme:
+            yield damaged(name)
+
+
+def hash_files(
+    store: Store, files: Mapping[str, int], jobs: int | None = None, memory: int | None = None,
+    advance: Callable[[int], None] | None = None, team: Team = ALONE,
+) -> dict[str, int]:  # fmt: skip
+    """Reads files and returns their CRC-64/NVME.
+
+    Args:
+        store: where they are.
+        files: how many bytes each has.
+        jobs, memory: threads, and bytes of all buffers; the defaults where None.
+        advance: called with bytes done.
+        team: reads a share each, and all of it becomes known to all.
+    """
+    jobs, sink = jobs or min(8, os.cpu_count() or 1), HashSink()
+    run_shared(plan_files(files), {}, tile_bytes(memory or DEFAULT_MEMORY_BYTES, jobs), store, sink, jobs, advance, team)
+    return {**dict.fromkeys(files, 0), **sink.fingerprints.join()}  # that of no bytes is 0
+
+
+def run_shared(
+    plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Store, sink: HashSink, jobs: int,
+    advance: Callable[[int], None] | None, team: Team,
+) -> None:  # fmt: skip
+    """Hashes what a plan reads, a share by each member of a team; all fingerprints are then known to all."""
+    with team.phase("read"):
+        run(schedule(plan, located, *tiles, shares(plan, team.size)[team.rank]), store, sink, jobs, advance)
+    if team.size > 1:
+        for found in sink.found:
+            found.share(team)
+
+
+def first_problem(manifest: Manifest, store: Store, reads_all: bool = False) -> str:
+    """Returns what is wrong first, "" for nothing.
+
+    Args:
+        manifest: of the checkpoint.
+        store: its files.
+        reads_all: also read every byte.
+    """
+    try:
+        found = next(compare_names(manifest, store), None)
+        if found is None and reads_all:
+            crcs = hash_files(store, {name: sealed.nbytes for name, sealed in manifest.files.items()})
+            found = next(compare_bytes(manifest, crcs), None)
+        return str(found) if found else ""
+    except CheckpointError as error:
+        return str(error)

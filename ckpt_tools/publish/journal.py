@@ -1,0 +1,257 @@
+"""What an attempt has finished, step by step, so that a later one goes on from there and does not begin again.
+
+A line a step in a file of its own for each process, in the staging directory: which bytes were written, and all that was learnt on the
+way. A line is believed where its own checksum is right, and the bytes that it tells of where theirs are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.catalog import Extent, ManyChunks
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.chunk_table import Chunks
+from ckpt_tools.core.plan import Plan, plan_objects
+from ckpt_tools.engine.crc_watch import Seals
+from ckpt_tools.engine.fingerprints import Piece, Pieces, Prints
+from ckpt_tools.engine.run import Moved
+from ckpt_tools.engine.schedule import Step
+from ckpt_tools.engine.sinks import Handed, HashSink, WriteSink
+from ckpt_tools.errors import StorageError
+from ckpt_tools.publish.check_manifest import run_shared
+from ckpt_tools.ranks.base import Team
+from ckpt_tools.storage import Store
+from ckpt_tools.storage.local import failed
+from ckpt_tools.version import __version__
+
+GLOB = ".ckpt.journal.*"
+_BATCH = 10_000  # pieces that are proved in one go
+_HUGE = 1 << 62
+_OTHERS_MAY_WRITE = 0o022
+
+
+def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
+    """Returns a digest of all that the bytes of a plan's result depend on, "" where a source's files have no version.
+
+    Args:
+        operation: its name.
+        plan: what goes where.
+        source: where it is read; with a file that is not the same any more the digest is another.
+        changes: what is done to values on the way, other than a cast.
+    """
+    names: Sequence[str] = ()
+    files, digest = set[str](), sha256()
+
+    def take(*values: object) -> None:
+        digest.update(repr(values).encode("utf-8", "surrogatepass"))
+
+    take(__version__, operation, changes)
+    for tensor in plan.tensors:
+        chunks = tensor.chunks
+        take(tensor.fqn, tensor.shape, tensor.src_dtype.name, tensor.dst_dtype.name, tensor.slots)
+        files |= chunks.file_names() if isinstance(chunks, ManyChunks) else {c.extent.file for c in chunks}
+        if isinstance(chunks, Chunks):
+            if chunks.names is not names:  # one table for all tensors
+                names = chunks.names
+                take(names)
+            take(chunks.packing)
+            for column in (chunks.offsets, chunks.sizes, chunks.files, chunks.starts, chunks.nbytes):
+                digest.update(column.tobytes())
+        else:
+            take(*chunks)
+    for data in dict.fromkeys(literal.data for literal in plan.target.literals):  # a million frames have few kinds
+        take(len(data))
+        digest.update(data)
+    versions = [(file, source.version(file)) for file in sorted(files)]
+    take(versions)
+    return digest.hexdigest() if all(version for _, version in versions) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """An attempt at the same work that died.
+
+    Attributes:
+        path: its staging directory.
+        tiles: how it cut the work, as `schedule.tile_bytes` returns it: what it has finished fits no other cut.
+        nbytes: that it occupies on the disk.
+    """
+
+    path: Path
+    tiles: tuple[int, int]
+    nbytes: int
+
+
+def find(dead: Iterable[Path], work: str) -> Earlier | None:
+    """Returns the attempt of those that died that was at a piece of work; one in which others could have written is not looked at."""
+    for path in dead if work else ():
+        with suppress(FileNotFoundError):  # somebody removes it
+            at = path.lstat()
+            if at.st_uid != os.geteuid() or at.st_mode & _OTHERS_MAY_WRITE:
+                continue
+            heads = [next(_lines(file), None) for file in sorted(path.glob(GLOB))]
+            tiles = next((cut for head in heads if (cut := _tiles(head, work))), None)
+            if tiles:
+                nbytes = sum(f.lstat().st_blocks * 512 for f in path.rglob("*"))
+                return Earlier(path, tiles, nbytes)
+    return None
+
+
+def _tiles(head: object, work: str) -> tuple[int, int] | None:
+    """Returns how an attempt has cut a piece of work, by the first line of its journal; None where it was at another one."""
+    match head:
+        case {"work": name, "tiles": [int(some), int(most)]} if name == work and 0 < some <= most < _HUGE:
+            return some, most
+    return None
+
+
+class Journal:
+    """Takes note of every step that this process has finished; the file is there from the first one on."""
+
+    def __init__(self, path: Path, work: str, tiles: tuple[int, int]) -> None:
+        self._path, self._head = path, {"work": work, "tiles": tiles}
+        self._fd = -1
+        self._lock = threading.Lock()
+
+    def note(self, moved: Moved) -> None:
+        """Takes a finished step."""
+        wrote = moved.wrote
+        if wrote is None or not wrote.files:
+            return
+        line = _line({
+            "files": wrote.files, "prints": wrote.prints, "read": moved.seen, "overflowed": moved.overflowed
+        })  # fmt: skip
+        with self._lock:
+            try:
+                if self._fd < 0:
+                    self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                    line = _line(self._head) + line
+                while line:
+                    line = line[os.write(self._fd, line) :]
+            except OSError as error:
+                raise failed("write", self._path, error) from error
+
+    def close(self) -> None:
+        """Takes nothing any more; the file stays."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def remove(folder: Path) -> None:
+    """Removes all journals of a staging directory: nobody is to go on from there."""
+    for path in folder.glob(GLOB):
+        path.unlink(missing_ok=True)
+
+
+def _line(value: object) -> bytes:
+    data = json.dumps(value, separators=(",", ":"), default=list).encode()
+    return f"{hex64(crc64nvme(data))} ".encode() + data + b"\n"
+
+
+def _lines(path: Path) -> Iterator[object]:
+    """Yields what the lines of a journal hold, as far as they are as they were written."""
+    with path.open("rb") as file:
+        for line in file:
+            crc, _, data = line.rstrip(b"\n").partition(b" ")
+            if crc.decode("ascii", "replace") == hex64(crc64nvme(data)):
+                with suppress(ValueError, RecursionError):  # not one of ours
+                    yield json.loads(data)
+
+
+class Past:
+    """What earlier tries have finished, as far as the bytes are still there."""
+
+    def __init__(self, steps: Sequence[Moved]) -> None:
+        self._steps = steps
+        self._written: dict[str, dict[tuple[int, int], Piece]] = {}
+        for step in steps:
+            for name, pieces in step.wrote.files.items() if step.wrote else ():
+                self._written.setdefault(name, {}).update({(p.start, p.nbytes): p for p in pieces})
+        self.nbytes = sum(p.nbytes for pieces in self._written.values() for p in pieces.values())
+
+    def without(self, steps: Iterable[Step], skipped: Callable[[int], None]) -> Iterator[Step]:
+        """Yields what is left to do of steps, and tells how many bytes are not."""
+        none: dict[tuple[int, int], Piece] = {}
+        if not self._written:
+            yield from steps
+        for step in steps:
+            left = tuple(
+                t for t in step.tiles
+                if not t.writes or any((w.start, w.nbytes) not in self._written.get(w.file, none) for w in t.writes)
+            )  # fmt: skip
+            if len(left) < len(step.tiles):
+                skipped(sum(t.dst_nbytes for t in step.tiles) - sum(t.dst_nbytes for t in left))
+            if left:
+                yield step if len(left) == len(step.tiles) else Step(left)
+
+    def tell(self, sink: WriteSink | None, seals: Seals, overflowed: dict[str, int]) -> None:
+        """Passes on what was learnt: to a sink, where this process completes the files, and to the ranges that are watched."""
+        for step in self._steps:
+            for piece in step.seen:
+                seals.take(*piece)
+            if sink is not None and step.wrote is not None:
+                sink.fingerprints.absorb(step.wrote.prints)
+                for fqn, count in step.overflowed.items():
+                    overflowed[fqn] = overflowed.get(fqn, 0) + count
+        if sink is not None:
+            sink.absorb(Handed({name: Pieces(pieces.values()) for name, pieces in self._written.items()}, Prints({}, {}, {})))
+
+
+def load(folder: Path, work: str) -> list[Moved]:
+    """Returns the steps that the journals of a staging directory tell of."""
+    steps: list[Moved] = []
+    for path in sorted(folder.glob(GLOB)):
+        lines = _lines(path)
+        if _tiles(next(lines, None), work):
+            for line in lines:
+                with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):  # not one of ours
+                    steps.append(_step(line))
+    return steps
+
+
+def _step(line: Any) -> Moved:
+    pieces, shares, sizes = line["prints"]
+    wrote = Handed(_pieces(line["files"]), Prints(_pieces(pieces), _pieces(shares), _numbers(sizes)))
+    return Moved(0, _numbers(line["overflowed"]), [(str(f), int(at), int(n), int(crc)) for f, at, n, crc in line["read"]], wrote)
+
+
+def _numbers(found: Mapping[str, int]) -> dict[str, int]:
+    if not all(0 <= int(number) < 1 << 63 for number in found.values()):
+        raise ValueError("a number of bytes that no file has")
+    return {name: int(number) for name, number in found.items()}
+
+
+def _pieces(found: Mapping[str, list[list[int]]]) -> dict[str, Pieces]:
+    return {name: Pieces(Piece(*p) for p in pieces) for name, pieces in found.items()}
+
+
+def _size(store: Store, file: str) -> int:
+    try:
+        return store.size(file)
+    except StorageError:
+        return -1
+
+
+def prove(steps: Sequence[Moved], store: Store, tiles: tuple[int, int], jobs: int, team: Team) -> Past:
+    """Reads again what steps have written, a share by each member of a team, and returns those of which every byte is there."""
+    pieces = [(n, file, p) for n, step in enumerate(steps) if step.wrote for file, ps in step.wrote.files.items() for p in ps]
+    sizes = {file: _size(store, file) for file in {file for _, file, _ in pieces}}
+    wrong = {n for n, file, p in pieces if p.start + p.nbytes > sizes[file]}
+    rest = ((n, file, p) for n, file, p in pieces if n not in wrong and p.nbytes)
+    while batch := list(islice(rest, _BATCH)):
+        sink = HashSink()
+        extents = {str(i): Extent(file, p.start, p.nbytes) for i, (_, file, p) in enumerate(batch)}
+        run_shared(plan_objects(extents), {}, tiles, store, sink, jobs, None, team)
+        found = sink.fingerprints.join()
+        wrong |= {n for i, (n, _, p) in enumerate(batch) if found.get(str(i)) != p.crc64}
+    return Past([step for n, step in enumerate(steps) if n not in wrong])

@@ -1,0 +1,413 @@
+"""Making a result visible at one instant: staging, the order of fsyncs, one rename.
+
+Data and manifest are written under the name of one attempt and made durable; then one rename publishes them, and never
+into something that exists. With `overwrite` the old result stays in place until the new one is complete, and the two
+change places in one step; where a filesystem cannot do that, the old one stands aside for a moment, and comes back if the process
+dies in it. `docs/architecture.md` has the protocol, step by step.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.formats.base import ASIDE, MANIFEST, note_of, short_name
+from ckpt_tools.publish.flock import release, try_lock
+from ckpt_tools.publish.rename import exchange, publish_name
+from ckpt_tools.storage import LocalStore, write_file
+from ckpt_tools.storage.local import failed
+
+_STAGING, _TRASH = ".tmp.", ".trash."
+_TRIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A directory beside the destination, of one attempt, held under a lock as long as its process lives."""
+
+    attempt: str
+    path: Path
+    target: Path
+
+
+def check_destination(target: Path, overwrite: bool, is_ours: Callable[[Path], list[str]]) -> None:
+    """Refuses a destination that cannot be published to, before anything is read or written.
+
+    Args:
+        target: the file or directory to be.
+        overwrite: whether an old result may be replaced.
+        is_ours: returns the names under an existing destination that belong to no checkpoint.
+
+    Raises:
+        StorageError: it exists, holds foreign files, or its folder cannot be written to.
+    """
+    if not overwrite:
+        bring_back(target.parent, _escape_glob(target.name))
+    parent = existing_parent(target)
+    if not parent.is_dir():
+        raise StorageError(f"the destination's parent is not a directory: {printable(str(parent))}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(f"the destination's folder cannot be written to: {printable(str(parent))}")
+    if not os.path.lexists(target):
+        return
+    foreign = [] if target.is_symlink() else is_ours(target)
+    if not overwrite:
+        advice = "choose another" if foreign or target.is_symlink() else "choose another, or replace it with --overwrite"
+        raise StorageError(f"the destination exists: {printable(str(target))}", hint=advice)
+    if target.is_symlink():
+        raise StorageError(f"the destination is a symbolic link: {printable(str(target))}", hint="give the path that it leads to")
+    if foreign:
+        raise StorageError(
+            f"the destination holds files that no checkpoint consists of: {printable(', '.join(foreign[:5]))} ({printable(str(target))})",
+            hint="move them away or choose another destination; --overwrite replaces checkpoints only",
+        )
+
+
+def existing_parent(target: Path) -> Path:
+    """Returns the nearest folder above a path that exists; those between are made when something is written."""
+    return next(p for p in target.absolute().parents if os.path.lexists(p))
+
+
+def check_room(target: Path, nbytes: int) -> None:
+    """Refuses early what the filesystem has no room for.
+
+    Raises:
+        StorageError: fewer than `nbytes` bytes are free where `target` will lie.
+    """
+    parent = existing_parent(target)
+    stat = os.statvfs(parent)
+    free = stat.f_bavail * stat.f_frsize
+    if free < nbytes:
+        raise StorageError(
+            f"no room: expected {nbytes} free bytes, got {free} ({printable(str(parent))})",
+            hint="free some room, or write to another filesystem",
+        )
+
+
+def staging_path(target: Path, attempt: str) -> Path:
+    """Returns where an attempt at `target` gathers its files."""
+    return target.parent / f"{_STAGING}{short_name(target.name)}.{attempt[:8]}"
+
+
+def trash_path(target: Path, attempt: str) -> Path:
+    """Returns the name under which a result of an attempt waits for its removal."""
+    return target.parent / f"{_TRASH}{short_name(target.name)}.{attempt[:8]}"
+
+
+@contextmanager
+def staging(target: Path, attempt: str, keeps: str = "", heir_of: Path | None = None) -> Iterator[Staging]:
+    """Yields a staging directory for `target`; whatever is left of it is removed on the way out.
+
+    Leftovers of dead attempts at the same target are removed first; those of live ones are recognised by their lock.
+
+    Args:
+        target: the file or directory to be.
+        attempt: id of the attempt.
+        keeps: what is there is left to the next one if anything in it matches this glob; an earlier try of the same attempt is gone
+            on with, too.
+        heir_of: a dead attempt's staging directory, to be this one's.
+    """
+    made = [p for p in target.absolute().parents if not os.path.lexists(p)]
+    path = staging_path(target, attempt)
+    lock, is_tried = -1, False
+
+    def clean() -> None:
+        if is_tried:
+            _remove_own(path, lock, keeps)
+        for folder in made if not os.path.lexists(target) else ():
+            with suppress(OSError):  # it is not ours alone any more
+                folder.rmdir()
+
+    try:  # from here on, so that a signal at any instant finds its way to the cleaning
+        remove_dead(target.parent, _escape_glob(short_name(target.name)), spared=heir_of or (path if keeps else None))
+        try:
+            make_folder(target.absolute().parent)
+            lock = _inherit(heir_of, path) if heir_of is not None else -1
+            is_tried = True
+            if lock < 0:
+                lock = _make_and_lock(path, is_emptied=not keeps)
+        except OSError as error:
+            raise failed("create a staging directory", path, error) from error
+        if lock < 0:
+            raise StorageError(f"another process is at work on this: {printable(str(path))}", hint="wait for it to end")
+        yield Staging(attempt, path, target)
+    finally:
+        try:
+            clean()
+        except BaseException:  # a signal during the cleaning: finish it first
+            clean()
+            raise
+        finally:
+            if lock >= 0:
+                release(lock)
+
+
+def _remove_own(path: Path, lock: int, keeps: str) -> None:
+    """Removes a staging directory at the end of an attempt, unless another process holds it by now.
+
+    Args:
+        path: the directory; after an exchange, what the result has replaced.
+        lock: of the attempt, or -1 if a signal came before it.
+        keeps: as for `staging`.
+    """
+    with suppress(OSError):
+        is_locked = lock >= 0 and os.path.samestat(os.fstat(lock), os.lstat(path))
+        own = lock if is_locked else _lock(path)
+        try:
+            is_own = is_locked or (own >= 0 and try_lock(own))  # without locks nobody knows whose it is
+            if is_own and (not keeps or not any(path.glob(keeps))):
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            if own >= 0 and not is_locked:
+                release(own)
+
+
+def _make_and_lock(path: Path, is_emptied: bool) -> int:
+    """Makes a staging directory and locks it; returns -1 if another process holds it.
+
+    Two processes may use the same path, because copies of one checkpoint share an attempt id. Only the holder of the lock owns the
+    directory. Another process may also remove the directory between its making and its locking, so both are tried again.
+
+    Args:
+        path: the directory.
+        is_emptied: remove what a dead attempt left in it.
+    """
+    for _ in range(_TRIES):
+        with suppress(FileExistsError):
+            path.mkdir(0o700)
+        lock = _lock(path)
+        if lock < 0:
+            time.sleep(0.01)
+        elif not is_emptied or not any(path.iterdir()):
+            return lock
+        elif try_lock(lock):
+            shutil.rmtree(path)
+            release(lock)
+        else:  # a file system without locks: it may be at work
+            release(lock)
+            return -1
+    return -1
+
+
+def _inherit(old: Path, path: Path) -> int:
+    """Locks a dead attempt's directory and gives it another name; returns -1 where another was faster."""
+    lock = _lock(old)
+    if lock >= 0:
+        os.rename(old, path)
+    return lock
+
+
+def _lock(path: Path) -> int:
+    """Opens and locks a directory; returns -1 where another holds it, or has removed it.
+
+    Between its making and its locking another run may take it for a dead one's, and remove it: then it is made again.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return -1
+    with suppress(OSError):
+        if try_lock(fd) is not False and os.path.samestat(os.fstat(fd), os.lstat(path)):
+            return fd
+    release(fd)
+    return -1
+
+
+def find_dead(target: Path) -> list[Path]:
+    """Returns the staging directories that dead attempts at a target have left."""
+    found = remove_dead(target.parent, _escape_glob(short_name(target.name)), dry_run=True)
+    return [path for path in found if path.name.startswith(_STAGING)]
+
+
+def remove_dead(parent: Path, name: str = "*", dry_run: bool = False, spared: Path | None = None) -> list[Path]:
+    """Removes what dead attempts left in a folder, and returns it: staging and trash whose lock no process holds.
+
+    Args:
+        parent: the folder.
+        name: glob of the targets whose leftovers are meant.
+        dry_run: only look.
+        spared: one that stays.
+    """
+    if not dry_run:
+        bring_back(parent, name)
+    dead = []
+    for prefix in (_STAGING, _TRASH):
+        for path in _unheld(parent, prefix, name):
+            if path != spared:
+                dead.append(path)
+                if not dry_run:
+                    shutil.rmtree(path, ignore_errors=True)
+    return dead
+
+
+def bring_back(parent: Path, name: str = "*") -> None:
+    """Gives back its name to what stood aside for a result that a dead attempt did not put in its place; else it is trash.
+
+    Args:
+        parent, name: as for `remove_dead`.
+    """
+    for path in _unheld(parent, ASIDE, name):
+        stood_at = parent / path.name[len(ASIDE) : -9]
+        with suppress(StorageError, OSError):  # another was faster
+            if os.path.lexists(stood_at):
+                _discard(path)
+            else:
+                publish_name(path, stood_at)
+
+
+def _discard(aside: Path) -> Path:
+    """Makes trash of what stood aside, so that nobody brings back what is half removed; returns its name."""
+    return aside.rename(aside.parent / f"{_TRASH}{aside.name[len(ASIDE) :]}")
+
+
+def _unheld(parent: Path, prefix: str, name: str) -> Iterator[Path]:
+    """Yields the directories of attempts whose lock no process holds, each while it is locked here."""
+    for path in sorted(parent.glob(f"{prefix}{name}.????????")):
+        if path.is_symlink() or not path.is_dir():
+            continue
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another run was faster
+            continue
+        try:
+            if try_lock(fd):
+                yield path
+        finally:
+            release(fd)
+
+
+def _escape_glob(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise failed("make durable", path, error) from error
+
+
+def make_folder(path: Path) -> None:
+    """Makes a directory, and those above it that are missing, durably: else a power cut could take everything that is put there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [p for p in (path, *path.parents) if not os.path.lexists(p)]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_directory(folder.parent)
+
+
+def publish_directory(place: Staging, overwrite: bool) -> None:
+    """Gives a complete staging directory its final name: the commit.
+
+    Raises:
+        StorageError: another writer was first, or the rename failed; nothing is visible then.
+    """
+    _set_mode(place.path)
+    for folder, _, _ in os.walk(place.path, topdown=False):
+        sync_directory(Path(folder))
+    if overwrite and os.path.lexists(place.target):
+        if not exchange(place.path, place.target):  # the staging name now holds the old one
+            _replace_by_turns(place)
+    else:
+        publish_name(place.path, place.target)
+    _confirm(place.target)
+
+
+def _replace_by_turns(place: Staging) -> None:
+    """Replaces a directory where two cannot change places: the old one stands aside until the new one is there for good."""
+    target, aside = place.target, place.target.parent / f"{ASIDE}{place.target.name}.{place.attempt[:8]}"
+    lock = _lock(target)
+    if lock < 0:
+        raise StorageError(f"another process is at work on this: {printable(str(target))}", hint="wait for it to end")
+    try:
+        publish_name(target, aside)
+        publish_name(place.path, target)
+        _confirm(target)
+        with suppress(OSError):  # else the next one removes it
+            shutil.rmtree(_discard(aside))
+    except BaseException:
+        if not os.path.lexists(target):
+            with suppress(OSError):  # else the next one brings it back
+                os.rename(aside, target)
+        raise
+    finally:
+        release(lock)
+
+
+def publish_file(place: Staging, name: str, manifest: str, overwrite: bool) -> None:
+    """Gives a staged file its final name, its manifest first: the rename of the data is the commit.
+
+    Raises:
+        StorageError: another writer was first, or the rename failed; nothing is visible then.
+    """
+    target = place.target
+    sync_directory(place.path)
+    try:
+        os.rename(place.path / manifest, target.parent / manifest)
+        sync_directory(target.parent)
+        if overwrite:
+            os.replace(place.path / name, target)
+        else:
+            publish_name(place.path / name, target)
+    except BaseException:
+        if (place.path / name).exists():
+            (target.parent / manifest).unlink(missing_ok=True)
+        raise
+    _confirm(target)
+    for old in target.parent.iterdir():
+        if note_of(old.name) == (MANIFEST, short_name(target.name)) and old.name != manifest:
+            old.unlink(missing_ok=True)
+
+
+def add_file(folder: Path, name: str, data: bytes, attempt: str) -> None:
+    """Adds a small file to a directory: whole, durable, and never over another.
+
+    Raises:
+        StorageError: there is one of that name, or the directory cannot be written to; nothing is left then.
+    """
+    with staging(folder / name, attempt) as place:
+        write_file(LocalStore(place.path), name, data)
+        sync_directory(place.path)
+        publish_name(place.path / name, place.target)
+        _confirm(place.target)
+
+
+def _confirm(target: Path) -> None:
+    """Makes the new name durable; if that fails the result is there, but a power cut might undo it."""
+    try:
+        sync_directory(target.parent)
+    except StorageError as error:
+        raise StorageError(
+            str(error), hint=f"{target} is complete and in place, but a power cut might still undo its name: run `sync`"
+        ) from error
+
+
+def _set_mode(path: Path) -> None:
+    """Gives a staging directory, private so far, the mode that `mkdir` gives a directory in that place.
+
+    Setgid, and the mask of a default ACL, come from the folder above. A new directory inside the staging directory inherits both the same
+    way, so its mode is the one to set.
+    """
+    probe = path / f".mode.{path.name[-8:]}"
+    try:
+        probe.mkdir(0o777)
+        mode = probe.stat().st_mode
+        probe.rmdir()
+        path.chmod(stat.S_IMODE(mode))
+    except OSError as error:
+        raise failed("set the mode of", path, error) from error

@@ -1,0 +1,217 @@
+"""The manifest: what was sealed on disk, as JSON beside the data. `docs/manifest.md` describes every field."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.plan import Plan
+from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats.base import MANIFEST, note_name, note_of, short_name
+from ckpt_tools.formats.registry import Source, folder_of
+from ckpt_tools.storage import Store, read
+from ckpt_tools.version import __version__
+
+VERSION = 2  # 1, of the days before the first release, had no checksum of its own: nobody could tell whether it was changed
+CHECKSUM = "crc64nvme"
+
+
+class SealedRun(NamedTuple):
+    """A range of a file, a payload or a cell of one, with its checksums as 16 and 8 hex digits."""
+
+    start: int
+    nbytes: int
+    crc64nvme: str
+    crc32: str
+
+
+class Sealed(NamedTuple):
+    """A file with its checksum as 16 hex digits, and those of the cells of its long payloads."""
+
+    nbytes: int
+    crc64nvme: str
+    runs: tuple[SealedRun, ...] = ()
+
+
+class SealedTensor(NamedTuple):
+    """A tensor with the checksum of its row-major little-endian bytes, however it is sharded."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """See `docs/manifest.md`; `index` is None where a single file is its own index."""
+
+    attempt: str
+    created: str
+    tool: str
+    operation: str
+    format: str
+    source: Mapping[str, Any]
+    world_size: int | None
+    files: Mapping[str, Sealed]
+    index: tuple[str, Sealed] | None
+    tensors: Mapping[str, SealedTensor]
+    step: int | None = None
+
+    @classmethod
+    def now(cls, attempt: str, operation: str, form: str, source: Mapping[str, Any], **fields: Any) -> Manifest:
+        """Returns a manifest of what this tool has just done."""
+        created, tool = dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), f"ckpt-tools {__version__}"
+        return cls(attempt=attempt, created=created, tool=tool, operation=operation, format=form, source=source, **fields)
+
+    def render(self) -> bytes:
+        """Returns the JSON text: ASCII, a line for every file and tensor, keys in a fixed order."""
+        body: dict[str, Any] = {"ckpt_manifest": VERSION, "checksum": CHECKSUM}
+        body |= {f.name: getattr(self, f.name) for f in fields(self)}
+        body["index"] = {"name": self.index[0], **_fields(self.index[1])} if self.index else None
+        lines = [
+            f" {json.dumps(key)}: {_table(value) if key in ('files', 'tensors') else json.dumps(value)}" for key, value in body.items()
+        ]
+        text = ("{\n" + ",\n".join(lines)).encode("ascii")
+        return text + f',\n "crc64nvme": "{hex64(crc64nvme(text))}"\n}}\n'.encode("ascii")
+
+
+def _table(entries: Mapping[str, Sealed | SealedTensor]) -> str:
+    lines = [f"  {json.dumps(name)}: {json.dumps(_fields(entry))}" for name, entry in entries.items()]
+    return "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
+
+
+def _fields(entry: Sealed | SealedTensor) -> dict[str, Any]:
+    return {key: value for key, value in entry._asdict().items() if key != "runs" or value}
+
+
+def file_name(attempt: str, beside: str = "") -> str:
+    """Returns the manifest's name; see `note_name`."""
+    return note_name(MANIFEST, attempt, beside)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("attempt", "created", "tool", "operation", "format"), (str,)), "source": (dict,), "world_size": (int, type(None)),
+    "step": (int, type(None)),
+}  # fmt: skip
+_HEX = re.compile(r"[0-9a-f]+")
+_OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """Returns a manifest from its text.
+
+    Raises:
+        FormatError: it is malformed, or of a version that this tool does not know.
+    """
+    try:
+        body = json.loads(data)
+        if body["ckpt_manifest"] != VERSION or body["checksum"] != CHECKSUM:
+            raise FormatError(
+                f"a manifest of another version: expected {VERSION} with {CHECKSUM},"
+                f" got {printable(str(body['ckpt_manifest']))} with {printable(str(body['checksum']))} ({printable(where)})"
+            )
+        own = _OWN.search(data)
+        if own is None or hex64(crc64nvme(data[: own.start()])) != own[1].decode():
+            raise FormatError(f"a manifest is damaged: its checksum is not that of its text ({printable(where)})")
+        index = body["index"]
+        for key, kinds in _KINDS.items():
+            if type(body[key]) not in kinds:
+                raise ValueError(f"{key} is a {type(body[key]).__name__}")
+        return Manifest(
+            **{f.name: body[f.name] for f in fields(Manifest) if f.name not in ("files", "index", "tensors")},
+            files={str(name): _sealed(entry) for name, entry in body["files"].items()},
+            index=None if index is None else (str(index["name"]), _sealed(index)),
+            tensors={
+                str(fqn): SealedTensor(str(t["dtype"]), tuple(map(int, t["shape"])), _hex(t["fingerprint"]))
+                for fqn, t in body["tensors"].items()
+            },
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError(f"a manifest is malformed: {printable(repr(error))} ({printable(where)})") from error
+
+
+def names_in(store: Store, beside: str = "") -> list[str]:
+    """Returns the names of the manifests in a directory, or of those of one file in it."""
+    return [name for name in store.list_files() if note_of(name) == (MANIFEST, short_name(beside))]
+
+
+def find(store: Store, beside: str = "") -> Manifest | None:
+    """Returns the manifest in a directory, or that of one file in it; None where there is none.
+
+    Of several in a directory, in an object store in which one attempt has just taken the place of another, it is the one that knows the
+    index; of several beside a file, none.
+
+    Args:
+        store: the directory.
+        beside: the file.
+
+    Raises:
+        FormatError: it is malformed, or of several none fits or more than one.
+    """
+    files, names = store.list_files(), names_in(store, beside)
+    found = [parse(read(store, name), name) for name in names]
+    if len(found) > 1 and beside:
+        return None
+    if len(found) > 1:
+        found = [m for m in found if m.index and m.index[0] in files and hex64(crc64nvme(read(store, m.index[0]))) == m.index[1].crc64nvme]
+        if len(found) != 1:
+            raise FormatError(
+                f"{len(names)} manifests, of which {len(found)} fit: {printable(', '.join(names))} ({printable(store.url)})",
+                hint="remove all but one that fits; or all of them, and then ckpt seal",
+            )
+    return found[0] if found else None
+
+
+def of_source(source: Source) -> Manifest | None:
+    """Returns the manifest of an opened checkpoint, None where there is none; see `find`."""
+    return of_store(source.store)
+
+
+def of_store(store: Store) -> Manifest | None:
+    """Returns the manifest of a checkpoint that was found, None where there is none; see `find`."""
+    return find(*folder_of(store))
+
+
+def _sealed(entry: Mapping[str, Any]) -> Sealed:
+    if type(entry["nbytes"]) is not int or entry["nbytes"] < 0:
+        raise ValueError(f"nbytes is {entry['nbytes']!r}")
+    runs = [run for run in entry.get("runs", ()) if len(run) != 3]  # for a few days they had no CRC-32
+    return Sealed(entry["nbytes"], _hex(entry["crc64nvme"]), tuple(_run(run, entry["nbytes"]) for run in runs))
+
+
+def _run(run: Sequence[Any], file_nbytes: int) -> SealedRun:
+    start, nbytes, crc64, crc32 = run
+    if type(start) is not int or type(nbytes) is not int or not 0 <= start < start + nbytes <= file_nbytes:
+        raise ValueError(f"a run is {run!r} of a file of {file_nbytes} bytes")
+    return SealedRun(start, nbytes, _hex(crc64), _hex(crc32, 8))
+
+
+def _hex(value: object, digits: int = 16) -> str:
+    if not isinstance(value, str) or len(value) != digits or not _HEX.fullmatch(value):
+        raise ValueError(f"not a checksum: {value!r}")
+    return value
+
+
+def seal_file(nbytes: int, crc64: int, runs: Iterable[tuple[int, int, int, int]]) -> Sealed:
+    """Returns the entry of a file.
+
+    Args:
+        nbytes, crc64: of the file.
+        runs: (start, bytes, CRC-64, CRC-32) of the cells of its long payloads.
+    """
+    return Sealed(nbytes, hex64(crc64), tuple(SealedRun(start, length, hex64(crc), f"{crc32:08x}") for start, length, crc, crc32 in runs))
+
+
+def seal_tensors(plan: Plan, fingerprints: Mapping[str, int]) -> dict[str, SealedTensor]:
+    """Returns the tensors of a finished plan with their fingerprints; an empty tensor's is that of no bytes, 0."""
+    return {
+        t.fqn: SealedTensor(t.dst_dtype.name, t.shape, hex64(fingerprints.get(t.fqn, 0)))
+        for t in plan.tensors
+        if not t.is_object and (t.fqn in fingerprints or not whole(t.shape).numel)
+    }

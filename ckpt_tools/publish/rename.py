@@ -1,0 +1,77 @@
+"""Giving a name that nothing has yet, and two directories each other's, in one step; where a filesystem cannot, as near to it as it can."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.storage.local import failed
+
+_NOREPLACE, _EXCHANGE = 1, 2
+_AT_FDCWD = -100
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def publish_name(src: Path, dst: Path) -> None:
+    """Renames a file or directory to a name that nothing has.
+
+    Without `renameat2` (NFS, some FUSE) a file is linked, which never replaces either; and a directory renamed once nothing is seen
+    there, which never replaces one with files in it.
+
+    Raises:
+        StorageError: something is there, or the rename failed.
+    """
+    if _renameat2(src, dst, _NOREPLACE):
+        return
+    if os.path.lexists(dst):
+        raise _appeared(dst)
+    try:
+        if src.is_dir() or not _link(src, dst):
+            os.rename(src, dst)
+    except OSError as error:
+        raise (_appeared(dst) if error.errno in (errno.EEXIST, errno.ENOTEMPTY) else failed("rename", dst, error)) from error
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchanges the names of two directories; False where that cannot be done in one step.
+
+    Raises:
+        StorageError: it failed.
+    """
+    return _renameat2(one, other, _EXCHANGE)
+
+
+def _renameat2(src: Path, dst: Path, flags: int) -> bool:
+    """Returns False where the filesystem or system does not know the flags."""
+    call = getattr(_libc, "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(src), _AT_FDCWD, os.fsencode(dst), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise _appeared(dst) if code == errno.EEXIST else failed("rename", dst, OSError(code, os.strerror(code)))
+
+
+def _link(src: Path, dst: Path) -> bool:
+    """Moves a file by a second name, which fails where one is; False where there are no hard links."""
+    try:
+        os.link(src, dst)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return False
+    with suppress(OSError):  # it goes with the staging
+        src.unlink()
+    return True
+
+
+def _appeared(dst: Path) -> StorageError:
+    what = f"the destination appeared while this was at work: {printable(str(dst))}"
+    return StorageError(what, hint="another writer was first; look at what it wrote")

@@ -1,0 +1,317 @@
+"""What the ranks of a job tell each other while they save or load: few bytes, in step, and never without a deadline.
+
+Every phase ends in one exchange of who failed, so that an error on one rank is that error on all of them, and nobody waits
+for a rank that is not coming. A group of its own keeps this apart from the collectives of the training.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import pickle
+import socket
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ckpt_tools.errors import CheckpointError, PeerError
+
+T = TypeVar("T")
+_ROLL_CALL_S = 3.0
+
+
+class Ranks(ABC):
+    """Some ranks that do things in step: every method is called by all of them in the same order."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def sum(self, values: Sequence[int], what: str) -> list[int]:
+        """Returns the element-wise sum over all ranks, on every rank."""
+
+    @abstractmethod
+    def gather(self, value: T, what: str) -> list[T]:
+        """Returns every rank's value on rank 0, and an empty list on the others."""
+
+    @abstractmethod
+    def all_gather(self, value: T, what: str) -> list[T]:
+        """Returns every rank's value on every rank."""
+
+    @abstractmethod
+    def exchange(
+        self, sends: Sequence[tuple[int, int, torch.Tensor]], receives: Sequence[tuple[int, int, torch.Tensor]], what: str
+    ) -> None:
+        """Sends tensors to ranks and fills others from ranks, all at once: `(rank, tag, tensor)`, tags the same at both ends."""
+
+    @contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Runs the body on every rank, then tells all ranks who failed at it.
+
+        Args:
+            what: names the phase in messages: "write step 500".
+
+        Raises:
+            PeerError: another rank failed, with its own message; or did not answer in time.
+            BaseException: this rank's own error, once the others know of it.
+        """
+        own: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001  # told to all ranks, then raised below
+            own = error
+        try:
+            self._settle(what, own)
+        except PeerError:
+            if own is None:
+                raise
+        if own is not None:
+            raise own
+
+    def _settle(self, what: str, own: BaseException | None) -> None:
+        if self.size == 1:
+            return
+        failed = self.sum([own is not None], what)
+        if not int(failed[0]):
+            return
+        hint = own.hint if isinstance(own, CheckpointError) else None
+        notes = [note for note in getattr(own, "__notes__", ()) if not note.startswith("hint: ")]
+        mine = None if own is None else (" ".join((f"{type(own).__name__}: {own}", *(f"({note})" for note in notes))), hint)
+        told = [(rank, *theirs) for rank, theirs in enumerate(self.all_gather(mine, what)) if theirs]
+        texts, hint = [(rank, text) for rank, text, _ in told], next((hint for *_, hint in told if hint), None)
+        shown = "\n".join(f"  rank {rank}: {t}" for rank, t in texts[:8]) + (f"\n  and {len(texts) - 8} more" if len(texts) > 8 else "")
+        raise PeerError(f"{what} failed on {len(texts)} of {self.size} ranks:\n{shown}", hint=hint)
+
+
+class Group(Ranks):
+    """All ranks of a job, or one process alone. After an exchange has failed, it can do no other."""
+
+    _made = 0
+    _broken = ""
+
+    def __init__(self, timeout_s: float, pg: dist.ProcessGroup | None = None) -> None:
+        """Opens a gloo group over the ranks of `pg` (all ranks where None); alone where torch.distributed is not initialised."""
+        self._is_alone = not (dist.is_available() and dist.is_initialized())
+        self.rank, self.size = (0, 1) if self._is_alone else (dist.get_rank(pg), dist.get_world_size(pg))
+        self._timeout_s = timeout_s
+        if self.size == 1:
+            self._is_alone = True
+        if not self._is_alone:
+            ranks = None if pg is None else dist.get_process_group_ranks(pg)
+            self._pg = dist.new_group(ranks, timeout=dt.timedelta(seconds=timeout_s), backend="gloo")
+            self._root = 0 if ranks is None else ranks[0]
+            Group._made += 1  # all ranks make their groups in one order
+            self._name = f"ckpt/{Group._made}/{self._root}"
+
+    def sum(self, values: Sequence[int], what: str) -> list[int]:
+        sums = np.array(values, np.int64)
+        if not self._is_alone:
+            self._call(what, lambda: dist.all_reduce(torch.from_numpy(sums), group=self._pg))
+        return sums.tolist()  # type: ignore[no-any-return]
+
+    def meet(self, kind: str, call: str, flags: Sequence[int] = (0, 0)) -> list[int]:
+        """Makes sure that all ranks make the same call, and returns the maximum of each flag over all ranks.
+
+        Args:
+            kind: name of the public method.
+            call: the call with its arguments, as a person would write it; compared by its checksum.
+            flags: two numbers of this rank.
+
+        Raises:
+            PeerError: the ranks make different calls; the message has each rank's. No other exchange was begun.
+        """
+        if self._is_alone:
+            return list(flags)
+        if kind != "preempted" and not self._broken:  # which is called after every step, and must cost no more than the exchange
+            self._tell("call", f"{call} at {time.strftime('%H:%M:%S')}")
+        code = zlib.crc32(call.encode())
+        found = np.array([code, -code, *flags], np.int64)
+        self._call(
+            call.rstrip(")").replace("(", " ").strip(), lambda: dist.all_reduce(torch.from_numpy(found), dist.ReduceOp.MAX, self._pg)
+        )
+        if found[0] != -found[1]:
+            calls = self.all_gather(call, "compare calls")
+            shown = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(calls))
+            raise PeerError(
+                f"the ranks do not make the same call:\n{shown}",
+                hint="every rank calls save, resume and preempted in the same order, with the same arguments",
+            )
+        return found[2:].tolist()  # type: ignore[no-any-return]
+
+    def xor(self, values: Sequence[int], what: str) -> list[int]:
+        """Returns the element-wise exclusive-or over all ranks of values below 2**64; of use on rank 0."""
+        found = np.array(values, np.uint64)
+        if not self._is_alone:
+            self._call(what, lambda: dist.reduce(torch.from_numpy(found.view(np.int64)), self._root, dist.ReduceOp.BXOR, group=self._pg))
+        return found.tolist()  # type: ignore[no-any-return]
+
+    def gather(self, value: T, what: str) -> list[T]:
+        if self._is_alone:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        self._call(what, lambda: dist.gather_object(value, values, self._root, group=self._pg))
+        return values or []
+
+    def all_gather(self, value: T, what: str) -> list[T]:
+        if self._is_alone:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self._call(what, lambda: dist.all_gather_object(values, value, group=self._pg))
+        return values
+
+    def scatter(self, values: Sequence[T], what: str) -> T:
+        """Returns to each rank its own of the values that rank 0 gives."""
+        if self._is_alone:
+            return values[0]
+        mine: list[Any] = [None]
+        self._call(what, lambda: dist.scatter_object_list(mine, list(values) if self.rank == 0 else None, self._root, group=self._pg))
+        return mine[0]  # type: ignore[no-any-return]
+
+    def broadcast(self, value: T, what: str) -> T:
+        """Returns rank 0's value on every rank."""
+        if self._is_alone:
+            return value
+        values: list[Any] = [value]
+        self._call(what, lambda: dist.broadcast_object_list(values, self._root, group=self._pg))
+        return values[0]  # type: ignore[no-any-return]
+
+    def exchange(
+        self, sends: Sequence[tuple[int, int, torch.Tensor]], receives: Sequence[tuple[int, int, torch.Tensor]], what: str
+    ) -> None:
+        if self._is_alone:
+            return
+
+        def move() -> None:
+            works = [dist.irecv(t, dist.get_global_rank(self._pg, rank), self._pg, tag) for rank, tag, t in receives]
+            works += [dist.isend(t, dist.get_global_rank(self._pg, rank), self._pg, tag) for rank, tag, t in sends]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+        self._call(what, move)
+
+    def of_host(self) -> Ranks:
+        """Returns those of this rank's host."""
+        hosts = self.all_gather(_host(), "find the ranks of each host")
+        near = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        return self if len(near) == self.size else Near(self, near)
+
+    def _call(self, what: str, collective: Callable[[], object]) -> None:
+        if self._broken:
+            raise PeerError(
+                f"{what}: this manager cannot exchange anything any more: {self._broken}",
+                hint="close it and make a new one on all ranks, or restart the job",
+            )
+        began = time.time()
+        try:
+            collective()
+        except (RuntimeError, ValueError) as error:
+            self._broken = self._diagnose(what, began, str(error).splitlines()[0])
+            raise PeerError(
+                f"{what}: {self._broken}",
+                hint="look at that rank's own log; nothing was published, the newest complete step is as it was."
+                " Then make a new manager on all ranks, or restart the job",
+            ) from error
+
+    def _diagnose(self, what: str, began: float, reason: str) -> str:
+        """Returns why an exchange failed: who did not come, or who had given up before this rank came.
+
+        Args:
+            what: the exchange.
+            began: when this rank came to it, by the wall clock.
+            reason: torch's words.
+        """
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            gave_up = f"{self._name}/gave_up"
+            if store.check([gave_up]):
+                when, _, text = store.get(gave_up).decode().partition(" ")
+                if float(when) < began:
+                    return f"this rank, {self.rank}, came too late: {text}"
+            now = time.time()
+            waited_s = now - began
+            store.set(gave_up, f"{now} rank {self.rank} waited {waited_s:.0f} s at {what}")
+            missing = self._missing(store)
+            calls = {rank: self._told(store, "call", rank) for rank in missing}
+            last = "last call: " + ", ".join(f"rank {rank} {call or 'none yet'}" for rank, call in calls.items())
+            who = f"rank {', '.join(map(str, missing))}"
+            if missing:
+                store.set(gave_up, f"{now} rank {self.rank} waited {waited_s:.0f} s at {what} for {who}")
+        except (RuntimeError, ValueError):  # the store died with the rank that served it
+            return f"a rank did not answer, and the job's store is gone: rank 0 or the launcher has ended ({reason})"
+        if not missing:
+            return f"the connection between the ranks broke ({reason})"
+        return f"{who} did not answer ({last}; waited {waited_s:.0f} s, at most {self._timeout_s:g} s: {reason})"
+
+    def _tell(self, key: str, text: str) -> None:
+        """Leaves a word in the job's store, where ranks find it that exchange nothing any more."""
+        with suppress(RuntimeError, ValueError):
+            dist.distributed_c10d._get_default_store().set(f"{self._name}/{key}/{self.rank}", text)
+
+    def _told(self, store: Any, key: str, rank: int) -> str:
+        where = f"{self._name}/{key}/{rank}"
+        return store.get(where).decode() if store.check([where]) else ""
+
+    def _missing(self, store: Any) -> list[int]:
+        """Returns the ranks that do not answer a roll call: those that live have seen the exchange fail by now."""
+        store.set(f"{self._name}/roll/{self.rank}", "here")
+        deadline = time.monotonic() + _ROLL_CALL_S
+        missing = list(range(self.size))
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not store.check([f"{self._name}/roll/{rank}"])]
+            time.sleep(0.05)
+        return missing
+
+    def close(self) -> None:
+        """Gives the group up."""
+        if not self._is_alone and dist.is_initialized():
+            dist.destroy_process_group(self._pg)
+        self._is_alone = True
+
+
+def _host() -> str:
+    """Returns what tells this machine from others; many a container is called localhost."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+class Near(Ranks):
+    """Some ranks of a group, by messages through it: one of their own would have to be made by all, or under a name that is not unique."""
+
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+        self._all, self._ranks = group, ranks
+        self.rank, self.size = ranks.index(group.rank), len(ranks)
+
+    def sum(self, values: Sequence[int], what: str) -> list[int]:
+        return [sum(column) for column in zip(*self.all_gather(values, what), strict=True)]
+
+    def gather(self, value: T, what: str) -> list[T]:
+        values = self.all_gather(value, what)
+        return [] if self.rank else values
+
+    def all_gather(self, value: T, what: str) -> list[T]:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in others}
+        nbytes = torch.tensor([len(data)], device="cpu")
+        self.exchange([(r, 0, nbytes) for r in others], [(r, 0, size) for r, size in sizes.items()], what)
+        rooms = {rank: torch.empty(int(size), dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
+        self.exchange([(r, 1, data) for r in others], [(r, 1, room) for r, room in rooms.items()], what)
+        told = {rank: pickle.loads(room.numpy().tobytes()) for rank, room in rooms.items()}  # noqa: S301  # by this very job
+        return [value if rank == self.rank else told[rank] for rank in range(self.size)]
+
+    def exchange(
+        self, sends: Sequence[tuple[int, int, torch.Tensor]], receives: Sequence[tuple[int, int, torch.Tensor]], what: str
+    ) -> None:
+        there, here = ([(self._ranks[rank], tag, tensor) for rank, tag, tensor in moves] for moves in (sends, receives))
+        self._all.exchange(there, here, what)

@@ -1,0 +1,153 @@
+"""What goes wrong with an object store: what is worth another try, and what a person is told.
+
+Every package has exceptions of its own; here they become one StorageError, without secrets.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.storage.base import Traffic
+
+ATTEMPTS = 4
+_SECRET = re.compile(
+    r"(?i)([\w-]*(?:secret|token|password|credential|signature|key(?!s\b|count|-?marker))[\w-]*)([\"']?\s*[=:]\s*[\"']?)[^\s\"'&,)]+"
+)
+_UNREACHABLE = "is the endpoint right? --storage-option endpoint_url=…"
+_OUTAGE = (
+    "Timeout", "Connection", "Payload", "Disconnected", "SlowDown", "status=50", "Incomplete", "Could not connect", "Cannot connect",
+    "Name or service not known", "closed the connection",
+)  # fmt: skip
+_HINTS = (
+    (("NoCredentials", "Unable to locate credentials"), "give credentials as s3fs takes them: environment, ~/.aws, or --storage-option"),
+    (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"), "the credentials are wrong or have expired"),
+    (("Invalid endpoint",), "an endpoint is a whole URL: --storage-option endpoint_url=https://HOST:PORT"),
+    (("RequestTimeTooSkewed",), "this machine's clock is wrong"),
+    (("PreconditionFailed", "status=412"), "the object was replaced meanwhile: start again"),
+    (("NoSuchBucket", "bucket does not exist"), "there is no such bucket"),
+    (
+        ("AccessDenied", "Forbidden", "Access Denied", "PermissionError"),
+        "the credentials are wrong, or do not permit this",
+    ),
+    (("status=400", "[Errno 22] Bad Request"), "the credentials may have expired: a store says no more to a question about an object"),
+    (("Could not connect", "Cannot connect", "Name or service not known"), _UNREACHABLE),
+)
+
+
+def retry(operation: str, url: str, call: Callable[[], Any], missing: Any = None, traffic: Traffic | None = None) -> Any:
+    """Calls a store; what may pass is tried again.
+
+    Args:
+        operation: a verb, for messages.
+        url: of what it is done to.
+        call: does it.
+        missing: what to return where there is no such object; an error where None.
+        traffic: counts the calls.
+
+    Raises:
+        StorageError: it failed for good, or too often.
+    """
+    for attempt in range(ATTEMPTS):
+        if traffic is not None:
+            traffic.add(operation)
+        try:
+            return call()
+        except FileNotFoundError as error:
+            if missing is not None and not any(word in _text(error) for word in ("NoSuchBucket", "bucket does not exist")):
+                return missing
+            raise StorageError(f"cannot {operation}: no such object ({printable(url)})", hint=hint(error), is_missing=True) from None
+        except Exception as error:  # every package has exceptions of its own
+            if isinstance(error, StorageError):
+                raise
+            if attempt + 1 < ATTEMPTS and may_pass(error):
+                pause(attempt)
+                continue
+            raise failure(operation, url, error) from None
+    raise AssertionError
+
+
+def failure(operation: str, url: str, error: BaseException) -> StorageError:
+    """Returns the error that a person is told of a call that failed for good.
+
+    Args:
+        operation: a verb.
+        url: of what it was done to.
+        error: of the store's package.
+    """
+    advice = hint(error)
+    text = f"cannot {operation}: {plain(error)} ({printable(url)})"
+    return StorageError(text, hint=advice, is_transient=advice in (None, _UNREACHABLE) and _is_outage(error))
+
+
+def _is_outage(error: BaseException) -> bool:
+    """Tells whether a store could not be reached, or was busy."""
+    if isinstance(error, (PermissionError, NotImplementedError)):
+        return False
+    return isinstance(error, (ConnectionError, TimeoutError, EOFError)) or any(word in _text(error) for word in _OUTAGE)
+
+
+def pause(attempt: int) -> None:
+    """Waits a random while, the longer the more attempts have failed."""
+    time.sleep(delay(attempt))
+
+
+def delay(attempt: int) -> float:
+    """Returns how many seconds to wait after so many failed attempts: a random while, so that not all come back at once."""
+    return float(random.random() * 0.2 * 2**attempt)  # noqa: S311
+
+
+def translated(error: Exception) -> BaseException:
+    """Returns botocore's error as Python's own of that kind, as s3fs does."""
+    from s3fs.errors import translate_boto_error  # type: ignore[import-untyped]
+
+    found: BaseException = translate_boto_error(error)
+    return found
+
+
+def status(error: BaseException) -> int:
+    """Returns the HTTP status that a store answered with, 0 where unknown."""
+    answer = getattr(error.__cause__, "response", None) or getattr(error, "response", None) or {}
+    return int((answer.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0) if isinstance(answer, dict) else 0
+
+
+def may_pass(error: Exception) -> bool:
+    """Tells whether asking again may help: the connection broke, or the store was busy."""
+    text = _text(error)
+    if isinstance(error, (PermissionError, ValueError, NotImplementedError)) or hint(error):
+        return False  # s3fs itself has tried an endpoint several times
+    return isinstance(error, (OSError, TimeoutError, EOFError)) or any(
+        word in text for word in ("Timeout", "Connection", "Payload", "Disconnected", "SlowDown", "status=50", "Incomplete", "Checksum")
+    )
+
+
+def hint(error: BaseException) -> str | None:
+    text = _text(error)
+    return next((hint for words, hint in _HINTS if any(word in text for word in words)), None)
+
+
+def _text(error: BaseException) -> str:
+    """Returns everything that an error says of its kind; s3fs leaves the store's own code in the cause."""
+    answer = getattr(error.__cause__, "response", None) or {}
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    code = f"{answer.get('Error', {}).get('Code', '')} status={status}" if status else ""
+    return f"{type(error).__name__} {error} {code}"
+
+
+def plain(error: BaseException) -> str:
+    """Returns an error's text on one line, what looks like a secret blotted out."""
+    text = " ".join(str(error).split())
+    if text in ("", "None") or text.endswith("] None"):
+        text = _text(error).replace("None", "").strip()
+    return printable(_SECRET.sub(r"\1\2***", " ".join(text.split())))[:300]
+
+
+def appeared(url: str) -> StorageError:
+    """Returns the error for a destination that another writer has taken."""
+    return StorageError(
+        f"the destination appeared while this was at work: {printable(url)}", hint="another writer was first; look at what it wrote"
+    )

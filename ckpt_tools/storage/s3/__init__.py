@@ -1,0 +1,1 @@
+"""What S3 offers beyond files: conditions, checksums and multipart uploads."""

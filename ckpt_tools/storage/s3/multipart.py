@@ -1,0 +1,392 @@
+"""Writing to S3: parts go up in parallel while the next ones fill, and nothing is visible before the last step.
+
+A file is a multipart upload (one PUT if it is small), with checksums that the server compares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.core.checksum import crc64nvme, hex64, join_crc64
+from ckpt_tools.errors import IntegrityError, StorageError, printable
+from ckpt_tools.storage.retries import ATTEMPTS, appeared, delay, failure, may_pass, pause, status
+from ckpt_tools.storage.s3.client import S3, encoded, stored_crc64
+from ckpt_tools.storage.s3.open_uploads import Begun, Sent
+
+PART_BYTES, MIN_PART_BYTES, MAX_PARTS = 8 << 20, 5 << 20, 10_000
+MARK, CLAIM, OWNER = "ckpt-upload", "ckpt-crc64nvme", "ckpt-attempt"
+_CONFLICT, _EXISTS = 409, 412
+_COPY_WEIGHT = 4 << 20  # of the bytes in flight: so that 16 copies are asked for at a time
+
+
+def part_starts(nbytes: int) -> Sequence[int]:
+    """Returns where the parts of a file begin: equal ones, in whole MiB, and 10,000 at most."""
+    mebibytes = -(-nbytes // (MAX_PARTS << 20))
+    return range(0, nbytes, max(PART_BYTES, mebibytes << 20))
+
+
+class _Part:
+    """A part that fills up."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data, self.left = bytearray(nbytes), nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What is special about a new object.
+
+    Attributes:
+        starts: where its parts begin, if not `part_starts`.
+        is_held: `finish` leaves the last step to `complete`.
+        is_exclusive: it appears only where there is none of that name, as far as the store knows such conditions.
+        replaces: it appears only in the place of the object with that ETag.
+        crc64: CRC-64/NVME of the whole, if it is known beforehand: then it is noted with the object.
+        owner: id of the attempt, noted with the object.
+        mine: several processes send parts of it, this one those from one byte on and before another.
+        upload_id: of the upload that another of them has begun, and ends.
+        begun: the upload is to be gone on with, and left to the next try if this one fails.
+    """
+
+    starts: Sequence[int] | None = None
+    is_held: bool = False
+    is_exclusive: bool = False
+    replaces: str = ""
+    crc64: int | None = None
+    owner: str = ""
+    mine: tuple[int, int] | None = None
+    upload_id: str = ""
+    begun: Begun | None = None
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What is noted with the object."""
+        claim = {} if self.crc64 is None else {CLAIM: hex64(self.crc64)}
+        return {MARK: self.begun.mark if self.begun else uuid.uuid4().hex, **claim, **({OWNER: self.owner} if self.owner else {})}
+
+    @property
+    def condition(self) -> dict[str, str]:
+        """The condition as the API has it."""
+        return {"IfNoneMatch": "*"} if self.is_exclusive else {"IfMatch": self.replaces} if self.replaces else {}
+
+
+class Upload:
+    """One S3 object under construction. It appears, whole, with `complete`; `finish` includes that unless it is held back."""
+
+    def __init__(self, s3: S3, path: str, url: str, nbytes: int, how: How | None = None) -> None:
+        """Begins; asks for nothing yet.
+
+        Args:
+            s3: the calls.
+            path: bucket and key.
+            url: for messages.
+            nbytes: size of the object.
+            how: whatever is not as usual.
+        """
+        how = how or How()
+        self._s3, self._path, self._url, self.nbytes, self._how = s3, path, url, nbytes, how
+        starts = how.starts
+        self._metadata = how.notes
+        self._at = s3.at(path)
+        self._starts = part_starts(nbytes) if starts is None else starts
+        self._parts: dict[int, _Part] = {}
+        self._sent: dict[int, Sent] = {}
+        self._running: list[Future[None]] = []
+        self._error: BaseException | None = None
+        self._put: Future[None] | None = None  # of a small object, on its way before anybody asks for its end
+        self._upload_id, self._is_over, self.is_complete = how.upload_id or (how.begun.upload_id if how.begun else ""), False, False
+        self.kept_nbytes = 0  # that an earlier try has sent
+        self._expected: int | None = None
+        self._lock, self._begin = threading.Lock(), threading.Lock()
+
+    @property
+    def is_small(self) -> bool:
+        """Tells whether it is one PUT."""
+        return len(self._starts) <= 1 and not self._upload_id and self._how.mine is None
+
+    # ---- filling ---------------------------------------------------------------------------------------------------------
+
+    def write_at(self, start: int, data: memoryview | bytes) -> None:
+        view = memoryview(data).cast("B")
+        while len(view):
+            number = bisect_right(self._starts, start) - 1
+            part = self._part(number)
+            at = start - self._starts[number]
+            piece = view[: len(part.data) - at]
+            part.data[at : at + len(piece)] = piece
+            with self._lock:
+                part.left -= len(piece)
+                is_full = part.left == 0
+                if is_full and not self.is_small:
+                    del self._parts[number]
+            if is_full and not self.is_small:
+                self._send(number, bytes(part.data))
+            elif is_full and not self._how.is_held and self._how.crc64 is None:
+                self._put = self._start_end(self._how.condition)
+            start, view = start + len(piece), view[len(piece) :]
+
+    def view(self, start: int, nbytes: int) -> None:
+        del start, nbytes
+
+    def _end(self, number: int) -> int:
+        return self._starts[number + 1] if number + 1 < len(self._starts) else self.nbytes
+
+    def _part(self, number: int) -> _Part:
+        self._raise_early()
+        with self._lock:
+            if number not in self._parts:
+                self._parts[number] = _Part(self._end(number) - self._starts[number])
+            return self._parts[number]
+
+    def _raise_early(self) -> None:
+        """Raises the error of a part that has failed meanwhile."""
+        if self._error is not None:
+            raise self._failed(self._error) from None
+
+    def _done(self, future: Future[None], held: int) -> None:
+        self._s3.server.flight.leave(held)
+        if not future.cancelled() and self._error is None:
+            self._error = future.exception()
+
+    def _failed(self, error: BaseException) -> StorageError:
+        return failure("write", self._url, error)
+
+    @property
+    def mark(self) -> str:
+        """What is noted with the object, by which it is known."""
+        return self._metadata[MARK]
+
+    def begin(self) -> str:
+        """Begins the multipart upload, once; returns its id."""
+        with self._begin:
+            if not self._upload_id:
+                sums = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
+                answer = self._s3.call("create", self._url, "create_multipart_upload", **self._at, Metadata=self._metadata, **sums)
+                self._upload_id = str(answer["UploadId"])
+            return self._upload_id
+
+    def _send(self, number: int, data: bytes) -> None:
+        crc = crc64nvme(data)
+        there = self._how.begun.parts.get(number) if self._how.begun else None
+        if there is not None and there.holds(data, crc):
+            self._sent[number] = there._replace(crc64=crc)
+            with self._lock:
+                self.kept_nbytes += len(data)
+            return
+        sums = self._s3.seal(data, crc)
+        self._s3.server.flight.enter(len(data))
+        self._start(number, len(data), crc, "upload_part", Body=data, **sums)
+
+    def copy(self, start: int, nbytes: int, source: str, source_start: int, etag: str) -> None:
+        """Has the store copy a part from another of its objects, if it is the one with that ETag.
+
+        Args:
+            start: where a part begins.
+            nbytes: its length.
+            source: bucket and key.
+            source_start: from which byte.
+            etag: of the source; an error if it has changed.
+        """
+        self._s3.server.flight.enter(_COPY_WEIGHT)
+        self._start(
+            bisect_right(self._starts, start) - 1, nbytes, None, "upload_part_copy", CopySource=self._s3.at(source),
+            CopySourceRange=f"bytes={source_start}-{source_start + nbytes - 1}", CopySourceIfMatch=etag,
+        )  # fmt: skip
+
+    def expect(self, crc64: int) -> None:
+        """Takes the checksum of the whole where the store copies parts that nobody here sees: one that knows such checksums compares."""
+        self._expected = crc64
+
+    def _start(self, number: int, nbytes: int, crc64: int | None, method: str, **kwargs: Any) -> None:
+        upload_id = self.begin()
+        held = nbytes if "Body" in kwargs else _COPY_WEIGHT
+
+        async def send() -> None:
+            for attempt in range(ATTEMPTS):
+                try:
+                    answer = await self._s3.ask(method, **self._at, UploadId=upload_id, PartNumber=number + 1, **kwargs)
+                    break
+                except Exception as error:
+                    if attempt + 1 == ATTEMPTS or not may_pass(error):
+                        raise
+                    await asyncio.sleep(delay(attempt))
+            result = answer.get("CopyPartResult", answer)
+            if "Body" in kwargs:
+                self._s3.note(result)
+            self._sent[number] = Sent(str(result["ETag"]), nbytes, crc64)
+
+        future = self._s3.run(send())
+        future.add_done_callback(lambda done: self._done(done, held))
+        self._running.append(future)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Waits until the store has every part, then makes the object appear unless it is held back."""
+        for future in wait(self._running).done:  # each callback has its turn after this
+            self._error = self._error or (None if future.cancelled() else future.exception())
+        self._raise_early()
+        low, high = (0, self.nbytes) if self._how.mine is None or not self._how.upload_id else self._how.mine
+        if not self.is_small and len(self._sent) != len([start for start in self._starts if low <= start < high]):
+            raise StorageError(f"a file was not written in full: {len(self._sent)} of {len(self._starts)} parts ({printable(self._url)})")
+        if self._how.upload_id:
+            self._is_over = True  # who has begun it ends it
+        elif not self._how.is_held:
+            self.complete()
+
+    @property
+    def sent(self) -> dict[int, Sent]:
+        """The parts that the store has, by their numbers."""
+        return self._sent
+
+    def absorb(self, sent: Mapping[int, Sent]) -> None:
+        """Takes over what another process has sent of the same object."""
+        self._sent |= sent
+
+    def complete(self) -> None:
+        """Makes the object appear.
+
+        Raises:
+            StorageError: another writer was first, or the store refuses; what was sent is given up.
+        """
+        if self._is_over:
+            raise StorageError(f"cannot write: it was given up before ({printable(self._url)})")
+        condition = self._how.condition
+        if self._put is None:
+            self._check_expected()
+        if self._how.is_exclusive and not self.is_small and not self._s3.server.excludes.get("many") and self._head():
+            raise appeared(self._url)  # as late as possible, where the server itself would not look
+        for attempt in range(ATTEMPTS):
+            work, self._put = self._put or self._start_end(condition), None
+            try:
+                work.result()
+                break
+            except Exception as error:  # noqa: BLE001  # what became of it is looked up
+                try:
+                    head = self._head()
+                except StorageError:  # the first cause says more: to a question about an object, a store gives no reason
+                    raise self._failed(error) from None
+                if head.get("Metadata", {}).get(MARK) == self._metadata[MARK]:
+                    break
+                condition = self._again(error, head, condition, is_last=attempt + 1 == ATTEMPTS)
+                pause(attempt)
+        self._parts.clear()
+        self._is_over = self.is_complete = True
+        self._prove()
+
+    def _again(self, error: Exception, head: Mapping[str, Any], condition: dict[str, str], is_last: bool) -> dict[str, str]:
+        """Returns the condition for another try, where one may help."""
+        replaces = self._how.replaces
+        if not is_last and replaces and head.get("ETag") == replaces == condition.get("IfMatch"):
+            return {"IfMatch": replaces.strip('"')}  # RadosGW compares them without the quotes
+        if not is_last and (status(error) == _CONFLICT or may_pass(error)):
+            return condition
+        if status(error) == _EXISTS:
+            raise appeared(self._url) from None
+        raise self._failed(error) from None
+
+    def _head(self) -> dict[str, Any]:
+        return self._s3.head(self._url, self._path)
+
+    def _check_expected(self) -> None:
+        """Compares what was sent with what was to be sent, before it appears."""
+        crc = crc64nvme(self._parts[0].data) if self._parts else self._crc64()
+        if self._how.crc64 not in (None, crc):
+            raise IntegrityError(
+                f"bytes were damaged on the way: expected CRC-64 {hex64(self._how.crc64 or 0)}, got {hex64(crc or 0)}"
+                f" ({printable(self._url)})",
+                hint="try again; if it stays so, the source is damaged",
+            )
+
+    def _start_end(self, condition: dict[str, str]) -> Future[None]:
+        """Asks for the last step: one PUT with everything, or the end of a multipart upload."""
+        if not self.is_small:
+            return self._s3.run(self._ask_complete(condition))
+        data = self._parts[0].data if self._parts else bytearray()
+        crc, flight = crc64nvme(data), self._s3.server.flight
+        self._sent[0] = Sent("", len(data), crc)
+        sums = self._s3.seal(data, crc)
+        flight.enter(len(data))
+        future: Future[None] = self._s3.run(self._ask_put(data, {**sums, **condition}))
+        future.add_done_callback(lambda _: flight.leave(len(data)))
+        return future
+
+    async def _ask_put(self, data: bytearray, more: dict[str, str]) -> None:
+        self._s3.note(await self._s3.ask("put_object", **self._at, Body=data, Metadata=self._metadata, **more))
+
+    async def _ask_complete(self, condition: dict[str, str]) -> None:
+        crc = self._crc64()
+        sums = {} if crc is None else {"ChecksumCRC64NVME": encoded(crc.to_bytes(8, "big")), "ChecksumType": "FULL_OBJECT"}
+        parts = [{"PartNumber": n + 1, "ETag": s.etag} for n, s in sorted(self._sent.items())]
+        await self._s3.ask(
+            "complete_multipart_upload", **self._at, UploadId=self._upload_id, MultipartUpload={"Parts": parts}, **sums, **condition
+        )
+
+    def _crc64(self) -> int | None:
+        """Returns the checksum of the whole, None where parts were copied that nobody knows it of."""
+        crcs = [(s.crc64, s.nbytes) for _, s in sorted(self._sent.items())]
+        if any(crc is None for crc, _ in crcs):
+            return self._expected if self._how.crc64 is None else self._how.crc64
+        return join_crc64((crc, nbytes) for crc, nbytes in crcs if crc is not None)
+
+    def _prove(self) -> None:
+        """Compares size and, where the store knows it, checksum of what lies there now with what was sent."""
+        head = self._head()
+        if head.get("Metadata", {}).get(MARK) != self._metadata[MARK]:
+            what = "replaced" if head else "removed"
+            raise StorageError(
+                f"another writer {what} an object as soon as it was written: {printable(self._url)}",
+                hint="another writer was first; look at what it wrote",
+            )
+        stored, mine = stored_crc64(head), self._crc64()
+        told = (f"{self.nbytes} bytes", f"{head['ContentLength']} bytes")
+        if told[0] == told[1] and stored is not None and mine is not None:
+            told = (f"CRC-64 {hex64(mine)}", f"CRC-64 {hex64(stored)}")
+        if told[0] != told[1]:
+            with suppress(StorageError):
+                self._s3.call("remove", self._url, "delete_object", **self._at, IfMatch=head["ETag"])  # this writer's, and no other
+            raise StorageError(
+                f"an object is not what it was to be: expected {told[0]}, got {told[1]} ({printable(self._url)})",
+                hint="try again; if it stays so, what the store copied is damaged: ckpt verify",
+            )
+
+    def abort(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        running = [*self._running, *([self._put] if self._put else [])]
+        for future in running:
+            future.cancel()
+        wait(running, 30)
+        self._parts.clear()
+        if self._upload_id and self._how.begun is None:
+            try:
+                self._s3.call("give up", self._url, "abort_multipart_upload", missing={}, **self._at, UploadId=self._upload_id)
+            except StorageError:
+                return  # `ckpt prune` finds it
+
+
+def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:
+    """Tells whether a server refuses to write over an object when told so; tried on one that may be written again as it is."""
+    kind = "one" if is_small else "many"
+    if kind not in s3.server.excludes:
+        probe = Upload(s3, path, url, len(data), How((0,) if is_small else (0, len(data)), is_held=True, is_exclusive=True))
+        probe.write_at(0, data)
+        try:
+            probe.finish()
+            probe._start_end({"IfNoneMatch": "*"}).result()
+            s3.server.excludes[kind] = False
+        except Exception as error:  # noqa: BLE001  # a refusal, or nothing is known
+            if status(error) == _EXISTS:
+                s3.server.excludes[kind] = True
+        finally:
+            probe.abort()
+    return s3.server.excludes.get(kind, False)

@@ -1,0 +1,1 @@
+"""The one path of every write: plan, copy, prove and publish."""

@@ -1,0 +1,99 @@
+"""How several processes write one result: who writes what, who begins and who ends the files, and how what was noted comes together.
+
+A process by itself is a team of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from ckpt_tools.core.plan import Plan
+from ckpt_tools.engine.partition import cut_regions, within_regions
+from ckpt_tools.engine.schedule import ALL, in_share, shares
+from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.publish.base import Destination, Place
+from ckpt_tools.publish.bucket import SharedFiles, shared_files
+from ckpt_tools.ranks.base import Team
+from ckpt_tools.storage import Shelf, is_url
+
+T = TypeVar("T")
+
+
+class Division:
+    """One member's part of a plan: on a disk a run of it, in an object store some files and runs of parts of the long ones.
+
+    Attributes:
+        plan, share: what to schedule.
+        taken: names of the entries of which this is a part.
+    """
+
+    def __init__(self, plan: Plan, team: Team, dst: Destination) -> None:
+        self.on_disk, self._whole = not is_url(dst.url), plan.target
+        self._regions = None if team.size == 1 or self.on_disk else cut_regions(plan, team.size, dst.takes_parts)[team.rank]
+        if self._regions is None:
+            self.plan, self.share = plan, shares(plan, team.size)[team.rank]
+            self.taken = {t.fqn for t in in_share(plan, self.share)}
+        else:
+            self.plan, self.share = within_regions(plan, self._regions), ALL
+            self.taken = {t.fqn for t in self.plan.tensors}
+
+    def sink(self, place: Place, shelf: Shelf | None = None) -> WriteSink:
+        """Returns what takes this member's part; it goes to the place unless to another shelf."""
+        shared = place.shelf if self._regions is None else shared_files(place, self._regions)
+        return WriteSink(self.plan.target, shelf or shared, whole=self._whole)
+
+
+def open_files(sink: WriteSink, team: Team) -> None:
+    """Creates the files: member 0 first those that others write into, too."""
+    ids: Mapping[str, str] = {}
+    with team.phase("create files"):
+        if team.rank == 0:
+            sink.open()
+            ids = sink.store.begin() if isinstance(sink.store, SharedFiles) else {}
+    ids = team.broadcast(ids, "uploads")
+    with team.phase("open files"):
+        if team.rank:
+            if isinstance(sink.store, SharedFiles):
+                sink.store.upload_ids = ids
+            sink.open()
+
+
+def collect(sink: WriteSink, team: Team, more: T) -> list[T]:
+    """Brings what all have written to member 0, which can finish it then; returns there what the others tell besides, else nothing."""
+    with team.phase("finish"):
+        mine = sink.hand_over() if team.rank else None
+    handed = team.gather((mine, more), "gather checksums")
+    for other, _ in handed:
+        if other is not None:
+            sink.absorb(other)
+    return [told for _, told in handed[1:]]
+
+
+@contextmanager
+def staged(
+    team: Team, dst: Destination, attempt: str, single: str, overwrite: bool = False, keeps: str = "", heir_of: Path | None = None
+) -> Iterator[Place]:
+    """Yields the place that member 0 makes; everybody leaves it together, when it was published or given up.
+
+    Args:
+        team: all of whom call it.
+        dst: where the result is to be.
+        attempt, single, overwrite, keeps, heir_of: as for `Destination.stage`.
+    """
+    if team.rank:
+        with team.phase("publish"):
+            with team.phase("make room"):
+                pass
+            with team.phase("join"):
+                place = dst.join(attempt, single, shares_files=True)
+            yield place
+        return
+    with team.phase("publish"), dst.stage(attempt, overwrite, single, keeps, heir_of) as place:
+        with team.phase("make room"):
+            pass
+        with team.phase("join"):
+            pass
+        yield place

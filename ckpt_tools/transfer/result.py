@@ -1,0 +1,86 @@
+"""What a merge, reshard or convert tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.plan import Plan
+from ckpt_tools.engine.run import Totals
+from ckpt_tools.errors import redacted
+from ckpt_tools.formats.registry import Source
+from ckpt_tools.publish.base import Destination
+from ckpt_tools.storage import is_url
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """What a merge or reshard did, or with `dry_run` would do.
+
+    Attributes:
+        source, destination, format: from where, to where, in which format.
+        files: bytes of every file written, the index included, the manifest not.
+        num_tensors, num_objects, num_copies: counts of the plan; a copy is one overlap of a source and a target chunk.
+        read_nbytes, written_nbytes, needed_nbytes: bytes read, written, and of the elements that were needed.
+        kept_nbytes: bytes of those written that an earlier, interrupted run had written already.
+        store_nbytes: bytes of those written that an object store copied by itself, without their passing through this process.
+        bytes_by_dtype: bytes written, by element type.
+        left_out: top-level keys that were not taken, with their bytes.
+        stripped: how many names lost a prefix, by prefix.
+        overflowed: finite values that a cast made infinite, by tensor.
+        notes: remarks.
+        seconds: wall-clock time.
+        is_dry_run: whether nothing was written.
+    """
+
+    source: str
+    destination: str
+    format: str
+    files: Mapping[str, int]
+    num_tensors: int
+    num_objects: int
+    num_copies: int
+    read_nbytes: int
+    written_nbytes: int
+    needed_nbytes: int
+    kept_nbytes: int
+    store_nbytes: int
+    bytes_by_dtype: Mapping[str, int]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    stripped: Mapping[str, int] = field(default_factory=dict)
+    overflowed: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    seconds: float = 0.0
+    is_dry_run: bool = False
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read over bytes needed here; of what was there already, the needed share is taken to be the written one.
+
+        In an object store it is read again, to know whether it is right.
+        """
+        written = 0 if is_url(self.destination) else sum(self.bytes_by_dtype.values())
+        needed = self.needed_nbytes - self.store_nbytes - (self.needed_nbytes * self.kept_nbytes // written if written else 0)
+        return self.read_nbytes / needed if needed > 0 else 1.0
+
+
+def result_of(source: Source, dst: Destination, plan: Plan, totals: Totals, kept_nbytes: int) -> TransferResult:
+    """Returns what was done of a plan, of whose bytes so many were there already."""
+    layout, sizes = plan.target, bytes_by_dtype(plan)
+    files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
+    return TransferResult(
+        redacted(source.path), redacted(dst.url), layout.format, files,
+        sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
+        totals.read_nbytes, sum(files.values()), plan.payload_bytes, kept_nbytes,
+        totals.store_nbytes, sizes, overflowed=totals.overflowed,
+    )  # fmt: skip
+
+
+def bytes_by_dtype(plan: Plan) -> dict[str, int]:
+    """Returns the bytes that a plan writes, by element type; `objects` for what is no tensor."""
+    sizes: dict[str, int] = {}
+    for tensor in plan.tensors:
+        key = "objects" if tensor.is_object else tensor.dst_dtype.name
+        sizes[key] = sizes.get(key, 0) + whole(tensor.shape).numel * tensor.dst_dtype.itemsize
+    return sizes

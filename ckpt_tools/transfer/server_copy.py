@@ -1,0 +1,251 @@
+"""Copies within one S3: which runs of a target the store can copy by itself, and what is left for this process.
+
+A part of a multipart upload has at least 5 MiB (but for the last) and a file at most 10,000 of them; so a run that is too short, and
+the seam before a long one, go through the engine as ever. Only where the source's manifest has the checksums: bytes that nobody here
+sees could not be sealed otherwise. A slot's are joined from those of the cells that make it up whole; where no frame around it has its
+CRC-32, the tensor's fingerprint is enough.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
+
+from ckpt_tools.core.box import Copy, flat_span, whole
+from ckpt_tools.core.catalog import RAW, Extent
+from ckpt_tools.core.dtypes import MAX_ITEMSIZE
+from ckpt_tools.core.plan import Plan, Slot, TensorPlan, plan_copies
+from ckpt_tools.engine.fingerprints import Piece
+from ckpt_tools.engine.partition import cut_slot
+from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.publish.bucket import RemotePlace
+from ckpt_tools.publish.manifest import Manifest
+from ckpt_tools.storage import Capabilities, RemoteStore, Writer
+from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, PART_BYTES, Upload
+from ckpt_tools.transfer.prove import Print
+
+_MAX_COPY_BYTES = 256 << 20
+
+
+class Run(NamedTuple):
+    """Bytes of a target file that are one run of a source file."""
+
+    start: int
+    nbytes: int
+    file: str
+    source_start: int
+
+
+class Part(NamedTuple):
+    """A part of an upload: `run` is what it is copied from, None where its bytes are sent."""
+
+    start: int
+    nbytes: int
+    run: Run | None
+
+
+class Vouched(NamedTuple):
+    """A slot, piece by piece with their checksums, and the bytes of it that are sent."""
+
+    file: str
+    slot: Sequence[Piece]
+    sent_nbytes: int
+
+
+@dataclass
+class Within:
+    """What a store copies by itself, for one plan.
+
+    Attributes:
+        place, origin: where to, and where from.
+        parts: of every file of which the store copies something.
+        rest: the plan of what is left.
+        vouched: slots of which it copies something.
+        fingerprints: of the tensors that they are of.
+        nbytes: bytes that the store copies.
+    """
+
+    place: RemotePlace
+    origin: RemoteStore
+    parts: Mapping[str, Sequence[Part]]
+    rest: Plan
+    vouched: Sequence[Vouched]
+    fingerprints: Mapping[str, int]
+    nbytes: int
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the place."""
+        return self.place.capabilities
+
+    def create(self, path: str, nbytes: int) -> Writer:
+        """Starts a file, its parts cut so that the store can copy some of them."""
+        parts = self.parts.get(path)
+        if parts is None:
+            return self.place.create(path, nbytes)
+        upload = self.place.store.create(path, nbytes, replace(self.place.how(path), starts=tuple(p.start for p in parts)))
+        assert isinstance(upload, Upload)
+        for part in parts:
+            if part.run is not None:
+                run = part.run
+                at = run.source_start + part.start - run.start
+                upload.copy(part.start, part.nbytes, f"{self.origin.root}/{run.file}", at, self.origin.version(run.file))
+        return upload
+
+    def vouch(self, sink: WriteSink) -> None:
+        """Tells a sink that was opened the checksums of what it does not see."""
+        for vouched in self.vouched:
+            sink.vouch(*vouched)
+
+
+def plan_within(
+    manifest: Manifest, prints: Mapping[str, Print], plan: Plan, located: Mapping[Extent, Extent], place: RemotePlace, origin: RemoteStore
+) -> Within | None:
+    """Returns what the store can copy by itself, None for nothing.
+
+    Args:
+        manifest: the source's.
+        prints: the fingerprints that it has, by the plan's names.
+        plan: the whole.
+        located: where payloads of packed extents are.
+        place: where it goes.
+        origin: the source's store, the same S3 as the place's.
+    """
+    target = plan.target
+    slots = _Slots(manifest, prints, {trailer.file for trailer in target.trailers}, located)
+    runs: dict[str, list[Run]] = {}
+    for tensor in plan.tensors:
+        for slot, found in slots.runs(tensor):
+            runs.setdefault(slot.file, []).extend(found)
+    parts = {file: cut_parts(target.file_sizes[file], found, file in slots.framed) for file, found in runs.items()}
+    parts = {file: found for file, found in parts.items() if any(p.run for p in found)}
+    if not parts:
+        return None
+    sent = {file: _sent_ranges(found) for file, found in parts.items()}
+    tensors, vouched, trusted = [], [], {}
+    for tensor in plan.tensors:
+        left = [list(cut_slot(tensor, slot, sent[slot.file])) if slot.file in sent else [slot] for slot in tensor.slots]
+        cut = [number for number, slot in enumerate(tensor.slots) if left[number] != [slot] and slot.box.numel]
+        if not cut:
+            tensors.append(tensor)
+            continue
+        trusted[tensor.fqn] = prints[tensor.fqn].crc64
+        itemsize = tensor.dst_dtype.itemsize
+        for number in cut:
+            sent_nbytes = sum(piece.box.numel for piece in left[number]) * itemsize
+            vouched.append(Vouched(tensor.slots[number].file, slots.known[tensor.fqn, number], sent_nbytes))
+        rest = tuple(chain.from_iterable(left))
+        if rest:
+            copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in rest])
+            tensors.append(replace(tensor, slots=rest, copies=tuple(copies)))
+    nbytes = sum(p.nbytes for found in parts.values() for p in found if p.run)
+    return Within(place, origin, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes)
+
+
+class _Slots:
+    """The slots of a plan of which the store could copy something, and whose checksums are known although their bytes are not seen.
+
+    Attributes:
+        framed: the files in which a slot's CRC-32 stands around it.
+        known: the pieces of such slots, by tensor and number.
+    """
+
+    def __init__(self, manifest: Manifest, prints: Mapping[str, Print], framed: set[str], located: Mapping[Extent, Extent]) -> None:
+        self.framed, self.known, self._prints, self._located = framed, dict[tuple[str, int], Sequence[Piece]](), prints, located
+        self._cells = {file: sorted(sealed.runs) for file, sealed in manifest.files.items() if sealed.runs}
+
+    def runs(self, tensor: TensorPlan) -> Iterator[tuple[Slot, list[Run]]]:
+        """Yields the slots of a tensor with what of them is one run at both ends."""
+        if tensor.fqn not in self._prints or not (self._cells or _is_one(tensor)):
+            return
+        copies: dict[int, list[Copy]] = {}
+        for copy in tensor.copies:
+            copies.setdefault(copy.dst, []).append(copy)
+        for number, mine in copies.items():
+            slot = tensor.slots[number]
+            found = sorted(self._found(tensor, slot, mine))
+            known = self._know(tensor, slot, found)
+            if known:
+                self.known[tensor.fqn, number] = known
+                yield slot, found
+
+    def _found(self, tensor: TensorPlan, slot: Slot, copies: Iterable[Copy]) -> Iterator[Run]:
+        """Yields the copies into a slot that are one run at both ends."""
+        itemsize = tensor.dst_dtype.itemsize
+        for copy in copies:
+            chunk = tensor.chunks[copy.src]
+            extent = self._located.get(chunk.extent, chunk.extent)
+            into, of = flat_span(copy.box, slot.box), flat_span(copy.box, chunk.box)
+            if into and of and "%" not in extent.file and extent.packing == RAW and extent.strides is None:
+                start, source_start = slot.start + into[0] * itemsize, extent.start + of[0] * itemsize
+                yield Run(start, copy.box.numel * itemsize, extent.file, source_start)
+
+    def _know(self, tensor: TensorPlan, slot: Slot, runs: Iterable[Run]) -> Sequence[Piece]:
+        """Returns the pieces of a slot with their checksums, as far as somebody asks for those; none where they are not known."""
+        nbytes = slot.box.numel * tensor.dst_dtype.itemsize
+        if slot.file not in self.framed and _is_one(tensor):
+            return [Piece(slot.start, nbytes, self._prints[tensor.fqn].crc64, 0)]
+        pieces = [piece for run in runs for piece in self._pieces(run)]
+        return pieces if sum(piece.nbytes for piece in pieces) == nbytes else ()
+
+    def _pieces(self, run: Run) -> Iterator[Piece]:
+        """Yields the cells that lie in a run, where they will be."""
+        cells, end = self._cells.get(run.file, ()), run.source_start + run.nbytes
+        for number in range(bisect_left(cells, (run.source_start,)), len(cells)):
+            cell = cells[number]
+            if cell.start + cell.nbytes > end:
+                return
+            yield Piece(run.start + cell.start - run.source_start, cell.nbytes, int(cell.crc64nvme, 16), int(cell.crc32, 16))
+
+
+def _is_one(tensor: TensorPlan) -> bool:
+    return [slot.box for slot in tensor.slots] == [whole(tensor.shape)]
+
+
+def _sent_ranges(parts: Sequence[Part]) -> list[tuple[int, int]]:
+    """Returns the ranges of a file that are sent, neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    for part in parts:
+        if part.run is None:
+            first = ranges.pop()[0] if ranges and ranges[-1][1] == part.start else part.start
+            ranges.append((first, part.start + part.nbytes))
+    return ranges
+
+
+def cut_parts(nbytes: int, runs: Sequence[Run], framed: bool = False) -> list[Part]:
+    """Cuts a file into the parts of an upload: long runs are copied, all else is sent.
+
+    Args:
+        nbytes: of the file.
+        runs: which bytes are runs of source files; they do not overlap.
+        framed: what stands before a run is written once the slot is full, so something of it has to pass here.
+
+    Returns:
+        Parts that tile the file; all but the last have at least 5 MiB, and there are at most 10,000.
+    """
+    least = max(MIN_PART_BYTES, -(-3 * nbytes // MAX_PARTS))
+    parts: list[Part] = []
+    sent = 0  # where what is to be sent begins
+    for run in sorted(runs):
+        end = run.start + run.nbytes
+        short = 0 if run.start == sent else max(int(framed), least - (run.start - sent))
+        stolen = -(-short // MAX_ITEMSIZE) * MAX_ITEMSIZE  # so that no element is cut
+        left = run.nbytes - stolen
+        if left < least:
+            continue
+        parts += _pieces(sent, run.start + stolen, least, None)
+        parts += _pieces(run.start + stolen, end, least, run)
+        sent = end
+    return parts + _pieces(sent, nbytes, least, None)
+
+
+def _pieces(start: int, stop: int, least: int, run: Run | None) -> list[Part]:
+    """Cuts a range into equal parts, the last one a little longer or shorter."""
+    size = max(least, PART_BYTES if run is None else _MAX_COPY_BYTES)
+    cuts = list(range(start, stop, size))
+    if len(cuts) > 1 and stop - cuts[-1] < least:
+        cuts.pop()
+    return [Part(a, b - a, run) for a, b in zip(cuts, [*cuts[1:], stop], strict=True)] if cuts else []
