@@ -145,7 +145,7 @@ def test_a_link_that_leads_out_of_the_checkpoint_is_refused(src: Path, ckpt: Run
         (["reshard", "src", "out", "--to", "0"], 2, "--to"),
         (["reshard", "src", "out"], 2, "--to"),
         (["merge", "src", "out.safetensors", "--select", "nothing*"], 13, "matches none of 6 names"),
-        (["merge", "src", "out.safetensors", "--dtype", "int3"], 2, "bf16, fp16 or fp32"),
+        (["merge", "src", "out.safetensors", "--dtype", "int3"], 2, "bf16, fp16, fp32 or fp64"),
         (["merge", "src", "out.safetensors", "--memory", "lots"], 2, "5GB or 512MiB"),
         (["merge", "src", "notes.txt/out.safetensors"], 15, "not a directory"),
         (["frobnicate"], 2, "No such command"),
@@ -289,7 +289,7 @@ def test_version_help_and_completion(ckpt: Run) -> None:
     "args", [["inspect", "src"], ["merge", "src", "m.safetensors", "--dtype", "bf16"], ["reshard", "src", "r", "--to", "2"]]
 )
 def test_torch_is_not_imported(args: list[str], src: Path, tmp_path: Path) -> None:
-    code = "import sys\nfrom ckpt_tools.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules, 'torch was imported'"
+    code = "import sys\nfrom ckpt_tools.cli.app import main\ntry: main()\nfinally: assert 'torch' not in sys.modules, 'torch was imported'"
     result = subprocess.run([sys.executable, "-c", code, *args], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

@@ -67,6 +67,8 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
+    suggest_commands=False,  # click does
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Look into, prove, compare, merge and reshard PyTorch FSDP checkpoints, at the speed of a file copy, without running what they contain.",
     epilog=EXIT_STATUS.replace("\n\n", ": ").replace("\n", " "),
 )  # fmt: skip
@@ -120,7 +122,7 @@ def merge(
     dst: Annotated[str, typer.Argument(metavar="DST", help="The .safetensors file to write; with --max-shard-size a directory.", show_default=False)],
     select: Annotated[list[str] | None, typer.Option("--select", metavar="GLOB", help="Only tensors whose name matches; repeatable.", show_default=False)] = None,
     exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave out tensors whose name matches; repeatable.", show_default=False)] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help="Cast floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32|fp64", help="Cast floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
     keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
     max_shard_size: Annotated[int | None, typer.Option("--max-shard-size", parser=size, metavar="SIZE", help="Write shards of at most this size, such as 5GB, and an index.", show_default=False)] = None,
     keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep names as stored: `model.`, `_orig_mod.`, `module.`, ….")] = False,
@@ -176,7 +178,7 @@ def convert(
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write; for safetensors and torch the file.", show_default=False)],
     to: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="What DST is to be: dcp, safetensors, hf, torch, accelerate, peft, deepspeed-universal or per-rank.", show_default=False)],
     ranks: Annotated[int | None, typer.Option("--ranks", min=1, max=1_000_000, metavar="N", help="For dcp, accelerate and per-rank: ranks to split for; as many as SRC, or 1.", show_default=False)] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help="Cast the model's floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32|fp64", help="Cast the model's floating-point tensors. Nothing is cast unless asked.", show_default=False)] = None,
     keep_dtype: Annotated[list[str] | None, typer.Option("--keep-dtype", metavar="GLOB", help="Tensors that --dtype leaves as they are; repeatable.", show_default=False)] = None,
     select: Annotated[list[str] | None, typer.Option("--select", metavar="GLOB", help="Only what matches by its name in DST; repeatable.", show_default=False)] = None,
     exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave out what matches by its name in DST; repeatable.", show_default=False)] = None,

@@ -122,8 +122,8 @@ Root = Annotated[
 
 
 def check_dtype(dtype: str | None) -> None:
-    if dtype not in (None, "bf16", "fp16", "fp32", "bfloat16", "float16", "float32"):
-        raise typer.BadParameter(f"expected bf16, fp16 or fp32, got {printable(dtype or '')!r}", param_hint="--dtype")
+    if dtype not in (None, "bf16", "fp16", "fp32", "fp64", "bfloat16", "float16", "float32", "float64"):
+        raise typer.BadParameter(f"expected bf16, fp16, fp32 or fp64, got {printable(dtype or '')!r}", param_hint="--dtype")
 
 
 def is_first() -> bool:

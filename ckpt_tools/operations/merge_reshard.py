@@ -101,7 +101,7 @@ def merge(
     check_kept(keep_dtype, dtype, list(catalog.tensors))
     targets = [whole_tensor(t, target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
     request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
-    alter, notes = adapters.read_lora(lora, catalog, model) if lora is not None else (None, [])
+    alter, notes = adapters.read_lora(lora, catalog, model, options.get("storage_options")) if lora is not None else (None, [])
     notes += [*uncast(catalog.tensors.values(), dtype), *unknown_values(source.catalog, only_model=True)]
     if source.remote is not None and is_url(target.url):
         request = replace(request, small_first=MIN_PART_BYTES)

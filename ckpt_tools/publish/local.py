@@ -37,13 +37,13 @@ class Staging:
     target: Path
 
 
-def check_destination(target: Path, overwrite: bool, is_ours: Callable[[Path], list[str]]) -> None:
+def check_destination(target: Path, overwrite: bool, find_foreign: Callable[[Path], list[str]]) -> None:
     """Refuses a destination that cannot be published to, before anything is read or written.
 
     Args:
         target: the file or directory to be.
         overwrite: whether an old result may be replaced.
-        is_ours: returns the names under an existing destination that belong to no checkpoint.
+        find_foreign: returns the names under an existing destination that belong to no checkpoint.
 
     Raises:
         StorageError: it exists, holds foreign files, or its folder cannot be written to.
@@ -57,7 +57,7 @@ def check_destination(target: Path, overwrite: bool, is_ours: Callable[[Path], l
         raise StorageError(f"the destination's folder cannot be written to: {printable(str(parent))}")
     if not os.path.lexists(target):
         return
-    foreign = [] if target.is_symlink() else is_ours(target)
+    foreign = [] if target.is_symlink() else find_foreign(target)
     if not overwrite:
         advice = "choose another" if foreign or target.is_symlink() else "choose another, or replace it with --overwrite"
         raise StorageError(f"the destination exists: {printable(str(target))}", hint=advice)

@@ -25,12 +25,10 @@ class Capabilities:
 
     Attributes:
         can_write_anywhere: a file under construction takes writes at any position, in any order.
-        can_rename: a finished directory or file appears under its final name in one step.
         fetches_ahead: what is announced by `will_read` is fetched in the background, so that small far-apart ranges are worth announcing.
     """
 
     can_write_anywhere: bool
-    can_rename: bool
     fetches_ahead: bool = False
 
 
@@ -170,8 +168,20 @@ class Store(Shelf, Protocol):
         ...
 
 
+_TRUSTED_BYTES = 1 << 20  # a longer range is compared with the size of its file before memory is allocated
+
+
 def read(store: Store, path: str, start: int = 0, nbytes: int | None = None) -> bytes:
-    """Returns `nbytes` bytes of a file from `start`; all the rest where None."""
+    """Returns `nbytes` bytes of a file from `start`; all the rest where None.
+
+    Raises:
+        StorageError: the file ends before. A length that comes from a hostile header allocates nothing.
+    """
+    if nbytes is not None and nbytes > _TRUSTED_BYTES and not 0 <= start <= (size := store.size(path)) - nbytes:
+        raise StorageError(
+            f"a file ends early: expected {nbytes} bytes from byte {start}, got a file of {size} ({printable(path)})",
+            hint="the file is truncated, or its header is damaged",
+        )
     buffer = bytearray(store.size(path) - start if nbytes is None else nbytes)
     store.read_into(path, start, memoryview(buffer))
     return bytes(buffer)

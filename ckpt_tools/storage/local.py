@@ -44,7 +44,7 @@ class LocalStore:
     `blobs`. A link that leads elsewhere is not listed; to open it is an error.
     """
 
-    capabilities, traffic = Capabilities(can_write_anywhere=True, can_rename=True), None
+    capabilities, traffic = Capabilities(can_write_anywhere=True), None
 
     def __init__(self, root: str | Path, follows: str = "") -> None:
         """Opens nothing yet.

@@ -12,7 +12,7 @@ from ckpt_tools.storage.base import Capabilities, Writer, check_path
 class MemoryStore:
     """Named buffers. A buffer given to it is read in place; one that it creates is a bytearray of its own."""
 
-    capabilities, traffic = Capabilities(can_write_anywhere=True, can_rename=False), None
+    capabilities, traffic = Capabilities(can_write_anywhere=True), None
 
     def __init__(self, files: Mapping[str, bytes | bytearray | memoryview] | None = None, url: str = "memory:") -> None:
         self.url = url

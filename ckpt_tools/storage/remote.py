@@ -33,7 +33,7 @@ _CREATE_ONCE = {"az", "abfs", "gs", "gcs"}  # kinds whose packages send a condit
 class RemoteStore:
     """Objects under one prefix of a store that fsspec opens."""
 
-    capabilities = Capabilities(can_write_anywhere=False, can_rename=False, fetches_ahead=True)
+    capabilities = Capabilities(can_write_anywhere=False, fetches_ahead=True)
 
     def __init__(
         self, url: str, options: Mapping[str, Any] | None = None, fs: Any = None, traffic: Traffic | None = None, given: str = ""

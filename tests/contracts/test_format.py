@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save
 
+import ckpt_tools
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import RAW, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.coverage import check
@@ -16,6 +21,7 @@ from ckpt_tools.core.plan import plan_transfer
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import schedule
 from ckpt_tools.engine.sinks import WriteSink
+from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import safetensors, torch_save
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.registry import FORMATS, Request, TargetTensor
@@ -84,16 +90,60 @@ def test_what_is_laid_out_reads_back(form: ModuleType, dtype: str, ranks: int) -
         assert (value(store, catalog, form, name) == values[name]).all()
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.NAME)
-def test_other_files_are_not_mistaken(form: ModuleType) -> None:
-    assert not form.recognise({})
-    assert not form.recognise({"weights.bin": 5, "notes.txt": 1})
+@pytest.mark.parametrize("any_form", FORMATS, ids=lambda f: f.NAME)
+def test_other_files_are_not_mistaken(any_form: ModuleType) -> None:
+    assert not any_form.recognise({})
+    assert not any_form.recognise({"weights.bin": 5, "notes.txt": 1})
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".gguf", ".safetensors", ".pt"])
+@pytest.mark.parametrize("content", ["npz", "gguf", "safetensors", "pt", "text"])
+def test_a_file_of_another_format_under_this_suffix_is_refused(suffix: str, content: str, tmp_path: Path) -> None:
+    if suffix == f".{content}":
+        pytest.skip("the right suffix")
+    data = io.BytesIO()
+    if content == "npz":
+        np.savez(data, w=np.ones(3))
+    elif content == "pt":
+        torch.save({"w": torch.ones(3)}, data)
+    others = {"gguf": b"GGUF" + bytes(60), "safetensors": save({"w": torch.ones(3)}), "text": b"just a text\n" * 9}
+    (tmp_path / f"x{suffix}").write_bytes(others.get(content, data.getvalue()))
+    with pytest.raises(CheckpointError):
+        ckpt_tools.inspect(tmp_path / f"x{suffix}")
+
+
+class Counting(MemoryStore):
+    """Counts the bytes that are read."""
+
+    nbytes = 0
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self.nbytes += len(buffer)
+        buffer[:] = self.files[path][start : start + len(buffer)]
+
+    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:  # every read goes through read_into
+        return None
 
 
 def test_locating_a_few_tensors_reads_no_payload(form: ModuleType) -> None:
-    store, _ = filled(form, "float32", 1)
+    big = 4 << 20
+    shape = (big // 4,)
+    blob = bytes(big)
+    entry = TensorEntry("big", BY_NAME["float32"], shape, (Chunk(whole(shape), Extent("f", 0, big)),))
+    name = "pytorch_model.bin" if form is torch_save else "model.safetensors"
+    target = form.lay_out(Request([TargetTensor("big", entry.dtype, shape, (whole(shape),))], 1, file_name=name))
+    out = MemoryStore()
+    sink = WriteSink(target, out)
+    sink.open()
+    source = Catalog("memory", {"big": entry}, file_sizes={"f": big})
+    run(schedule(plan_transfer(source, target), {}, 1 << 20, 1 << 20), MemoryStore({"f": blob}), sink, 1)
+    sink.finish()
+    if target.index:
+        out.files[target.index.file] = memoryview(target.index.data)
+    store = Counting({name: bytes(data) for name, data in out.files.items()})
     catalog = form.read_catalog(store)
-    assert len(form.locate(store, [catalog.tensors["w"]])) <= 1
+    form.locate(store, catalog.tensors.values())
+    assert 0 < store.nbytes < 64 << 10, store.nbytes
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

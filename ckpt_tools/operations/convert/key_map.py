@@ -2,7 +2,7 @@
 
 A map is JSON with `rename` (pairs of regular expression and replacement, applied in order), `rope` (rows of rotary heads that lie
 in pairs here and in halves there), `split` and `fuse` (one tensor of rows, or several) and `unstack` (all layers in one tensor). All
-of them apply to the model and to what the optimizers keep for it. See docs/key_maps.md.
+of them apply to the model and to what the optimizers keep for it. See "Key maps" in docs/convert.md.
 """
 
 from __future__ import annotations

@@ -36,19 +36,29 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT subtr
 Matrix = npt.NDArray[np.float32]
 
 
-def read_lora(folder: str | os.PathLike[str], catalog: Catalog, model: Catalog) -> tuple[dict[str, Alter], list[str]]:
+def read_lora(
+    folder: str | os.PathLike[str], catalog: Catalog, model: Catalog, storage_options: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Alter], list[str]]:
     """Returns what an adapter adds, by the name of the weight, and remarks on what was not certain.
 
     Args:
         folder: a PEFT directory: `adapter_config.json` and `adapter_model.safetensors`; a path or a URL.
         catalog: the weights that it is to be added to.
         model: all weights of that model.
+        storage_options: of the adapter's object store.
 
     Raises:
         PlanError: it is of a kind that cannot be merged, or does not fit the weights.
         FormatError: it is malformed.
     """
-    source = open_source(folder)
+    source = open_source(folder, storage_options)
+    try:
+        return _read_lora(source, catalog, model)
+    finally:
+        source.store.close()
+
+
+def _read_lora(source: Source, catalog: Catalog, model: Catalog) -> tuple[dict[str, Alter], list[str]]:
     config = _config(source)
     sides: dict[str, dict[str, Matrix]] = {}
     adapter = model_only(source.catalog)[0] if source.catalog.paths else source.catalog  # a job's directory has an optimizer too
@@ -60,7 +70,6 @@ def read_lora(folder: str | os.PathLike[str], catalog: Catalog, model: Catalog) 
                 hint="merge it with PEFT itself: PeftModel.from_pretrained(…).merge_and_unload()",
             )
         sides.setdefault(match["module"], {})[match["side"]] = _matrix(source, entry)
-    source.store.close()
     result: dict[str, Alter] = {}
     layout = _Layout(sides, model, bool(config.get("fan_in_fan_out")))
     for module, pair in sides.items():

@@ -355,8 +355,14 @@ class Upload:
                 self._s3.call("remove", self._url, "delete_object", **self._at, IfMatch=head["ETag"])  # this writer's, and no other
             raise StorageError(
                 f"an object is not what it was to be: expected {told[0]}, got {told[1]} ({printable(self._url)})",
-                hint="try again; if it stays so, what the store copied is damaged: ckpt verify",
+                hint=self._advice(),
             )
+
+    def _advice(self) -> str:
+        """Returns what to do about an object that differs from what was sent."""
+        if any(sent.crc64 is None for sent in self._sent.values()):
+            return "try again; if it stays so, what the store copied is damaged: run ckpt verify on the source"
+        return "try again; if it stays so, the store or something on the way to it changes bytes"
 
     def abort(self) -> None:
         if self._is_over:
