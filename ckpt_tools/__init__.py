@@ -1,4 +1,5 @@
-"""Inspect, merge and reshard PyTorch FSDP checkpoints at the speed of a file copy, without running what they contain.
+"""Inspect, merge and reshard PyTorch FSDP checkpoints at the speed of a file copy, without running
+what they contain.
 
 >>> import ckpt_tools
 >>> ckpt_tools.inspect("run/step-500").world_size
@@ -70,19 +71,33 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Report": "operations.inspect", "inspect": "operations.inspect",
-    "TransferResult": "transfer.result", "merge": "operations.merge_reshard", "reshard": "operations.merge_reshard",
+    "Report": "operations.inspect",
+    "inspect": "operations.inspect",
+    "TransferResult": "transfer.result",
+    "merge": "operations.merge_reshard",
+    "reshard": "operations.merge_reshard",
     "convert": "operations.convert.convert",
-    "CopyResult": "operations.copy", "copy": "operations.copy",
-    "VerifyResult": "operations.verify", "verify": "operations.verify",
-    "DiffResult": "operations.diff", "diff": "operations.diff", "SealResult": "operations.seal", "seal": "operations.seal",
-    "SalvageResult": "operations.salvage", "salvage": "operations.salvage",
-    "CheckpointManager": "loop.manager", "load": "loop.load", "PerRank": "loop.state_dict", "RngState": "loop.state_dict",
-}  # fmt: skip
+    "CopyResult": "operations.copy",
+    "copy": "operations.copy",
+    "VerifyResult": "operations.verify",
+    "verify": "operations.verify",
+    "DiffResult": "operations.diff",
+    "diff": "operations.diff",
+    "SealResult": "operations.seal",
+    "seal": "operations.seal",
+    "SalvageResult": "operations.salvage",
+    "salvage": "operations.salvage",
+    "CheckpointManager": "loop.manager",
+    "load": "loop.load",
+    "PerRank": "loop.state_dict",
+    "RngState": "loop.state_dict",
+}
 
 
 def __getattr__(name: str) -> object:
-    """Imports an operation when it is first asked for: `ckpt --help` should not wait for numpy, nor `ckpt merge` for torch."""
+    """Imports an operation when it is first asked for: `ckpt --help` should not wait for numpy, nor
+    `ckpt merge` for torch.
+    """
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"ckpt_tools.{_LAZY[name]}"), name)

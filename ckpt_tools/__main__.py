@@ -1,7 +1,8 @@
-"""`python -m ckpt_tools` is `ckpt`; where torchrun or srun has started it, it is one of the processes that share the work.
+"""`python -m ckpt_tools` is `ckpt`; where torchrun or srun has started it, it is one of the
+processes that share the work.
 
-`python -m` looks for modules in the working directory first, which may be somebody else's checkpoint. That entry is taken out here. Only
-`python -P -m ckpt_tools`, or `ckpt`, never has it.
+`python -m` looks for modules in the working directory first, which may be somebody else's
+checkpoint. That entry is taken out here. Only `python -P -m ckpt_tools`, or `ckpt`, never has it.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Real jobs, run once a session: `saved(n)` is a folder of checkpoints that an n-rank torchrun job wrote, with their oracles."""
+"""Real jobs, run once a session: `saved(n)` is a folder of checkpoints that an n-rank torchrun job
+wrote, with their oracles.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.jobs import PYTHON_PATH, torchrun_command
 from tests.servers import servers
 from tests.servers.servers import Server
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would the processes of these tests
+# a shell's background ignores it, and so would the processes of these tests
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 HERE = Path(__file__).parent
@@ -25,15 +28,25 @@ SERVERS, CLIENTS = ("moto", "radosgw"), ("s3fs", "obstore")
 _SERVERS = "servers"
 _WITH_BOTH = ("test_remote.py", "test_fast.py")
 _FIRST = (_SERVERS, "training/", "faults/test_saving", "peers/", "faults/", "test_team")
-ALL_CASES = "adamw sgd hsdp tp columns dtypes strided names fsdp1 compiled titan flat headless local differ"
-CASES = {8: ALL_CASES, 4: "adamw columns tp hsdp", 3: "adamw columns", 1: "adamw columns", 16: "adamw columns"}
+ALL_CASES = (
+    "adamw sgd hsdp tp columns dtypes strided names fsdp1 compiled titan flat headless local differ"
+)
+CASES = {
+    8: ALL_CASES,
+    4: "adamw columns tp hsdp",
+    3: "adamw columns",
+    1: "adamw columns",
+    16: "adamw columns",
+}
 
 
 def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> None:
     """Runs a script of tests/dist on real gloo processes, and shows what it printed if it fails."""
     command = torchrun_command(num_ranks, HERE / "dist" / script, *args)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH} | environment
-    result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=400)
+    result = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=400
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -46,18 +59,34 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Where tests run side by side, a file's stay together, and all that need an S3 server share one."""
-    name = _SERVERS if "server" in getattr(item, "fixturenames", ()) else str(item.path.relative_to(HERE))
+    """Where tests run side by side, a file's stay together, and all that need an S3 server share
+    one.
+    """
+    name = (
+        _SERVERS
+        if "server" in getattr(item, "fixturenames", ())
+        else str(item.path.relative_to(HERE))
+    )
     item.add_marker(pytest.mark.xdist_group(name))
 
 
 def _is_wanted(item: pytest.Item) -> bool:
-    """All that reads S3 is tried with both clients on both servers; of the rest, each on one, unless there is time."""
+    """All that reads S3 is tried with both clients on both servers; of the rest, each on one,
+    unless there is time.
+    """
     params = getattr(getattr(item, "callspec", None), "params", {})
-    is_pair = (params.get("server"), params.get("client")) in {("moto", "obstore"), ("radosgw", "s3fs")}
+    is_pair = (params.get("server"), params.get("client")) in {
+        ("moto", "obstore"),
+        ("radosgw", "s3fs"),
+    }
     if "automatic" in getattr(item, "fixturenames", ()) and params.get("client") == "s3fs":
         return False  # where nobody has chosen, there is one case and not two
-    return "server" not in params or is_pair or "CKPT_LONG" in os.environ or item.path.name in _WITH_BOTH
+    return (
+        "server" not in params
+        or is_pair
+        or "CKPT_LONG" in os.environ
+        or item.path.name in _WITH_BOTH
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -66,12 +95,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if _is_wanted(item)]
         config.hook.pytest_deselected(items=spared)
     groups = {item: next(item.iter_markers("xdist_group")).args[0] for item in items}
-    items.sort(key=lambda item: next((n for n, first in enumerate(_FIRST) if groups[item].startswith(first)), len(_FIRST)))
+    items.sort(
+        key=lambda item: next(
+            (n for n, first in enumerate(_FIRST) if groups[item].startswith(first)), len(_FIRST)
+        )
+    )
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, Callable[[Path], object]], Path]:
-    """`shared(name, make)` is a folder that `make(folder)` fills once, for all the processes that run the tests."""
+def shared(
+    tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`shared(name, make)` is a folder that `make(folder)` fills once, for all the processes that
+    run the tests.
+    """
     base = tmp_path_factory.getbasetemp()
     base = base if worker_id == "master" else base.parent
 
@@ -91,7 +128,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable
 
 @pytest.fixture(scope="session")
 def saved(shared: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[int], Path]:
-    return lambda n: shared(f"ranks{n}", lambda out: torchrun(n, "save.py", str(out), *CASES[n].split()))
+    return lambda n: shared(
+        f"ranks{n}", lambda out: torchrun(n, "save.py", str(out), *CASES[n].split())
+    )
 
 
 @pytest.fixture
@@ -115,7 +154,9 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture(scope="session", params=SERVERS)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """A real S3 server on loopback."""
     if why := servers.missing(request.param):
         pytest.skip(why)

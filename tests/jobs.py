@@ -1,4 +1,6 @@
-"""How real jobs are started, and whether the long forms of tests are wanted: `CKPT_LONG=1 make test`."""
+"""How real jobs are started, and whether the long forms of tests are wanted: `CKPT_LONG=1 make
+test`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PYTHON_PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # so that scripts find `tests`
+# so that scripts find `tests`
+PYTHON_PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 LONG = bool(os.environ.get("CKPT_LONG"))
 EVERY = 1 if LONG else 2  # of the system calls that are made to fail, one by one
 
@@ -20,11 +23,16 @@ EVERY = 1 if LONG else 2  # of the system calls that are made to fail, one by on
 def torchrun_command(num_ranks: int, *words: object, is_forked: bool = True) -> list[str]:
     """Returns the command that runs a script on so many gloo processes of this machine.
 
-    tests/launch.py forks them from one process, because most of a short job's time goes into importing torch. The command is torchrun's own
-    where `is_forked` is false.
+    tests/launch.py forks them from one process, because most of a short job's time goes into
+    importing torch. The command is torchrun's own where `is_forked` is false.
     """
-    is_forked = is_forked and not os.environ.get("CKPT_DEVICE")  # nothing that has looked at a GPU can be forked
-    launcher = [str(ROOT / "tests" / "launch.py")] if is_forked else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    # nothing that has looked at a GPU can be forked
+    is_forked = is_forked and not os.environ.get("CKPT_DEVICE")
+    launcher = (
+        [str(ROOT / "tests" / "launch.py")]
+        if is_forked
+        else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    )
     return [sys.executable, *launcher, str(num_ranks), *map(str, words)]
 
 
@@ -34,10 +42,22 @@ def children(pid: int) -> list[int]:
 
 
 def interrupt(
-    words: Sequence[str], is_time: Callable[[], bool], number: int = signal.SIGKILL, member: int | None = None
+    words: Sequence[str],
+    is_time: Callable[[], bool],
+    number: int = signal.SIGKILL,
+    member: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Starts a command and sends it, or that one of the processes that it starts, a signal once it is time; returns what it came to."""
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as job:
+    """Starts a command and sends it, or that one of the processes that it starts, a signal once it
+    is time; returns what it came to.
+    """
+    with subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    ) as job:
         try:
             while job.poll() is None and not is_time():
                 time.sleep(0.001)

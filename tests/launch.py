@@ -1,9 +1,12 @@
-"""Runs a script on so many ranks of this machine, as `torchrun --standalone` does, forked from one process that has imported what it imports.
+"""Runs a script on so many ranks of this machine, as `torchrun --standalone` does, forked from one
+process that has imported what it imports.
 
-python tests/launch.py NUM_RANKS SCRIPT ARG …        python tests/launch.py NUM_RANKS -m MODULE ARG …
+python tests/launch.py NUM_RANKS SCRIPT ARG …        python tests/launch.py NUM_RANKS -m MODULE ARG
+…
 
-Most of a short job's time goes into importing torch. torchrun's own agent cannot fork safely: its store has a thread, and a fork while that
-thread resolves a name leaves the child a lock that nobody releases. So this process has no thread, and another one serves the store.
+Most of a short job's time goes into importing torch. torchrun's own agent cannot fork safely: its
+store has a thread, and a fork while that thread resolves a name leaves the child a lock that nobody
+releases. So this process has no thread, and another one serves the store.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ def run(words: list[str]) -> None:
 
 
 def run_and_exit(words: list[str]) -> None:
-    """Runs a script and ends the process as its interpreter would, but does not take the memory apart that it shares with the others."""
+    """Runs a script and ends the process as its interpreter would, but does not take the memory
+    apart that it shares with the others.
+    """
     status = 0
     try:
         run(words)
@@ -106,7 +111,9 @@ def stop(pids: set[int]) -> None:
 
 
 def watch(pids: set[int], stopped_by: list[int]) -> int:
-    """Waits for all ranks, or stops the others after the first that fails; returns the status of the job."""
+    """Waits for all ranks, or stops the others after the first that fails; returns the status of
+    the job.
+    """
     while pids and not stopped_by:
         for pid in sorted(pids):
             found, status = os.waitpid(pid, os.WNOHANG)
@@ -114,7 +121,11 @@ def watch(pids: set[int], stopped_by: list[int]) -> int:
                 continue
             pids.discard(pid)
             if status:
-                print(f"launch.py: process {pid} ended with status {os.waitstatus_to_exitcode(status)}", file=sys.stderr)
+                print(
+                    f"launch.py: process {pid} ended with status"
+                    f" {os.waitstatus_to_exitcode(status)}",
+                    file=sys.stderr,
+                )
                 stop(pids)
                 return 1
         time.sleep(0.02)
@@ -128,7 +139,12 @@ def main() -> None:
     sys.path[0] = os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.abspath(words[0]))
     spec = importlib.util.find_spec(f"{words[1]}.__main__") if words[0] == "-m" else None
     load_imports(Path(spec.origin if spec and spec.origin else words[0]))
-    environment = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    environment = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     environment |= {"MASTER_PORT": serve_store(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     environment |= {"TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "TORCHELASTIC_RESTART_COUNT": "0"}
     stopped_by: list[int] = []

@@ -10,7 +10,9 @@ from ckpt_tools.formats.dcp.metadata import Metadata, Place, TensorMeta
 
 
 def as_torch_gathers(data: bytes) -> bytes:
-    """The pickle that torch makes of what its ranks sent: places rank by rank, every text spelled anew in each."""
+    """The pickle that torch makes of what its ranks sent: places rank by rank, every text spelled
+    anew in each.
+    """
     theirs = pickle.loads(data)
     by_file: dict[str, list[tuple[object, object]]] = {}
     for index, info in theirs.storage_data.items():
@@ -28,11 +30,19 @@ def written(shapes: dict[str, tuple[int, ...]], ranks: int, num_objects: int = 3
     for fqn, shape in shapes.items():
         boxes, step = [], -(-shape[0] // ranks) if shape else 1
         for rank in range(ranks if shape else 1):
-            low, high = (min(shape[0], rank * step), min(shape[0], (rank + 1) * step)) if shape else (0, 0)
-            box = Box((low, *(0,) * (len(shape) - 1)), (high - low, *shape[1:])) if shape else Box((), ())
+            low, high = (
+                (min(shape[0], rank * step), min(shape[0], (rank + 1) * step)) if shape else (0, 0)
+            )
+            box = (
+                Box((low, *(0,) * (len(shape) - 1)), (high - low, *shape[1:]))
+                if shape
+                else Box((), ())
+            )
             if box.offsets not in {b.offsets for b in boxes}:
                 boxes.append(box)
-                result.places[fqn, box.offsets] = Place(f"__{rank}_0.distcp", len(result.places) * 70_000, 600 + box.numel)
+                result.places[fqn, box.offsets] = Place(
+                    f"__{rank}_0.distcp", len(result.places) * 70_000, 600 + box.numel
+                )
         result.tensors[fqn] = TensorMeta("float32", shape, boxes)
         result.paths[fqn] = ("model", fqn)
     for number in range(num_objects):

@@ -14,18 +14,27 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 def assert_stock_torch_reads(checkpoint: Path) -> dict[str, Any]:
-    """Reads flat, into an empty dict, and by `dcp_to_torch_save`; returns what the last one gives, which all must agree with."""
+    """Reads flat, into an empty dict, and by `dcp_to_torch_save`; returns what the last one gives,
+    which all must agree with.
+    """
     metadata = dcp.FileSystemReader(checkpoint).read_metadata()
     names = metadata.state_dict_metadata
     assert not metadata.planner_data or metadata.planner_data.keys() == names.keys()
     flat = {
-        name: torch.empty(about.size, dtype=about.properties.dtype) if isinstance(about, TensorStorageMetadata) else None
+        name: (
+            torch.empty(about.size, dtype=about.properties.dtype)
+            if isinstance(about, TensorStorageMetadata)
+            else None
+        )
         for name, about in names.items()
     }
     dcp.load(flat, checkpoint_id=checkpoint, no_dist=True)
     empty: dict[str, Any] = {}
     dcp.state_dict_loader._load_state_dict(
-        empty, storage_reader=dcp.FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        empty,
+        storage_reader=dcp.FileSystemReader(checkpoint),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
     )
     with tempfile.TemporaryDirectory() as folder:
         dcp_to_torch_save(checkpoint, Path(folder) / "all.pt")
@@ -36,6 +45,10 @@ def assert_stock_torch_reads(checkpoint: Path) -> dict[str, Any]:
             found: Any = other
             for key in path:
                 found = found[key]
-            same = torch.equal(found, value) if isinstance(value, torch.Tensor) else repr(found) == repr(value)
+            same = (
+                torch.equal(found, value)
+                if isinstance(value, torch.Tensor)
+                else repr(found) == repr(value)
+            )
             assert same, (name, found, value)
     return whole

@@ -16,11 +16,17 @@ full_shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
 @st.composite
 def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Boxes that cover `shape` exactly: cut by a grid, or into flat ranges as ZeRO cuts; in any order, empty ones among them."""
+    """Boxes that cover `shape` exactly: cut by a grid, or into flat ranges as ZeRO cuts; in any
+    order, empty ones among them.
+    """
     if draw(st.booleans()) or not shape:
         total = math.prod(shape)
         cuts = sorted(draw(st.lists(st.integers(0, total), max_size=4)))
-        boxes = [b for low, high in zip([0, *cuts], [*cuts, total], strict=True) for b in flat_range_boxes(shape, low, high)]
+        boxes = [
+            b
+            for low, high in zip([0, *cuts], [*cuts, total], strict=True)
+            for b in flat_range_boxes(shape, low, high)
+        ]
     else:
         boxes = [whole(shape)]
         for dim in draw(st.lists(st.integers(0, len(shape) - 1), max_size=2)):
@@ -34,7 +40,11 @@ def cut(box: Box, dim: int, cuts: list[int]) -> list[Box]:
     low, end = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
     edges = [low, *(min(max(c, low), end) for c in cuts), end]
     return [
-        Box((*box.offsets[:dim], a, *box.offsets[dim + 1 :]), (*box.sizes[:dim], b - a, *box.sizes[dim + 1 :])) for a, b in pairwise(edges)
+        Box(
+            (*box.offsets[:dim], a, *box.offsets[dim + 1 :]),
+            (*box.sizes[:dim], b - a, *box.sizes[dim + 1 :]),
+        )
+        for a, b in pairwise(edges)
     ]
 
 

@@ -1,4 +1,6 @@
-"""The arguments of the public functions: what is misspelt or of a wrong type ends in an error, and nothing is written."""
+"""The arguments of the public functions: what is misspelt or of a wrong type ends in an error, and
+nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -37,38 +39,70 @@ def source(tmp_path: Path) -> Path:
         ("diff", ["s.pt"], {"tolerance": 1.0}, ""),
     ],
 )
-def test_a_keyword_that_is_none_is_refused(verb: str, words: list[str], given: Any, nearest: str, source: Path, tmp_path: Path) -> None:
+def test_a_keyword_that_is_none_is_refused(
+    verb: str, words: list[str], given: Any, nearest: str, source: Path, tmp_path: Path
+) -> None:
     with pytest.raises(TypeError) as caught:
         getattr(ckpt_tools, verb)(source, *(tmp_path / word for word in words), **given)
     assert f"{verb}() has no argument" in str(caught.value)
-    assert f"did you mean {nearest!r}?" in str(caught.value) if nearest else "it has: " in str(caught.value)
+    assert (
+        f"did you mean {nearest!r}?" in str(caught.value)
+        if nearest
+        else "it has: " in str(caught.value)
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["s.pt"]
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda s, d: ckpt_tools.reshard(s, d, to_ranks="4"), "reshard: to_ranks must be a whole number, at least 1; got '4' of type str"),
+        (
+            lambda s, d: ckpt_tools.reshard(s, d, to_ranks="4"),
+            "reshard: to_ranks must be a whole number, at least 1; got '4' of type str",
+        ),
         (lambda s, d: ckpt_tools.reshard(s, d, to_ranks=True), "to_ranks must be a whole number"),
-        (lambda s, d: ckpt_tools.reshard(s, d, to_ranks=0), "to_ranks must be a whole number, at least 1; got 0"),
-        (lambda s, d: ckpt_tools.reshard(s, d, to_ranks=2, from_ranks=1.0), "from_ranks must be a whole number"),
-        (lambda s, d: ckpt_tools.merge(s, d, select="w"), "select must be a list of texts; got 'w' of type str"),
+        (
+            lambda s, d: ckpt_tools.reshard(s, d, to_ranks=0),
+            "to_ranks must be a whole number, at least 1; got 0",
+        ),
+        (
+            lambda s, d: ckpt_tools.reshard(s, d, to_ranks=2, from_ranks=1.0),
+            "from_ranks must be a whole number",
+        ),
+        (
+            lambda s, d: ckpt_tools.merge(s, d, select="w"),
+            "select must be a list of texts; got 'w' of type str",
+        ),
         (lambda s, d: ckpt_tools.merge(s, d, select=[1]), "select must be a list of texts"),
-        (lambda s, d: ckpt_tools.merge(s, d, dtype=16), "dtype must be bf16, fp16, fp32, fp64, or a dtype of torch; got 16"),
-        (lambda s, d: ckpt_tools.merge(s, d, overwrite="no"), "overwrite must be True or False; got 'no'"),
+        (
+            lambda s, d: ckpt_tools.merge(s, d, dtype=16),
+            "dtype must be bf16, fp16, fp32, fp64, or a dtype of torch; got 16",
+        ),
+        (
+            lambda s, d: ckpt_tools.merge(s, d, overwrite="no"),
+            "overwrite must be True or False; got 'no'",
+        ),
         (lambda s, d: ckpt_tools.merge(s, d, jobs=0), "jobs must be a whole number, at least 1"),
         (lambda s, d: ckpt_tools.merge(s, d, jobs=-1), "jobs must be a whole number, at least 1"),
-        (lambda s, d: ckpt_tools.merge("", d), "src must be a path or a URL that is not empty; got ''"),
+        (
+            lambda s, d: ckpt_tools.merge("", d),
+            "src must be a path or a URL that is not empty; got ''",
+        ),
         (lambda s, d: ckpt_tools.merge(None, d), "src must be a path or a URL"),
         (lambda s, d: ckpt_tools.merge(s, ""), "dst must be a path or a URL that is not empty"),
         (lambda s, d: ckpt_tools.convert(s, d, to=None), "to must be a text"),
         (lambda s, d: ckpt_tools.convert(s, d, to="dcp", settings=[1]), "settings must be a dict"),
-        (lambda s, d: ckpt_tools.diff(s, s, atol=float("nan")), "atol must be a number, at least 0 and finite; got nan"),
+        (
+            lambda s, d: ckpt_tools.diff(s, s, atol=float("nan")),
+            "atol must be a number, at least 0 and finite; got nan",
+        ),
         (lambda s, d: ckpt_tools.diff(s, s, rtol="1e-3"), "rtol must be a number"),
         (lambda s, d: ckpt_tools.verify(s, storage_options="x"), "storage_options must be a dict"),
     ],
 )
-def test_a_value_of_a_wrong_type_is_refused(call: Callable[[Path, str], object], message: str, source: Path, tmp_path: Path) -> None:
+def test_a_value_of_a_wrong_type_is_refused(
+    call: Callable[[Path, str], object], message: str, source: Path, tmp_path: Path
+) -> None:
     with pytest.raises(PlanError) as caught:
         call(source, str(tmp_path / "m.safetensors"))
     assert message in str(caught.value)
@@ -83,7 +117,18 @@ def test_a_dtype_of_torch_is_one_by_name(source: Path, tmp_path: Path) -> None:
         ckpt_tools.merge(source, tmp_path / "no.safetensors", dtype=torch.int32)
 
 
-def test_an_empty_path_is_refused_by_the_command(source: Path, tmp_path: Path, ckpt: Callable[..., Any]) -> None:
-    for words in (("merge", "", tmp_path / "m.safetensors"), ("merge", source, ""), ("inspect", ""), ("verify", ""), ("diff", source, "")):
+def test_an_empty_path_is_refused_by_the_command(
+    source: Path, tmp_path: Path, ckpt: Callable[..., Any]
+) -> None:
+    for words in (
+        ("merge", "", tmp_path / "m.safetensors"),
+        ("merge", source, ""),
+        ("inspect", ""),
+        ("verify", ""),
+        ("diff", source, ""),
+    ):
         done = ckpt(*words)
-        assert done.returncode == PlanError.exit_code and "must be a path or a URL that is not empty" in done.stderr, words
+        assert (
+            done.returncode == PlanError.exit_code
+            and "must be a path or a URL that is not empty" in done.stderr
+        ), words

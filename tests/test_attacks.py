@@ -1,4 +1,6 @@
-"""Attacks, each as it was once carried out: what a hostile file, directory, server or environment may do, and what comes of it."""
+"""Attacks, each as it was once carried out: what a hostile file, directory, server or environment
+may do, and what comes of it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ from aiohttp import web
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools import CheckpointError, CheckpointManager, FormatError, PlanError, StorageError, UnsafePickleError
+from ckpt_tools import (
+    CheckpointError,
+    CheckpointManager,
+    FormatError,
+    PlanError,
+    StorageError,
+    UnsafePickleError,
+)
 from ckpt_tools.errors import printable, redacted
 from ckpt_tools.formats import torch_save
 from ckpt_tools.formats.deepspeed import zero as deepspeed
@@ -41,7 +50,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 GIB = 1 << 30
 
 
-def limited(code: str, *words: object, seconds: int = 60, memory: int = 3 * GIB, **more: Any) -> subprocess.CompletedProcess[str]:
+def limited(
+    code: str, *words: object, seconds: int = 60, memory: int = 3 * GIB, **more: Any
+) -> subprocess.CompletedProcess[str]:
     """Runs code in a process of its own, with bounds on memory and time."""
 
     def bound() -> None:
@@ -49,7 +60,15 @@ def limited(code: str, *words: object, seconds: int = 60, memory: int = 3 * GIB,
 
     command = [sys.executable, "-c", code, *map(str, words)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, preexec_fn=bound, env=environment, **more)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        preexec_fn=bound,
+        env=environment,
+        **more,
+    )
 
 
 def torch_file(path: Path, data: bytes, **records: bytes) -> Path:
@@ -62,13 +81,19 @@ def torch_file(path: Path, data: bytes, **records: bytes) -> Path:
     return path
 
 
-# ---- code from the working directory, code from the checkpoint -----------------------------------------------------------------------
+# ---- code from the working directory, code from the checkpoint -----------------------------------
 
 EVIL = "import os; open(os.environ['PROOF'], 'a').write(__name__); raise SystemExit(0)\n"
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 16,
+}
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "json", "numpy", "safetensors"])
@@ -85,32 +110,52 @@ def test_modules_in_the_working_directory_are_not_imported(name: str, tmp_path: 
         ["convert", str(tmp_path / "s.pt"), "out", "--to", "hf", "--base", ".", "--check"],
     ):
         subprocess.run([ckpt, *words], cwd=work, env=environment, capture_output=True, timeout=120)
-        subprocess.run([sys.executable, "-P", "-m", "ckpt_tools", *words], cwd=work, env=environment, capture_output=True, timeout=120)
+        subprocess.run(
+            [sys.executable, "-P", "-m", "ckpt_tools", *words],
+            cwd=work,
+            env=environment,
+            capture_output=True,
+            timeout=120,
+        )
     assert not proof.exists()
 
 
 def test_python_m_imports_nothing_of_ours_from_the_working_directory(tmp_path: Path) -> None:
-    """What Python itself needs to find the package is looked for there; nothing that the package imports is."""
+    """What Python itself needs to find the package is looked for there; nothing that the package
+    imports is.
+    """
     for name in ("torch", "numpy", "safetensors", "fsspec"):
         (tmp_path / f"{name}.py").write_text(EVIL)
     save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
     environment = os.environ | {"PROOF": str(tmp_path / "proof"), "PYTHONPATH": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "ckpt_tools", "inspect", "m.safetensors"], cwd=tmp_path, env=environment, capture_output=True, timeout=60
+        [sys.executable, "-m", "ckpt_tools", "inspect", "m.safetensors"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        timeout=60,
     )
     assert done.returncode == 0 and not (tmp_path / "proof").exists(), done.stderr
 
 
-@pytest.mark.parametrize("names", [["Evil"], ["pipeline"], ["os.system"], [{}], "AutoModel", ["__builtins__"]])
+@pytest.mark.parametrize(
+    "names", [["Evil"], ["pipeline"], ["os.system"], [{}], "AutoModel", ["__builtins__"]]
+)
 @pytest.mark.parametrize("flag", ["--check", "--shapes"])
-def test_a_config_s_own_code_is_not_run_whoever_answers(flag: str, names: Any, tmp_path: Path) -> None:
+def test_a_config_s_own_code_is_not_run_whoever_answers(
+    flag: str, names: Any, tmp_path: Path
+) -> None:
     base, proof = tmp_path / "base", tmp_path / "proof"
     base.mkdir()
     (base / "evil.py").write_text(EVIL)
     config = {
         **LLAMA,
         "architectures": names,
-        "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"},
+        "auto_map": {
+            "AutoConfig": "evil.Config",
+            "AutoModel": "evil.Model",
+            "AutoModelForCausalLM": "evil.Model",
+        },
     }
     config |= {"model_type": "evil"} if names != "AutoModel" else {}
     (base / "config.json").write_text(json.dumps(config))
@@ -122,13 +167,19 @@ def test_a_config_s_own_code_is_not_run_whoever_answers(flag: str, names: Any, t
         else ["inspect", "s.pt", "--shapes", "base"]
     )
     done = subprocess.run(
-        [ckpt, *words], cwd=tmp_path, env=os.environ | {"PROOF": str(proof)}, input="y\n" * 50, capture_output=True, text=True, timeout=120
+        [ckpt, *words],
+        cwd=tmp_path,
+        env=os.environ | {"PROOF": str(proof)},
+        input="y\n" * 50,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert not proof.exists() and "Traceback" not in done.stderr
     assert done.returncode in (13, 14) or names == "AutoModel", done.stderr
 
 
-# ---- a pickle that changes its reader ------------------------------------------------------------------------------------------------
+# ---- a pickle that changes its reader ------------------------------------------------------------
 
 
 def snapshot() -> str:
@@ -138,18 +189,38 @@ def snapshot() -> str:
         for name, value in sorted(vars(module).items()):
             if callable(value):
                 about = [
-                    repr(getattr(value, key, None)) for key in ("__kwdefaults__", "__defaults__", "__dict__") if not isinstance(value, type)
+                    repr(getattr(value, key, None))
+                    for key in ("__kwdefaults__", "__defaults__", "__dict__")
+                    if not isinstance(value, type)
                 ]
-                found.append(f"{module.__name__}.{name} {about} {sorted(vars(value)) if isinstance(value, type) else ''}")
+                found.append(
+                    f"{module.__name__}.{name} {about}"
+                    f" {sorted(vars(value)) if isinstance(value, type) else ''}"
+                )
     return "\n".join(found)
 
 
 GLOBALS = [
-    ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), ("torch._utils", "_rebuild_parameter"), ("_codecs", "encode"),
-    ("torch._tensor", "_rebuild_from_type_v2"), ("builtins", "set"), ("builtins", "bytearray"), ("builtins", "complex"), ("builtins", "getattr"),
-    ("collections", "OrderedDict"), ("collections", "Counter"), ("torch", "float32"), ("torch", "FloatStorage"), ("torch", "device"), ("torch", "Size"),
-    ("numpy", "dtype"), ("numpy.core.multiarray", "scalar"), ("torch._utils", "_rebuild_qtensor"), ("posix", "system"),
-]  # fmt: skip
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_tensor_v3"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("_codecs", "encode"),
+    ("torch._tensor", "_rebuild_from_type_v2"),
+    ("builtins", "set"),
+    ("builtins", "bytearray"),
+    ("builtins", "complex"),
+    ("builtins", "getattr"),
+    ("collections", "OrderedDict"),
+    ("collections", "Counter"),
+    ("torch", "float32"),
+    ("torch", "FloatStorage"),
+    ("torch", "device"),
+    ("torch", "Size"),
+    ("numpy", "dtype"),
+    ("numpy.core.multiarray", "scalar"),
+    ("torch._utils", "_rebuild_qtensor"),
+    ("posix", "system"),
+]
 
 
 @pytest.mark.parametrize(
@@ -164,15 +235,25 @@ GLOBALS = [
     ],
 )
 @pytest.mark.parametrize("name", GLOBALS)
-def test_a_read_leaves_no_trace_in_the_process(name: tuple[str, str], state: Any, tmp_path: Path) -> None:
+def test_a_read_leaves_no_trace_in_the_process(
+    name: tuple[str, str], state: Any, tmp_path: Path
+) -> None:
     before = snapshot()
-    data = b"\x80\x02" + b"}X\x01\x00\x00\x00a" + f"c{name[0]}\n{name[1]}\n".encode() + pickle_write.opcodes(state) + b"bs."
+    data = (
+        b"\x80\x02"
+        b"}X\x01\x00\x00\x00a"
+        + f"c{name[0]}\n{name[1]}\n".encode()
+        + pickle_write.opcodes(state)
+        + b"bs."
+    )
     torch_file(tmp_path / "evil.pt", data)
     with _whatever():
         ckpt_tools.inspect(tmp_path / "evil.pt")
     assert snapshot() == before
     torch.save({"w": torch.arange(3.0)}, tmp_path / "honest.pt")
-    ckpt_tools.merge(tmp_path / "honest.pt", tmp_path / f"{abs(hash((name, str(state))))}.safetensors")
+    ckpt_tools.merge(
+        tmp_path / "honest.pt", tmp_path / f"{abs(hash((name, str(state))))}.safetensors"
+    )
     assert ckpt_tools.inspect(tmp_path / "honest.pt").by_dtype.keys() == {"float32"}
 
 
@@ -185,7 +266,7 @@ class _whatever:
         return isinstance(error, CheckpointError)
 
 
-# ---- outside the checkpoint ----------------------------------------------------------------------------------------------------------
+# ---- outside the checkpoint ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["link", "device", "pipe", "giant"])
@@ -206,13 +287,17 @@ def test_side_files_are_regular_small_and_inside(what: str, tmp_path: Path, ckpt
         os.truncate(target, 300 << 20)
     torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "s.pt")
     done = ckpt("convert", "s.pt", "out", "--to", "hf", "--base", "base", cwd=tmp_path)
-    assert done.returncode == 13 and "tokenizer.json" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 13 and "tokenizer.json" in done.stderr and "Traceback" not in done.stderr
+    )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["zero", "pipe", "deep", "giant", "folder", "half"])
 @pytest.mark.parametrize("option", ["--shapes", "--map", "--param-order", "--base"])
-def test_named_files_of_any_kind_are_one_line(option: str, kind: str, tmp_path: Path, ckpt: Run) -> None:
+def test_named_files_of_any_kind_are_one_line(
+    option: str, kind: str, tmp_path: Path, ckpt: Run
+) -> None:
     path = tmp_path / ("config.json" if option == "--base" else "f.json")
     if kind == "zero":
         path.symlink_to("/dev/zero")
@@ -225,15 +310,25 @@ def test_named_files_of_any_kind_are_one_line(option: str, kind: str, tmp_path: 
         os.truncate(path, 1 << 40)
     else:
         path.write_text("[" * 200_000 if kind == "deep" else '{"a": "\\ud800"}')
-    torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, tmp_path / "s.pt")
+    torch.save(
+        {
+            "model": {"w": torch.ones(2)},
+            "optimizer": {"state": {}, "param_groups": [{"params": [0]}]},
+        },
+        tmp_path / "s.pt",
+    )
     value = str(tmp_path) if option == "--base" else str(path)
     to = "hf" if option == "--base" else "dcp"
     done = ckpt("convert", tmp_path / "s.pt", tmp_path / "out", "--to", to, option, value)
-    assert done.returncode == 13 or (kind in ("half", "deep") and option in ("--base", "--shapes")), done.stderr
+    assert done.returncode == 13 or (
+        kind in ("half", "deep") and option in ("--base", "--shapes")
+    ), done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr) < 2000
 
 
-@pytest.mark.parametrize("name", ["%2e%2e/secret.distcp", "a?b.distcp", "a#b.distcp", "%2e%2e%2fsecret.distcp"])
+@pytest.mark.parametrize(
+    "name", ["%2e%2e/secret.distcp", "a?b.distcp", "a#b.distcp", "%2e%2e%2fsecret.distcp"]
+)
 def test_a_name_with_codes_does_not_leave_a_web_server_s_folder(name: str, tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(300)}, checkpoint_id=tmp_path / "c", no_dist=True)
     metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
@@ -254,7 +349,9 @@ def test_a_name_with_codes_does_not_leave_a_web_server_s_folder(name: str, tmp_p
     app.router.add_route("*", "/{path:.*}", answer)
     with serving(app) as url, pytest.raises(CheckpointError):
         ckpt_tools.verify(f"{url}/c/")
-    assert asked and not [path for path in asked if "secret" in path or "?b" in path or path.endswith("/a")]
+    assert asked and not [
+        path for path in asked if "secret" in path or "?b" in path or path.endswith("/a")
+    ]
 
 
 def test_a_file_that_is_swapped_for_a_link_while_it_is_opened_is_not_read(tmp_path: Path) -> None:
@@ -288,7 +385,9 @@ def test_a_file_that_is_swapped_for_a_link_while_it_is_opened_is_not_read(tmp_pa
     finally:
         stop.set()
         thread.join()
-    assert "SECRET" not in seen and seen["public"] and seen["refused"] + seen["replaced by a link"], seen
+    assert (
+        "SECRET" not in seen and seen["public"] and seen["refused"] + seen["replaced by a link"]
+    ), seen
 
 
 @pytest.mark.parametrize("what", ["hard link", "pipe", "folder", "link"])
@@ -307,7 +406,7 @@ def test_the_lock_of_a_run_is_a_file_of_its_own(what: str, tmp_path: Path) -> No
     assert victim.read_bytes() == b"years of work"
 
 
-# ---- secrets -------------------------------------------------------------------------------------------------------------------------
+# ---- secrets -------------------------------------------------------------------------------------
 
 SIGNED = "X-Amz-Signature=5ecret1&X-Amz-Credential=AKIA5ecret2&sig=5ecret3"
 
@@ -325,10 +424,20 @@ def test_secrets_of_urls_are_nowhere(tmp_path: Path) -> None:
     with serving(app) as url:
         signed = f"{url.replace('://', '://user:5ecret0@')}/m.safetensors?{SIGNED}"
         ckpt = Path(sys.executable).with_name("ckpt")
-        for words in (["merge", signed, "out.safetensors", "--json"], ["convert", signed, "out", "--to", "dcp", "--json"], ["copy", signed, "c.safetensors", "--json"],
-                      ["inspect", signed], ["inspect", signed, "--json"], ["verify", signed], ["merge", signed.replace("m.", "no."), "x.safetensors"],
-                      ["merge", f"s3://user:5ecret4@bucket/x?{SIGNED}", "x.safetensors"], ["diff", signed, signed, "--json"]):  # fmt: skip
-            done = subprocess.run([ckpt, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        for words in (
+            ["merge", signed, "out.safetensors", "--json"],
+            ["convert", signed, "out", "--to", "dcp", "--json"],
+            ["copy", signed, "c.safetensors", "--json"],
+            ["inspect", signed],
+            ["inspect", signed, "--json"],
+            ["verify", signed],
+            ["merge", signed.replace("m.", "no."), "x.safetensors"],
+            ["merge", f"s3://user:5ecret4@bucket/x?{SIGNED}", "x.safetensors"],
+            ["diff", signed, signed, "--json"],
+        ):
+            done = subprocess.run(
+                [ckpt, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+            )
             assert "5ecret" not in done.stdout + done.stderr, (words, done.stdout, done.stderr)
         assert done.returncode == 0, done.stderr
     for path in tmp_path.rglob("*.json"):
@@ -344,7 +453,7 @@ def test_logs_have_no_secrets(caplog: pytest.LogCaptureFixture) -> None:
     assert redacted("s3://bucket/a@b/c?x=1") == "s3://bucket/a@b/c?x=1"
 
 
-# ---- memory and time -----------------------------------------------------------------------------------------------------------------
+# ---- memory and time -----------------------------------------------------------------------------
 
 
 def objects() -> Iterator[tuple[str, bytes]]:
@@ -354,12 +463,20 @@ def objects() -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize(("kind", "data"), list(objects()))
-def test_an_object_does_not_allocate_more_than_it_has(kind: str, data: bytes, tmp_path: Path) -> None:
+def test_an_object_does_not_allocate_more_than_it_has(
+    kind: str, data: bytes, tmp_path: Path
+) -> None:
     torch_file(tmp_path / "o.pt", data)
-    code = "import sys; from pathlib import Path; from ckpt_tools.live.archives import unpack; unpack(Path(sys.argv[1]).read_bytes(), 'o', False)"
+    code = (
+        "import sys; from pathlib import Path; from ckpt_tools.live.archives import unpack;"
+        " unpack(Path(sys.argv[1]).read_bytes(), 'o', False)"
+    )
     done = limited(code, tmp_path / "o.pt", memory=4 * GIB)
     assert done.returncode == 1 and "MemoryError" not in done.stderr, done.stderr
-    assert "ckpt_tools.errors." in done.stderr.splitlines()[-1] or "hint" in done.stderr.splitlines()[-1], done.stderr
+    assert (
+        "ckpt_tools.errors." in done.stderr.splitlines()[-1]
+        or "hint" in done.stderr.splitlines()[-1]
+    ), done.stderr
 
 
 def test_an_expanded_tensor_in_an_object_is_bounded(tmp_path: Path) -> None:
@@ -387,20 +504,37 @@ def test_compressed_entries_are_refused_and_not_inflated(method: int, tmp_path: 
 def collisions(count: int) -> bytes:
     """Integers that hash alike, as the keys of a dict."""
     modulus = sys.hash_info.modulus
-    return b"\x80\x02}(" + b"".join(pickle_write.integer(modulus * i) + b"N" for i in range(1, count)) + b"u."
+    return (
+        b"\x80\x02}("
+        + b"".join(pickle_write.integer(modulus * i) + b"N" for i in range(1, count))
+        + b"u."
+    )
 
 
 def shared_dicts(depth: int) -> bytes:
     data = b"\x80\x02}X\x01\x00\x00\x00xK\x01s"
     for i in range(depth):
-        data += b"q" + bytes([i]) + b"}(X\x01\x00\x00\x00ah" + bytes([i]) + b"X\x01\x00\x00\x00bh" + bytes([i]) + b"u"
+        data += (
+            b"q"
+            + bytes([i])
+            + b"}(X\x01\x00\x00\x00ah"
+            + bytes([i])
+            + b"X\x01\x00\x00\x00bh"
+            + bytes([i])
+            + b"u"
+        )
     return data + b"."
 
 
-@pytest.mark.parametrize("data", [collisions(60_000), shared_dicts(60)], ids=["integers that hash alike", "shared dicts"])
+@pytest.mark.parametrize(
+    "data", [collisions(60_000), shared_dicts(60)], ids=["integers that hash alike", "shared dicts"]
+)
 def test_small_files_do_not_take_minutes(data: bytes, tmp_path: Path) -> None:
     torch_file(tmp_path / "s.pt", data)
-    done = limited("import sys, ckpt_tools; ckpt_tools.inspect(sys.argv[1])", tmp_path / "s.pt", seconds=45)  # it took 48 s and more
+    # it took 48 s and more
+    done = limited(
+        "import sys, ckpt_tools; ckpt_tools.inspect(sys.argv[1])", tmp_path / "s.pt", seconds=45
+    )
     assert done.returncode == 1 and "ckpt_tools.errors." in done.stderr, done.stderr[-500:]
 
 
@@ -413,16 +547,30 @@ def test_a_list_of_chunks_under_many_names_is_refused(tmp_path: Path) -> None:
         other = type(entry)(entry.properties, entry.size, entry.chunks)
         metadata.state_dict_metadata[f"w{i}"] = other
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
-    done = limited("import sys, ckpt_tools; ckpt_tools.inspect(sys.argv[1])", tmp_path / "c", seconds=60)
-    assert done.returncode == 1 and "two tensors share one list of chunks" in done.stderr, done.stderr[-500:]
+    done = limited(
+        "import sys, ckpt_tools; ckpt_tools.inspect(sys.argv[1])", tmp_path / "c", seconds=60
+    )
+    assert done.returncode == 1 and "two tensors share one list of chunks" in done.stderr, (
+        done.stderr[-500:]
+    )
 
 
 def test_names_and_numbers_that_are_none_are_one_line(tmp_path: Path, ckpt: Run) -> None:
     torch.save({"a\ud800b": torch.ones(2)}, tmp_path / "s.pt")
-    for words in (["inspect", "s.pt"], ["merge", "s.pt", "m.safetensors"], ["verify", "s.pt"], ["convert", "s.pt", "d", "--to", "dcp"]):
+    for words in (
+        ["inspect", "s.pt"],
+        ["merge", "s.pt", "m.safetensors"],
+        ["verify", "s.pt"],
+        ["convert", "s.pt", "d", "--to", "dcp"],
+    ):
         done = ckpt(*words, cwd=tmp_path)
-        assert done.returncode == 11 and "Traceback" not in done.stderr and "is no text" in done.stderr, done.stderr
-    header = "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 100000000000000000000), }".ljust(118) + "\n"
+        assert (
+            done.returncode == 11 and "Traceback" not in done.stderr and "is no text" in done.stderr
+        ), done.stderr
+    header = (
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 100000000000000000000), }".ljust(118)
+        + "\n"
+    )
     array = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(12)
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("x.npy", array)
@@ -432,7 +580,7 @@ def test_names_and_numbers_that_are_none_are_one_line(tmp_path: Path, ckpt: Run)
     assert ckpt("ls", "run", cwd=tmp_path).stdout.startswith("no steps")
 
 
-# ---- what reaches a terminal ---------------------------------------------------------------------------------------------------------
+# ---- what reaches a terminal ---------------------------------------------------------------------
 
 UNSEEN = "\x1b\x07\x9b\n\r\u061c\u2060\u206a\u00ad\u180e\u034f\u3164\U000e0041\u202e\u2066\ufeff\u200b\ufe0f\u115f\ufff9"
 
@@ -449,21 +597,47 @@ def test_nothing_that_controls_or_hides_is_printable() -> None:
 
 def test_text_of_a_checkpoint_never_reaches_the_terminal_raw(tmp_path: Path, ckpt: Run) -> None:
     name = f"evil{UNSEEN}"
-    torch.save({"model": {name: torch.ones(3), "w": torch.ones(2)}, name: 3, "optimizer": {name: 4}}, tmp_path / "s.pt")
-    torch.save({"model": {name: torch.zeros(3), "w": torch.ones(2)}, f"other{UNSEEN}": 3}, tmp_path / "t.pt")
+    torch.save(
+        {"model": {name: torch.ones(3), "w": torch.ones(2)}, name: 3, "optimizer": {name: 4}},
+        tmp_path / "s.pt",
+    )
+    torch.save(
+        {"model": {name: torch.zeros(3), "w": torch.ones(2)}, f"other{UNSEEN}": 3},
+        tmp_path / "t.pt",
+    )
     root = tmp_path / "run"
     with CheckpointManager(root) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
     (path,) = (root / "step-00000001").glob("ckpt.manifest*")
     manifest = ckpt_tools.publish.manifest.parse(path.read_bytes(), "m")
     fields = {f: getattr(manifest, f) for f in manifest.__slots__}
-    path.write_bytes(ckpt_tools.publish.manifest.Manifest(**fields | {"created": f"now{UNSEEN}", "tool": UNSEEN}).render())
+    path.write_bytes(
+        ckpt_tools.publish.manifest.Manifest(
+            **fields | {"created": f"now{UNSEEN}", "tool": UNSEEN}
+        ).render()
+    )
     (root / f"step-00000001.superseded{UNSEEN.replace(chr(10), '')}").mkdir()
     (root / f"other{UNSEEN}".replace("\n", "x")).write_text("x")
-    verbs = [["inspect", "s.pt"], ["inspect", "s.pt", "--tree"], ["inspect", "s.pt", "--ranks"], ["merge", "s.pt", "m.safetensors"], ["verify", "s.pt"], ["verify", "s.pt", "--deep"],
-             ["diff", "s.pt", "t.pt"], ["merge", "s.pt", "n.safetensors", "--select", "zz"], ["convert", "s.pt", "d", "--to", "dcp"], ["convert", "s.pt", "u.pt", "--to", "torch"],
-             ["reshard", "s.pt", "r", "--to", "2"], ["salvage", "s.pt", "g"], ["seal", "s.pt"], ["ls", "run"], ["latest", "run", "--verify"], ["prune", "run", "--keep-last", "1"],
-             ["inspect", "run"], ["merge", "s.pt", f"x{UNSEEN}.pt".replace("\n", "")]]  # fmt: skip
+    verbs = [
+        ["inspect", "s.pt"],
+        ["inspect", "s.pt", "--tree"],
+        ["inspect", "s.pt", "--ranks"],
+        ["merge", "s.pt", "m.safetensors"],
+        ["verify", "s.pt"],
+        ["verify", "s.pt", "--deep"],
+        ["diff", "s.pt", "t.pt"],
+        ["merge", "s.pt", "n.safetensors", "--select", "zz"],
+        ["convert", "s.pt", "d", "--to", "dcp"],
+        ["convert", "s.pt", "u.pt", "--to", "torch"],
+        ["reshard", "s.pt", "r", "--to", "2"],
+        ["salvage", "s.pt", "g"],
+        ["seal", "s.pt"],
+        ["ls", "run"],
+        ["latest", "run", "--verify"],
+        ["prune", "run", "--keep-last", "1"],
+        ["inspect", "run"],
+        ["merge", "s.pt", f"x{UNSEEN}.pt".replace("\n", "")],
+    ]
     for words in verbs:
         done = ckpt(*words, cwd=tmp_path)
         assert "Traceback" not in done.stderr, (words, done.stderr)
@@ -471,7 +645,7 @@ def test_text_of_a_checkpoint_never_reaches_the_terminal_raw(tmp_path: Path, ckp
         assert not [c for c in UNSEEN.replace("\n", "") if c in text], (words, text)
 
 
-# ---- manifests -----------------------------------------------------------------------------------------------------------------------
+# ---- manifests -----------------------------------------------------------------------------------
 
 
 def test_a_manifest_of_an_older_kind_vouches_for_nothing(tmp_path: Path, ckpt: Run) -> None:
@@ -488,11 +662,24 @@ def test_a_manifest_of_an_older_kind_vouches_for_nothing(tmp_path: Path, ckpt: R
     done = ckpt("verify", tmp_path / "c")
     assert done.returncode == 0 and "it has no manifest" in done.stdout
     done = ckpt("verify", tmp_path / "c", "--require-manifest")
-    assert done.returncode == 14 and "it has no manifest" in done.stderr and "ckpt seal" in done.stderr
+    assert (
+        done.returncode == 14 and "it has no manifest" in done.stderr and "ckpt seal" in done.stderr
+    )
 
 
 def test_paths_that_leave_a_root_are_refused_for_every_store() -> None:
-    for path in ("../x", "a/../x", "/x", "a//x", "a\\..\\x", "s3://b/x", "a::b", "C:\\x", "a\x00b", "./x"):
+    for path in (
+        "../x",
+        "a/../x",
+        "/x",
+        "a//x",
+        "a\\..\\x",
+        "s3://b/x",
+        "a::b",
+        "C:\\x",
+        "a\x00b",
+        "./x",
+    ):
         with pytest.raises(StorageError):
             check_path(path, "here")
         with pytest.raises(StorageError):

@@ -18,7 +18,9 @@ def painted(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
 
 
 @given(shapes, st.data())
-def test_a_flat_range_is_at_most_2n_minus_1_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_a_flat_range_is_at_most_2n_minus_1_boxes_in_order(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
@@ -34,11 +36,15 @@ def test_a_flat_range_outside_the_shape_is_refused() -> None:
 
 
 @given(shapes, st.integers(1, 40), st.data())
-def test_bands_tile_in_order_and_meet_any_chunk_in_one_run(shape: tuple[int, ...], max_numel: int, data: st.DataObject) -> None:
+def test_bands_tile_in_order_and_meet_any_chunk_in_one_run(
+    shape: tuple[int, ...], max_numel: int, data: st.DataObject
+) -> None:
     cuts = data.draw(st.lists(st.integers(0, 7), max_size=3))
     pieces = list(bands(whole(shape), max_numel, cuts))
     numbers = np.arange(math.prod(shape)).reshape(shape)
-    assert [n for b in pieces for n in numbers[b.slices()].flatten()] == list(range(math.prod(shape)))
+    assert [n for b in pieces for n in numbers[b.slices()].flatten()] == list(
+        range(math.prod(shape))
+    )
     assert all(p.numel <= max_numel for p in pieces)
     chunk = data.draw(tilings(shape))[0]
     for piece in pieces:
@@ -57,7 +63,9 @@ def test_flatness_is_what_numpy_says(shape: tuple[int, ...], data: st.DataObject
 
 
 @given(full_shapes, st.data())
-def test_the_index_finds_just_the_boxes_that_overlap(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_the_index_finds_just_the_boxes_that_overlap(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     boxes = data.draw(tilings(shape))
     query = data.draw(tilings(shape))[0]
     found = dict(BoxIndex(boxes).overlaps(query))

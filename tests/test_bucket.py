@@ -40,7 +40,9 @@ def names(fs: Any, prefix: str) -> list[str]:
 
 
 def uploads(fs: Any, bucket: str) -> list[str]:
-    return [u["Key"] for u in fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads") or ()]
+    return [
+        u["Key"] for u in fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads") or ()
+    ]
 
 
 def tensors(num: int, numel: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -60,20 +62,26 @@ def real(server: Server) -> None:
         pytest.skip("RadosGW is here, and it is the real one")
 
 
-# ---- parts -------------------------------------------------------------------------------------------------------------------
+# ---- parts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 8 * MIB, 8 * MIB + 1, 80_000 * MIB, 80_000 * MIB + 1, 5 << 40])
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 8 * MIB, 8 * MIB + 1, 80_000 * MIB, 80_000 * MIB + 1, 5 << 40]
+)
 def test_ten_thousand_parts_suffice_up_to_five_tebibytes(nbytes: int) -> None:
     starts = part_starts(nbytes)
-    assert len(starts) <= MAX_PARTS and (not nbytes or starts[-1] < nbytes <= starts[-1] + starts.step)
+    assert len(starts) <= MAX_PARTS and (
+        not nbytes or starts[-1] < nbytes <= starts[-1] + starts.step
+    )
     assert starts.step >= MIN_PART_BYTES
 
 
-# ---- merge, reshard, copy --------------------------------------------------------------------------------------------------------
+# ---- merge, reshard, copy ------------------------------------------------------------------------
 
 
-def test_what_is_written_to_a_bucket_is_what_is_written_to_a_disk(server: Server, saved: Saved, tmp_path: Path) -> None:
+def test_what_is_written_to_a_bucket_is_what_is_written_to_a_disk(
+    server: Server, saved: Saved, tmp_path: Path
+) -> None:
     fs, source = server.bucket("written"), saved(4) / "adamw"
     options: dict[str, Any] = {"storage_options": server.options}
     ckpt_tools.reshard(source, "s3://written/three", to_ranks=3, **options)
@@ -84,10 +92,15 @@ def test_what_is_written_to_a_bucket_is_what_is_written_to_a_disk(server: Server
     there = {n.rpartition("/")[2]: n for n in names(fs, "written/three")}
     attempts = {n.split(".")[1] for n in there if n.endswith(".distcp")}
     assert len(attempts) == 1 and there.keys() == {
-        ".metadata", f"ckpt.manifest.{min(attempts)}.json", *(f"__{r}_0.{min(attempts)}.distcp" for r in range(3)),
-    }  # fmt: skip
+        ".metadata",
+        f"ckpt.manifest.{min(attempts)}.json",
+        *(f"__{r}_0.{min(attempts)}.distcp" for r in range(3)),
+    }
     for rank in range(3):
-        assert fs.cat(there[f"__{rank}_0.{min(attempts)}.distcp"]) == (tmp_path / "three" / f"__{rank}_0.distcp").read_bytes()
+        assert (
+            fs.cat(there[f"__{rank}_0.{min(attempts)}.distcp"])
+            == (tmp_path / "three" / f"__{rank}_0.distcp").read_bytes()
+        )
     ckpt_tools.merge(source, "s3://written/shards", max_shard_bytes=20_000, **options)
     ckpt_tools.merge("s3://written/shards", tmp_path / "again.safetensors", **options)
     one, two = load_file(tmp_path / "merged.safetensors"), load_file(tmp_path / "again.safetensors")
@@ -95,16 +108,23 @@ def test_what_is_written_to_a_bucket_is_what_is_written_to_a_disk(server: Server
     assert not uploads(fs, "written")
 
 
-def test_a_checkpoint_there_is_refused_and_replaced_only_when_asked(server: Server, tmp_path: Path) -> None:
+def test_a_checkpoint_there_is_refused_and_replaced_only_when_asked(
+    server: Server, tmp_path: Path
+) -> None:
     fs = server.bucket("replaced")
-    old, new = save_locally(tmp_path / "old", tensors(2, 900)), save_locally(tmp_path / "new", tensors(3, 800, 1))
+    old, new = (
+        save_locally(tmp_path / "old", tensors(2, 900)),
+        save_locally(tmp_path / "new", tensors(3, 800, 1)),
+    )
     options: dict[str, Any] = {"storage_options": server.options}
     for target in ("s3://replaced/dcp", "s3://replaced/m.safetensors"):
 
         def write(source: Path, target: str = target, **more: Any) -> object:
-            return ckpt_tools.merge(source, target, **options, **more) if "." in target else ckpt_tools.reshard(
-                source, target, to_ranks=2, **options, **more
-            )  # fmt: skip
+            return (
+                ckpt_tools.merge(source, target, **options, **more)
+                if "." in target
+                else ckpt_tools.reshard(source, target, to_ranks=2, **options, **more)
+            )
 
         write(old)
         before = names(fs, "replaced")
@@ -123,7 +143,9 @@ def test_a_checkpoint_there_is_refused_and_replaced_only_when_asked(server: Serv
 
 def test_a_second_copy_transfers_what_is_missing_or_differs(server: Server, tmp_path: Path) -> None:
     fs = server.bucket("resumed")
-    ckpt_tools.reshard(save_locally(tmp_path / "run", tensors(4, 3000)), tmp_path / "four", to_ranks=4)
+    ckpt_tools.reshard(
+        save_locally(tmp_path / "run", tensors(4, 3000)), tmp_path / "four", to_ranks=4
+    )
     options: dict[str, Any] = {"storage_options": server.options}
     sizes = {p.name: p.stat().st_size for p in (tmp_path / "four").glob("*.distcp")}
     ckpt_tools.copy(tmp_path / "four", "s3://resumed/up", **options)
@@ -134,7 +156,10 @@ def test_a_second_copy_transfers_what_is_missing_or_differs(server: Server, tmp_
     third = ckpt_tools.copy(tmp_path / "four", "s3://resumed/up", **options)
     assert third.client_nbytes == sizes["__1_0.distcp"] + sizes["__2_0.distcp"]
     assert third.kept_nbytes == sizes["__0_0.distcp"] + sizes["__3_0.distcp"]
-    staged = tmp_path / f".tmp.down.{next(iter((tmp_path / 'four').glob('ckpt.manifest.*'))).name.split('.')[2]}"
+    staged = (
+        tmp_path
+        / f".tmp.down.{next(iter((tmp_path / 'four').glob('ckpt.manifest.*'))).name.split('.')[2]}"
+    )
     staged.mkdir()
     for name in ("__0_0.distcp", "__3_0.distcp"):
         (staged / name).write_bytes((tmp_path / "four" / name).read_bytes())
@@ -150,11 +175,25 @@ def test_a_second_copy_transfers_what_is_missing_or_differs(server: Server, tmp_
 
 
 def test_a_copy_that_is_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
-    ckpt_tools.reshard(save_locally(tmp_path / "run", tensors(24, 4 * MIB)), tmp_path / "many", to_ranks=24)
-    command = [sys.executable, "-m", "ckpt_tools", "copy", str(tmp_path / "many"), str(tmp_path / "to" / "new"), "--json"]
+    ckpt_tools.reshard(
+        save_locally(tmp_path / "run", tensors(24, 4 * MIB)), tmp_path / "many", to_ranks=24
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "ckpt_tools",
+        "copy",
+        str(tmp_path / "many"),
+        str(tmp_path / "to" / "new"),
+        "--json",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 20
-    while not list((tmp_path / "to").glob(".tmp.new.*/__1_0.distcp")) and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not list((tmp_path / "to").glob(".tmp.new.*/__1_0.distcp"))
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
@@ -169,7 +208,9 @@ def test_a_copy_that_is_interrupted_goes_on_where_it_was(tmp_path: Path) -> None
     assert not list((tmp_path / "to").glob(".tmp.*"))
 
 
-def test_a_copy_of_damaged_bytes_is_refused_and_nothing_is_visible(server: Server, tmp_path: Path) -> None:
+def test_a_copy_of_damaged_bytes_is_refused_and_nothing_is_visible(
+    server: Server, tmp_path: Path
+) -> None:
     fs = server.bucket("damaged")
     source = save_locally(tmp_path / "run", tensors(2, 3000))
     data = bytearray((source / "__0_0.distcp").read_bytes())
@@ -182,14 +223,24 @@ def test_a_copy_of_damaged_bytes_is_refused_and_nothing_is_visible(server: Serve
     assert run_ckpt("copy", source, "s3://damaged/up", **server.environment).returncode == 14
 
 
-def test_what_lies_in_a_bucket_is_compared_without_a_download(server: Server, tmp_path: Path) -> None:
+def test_what_lies_in_a_bucket_is_compared_without_a_download(
+    server: Server, tmp_path: Path
+) -> None:
     fs = server.bucket("verified")
     source = save_locally(tmp_path / "run", tensors(2, 3 * MIB))
     options: dict[str, Any] = {"storage_options": server.options}
     ckpt_tools.copy(source, "s3://verified/a", **options)
-    assert ckpt_tools.verify("s3://verified/a", **options).problems == ckpt_tools.verify(source).problems == []
+    assert (
+        ckpt_tools.verify("s3://verified/a", **options).problems
+        == ckpt_tools.verify(source).problems
+        == []
+    )
     quick = ckpt_tools.verify("s3://verified/a", quick=True, **options)
-    assert (quick.problems, quick.unknown, quick.nbytes) == ([], [], (source / "__0_0.distcp").stat().st_size)
+    assert (quick.problems, quick.unknown, quick.nbytes) == (
+        [],
+        [],
+        (source / "__0_0.distcp").stat().st_size,
+    )
     assert ckpt_tools.verify(source, quick=True).unknown == ["__0_0.distcp"]
     ckpt_tools.merge(source, "s3://verified/m.safetensors", **options)
     ckpt_tools.copy("s3://verified/m.safetensors", "s3://verified/n.safetensors", **options)
@@ -201,20 +252,39 @@ def test_what_lies_in_a_bucket_is_compared_without_a_download(server: Server, tm
         ckpt_tools.merge("s3://verified/n.safetensors", tmp_path / "damaged.safetensors", **options)
     data = bytearray(fs.cat("verified/a/__0_0.distcp"))
     data[MIB] ^= 1
-    fs.pipe("verified/a/__0_0.distcp", bytes(data))  # by another tool: our note of the checksum is gone with it
+    # by another tool: our note of the checksum is gone with it
+    fs.pipe("verified/a/__0_0.distcp", bytes(data))
     full = ckpt_tools.verify("s3://verified/a", **options)
-    assert {p.file for p in full.problems} == {"__0_0.distcp"} and len(full.lost) == 1 and "damaged" in full.problems[0].what
+    assert (
+        {p.file for p in full.problems} == {"__0_0.distcp"}
+        and len(full.lost) == 1
+        and "damaged" in full.problems[0].what
+    )
     assert ckpt_tools.verify("s3://verified/a", quick=True, **options).unknown == ["__0_0.distcp"]
     fs.pipe("verified/a/__7_0.distcp", b"old")
     fs.rm("verified/a/__0_0.distcp")
     done = run_ckpt("verify", "s3://verified/a", **server.environment)
-    assert done.returncode == 1 and "__0_0.distcp is missing" in done.stdout and "__7_0.distcp is no part" in done.stdout, done.stderr
+    assert (
+        done.returncode == 1
+        and "__0_0.distcp is missing" in done.stdout
+        and "__7_0.distcp is no part" in done.stdout
+    ), done.stderr
 
 
 def test_what_others_wrote_is_never_removed(server: Server, tmp_path: Path) -> None:
     fs, options = server.bucket("others"), {"storage_options": server.options}
-    fs.pipe({f"others/run/step-00000001/{n}": b"mine" for n in ("x.deadbeef.safetensors", "ckpt.manifest.deadbeef.json")})
-    fs.pipe({f"others/run/{n}": b"mine" for n in ("x.safetensors.ckpt.uploads.deadbeef.json", "my.ckpt.uploads.txt")})
+    fs.pipe(
+        {
+            f"others/run/step-00000001/{n}": b"mine"
+            for n in ("x.deadbeef.safetensors", "ckpt.manifest.deadbeef.json")
+        }
+    )
+    fs.pipe(
+        {
+            f"others/run/{n}": b"mine"
+            for n in ("x.safetensors.ckpt.uploads.deadbeef.json", "my.ckpt.uploads.txt")
+        }
+    )
     with CheckpointManager("s3://others/run", **options) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
     assert remove_leftovers("s3://others/run", grace_s=-5, options=server.options) == []
@@ -223,59 +293,104 @@ def test_what_others_wrote_is_never_removed(server: Server, tmp_path: Path) -> N
         == fs.cat("others/run/step-00000001/ckpt.manifest.deadbeef.json")
         == b"mine"
     )
-    ckpt_tools.merge(save_locally(tmp_path / "run", tensors(3, 800)), tmp_path / "hf", max_shard_bytes=4000)
+    ckpt_tools.merge(
+        save_locally(tmp_path / "run", tensors(3, 800)), tmp_path / "hf", max_shard_bytes=4000
+    )
     index = tmp_path / "hf" / "model.safetensors.index.json"
-    for number, path in enumerate(sorted((tmp_path / "hf").glob("*.safetensors"))):  # as a hub names them: hashes look like attempts
+    # as a hub names them: hashes look like attempts
+    for number, path in enumerate(sorted((tmp_path / "hf").glob("*.safetensors"))):
         path.rename(path.with_name(f"model.{number:08d}.safetensors"))
         index.write_text(index.read_text().replace(path.name, f"model.{number:08d}.safetensors"))
     next((tmp_path / "hf").glob("ckpt.manifest.*")).unlink()
     (tmp_path / "hf" / "config.json").write_text("{}")
     ckpt_tools.copy(tmp_path / "hf", "s3://others/hf", **options)
-    assert sorted(n.rpartition("/")[2] for n in names(fs, "others/hf")) == sorted(p.name for p in (tmp_path / "hf").iterdir())
+    assert sorted(n.rpartition("/")[2] for n in names(fs, "others/hf")) == sorted(
+        p.name for p in (tmp_path / "hf").iterdir()
+    )
     assert ckpt_tools.inspect("s3://others/hf", server.options).total.num_tensors == 3
 
 
 def test_more_files_than_are_written_side_by_side_are_the_same(tmp_path: Path) -> None:
-    source = save_locally(tmp_path / "run", {f"t{i}": torch.randn(97 + i, 33) for i in range(9)} | {"step": torch.tensor(3.0)})
+    source = save_locally(
+        tmp_path / "run",
+        {f"t{i}": torch.randn(97 + i, 33) for i in range(9)} | {"step": torch.tensor(3.0)},
+    )
     fs = fsspec.filesystem("memory")
     ckpt_tools.reshard(source, "memory://grouped/thirty", to_ranks=30)
     ckpt_tools.reshard(source, tmp_path / "thirty", to_ranks=30)
-    there = {n.rpartition("/")[2].split(".")[0]: fs.cat(n) for n in fs.find("/grouped/thirty") if n.endswith(".distcp")}
-    assert there == {p.stem: p.read_bytes() for p in (tmp_path / "thirty").glob("*.distcp")} and len(there) > 24
-    sealed = [find(store) for store in (RemoteStore("memory://grouped/thirty"), LocalStore(tmp_path / "thirty"))]
-    assert sealed[0] is not None and sealed[1] is not None and sealed[0].tensors == sealed[1].tensors and len(sealed[0].tensors) == 10
+    there = {
+        n.rpartition("/")[2].split(".")[0]: fs.cat(n)
+        for n in fs.find("/grouped/thirty")
+        if n.endswith(".distcp")
+    }
+    assert (
+        there == {p.stem: p.read_bytes() for p in (tmp_path / "thirty").glob("*.distcp")}
+        and len(there) > 24
+    )
+    sealed = [
+        find(store)
+        for store in (RemoteStore("memory://grouped/thirty"), LocalStore(tmp_path / "thirty"))
+    ]
+    assert (
+        sealed[0] is not None
+        and sealed[1] is not None
+        and sealed[0].tensors == sealed[1].tensors
+        and len(sealed[0].tensors) == 10
+    )
     fs.rm("/grouped", recursive=True)
 
 
-def test_encryption_and_who_pays_are_told_with_every_request(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPT_S3_CLIENT", "s3fs")  # whose events tell; of the other: tests/test_fast.py
+def test_encryption_and_who_pays_are_told_with_every_request(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # whose events tell; of the other: tests/test_fast.py
+    monkeypatch.setenv("CKPT_S3_CLIENT", "s3fs")
     if server.name != "moto":
         pytest.skip("a RadosGW without a vault does not encrypt")
     server.bucket("encrypted")
-    options = server.options | {"s3_additional_kwargs": {"ServerSideEncryption": "AES256"}, "requester_pays": True}
+    options = server.options | {
+        "s3_additional_kwargs": {"ServerSideEncryption": "AES256"},
+        "requester_pays": True,
+    }
     fs = fsspec.filesystem("s3", use_listings_cache=False, **options)  # the one that the store uses
     fs.connect()
     seen: dict[str, set[str | None]] = {}
 
     def note(request: Any, operation_name: str, **more: Any) -> None:
         payer = request.headers.get("x-amz-request-payer")
-        seen.setdefault(operation_name, set()).add(payer.decode() if isinstance(payer, bytes) else payer)
+        seen.setdefault(operation_name, set()).add(
+            payer.decode() if isinstance(payer, bytes) else payer
+        )
 
     fs.s3.meta.events.register("request-created.s3", note)
     source = save_locally(tmp_path / "run", tensors(3, 5_000_000))
     ckpt_tools.merge(source, "s3://encrypted/out.safetensors", storage_options=options)
     ckpt_tools.copy(source, "s3://encrypted/step", storage_options=options)
     ckpt_tools.merge("s3://encrypted/step", tmp_path / "back.safetensors", storage_options=options)
-    assert ckpt_tools.diff("s3://encrypted/out.safetensors", tmp_path / "back.safetensors", storage_options=options).is_same
+    assert ckpt_tools.diff(
+        "s3://encrypted/out.safetensors", tmp_path / "back.safetensors", storage_options=options
+    ).is_same
     for name in names(fs, "encrypted"):
         bucket, _, key = name.partition("/")
-        assert fs.call_s3("head_object", Bucket=bucket, Key=key)["ServerSideEncryption"] == "AES256", name
-    told = {"GetObject", "PutObject", "UploadPart", "CreateMultipartUpload", "CompleteMultipartUpload", "HeadObject", "ListObjectsV2"}
+        assert (
+            fs.call_s3("head_object", Bucket=bucket, Key=key)["ServerSideEncryption"] == "AES256"
+        ), name
+    told = {
+        "GetObject",
+        "PutObject",
+        "UploadPart",
+        "CreateMultipartUpload",
+        "CompleteMultipartUpload",
+        "HeadObject",
+        "ListObjectsV2",
+    }
     assert {name: seen.get(name) for name in told} == {name: {"requester"} for name in told}
 
 
 class Listing(MemoryFileSystem):
-    """A store whose package remembers listings, as those of Azure and Google do, and learns of no writer's work."""
+    """A store whose package remembers listings, as those of Azure and Google do, and learns of no
+    writer's work.
+    """
 
     protocol, store, pseudo_dirs = "listing", {}, [""]
 
@@ -297,7 +412,8 @@ def test_what_a_package_has_listed_once_does_not_stay_true_for_ever(tmp_path: Pa
         for step in (1, 2, 3):
             checkpoints.save(step, {"w": torch.full((3,), float(step))}, asynchronous=False)
         checkpoints.wait()
-        assert [s.number for s in checkpoints.steps()][-2:] == [2, 3]  # the first goes in the background
+        # the first goes in the background
+        assert [s.number for s in checkpoints.steps()][-2:] == [2, 3]
     state = {"w": torch.zeros(3)}
     with CheckpointManager("listing://run") as checkpoints:
         assert checkpoints.resume(state) == 3 and state["w"].tolist() == [3.0] * 3
@@ -318,7 +434,10 @@ def test_a_stream_store_takes_what_s3_takes(tmp_path: Path) -> None:
     with CheckpointManager("memory://streams/run", keep_last=1) as checkpoints:
         checkpoints.save(1, {"model": model}, asynchronous=False)
         checkpoints.save(2, {"model": model}, asynchronous=False)
-    with CheckpointManager("memory://streams/run", keep_last=1) as checkpoints, pytest.raises(StorageError, match="destination exists"):
+    with (
+        CheckpointManager("memory://streams/run", keep_last=1) as checkpoints,
+        pytest.raises(StorageError, match="destination exists"),
+    ):
         checkpoints.save(2, {"model": model}, asynchronous=False)
     assert [s.number for s in checkpoints.steps()] == [2]
     with pytest.raises(StorageError, match="the destination exists"):
@@ -326,12 +445,17 @@ def test_a_stream_store_takes_what_s3_takes(tmp_path: Path) -> None:
     fs.rm("/streams", recursive=True)
 
 
-# ---- two copies to one place -------------------------------------------------------------------------------------------------------
+# ---- two copies to one place ---------------------------------------------------------------------
 
 
-def test_a_copy_does_not_replace_what_another_may_be_writing(server: Server, tmp_path: Path) -> None:
+def test_a_copy_does_not_replace_what_another_may_be_writing(
+    server: Server, tmp_path: Path
+) -> None:
     fs, options = server.bucket("shared"), {"storage_options": server.options}
-    one, two = (save_locally(tmp_path / name, tensors(2, 3000, seed)) for name, seed in (("one", 0), ("two", 1)))
+    one, two = (
+        save_locally(tmp_path / name, tensors(2, 3000, seed))
+        for name, seed in (("one", 0), ("two", 1))
+    )
     for name in (one, two):
         ckpt_tools.reshard(name, tmp_path / f"{name.parent.name}2", to_ranks=2)
     step = "s3://shared/run/step-00000001"
@@ -347,9 +471,13 @@ def test_a_copy_does_not_replace_what_another_may_be_writing(server: Server, tmp
     fs.rm("shared/run/step-00000001/.metadata")
     fs.pipe("shared/run/step-00000001/notes.txt", b"mine")
     dead = {**lease._me, "pid": 1, "started": "0"}
-    fs.pipe("shared/run/step-00000001/.ckpt.lock", json.dumps(dead).encode())  # of a copy that was killed
+    # of a copy that was killed
+    fs.pipe("shared/run/step-00000001/.ckpt.lock", json.dumps(dead).encode())
     left = remove_leftovers("s3://shared/run", grace_s=-5, options=server.options)
-    assert len(left) == 3 and names(fs, "shared") == ["shared/run/step-00000001/.ckpt.lock", "shared/run/step-00000001/notes.txt"]
+    assert len(left) == 3 and names(fs, "shared") == [
+        "shared/run/step-00000001/.ckpt.lock",
+        "shared/run/step-00000001/notes.txt",
+    ]
     fs.rm("shared/run/step-00000001/notes.txt")
     ckpt_tools.copy(tmp_path / "two2", step, **options)
     assert ckpt_tools.verify(step, **options).problems == []
@@ -359,24 +487,39 @@ def test_a_copy_does_not_replace_what_another_may_be_writing(server: Server, tmp
 def test_a_mirror_is_brought_up_to_date_by_the_next_job(server: Server, tmp_path: Path) -> None:
     server.bucket("late")
     source = save_locally(tmp_path / "run", tensors(2, 900))
-    with CheckpointManager(tmp_path / "run", mirror="s3://late/run", storage_options=server.options):
+    with CheckpointManager(
+        tmp_path / "run", mirror="s3://late/run", storage_options=server.options
+    ):
         pass  # a job that saves nothing: what the one before could not copy is copied now
     assert [s.number for s in list_steps("s3://late/run", server.options)] == [1]
-    assert ckpt_tools.diff(source, "s3://late/run/step-00000001", read_all=True, storage_options=server.options).is_same
+    assert ckpt_tools.diff(
+        source, "s3://late/run/step-00000001", read_all=True, storage_options=server.options
+    ).is_same
 
 
-@pytest.mark.parametrize("url", ["s3://slips//run", "s3://slips/a//run", "s3:///run", "s3://slips/a/../run"])
-def test_a_url_with_an_empty_segment_is_refused_by_whatever_takes_one(url: str, tmp_path: Path) -> None:
-    """`$BUCKET/$PREFIX/` with a slash too many: an object of another name was replaced, or a mirror was never found again."""
+@pytest.mark.parametrize(
+    "url", ["s3://slips//run", "s3://slips/a//run", "s3:///run", "s3://slips/a/../run"]
+)
+def test_a_url_with_an_empty_segment_is_refused_by_whatever_takes_one(
+    url: str, tmp_path: Path
+) -> None:
+    """`$BUCKET/$PREFIX/` with a slash too many: an object of another name was replaced, or a mirror
+    was never found again.
+    """
     source = save_locally(tmp_path / "src", tensors(2, 100))
     calls: list[Callable[[], object]] = [
         lambda: ckpt_tools.merge(source, f"{url}/m.safetensors", overwrite=True),
-        lambda: ckpt_tools.copy(source, url), lambda: ckpt_tools.inspect(url), lambda: list_steps(url),
-        lambda: CheckpointManager(url), lambda: CheckpointManager(tmp_path / "run", mirror=url),
-    ]  # fmt: skip
+        lambda: ckpt_tools.copy(source, url),
+        lambda: ckpt_tools.inspect(url),
+        lambda: list_steps(url),
+        lambda: CheckpointManager(url),
+        lambda: CheckpointManager(tmp_path / "run", mirror=url),
+    ]
     for call in calls:
         with pytest.raises(StorageError, match="a URL with an empty segment") as caught:
             call()
         assert caught.value.hint or ".." in url
     done = run_ckpt("ls", url)
-    assert done.returncode == 15 and "empty segment" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 15 and "empty segment" in done.stderr and "Traceback" not in done.stderr
+    )

@@ -33,7 +33,9 @@ from tests.test_remote import run_ckpt
 Saved = Callable[[int], Path]
 
 
-def test_real_jobs_save_to_a_bucket_and_resume_on_other_ranks(server: Server, tmp_path: Path) -> None:
+def test_real_jobs_save_to_a_bucket_and_resume_on_other_ranks(
+    server: Server, tmp_path: Path
+) -> None:
     real(server)
     fs = server.bucket("jobs")
     environment = server.environment | {"RUNS": "s3://jobs"}
@@ -50,13 +52,20 @@ def test_real_jobs_save_to_a_bucket_and_resume_on_other_ranks(server: Server, tm
     assert all(torch.equal(stock["model"][n], want[n]) for n in want)
     done = run_ckpt("prune", "s3://jobs/fsdp2", "--keep-last", 1, **server.environment)
     assert done.stdout.startswith("removed s3://jobs/fsdp2/step-00000001"), done.stderr
-    assert not names(fs, "jobs/fsdp2/step-00000001") and len(names(fs, "jobs/fsdp2/step-00000002")) == 6
+    assert (
+        not names(fs, "jobs/fsdp2/step-00000001")
+        and len(names(fs, "jobs/fsdp2/step-00000002")) == 6
+    )
 
 
 def job(server: Server, *words: object) -> subprocess.Popen[str]:
-    environment = os.environ | server.environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    environment = (
+        os.environ | server.environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    )
     command = [sys.executable, str(HERE / "dist" / "bucket.py"), *map(str, words)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def until(process: subprocess.Popen[str], word: str) -> str:
@@ -89,18 +98,40 @@ def test_a_kill_during_an_upload_costs_nothing(server: Server) -> None:
     assert not uploads(fs, "killed")
     assert list_steps("s3://killed/run", server.options) == before, left
     kept = {step.name for step in before}
-    assert {name.split("/")[2] for name in names(fs, "killed/run")} == {*kept, ".ckpt.lock"}  # nothing of what was never finished is left
+    # nothing of what was never finished is left
+    assert {name.split("/")[2] for name in names(fs, "killed/run")} == {*kept, ".ckpt.lock"}
     assert all(len(names(fs, f"killed/run/{name}")) == 3 for name in kept)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_of_an_upload_leaves_nothing(number: int, server: Server, tmp_path: Path) -> None:
+def test_a_signal_in_the_middle_of_an_upload_leaves_nothing(
+    number: int, server: Server, tmp_path: Path
+) -> None:
     real(server)
-    fs, source = server.bucket(f"signal{int(number)}"), save_locally(tmp_path / "run", tensors(4, 10 * MIB))
+    fs, source = (
+        server.bucket(f"signal{int(number)}"),
+        save_locally(tmp_path / "run", tensors(4, 10 * MIB)),
+    )
     seen, bucket = set(), f"signal{int(number)}"
     for delay in (0.0, 0.05, 0.1, 0.2):
-        command = [sys.executable, "-m", "ckpt_tools", "reshard", str(source), f"s3://{bucket}/new", "--to", "2", "--overwrite"]
-        process = subprocess.Popen(command, env=os.environ | server.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "ckpt_tools",
+            "reshard",
+            str(source),
+            f"s3://{bucket}/new",
+            "--to",
+            "2",
+            "--overwrite",
+        ]
+        process = subprocess.Popen(
+            command,
+            env=os.environ | server.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         while not uploads(fs, bucket) and process.poll() is None:
             time.sleep(0.01)
         time.sleep(delay)
@@ -125,7 +156,8 @@ def test_a_run_outlives_its_machine_in_a_mirror(server: Server, tmp_path: Path) 
     kill(process)
     newest = latest("s3://mirrored/run", options=server.options).step
     assert newest is not None and damage(newest) == ""
-    process = job(server, tmp_path / "run", "s3://mirrored/run")  # the same machine: its own disk is newer
+    # the same machine: its own disk is newer
+    process = job(server, tmp_path / "run", "s3://mirrored/run")
     here = until(process, "resumed").split()
     kill(process)
     assert int(here[1]) >= newest.number and here[2] == "True"
@@ -143,8 +175,12 @@ def test_of_two_writers_of_one_step_exactly_one_wins(server: Server) -> None:
 
         def save(who: int, number: int = number, told: list[object] = told) -> None:
             try:
-                with CheckpointManager("s3://raced/run", storage_options=server.options, handle_signals=False) as checkpoints:
-                    checkpoints.save(number, {"who": torch.full((50_000,), float(who))}, asynchronous=False)
+                with CheckpointManager(
+                    "s3://raced/run", storage_options=server.options, handle_signals=False
+                ) as checkpoints:
+                    checkpoints.save(
+                        number, {"who": torch.full((50_000,), float(who))}, asynchronous=False
+                    )
             except CheckpointError as error:
                 told[who] = error
 
@@ -154,20 +190,31 @@ def test_of_two_writers_of_one_step_exactly_one_wins(server: Server) -> None:
         for thread in threads:
             thread.join()
         assert told.count(None) == 1, told
-        assert any(words in str(told) for words in ("appeared", "there already", "exists", "another writer")), told
+        assert any(
+            words in str(told)
+            for words in ("appeared", "there already", "exists", "another writer")
+        ), told
         state = {"who": torch.zeros(50_000)}
-        with CheckpointManager("s3://raced/run", storage_options=server.options, handle_signals=False) as checkpoints:
+        with CheckpointManager(
+            "s3://raced/run", storage_options=server.options, handle_signals=False
+        ) as checkpoints:
             assert checkpoints.resume(state) == number
         assert set(state["who"].tolist()) == {float(told.index(None))}
         assert len(names(fs, f"raced/run/step-{number:08d}")) == 3  # nothing of the other is left
 
 
-def attempt(server: Server, url: str, seed: int, share: float, kinds: tuple[str, ...]) -> tuple[list[str], bool]:
-    """Saves a second step through a proxy that breaks requests; returns the faults, and whether it was said to be saved."""
+def attempt(
+    server: Server, url: str, seed: int, share: float, kinds: tuple[str, ...]
+) -> tuple[list[str], bool]:
+    """Saves a second step through a proxy that breaks requests; returns the faults, and whether it
+    was said to be saved.
+    """
     with faulty(server.endpoint, share, seed, kinds, writes=True) as (proxy, log):
         options = server.options | {"endpoint_url": proxy, "skip_instance_cache": True}
         try:
-            with CheckpointManager(url, storage_options=options, handle_signals=False) as checkpoints:
+            with CheckpointManager(
+                url, storage_options=options, handle_signals=False
+            ) as checkpoints:
                 checkpoints.save(2, {"model": tensors(3, 1_500_000, seed)}, asynchronous=False)
         except CheckpointError:
             return log, False
@@ -175,9 +222,13 @@ def attempt(server: Server, url: str, seed: int, share: float, kinds: tuple[str,
 
 
 def check_after(server: Server, url: str, seed: int, is_saved: bool) -> int:
-    """A save that was told to be done is there, bit for bit; one that failed is not, or it is whole. Returns the step resumed."""
+    """A save that was told to be done is there, bit for bit; one that failed is not, or it is
+    whole. Returns the step resumed.
+    """
     state = {"model": tensors(3, 1_500_000, 10**6)}
-    with CheckpointManager(url, storage_options=server.options, handle_signals=False) as checkpoints:
+    with CheckpointManager(
+        url, storage_options=server.options, handle_signals=False
+    ) as checkpoints:
         step = checkpoints.resume(state)
     want = tensors(3, 1_500_000, {1: 0, 2: seed}[step])
     assert all(torch.equal(state["model"][n], want[n]) for n in want), step
@@ -185,14 +236,19 @@ def check_after(server: Server, url: str, seed: int, is_saved: bool) -> int:
     return step
 
 
-def test_faults_on_the_way_to_a_bucket_end_in_a_whole_step_or_in_a_clear_error(server: Server) -> None:
+def test_faults_on_the_way_to_a_bucket_end_in_a_whole_step_or_in_a_clear_error(
+    server: Server,
+) -> None:
     real(server)
     server.bucket("broken")
-    kinds = (*WRITES, "corrupt") if server.name == "radosgw" else WRITES  # moto compares no checksum
+    # moto compares no checksum
+    kinds = (*WRITES, "corrupt") if server.name == "radosgw" else WRITES
     seen: list[str] = []
     for seed in range(1, 5):
         url = f"s3://broken/{seed}"
-        with CheckpointManager(url, storage_options=server.options, handle_signals=False) as checkpoints:
+        with CheckpointManager(
+            url, storage_options=server.options, handle_signals=False
+        ) as checkpoints:
             checkpoints.save(1, {"model": tensors(3, 1_500_000)}, asynchronous=False)
         log, is_saved = attempt(server, url, seed, 0.35, kinds)
         check_after(server, url, seed, is_saved)
@@ -204,16 +260,25 @@ def test_what_is_not_permitted_is_said_with_action_and_key(server: Server, saved
     if server.name == "moto":
         pytest.skip("moto believes anybody")
     fs = server.bucket("forbidden")
-    denied = '{"Version": "2012-10-17", "Statement": [{"Effect": "Deny", "Principal": "*", "Action": ["s3:%s"], "Resource": ["%s"]}]}'
+    denied = (
+        '{"Version": "2012-10-17", "Statement": [{"Effect": "Deny", "Principal": "*", "Action":'
+        ' ["s3:%s"], "Resource": ["%s"]}]}'
+    )
     source, resource = saved(4) / "adamw", "arn:aws:s3:::forbidden/*"
     for action, words, message in (
         ("PutObject", ("reshard", source, "s3://forbidden/new", "--to", 2), "cannot write: "),
         ("ListBucket", ("ls", "s3://forbidden/run"), "cannot list: "),
     ):
-        fs.call_s3("put_bucket_policy", Bucket="forbidden", Policy=denied % (action, resource if action == "PutObject" else resource[:-2]))
+        fs.call_s3(
+            "put_bucket_policy",
+            Bucket="forbidden",
+            Policy=denied % (action, resource if action == "PutObject" else resource[:-2]),
+        )
         done = run_ckpt(*words, **server.environment)
         fs.call_s3("delete_bucket_policy", Bucket="forbidden")
-        assert done.returncode == 15 and message in done.stderr and "s3://forbidden/" in done.stderr, done.stderr
+        assert (
+            done.returncode == 15 and message in done.stderr and "s3://forbidden/" in done.stderr
+        ), done.stderr
         assert "do not permit" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not names(fs, "forbidden")
     with CheckpointManager("s3://forbidden/run", storage_options=server.options) as checkpoints:
@@ -224,7 +289,9 @@ def test_what_is_not_permitted_is_said_with_action_and_key(server: Server, saved
     done = run_ckpt("prune", "s3://forbidden/run", "--keep-last", 1, **server.environment)
     fs.call_s3("delete_bucket_policy", Bucket="forbidden")
     assert (
-        done.returncode == 15 and "cannot remove: PermissionError AccessDenied status=403 (s3://forbidden/run/step-00000001/" in done.stderr
+        done.returncode == 15
+        and "cannot remove: PermissionError AccessDenied status=403 (s3://forbidden/run/step-00000001/"
+        in done.stderr
     ), done.stderr
     assert names(fs, "forbidden") == before
 
@@ -237,13 +304,19 @@ def test_a_clock_that_is_an_hour_off_is_said(server: Server) -> None:
     with CheckpointManager("s3://skewed/run", storage_options=server.options) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
     command = ["faketime", "-f", "+1h", sys.executable, "-m", "ckpt_tools", "ls", "s3://skewed/run"]
-    done = subprocess.run(command, env=os.environ | server.environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 15 and "clock is wrong" in done.stderr and "Traceback" not in done.stderr, done.stdout + done.stderr
+    done = subprocess.run(
+        command, env=os.environ | server.environment, capture_output=True, text=True, timeout=120
+    )
+    assert (
+        done.returncode == 15 and "clock is wrong" in done.stderr and "Traceback" not in done.stderr
+    ), done.stdout + done.stderr
     assert len(names(fs, "skewed")) == 3
 
 
 def test_what_the_ranks_of_a_host_need_is_fetched_once(server: Server, tmp_path: Path) -> None:
-    """Rows, columns, replicas, of three ranks' files; also where payloads lie elsewhere, bits are wrong, or an object is short or gone."""
+    """Rows, columns, replicas, of three ranks' files; also where payloads lie elsewhere, bits are
+    wrong, or an object is short or gone.
+    """
     real(server)
     fs, generator = server.bucket("together"), torch.Generator().manual_seed(3)
     whole = {
@@ -263,7 +336,17 @@ def test_what_the_ranks_of_a_host_need_is_fetched_once(server: Server, tmp_path:
     for name in ("good", "flipped", "short", "gone"):
         fs.put(f"{tmp_path}/good/", f"together/{name}/", recursive=True)
     data = (tmp_path / "good" / "__1_0.distcp").read_bytes()
-    fs.pipe("together/flipped/__1_0.distcp", data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
+    fs.pipe(
+        "together/flipped/__1_0.distcp",
+        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
+    )
     fs.pipe("together/short/__1_0.distcp", data[: len(data) // 2])
     fs.rm("together/gone/__1_0.distcp")
-    torchrun(4, "together.py", "s3://together", str(tmp_path / "whole.pt"), GLOO_SOCKET_IFNAME="lo", **server.environment)
+    torchrun(
+        4,
+        "together.py",
+        "s3://together",
+        str(tmp_path / "whole.pt"),
+        GLOO_SOCKET_IFNAME="lo",
+        **server.environment,
+    )

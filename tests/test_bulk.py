@@ -1,4 +1,6 @@
-"""A `.metadata` of many chunks is read as arrays: whatever comes out must be what the reader of single objects says."""
+"""A `.metadata` of many chunks is read as arrays: whatever comes out must be what the reader of
+single objects says.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,31 @@ def same(data: bytes) -> bool:
     if found is None:
         return False
     metadata, chunks = found
-    assert (metadata.objects, metadata.paths, metadata.extras) == (plain.objects, plain.paths, plain.extras)
+    assert (metadata.objects, metadata.paths, metadata.extras) == (
+        plain.objects,
+        plain.paths,
+        plain.extras,
+    )
     assert metadata.places == {key: place for key, place in plain.places.items() if key[1] is None}
     assert list(metadata.tensors) == list(plain.tensors) == list(chunks)
     for fqn, meta in plain.tensors.items():
         assert metadata.tensors[fqn][:2] == meta[:2]
-        assert [c.box for c in chunks[fqn]] == list(meta.boxes) and {b.sizes for b in chunks[fqn].kinds()} == {b.sizes for b in meta.boxes}
+        assert [c.box for c in chunks[fqn]] == list(meta.boxes) and {
+            b.sizes for b in chunks[fqn].kinds()
+        } == {b.sizes for b in meta.boxes}
         places = [Place(*plain.places[fqn, box.offsets]) for box in meta.boxes]
         assert [Place(*c.extent[:3]) for c in chunks[fqn]] == places
     return True
 
 
-SHAPES = {"a.w": (40, 3), "b": (70,), "scalar": (), "c" * 250: (300_000, 70_000, 2), "conv": (9, 3, 2, 2), "none": (0, 4)}
+SHAPES = {
+    "a.w": (40, 3),
+    "b": (70,),
+    "scalar": (),
+    "c" * 250: (300_000, 70_000, 2),
+    "conv": (9, 3, 2, 2),
+    "none": (0, 4),
+}
 
 
 @pytest.mark.parametrize("ranks", [5, 40, 1300])
@@ -59,11 +74,22 @@ def test_many_chunks_are_read_as_the_single_ones(ranks: int, is_torchs: bool) ->
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), st.lists(st.integers(0, 2**20), max_size=3).map(tuple), max_size=6),
-    st.integers(4, 300), st.integers(0, 400), st.booleans(),
-)  # fmt: skip
-def test_whatever_the_shapes_are(shapes: dict[str, tuple[int, ...]], ranks: int, num_objects: int, is_torchs: bool) -> None:
-    data = render(written({f: s for f, s in shapes.items() if not f.startswith("o.")}, ranks, num_objects), "id")
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=60),
+        st.lists(st.integers(0, 2**20), max_size=3).map(tuple),
+        max_size=6,
+    ),
+    st.integers(4, 300),
+    st.integers(0, 400),
+    st.booleans(),
+)
+def test_whatever_the_shapes_are(
+    shapes: dict[str, tuple[int, ...]], ranks: int, num_objects: int, is_torchs: bool
+) -> None:
+    data = render(
+        written({f: s for f, s in shapes.items() if not f.startswith("o.")}, ranks, num_objects),
+        "id",
+    )
     same(as_torch_gathers(data) if is_torchs else data)
 
 
@@ -75,15 +101,31 @@ def test_the_metadata_of_a_large_job_is_read_so_too(tmp_path: Path) -> None:
     for text in (data, (tmp_path / "run" / ".metadata").read_bytes()):
         (tmp_path / "run" / ".metadata").write_bytes(text)
         found = dcp.read_catalog(LocalStore(tmp_path / "run"))
-        assert all(isinstance(t.chunks, ManyChunks) == (len(t.chunks) >= dcp._COLUMNS_FROM) for t in found.tensors.values())
+        assert all(
+            isinstance(t.chunks, ManyChunks) == (len(t.chunks) >= dcp._COLUMNS_FROM)
+            for t in found.tensors.values()
+        )
         assert any(isinstance(t.chunks, ManyChunks) for t in found.tensors.values())
         soundness.check(found)
-        plain = {f: TensorEntry(f, t.dtype, t.shape, tuple(t.chunks)) for f, t in found.tensors.items()}
+        plain = {
+            f: TensorEntry(f, t.dtype, t.shape, tuple(t.chunks)) for f, t in found.tensors.items()
+        }
         entries, objects, _, _ = dcp._read(LocalStore(tmp_path / "run"), [".metadata"])
-        assert entries == plain and {f: e[0] for f, e in objects.items()} == {f: o.extent for f, o in found.objects.items()}
+        assert entries == plain and {f: e[0] for f, e in objects.items()} == {
+            f: o.extent for f, o in found.objects.items()
+        }
     result = ckpt_tools.merge(tmp_path / "run", tmp_path / "m.safetensors", dry_run=True)
-    assert result.num_copies == sum(c.box.numel > 0 for f, t in found.tensors.items() if f.startswith("model.") for c in t.chunks)
-    assert result.read_nbytes == result.needed_nbytes == sum(t.nbytes for f, t in found.tensors.items() if f.startswith("model."))
+    assert result.num_copies == sum(
+        c.box.numel > 0
+        for f, t in found.tensors.items()
+        if f.startswith("model.")
+        for c in t.chunks
+    )
+    assert (
+        result.read_nbytes
+        == result.needed_nbytes
+        == sum(t.nbytes for f, t in found.tensors.items() if f.startswith("model."))
+    )
 
 
 def test_what_real_jobs_have_written_is_read_so_too(saved: Callable[[int], Path]) -> None:
@@ -95,16 +137,21 @@ def test_what_is_odd_is_left_to_the_usual_reader() -> None:
     data = render(written(SHAPES, 40), "id")
     assert read_bulk(pickle.dumps(pickle.loads(data), 2), "test") is None  # other opcodes
     framed = as_torch_gathers(data)
-    assert read_bulk(framed[:3] + struct.pack("<Q", 5) + framed[11:], "test") is None  # a frame in the middle of an object
+    # a frame in the middle of an object
+    assert read_bulk(framed[:3] + struct.pack("<Q", 5) + framed[11:], "test") is None
     for change in ("place", "offset", "dims"):
         odd = written(SHAPES, 40)
-        (fqn, offsets), place = next((k, p) for k, p in odd.places.items() if k[0] == "b" and k[1] != (0,))
+        (fqn, offsets), place = next(
+            (k, p) for k, p in odd.places.items() if k[0] == "b" and k[1] != (0,)
+        )
         if change == "place":
             del odd.places[fqn, offsets]
         elif change == "dims":
             odd.tensors[fqn] = TensorMeta("float32", (70, 1), odd.tensors[fqn].boxes)
         else:
-            odd.tensors["b"] = TensorMeta("float32", (70,), [Box((71,), (1,)), *odd.tensors["b"].boxes])
+            odd.tensors["b"] = TensorMeta(
+                "float32", (70,), [Box((71,), (1,)), *odd.tensors["b"].boxes]
+            )
             odd.places["b", (71,)] = place
         assert read_bulk(render(odd, "id"), "test") is None
 
@@ -115,16 +162,31 @@ def many(boxes: list[Box], starts: list[int], nbytes: list[int], files: list[str
 
     names = tuple(dict.fromkeys([*files, "other"]))
     dims = len(boxes[0].offsets)
-    table = np.array([[*b.offsets, *b.sizes] for b in boxes], np.int64).reshape(len(boxes), 2 * dims)
+    table = np.array([[*b.offsets, *b.sizes] for b in boxes], np.int64).reshape(
+        len(boxes), 2 * dims
+    )
     numbers = np.array([names.index(f) for f in files], np.int32)
-    return Chunks(table[:, :dims], table[:, dims:], names, numbers, np.array(starts, np.int64), np.array(nbytes, np.int64))
+    return Chunks(
+        table[:, :dims],
+        table[:, dims:],
+        names,
+        numbers,
+        np.array(starts, np.int64),
+        np.array(nbytes, np.int64),
+    )
 
 
 cuts = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.tuples(st.integers(0, 12), st.integers(1, 3)), st.integers(0, 1), cuts, cuts, st.randoms(use_true_random=False))
+@given(
+    st.tuples(st.integers(0, 12), st.integers(1, 3)),
+    st.integers(0, 1),
+    cuts,
+    cuts,
+    st.randoms(use_true_random=False),
+)
 def test_arrays_answer_as_single_chunks_do(
     shape: tuple[int, int], dim: int, sources: list[int], targets: list[int], rng: random.Random
 ) -> None:
@@ -133,7 +195,10 @@ def test_arrays_answer_as_single_chunks_do(
         for dim in along:
             cuts = [0, *sorted(min(e, shape[dim]) for e in edges), shape[dim]]
             found = [
-                Box((*b.offsets[:dim], low, *b.offsets[dim + 1 :]), (*b.sizes[:dim], high - low, *b.sizes[dim + 1 :]))
+                Box(
+                    (*b.offsets[:dim], low, *b.offsets[dim + 1 :]),
+                    (*b.sizes[:dim], high - low, *b.sizes[dim + 1 :]),
+                )
                 for b in found
                 for low, high in pairwise(cuts)
             ]
@@ -141,22 +206,42 @@ def test_arrays_answer_as_single_chunks_do(
         return found[: rng.choice((len(found), len(found), max(1, len(found) - 1)))]
 
     chunks = [
-        Chunk(box, Extent(rng.choice("fg"), at * rng.choice((9, 40)), box.numel * rng.choice((4, 4, 4, 2))))
+        Chunk(
+            box,
+            Extent(
+                rng.choice("fg"), at * rng.choice((9, 40)), box.numel * rng.choice((4, 4, 4, 2))
+            ),
+        )
         for at, box in enumerate(boxes(sources, *rng.choice(((dim,), (0, 1)))))
     ]
     array = many(
-        [c.box for c in chunks], [c.extent.start for c in chunks], [c.extent.nbytes for c in chunks], [c.extent.file for c in chunks]
+        [c.box for c in chunks],
+        [c.extent.start for c in chunks],
+        [c.extent.nbytes for c in chunks],
+        [c.extent.file for c in chunks],
     )
-    assert list(array) == chunks == list(array[:]) and [array[i] for i in range(len(array))] == chunks and array == tuple(chunks)
+    assert (
+        list(array) == chunks == list(array[:])
+        and [array[i] for i in range(len(array))] == chunks
+        and array == tuple(chunks)
+    )
     aims = boxes(targets, rng.choice((dim, 1 - dim)))
     copies = array.copies(aims)
     if copies is not None:
         assert sorted(copies) == sorted(plan_copies([c.box for c in chunks], aims))
-        assert copies.numel == sum(c.box.numel for c in copies) and copies.sources() == sorted({c.src for c in copies})
+        assert copies.numel == sum(c.box.numel for c in copies) and copies.sources() == sorted(
+            {c.src for c in copies}
+        )
     single, arrays = (
         [
             str(f.error)
-            for f in soundness.flaws(Catalog("x", {"t": TensorEntry("t", BY_NAME["float32"], shape, c)}, file_sizes={"f": 300, "g": 300}))
+            for f in soundness.flaws(
+                Catalog(
+                    "x",
+                    {"t": TensorEntry("t", BY_NAME["float32"], shape, c)},
+                    file_sizes={"f": 300, "g": 300},
+                )
+            )
         ]
         for c in (tuple(chunks), array)
     )
@@ -167,24 +252,44 @@ def test_arrays_answer_as_single_chunks_do(
 def test_arrays_are_compared_and_counted() -> None:
     boxes = [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]
     array = many(boxes, [0, 24], [24, 24], ["f", "g"])
-    assert array == many(boxes, [0, 24], [24, 24], ["f", "g"]) != many(boxes, [0, 25], [24, 24], ["f", "g"])
-    assert hash(array) == hash(many(boxes, [0, 24], [24, 24], ["f", "g"])) and array.file_names() == {"f", "g"}
+    assert (
+        array
+        == many(boxes, [0, 24], [24, 24], ["f", "g"])
+        != many(boxes, [0, 25], [24, 24], ["f", "g"])
+    )
+    assert hash(array) == hash(
+        many(boxes, [0, 24], [24, 24], ["f", "g"])
+    ) and array.file_names() == {"f", "g"}
     assert array.covers((4, 3)) and not array.covers((5, 3)) and not array.covers((4, 3, 1))
-    assert array.are_apart([array, array], []) and not array.are_apart([array], [Extent("g", 47, 2)])
+    assert array.are_apart([array, array], []) and not array.are_apart(
+        [array], [Extent("g", 47, 2)]
+    )
     assert whole((4, 3)).numel == sum(c.box.numel for c in array)
 
 
 def test_chunks_of_a_folder_stay_arrays() -> None:
     boxes = [Box((i,), (1,)) for i in range(20)]
-    catalog = Catalog("x", {"w": TensorEntry("w", BY_NAME["float32"], (20,), Untouched.of(boxes))}, file_sizes={"f": 80, "other": 0})
+    catalog = Catalog(
+        "x",
+        {"w": TensorEntry("w", BY_NAME["float32"], (20,), Untouched.of(boxes))},
+        file_sizes={"f": 80, "other": 0},
+    )
     one, two = below(catalog, "model", "model."), below(catalog, "optimizer", "optimizer.")
-    both = Catalog("x", {**one.tensors, **two.tensors}, file_sizes={**one.file_sizes, **two.file_sizes})
+    both = Catalog(
+        "x", {**one.tensors, **two.tensors}, file_sizes={**one.file_sizes, **two.file_sizes}
+    )
     assert both.tensors["optimizer.w"].chunks[3] == Chunk(boxes[3], Extent("optimizer/f", 12, 4))
     assert list(soundness.flaws(both)) == []
     clash = Catalog(
-        "x", {**one.tensors, "b": replace(one.tensors["model.w"], fqn="b", chunks=Untouched.of(boxes, 2))}, file_sizes=both.file_sizes
+        "x",
+        {
+            **one.tensors,
+            "b": replace(one.tensors["model.w"], fqn="b", chunks=Untouched.of(boxes, 2)),
+        },
+        file_sizes=both.file_sizes,
     )
-    assert clash.tensors["b"].chunks.names != one.tensors["model.w"].chunks.names  # one file under two tables is not proved by arrays
+    # one file under two tables is not proved by arrays
+    assert clash.tensors["b"].chunks.names != one.tensors["model.w"].chunks.names
     clash.tensors["b"].chunks.names = (*one.tensors["model.w"].chunks.names,)
     with pytest.raises(AssertionError, match="an object was made"):
         list(soundness.flaws(clash))
@@ -195,8 +300,15 @@ class Untouched(Chunks):
 
     @staticmethod
     def of(boxes: list[Box], first: int = 0) -> Untouched:
-        found = many(boxes, [first + 4 * i for i in range(len(boxes))], [4] * len(boxes), ["f"] * len(boxes))
-        return Untouched(*(getattr(found, name) for name in ("offsets", "sizes", "names", "files", "starts", "nbytes")))
+        found = many(
+            boxes, [first + 4 * i for i in range(len(boxes))], [4] * len(boxes), ["f"] * len(boxes)
+        )
+        return Untouched(
+            *(
+                getattr(found, name)
+                for name in ("offsets", "sizes", "names", "files", "starts", "nbytes")
+            )
+        )
 
     def under(self, names: tuple[str, ...]) -> Untouched:
         return Untouched(self.offsets, self.sizes, names, self.files, self.starts, self.nbytes)
@@ -208,8 +320,14 @@ class Untouched(Chunks):
 def test_few_chunks_beside_many_do_not_make_the_proof_of_many_slow() -> None:
     arrays = Untouched.of([Box((i,), (1,)) for i in range(64)])
     step = Chunk(Box((), ()), Extent("f", 256, 4))
-    entries = {"w": TensorEntry("w", BY_NAME["float32"], (64,), arrays), "step": TensorEntry("step", BY_NAME["float32"], (), (step,))}
+    entries = {
+        "w": TensorEntry("w", BY_NAME["float32"], (64,), arrays),
+        "step": TensorEntry("step", BY_NAME["float32"], (), (step,)),
+    }
     assert list(soundness.flaws(Catalog("x", entries, file_sizes={"f": 260}))) == []
-    clash = TensorEntry("step", BY_NAME["float32"], (), (step._replace(extent=Extent("f", 254, 4)),))
-    with pytest.raises(AssertionError, match="an object was made"):  # what is wrong is looked into chunk by chunk
+    clash = TensorEntry(
+        "step", BY_NAME["float32"], (), (step._replace(extent=Extent("f", 254, 4)),)
+    )
+    # what is wrong is looked into chunk by chunk
+    with pytest.raises(AssertionError, match="an object was made"):
         list(soundness.flaws(Catalog("x", entries | {"step": clash}, file_sizes={"f": 260})))

@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry, model_only, rename, strip_wrappers
+from ckpt_tools.core.catalog import (
+    Catalog,
+    Chunk,
+    Extent,
+    TensorEntry,
+    model_only,
+    rename,
+    strip_wrappers,
+)
 from ckpt_tools.core.coverage import check, replicas
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import CatalogError, PlanError
@@ -23,12 +31,17 @@ def catalog(shape: tuple[int, ...], boxes: Iterable[Box], fqn: str = "w") -> Cat
 
 
 def named(*names: str, paths: dict[str, tuple[str, ...]] | None = None) -> Catalog:
-    entries = {n: TensorEntry(n, F32, (1,), (Chunk(whole((1,)), Extent("f", 4 * i, 4)),)) for i, n in enumerate(names)}
+    entries = {
+        n: TensorEntry(n, F32, (1,), (Chunk(whole((1,)), Extent("f", 4 * i, 4)),))
+        for i, n in enumerate(names)
+    }
     return Catalog("test", entries, paths=paths or {}, file_sizes={"f": 4 * len(names)})
 
 
 @given(full_shapes, st.data())
-def test_an_exact_cover_passes_and_any_missing_chunk_is_a_hole(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_an_exact_cover_passes_and_any_missing_chunk_is_a_hole(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     boxes = data.draw(tilings(shape))
     check(catalog(shape, boxes))
     without = data.draw(st.sampled_from([b for b in boxes if b.numel]))
@@ -60,7 +73,11 @@ def test_equal_boxes_are_replicas_and_not_an_overlap() -> None:
 
 @pytest.mark.parametrize(
     ("extent", "message"),
-    [(Extent("f", 8, 16), "outside its file"), (Extent("f", -4, 16), "outside its file"), (Extent("g", 0, 16), "missing: g")],
+    [
+        (Extent("f", 8, 16), "outside its file"),
+        (Extent("f", -4, 16), "outside its file"),
+        (Extent("g", 0, 16), "missing: g"),
+    ],
 )
 def test_extents_must_lie_in_files_that_exist(extent: Extent, message: str) -> None:
     entry = TensorEntry("w", F32, (4,), (Chunk(whole((4,)), extent),))
@@ -69,7 +86,10 @@ def test_extents_must_lie_in_files_that_exist(extent: Extent, message: str) -> N
 
 
 def test_items_that_share_bytes_are_refused() -> None:
-    entries = {n: TensorEntry(n, F32, (4,), (Chunk(whole((4,)), Extent("f", s, 16)),)) for n, s in (("a", 0), ("b", 8))}
+    entries = {
+        n: TensorEntry(n, F32, (4,), (Chunk(whole((4,)), Extent("f", s, 16)),))
+        for n, s in (("a", 0), ("b", 8))
+    }
     with pytest.raises(CatalogError, match="share bytes"):
         check(Catalog("test", entries, file_sizes={"f": 24}))
 
@@ -99,7 +119,12 @@ def test_names_that_collide_after_stripping_are_refused() -> None:
     [
         (("model.a", "optimizer.state.a"), None, ("model",), ["a"]),
         (("model.a", "lm_head.w"), None, (), ["model.a", "lm_head.w"]),
-        (("model.a", "ema.a"), {"model.a": ("model", "a"), "ema.a": ("ema", "a")}, ("model",), ["a"]),
+        (
+            ("model.a", "ema.a"),
+            {"model.a": ("model", "a"), "ema.a": ("ema", "a")},
+            ("model",),
+            ["a"],
+        ),
         (("app.model.a.w", "app.optim.state.a.w"), None, ("app", "model"), ["a.w"]),
         (("state.model.a", "state.optimizers.a"), None, ("state", "model"), ["a"]),
         (("a.w", "model.x", "optimizer.a", "train_state.n"), None, (), ["a.w", "model.x"]),
@@ -113,7 +138,10 @@ def test_names_that_collide_after_stripping_are_refused() -> None:
     ],
 )
 def test_the_model_is_found_wherever_it_stands(
-    names: tuple[str, ...], paths: dict[str, tuple[str, ...]] | None, prefix: tuple[str, ...], model: list[str]
+    names: tuple[str, ...],
+    paths: dict[str, tuple[str, ...]] | None,
+    prefix: tuple[str, ...],
+    model: list[str],
 ) -> None:
     kept, found = model_only(named(*names, paths=paths))
     assert (found, list(kept.tensors)) == (prefix, model)

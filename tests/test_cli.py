@@ -1,4 +1,6 @@
-"""The command as a user runs it: bad input gives one clear line and an exit code, nothing at DST, nothing left behind."""
+"""The command as a user runs it: bad input gives one clear line and an exit code, nothing at DST,
+nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -63,37 +65,86 @@ DAMAGE = {
     "missing data file": (lambda s: data_file(s).unlink(), 12, "missing"),
     "truncated data file": (lambda s: os.truncate(data_file(s), 3000), 12, "outside its file"),
     "zero-byte data file": (lambda s: os.truncate(data_file(s), 0), 12, "outside its file"),
-    "data file overwritten": (lambda s: data_file(s).write_bytes(bytes(data_file(s).stat().st_size)), 11, "no zip directory"),
+    "data file overwritten": (
+        lambda s: data_file(s).write_bytes(bytes(data_file(s).stat().st_size)),
+        11,
+        "no zip directory",
+    ),
     "truncated metadata": (lambda s: os.truncate(s / ".metadata", 100), 11, "truncated"),
     "empty metadata": (lambda s: os.truncate(s / ".metadata", 0), 11, "not a pickle"),
-    "hostile metadata": (lambda s: (s / ".metadata").write_bytes(pickle.dumps(Harm())), 11, "asks for posix.system"),
-    "past the end": (lambda s: with_metadata(s, lambda m: place(m).__dict__.update(offset=1 << 40)), 12, "outside its file"),
-    "negative offset": (lambda s: with_metadata(s, lambda m: place(m).__dict__.update(offset=-1)), 12, "outside its file"),
-    "negative length": (lambda s: with_metadata(s, lambda m: place(m).__dict__.update(length=-5)), 12, "outside its file"),
-    "beyond 63 bits": (lambda s: with_metadata(s, lambda m: place(m).__dict__.update(offset=1 << 63)), 11, "62 bits"),
-    "climbing path": (lambda s: with_metadata(s, lambda m: place(m).__dict__.update(relative_path="../x")), 15, "outside the checkpoint"),
+    "hostile metadata": (
+        lambda s: (s / ".metadata").write_bytes(pickle.dumps(Harm())),
+        11,
+        "asks for posix.system",
+    ),
+    "past the end": (
+        lambda s: with_metadata(s, lambda m: place(m).__dict__.update(offset=1 << 40)),
+        12,
+        "outside its file",
+    ),
+    "negative offset": (
+        lambda s: with_metadata(s, lambda m: place(m).__dict__.update(offset=-1)),
+        12,
+        "outside its file",
+    ),
+    "negative length": (
+        lambda s: with_metadata(s, lambda m: place(m).__dict__.update(length=-5)),
+        12,
+        "outside its file",
+    ),
+    "beyond 63 bits": (
+        lambda s: with_metadata(s, lambda m: place(m).__dict__.update(offset=1 << 63)),
+        11,
+        "62 bits",
+    ),
+    "climbing path": (
+        lambda s: with_metadata(s, lambda m: place(m).__dict__.update(relative_path="../x")),
+        15,
+        "outside the checkpoint",
+    ),
     "absolute path": (
         lambda s: with_metadata(s, lambda m: place(m).__dict__.update(relative_path="/etc/passwd")),
         15,
         "outside the checkpoint",
     ),
-    "hole": (lambda s: with_metadata(s, lambda m: chunk(m).__dict__.update(sizes=torch.Size([4, 4]))), 12, "hole"),
-    "exceeds": (lambda s: with_metadata(s, lambda m: chunk(m).__dict__.update(sizes=torch.Size([6, 4]))), 12, "exceeds"),
+    "hole": (
+        lambda s: with_metadata(s, lambda m: chunk(m).__dict__.update(sizes=torch.Size([4, 4]))),
+        12,
+        "hole",
+    ),
+    "exceeds": (
+        lambda s: with_metadata(s, lambda m: chunk(m).__dict__.update(sizes=torch.Size([6, 4]))),
+        12,
+        "exceeds",
+    ),
     "overlap": (
         lambda s: with_metadata(
-            s, lambda m: m.state_dict_metadata["model.a.w"].chunks.append(type(chunk(m))(torch.Size([0, 0]), torch.Size([2, 4])))
+            s,
+            lambda m: m.state_dict_metadata["model.a.w"].chunks.append(
+                type(chunk(m))(torch.Size([0, 0]), torch.Size([2, 4]))
+            ),
         ),
         12,
         "overlap",
     ),
     "lost chunk": (lambda s: with_metadata(s, lambda m: m.storage_data.clear()), 12, "no place"),
     "another dtype": (
-        lambda s: with_metadata(s, lambda m: m.state_dict_metadata["model.a.w"].properties.__dict__.update(dtype=torch.float16)),
+        lambda s: with_metadata(
+            s,
+            lambda m: m.state_dict_metadata["model.a.w"].properties.__dict__.update(
+                dtype=torch.float16
+            ),
+        ),
         11,
         "expected float16",
     ),
     "unknown dtype": (
-        lambda s: with_metadata(s, lambda m: m.state_dict_metadata["model.a.w"].properties.__dict__.update(dtype=torch.bits8)),
+        lambda s: with_metadata(
+            s,
+            lambda m: m.state_dict_metadata["model.a.w"].properties.__dict__.update(
+                dtype=torch.bits8
+            ),
+        ),
         11,
         "it asks for torch.bits8, which no checkpoint needs",
     ),
@@ -109,7 +160,9 @@ def test_a_damaged_source_is_one_clear_line_and_nothing_at_the_destination(
     spoil(src)
     before = sorted(p.name for p in tmp_path.rglob("*"))
     args = (
-        ("merge", src, tmp_path / "new" / "out.safetensors") if verb == "merge" else ("reshard", src, tmp_path / "new" / "out", "--to", 2)
+        ("merge", src, tmp_path / "new" / "out.safetensors")
+        if verb == "merge"
+        else ("reshard", src, tmp_path / "new" / "out", "--to", 2)
     )
     result = ckpt(*args, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (code, "")
@@ -120,7 +173,9 @@ def test_a_damaged_source_is_one_clear_line_and_nothing_at_the_destination(
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
 
 
-def test_a_link_that_leads_out_of_the_checkpoint_is_refused(src: Path, ckpt: Run, tmp_path: Path) -> None:
+def test_a_link_that_leads_out_of_the_checkpoint_is_refused(
+    src: Path, ckpt: Run, tmp_path: Path
+) -> None:
     shutil.move(data_file(src), tmp_path / "elsewhere")
     (src / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
     result = ckpt("merge", src, tmp_path / "m.safetensors")
@@ -132,7 +187,11 @@ def test_a_link_that_leads_out_of_the_checkpoint_is_refused(src: Path, ckpt: Run
     ("args", "code", "message"),
     [
         (["inspect", "nowhere"], 10, "no such path: nowhere"),
-        (["inspect", "empty"], 10, "looked for .metadata or pytorch_model_fsdp_0/ or *.safetensors"),
+        (
+            ["inspect", "empty"],
+            10,
+            "looked for .metadata or pytorch_model_fsdp_0/ or *.safetensors",
+        ),
         (["inspect", "src/__0_0.distcp"], 10, "give the directory: src"),
         (["inspect", "two"], 10, "2 checkpoints lie below two"),
         (["merge", "src", "src/m.safetensors"], 15, "lies in the source"),
@@ -140,11 +199,19 @@ def test_a_link_that_leads_out_of_the_checkpoint_is_refused(src: Path, ckpt: Run
         (["reshard", "src", ".", "--to", "2", "--overwrite"], 15, "lies in the destination"),
         (["merge", "src", "old.safetensors"], 15, "exists"),
         (["merge", "src", "notes.txt", "--overwrite"], 13, "one .safetensors file"),
-        (["reshard", "src", "folder", "--to", "2", "--overwrite"], 15, "no checkpoint consists of: thesis.txt"),
+        (
+            ["reshard", "src", "folder", "--to", "2", "--overwrite"],
+            15,
+            "no checkpoint consists of: thesis.txt",
+        ),
         (["reshard", "src", "out", "--to", "2", "--from", "8"], 13, "expected 8, got 1"),
         (["reshard", "src", "out", "--to", "0"], 2, "--to"),
         (["reshard", "src", "out"], 2, "--to"),
-        (["merge", "src", "out.safetensors", "--select", "nothing*"], 13, "matches none of 6 names"),
+        (
+            ["merge", "src", "out.safetensors", "--select", "nothing*"],
+            13,
+            "matches none of 6 names",
+        ),
         (["merge", "src", "out.safetensors", "--dtype", "int3"], 2, "bf16, fp16, fp32 or fp64"),
         (["merge", "src", "out.safetensors", "--memory", "lots"], 2, "5GB or 512MiB"),
         (["merge", "src", "notes.txt/out.safetensors"], 15, "not a directory"),
@@ -169,11 +236,17 @@ def test_wrong_requests_are_named_and_change_nothing(
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
-def test_checkpoints_below_are_listed_in_the_order_of_their_numbers(src: Path, ckpt: Run, tmp_path: Path) -> None:
+def test_checkpoints_below_are_listed_in_the_order_of_their_numbers(
+    src: Path, ckpt: Run, tmp_path: Path
+) -> None:
     for name in ("step-900", "step-10000", "step-88"):
         shutil.copytree(src, tmp_path / "run" / name)
     lines = ckpt("inspect", tmp_path / "run").stderr.splitlines()
-    assert [Path(line.split()[0]).name for line in lines[1:4]] == ["step-88", "step-900", "step-10000"]
+    assert [Path(line.split()[0]).name for line in lines[1:4]] == [
+        "step-88",
+        "step-900",
+        "step-10000",
+    ]
     assert "step-10000" in lines[4]
 
 
@@ -185,17 +258,23 @@ def test_the_only_checkpoint_below_is_taken(src: Path, ckpt: Run, tmp_path: Path
     assert set(load_file(tmp_path / "m.safetensors")) == {"a.w", "b", "n"}
 
 
-def test_a_merge_reports_what_it_left_out_and_stripped_and_stdout_is_the_result_alone(src: Path, ckpt: Run, tmp_path: Path) -> None:
+def test_a_merge_reports_what_it_left_out_and_stripped_and_stdout_is_the_result_alone(
+    src: Path, ckpt: Run, tmp_path: Path
+) -> None:
     result = ckpt("merge", src, tmp_path / "m.safetensors")
     assert "left out: optimizer (84 B), step" in result.stdout
     assert "stripped: model. (3 names)" in result.stdout
     assert result.stderr == ""
-    as_json = json.loads(ckpt("merge", src, tmp_path / "m.safetensors", "--overwrite", "--json").stdout)
+    as_json = json.loads(
+        ckpt("merge", src, tmp_path / "m.safetensors", "--overwrite", "--json").stdout
+    )
     assert (as_json["num_tensors"], as_json["stripped"]) == (3, {"model.": 3})
     assert ckpt("merge", src, tmp_path / "m.safetensors", "--overwrite", "--quiet").stdout == ""
 
 
-def test_a_merged_file_says_pt_and_stands_beside_its_manifest(src: Path, ckpt: Run, tmp_path: Path) -> None:
+def test_a_merged_file_says_pt_and_stands_beside_its_manifest(
+    src: Path, ckpt: Run, tmp_path: Path
+) -> None:
     from awscrt.checksums import crc64nvme
     from safetensors import safe_open
 
@@ -206,12 +285,20 @@ def test_a_merged_file_says_pt_and_stands_beside_its_manifest(src: Path, ckpt: R
     (path,) = tmp_path.glob("m.safetensors.ckpt.manifest.*.json")
     manifest = json.loads(path.read_text())
     data = (tmp_path / "m.safetensors").read_bytes()
-    assert manifest["files"] == {"m.safetensors": {"nbytes": len(data), "crc64nvme": f"{crc64nvme(data):016x}"}}
+    assert manifest["files"] == {
+        "m.safetensors": {"nbytes": len(data), "crc64nvme": f"{crc64nvme(data):016x}"}
+    }
     want = load_file(tmp_path / "m.safetensors")["a.w"].numpy().tobytes()
-    assert manifest["tensors"]["a.w"] == {"dtype": "float32", "shape": [5, 4], "fingerprint": f"{crc64nvme(want):016x}"}
+    assert manifest["tensors"]["a.w"] == {
+        "dtype": "float32",
+        "shape": [5, 4],
+        "fingerprint": f"{crc64nvme(want):016x}",
+    }
 
 
-def test_the_manifest_of_a_directory_holds_for_every_byte_in_it(src: Path, ckpt: Run, tmp_path: Path) -> None:
+def test_the_manifest_of_a_directory_holds_for_every_byte_in_it(
+    src: Path, ckpt: Run, tmp_path: Path
+) -> None:
     from awscrt.checksums import crc64nvme
 
     assert ckpt("reshard", src, tmp_path / "r", "--to", 3, "--from", 1).returncode == 0
@@ -224,12 +311,18 @@ def test_the_manifest_of_a_directory_holds_for_every_byte_in_it(src: Path, ckpt:
         assert (seal["nbytes"], seal["crc64nvme"]) == (len(data), f"{crc64nvme(data):016x}")
     assert (manifest["world_size"], manifest["source"]["world_size"]) == (3, 1)
     assert ckpt("reshard", src, tmp_path / "again", "--to", 3).returncode == 0
-    assert all((tmp_path / "again" / name).read_bytes() == (tmp_path / "r" / name).read_bytes() for name in sealed)  # `.metadata` as well
+    # `.metadata` as well
+    assert all(
+        (tmp_path / "again" / name).read_bytes() == (tmp_path / "r" / name).read_bytes()
+        for name in sealed
+    )
     assert str(tmp_path) not in path.read_text()
 
 
 @pytest.mark.parametrize("verb", [["merge", "out.safetensors"], ["reshard", "out", "--to", "3"]])
-def test_a_dry_run_writes_nothing_and_says_what_a_run_would(verb: list[str], src: Path, ckpt: Run, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_says_what_a_run_would(
+    verb: list[str], src: Path, ckpt: Run, tmp_path: Path
+) -> None:
     before = sorted(tmp_path.rglob("*"))
     args = (verb[0], "src", *verb[1:])
     dry = json.loads(ckpt(*args, "--dry-run", "--json", cwd=tmp_path).stdout)
@@ -238,22 +331,52 @@ def test_a_dry_run_writes_nothing_and_says_what_a_run_would(verb: list[str], src
     wet = json.loads(ckpt(*args, "--json", cwd=tmp_path).stdout)
     same = ("files", "num_copies", "written_nbytes", "needed_nbytes", "bytes_by_dtype")
     assert {k: dry[k] for k in same} == {k: wet[k] for k in same}
-    assert all((tmp_path / verb[1] / n if verb[0] == "reshard" else tmp_path / n).stat().st_size == b for n, b in wet["files"].items())
+    assert all(
+        (tmp_path / verb[1] / n if verb[0] == "reshard" else tmp_path / n).stat().st_size == b
+        for n, b in wet["files"].items()
+    )
 
 
-def test_a_cast_is_asked_for_kept_off_where_told_and_reports_overflow(ckpt: Run, tmp_path: Path) -> None:
-    state = {"model": {"w": torch.tensor([1.0, 1e6, float("inf"), -7e4]), "norm": torch.tensor([1e6]), "i": torch.tensor([1])}}
+def test_a_cast_is_asked_for_kept_off_where_told_and_reports_overflow(
+    ckpt: Run, tmp_path: Path
+) -> None:
+    state = {
+        "model": {
+            "w": torch.tensor([1.0, 1e6, float("inf"), -7e4]),
+            "norm": torch.tensor([1e6]),
+            "i": torch.tensor([1]),
+        }
+    }
     dcp.save(state, checkpoint_id=tmp_path / "src", no_dist=True)
-    result = ckpt("merge", tmp_path / "src", tmp_path / "m.safetensors", "--dtype", "fp16", "--keep-dtype", "norm*")
+    result = ckpt(
+        "merge",
+        tmp_path / "src",
+        tmp_path / "m.safetensors",
+        "--dtype",
+        "fp16",
+        "--keep-dtype",
+        "norm*",
+    )
     assert "overflow: 2 finite values became infinite in w" in result.stdout
     got = load_file(tmp_path / "m.safetensors")
-    assert (got["w"].dtype, got["norm"].dtype, got["i"].dtype) == (torch.float16, torch.float32, torch.int64)
+    assert (got["w"].dtype, got["norm"].dtype, got["i"].dtype) == (
+        torch.float16,
+        torch.float32,
+        torch.int64,
+    )
     assert torch.equal(got["w"], state["model"]["w"].half())
 
 
 def test_names_from_a_checkpoint_cannot_reach_the_terminal(ckpt: Run, tmp_path: Path) -> None:
-    dcp.save({"model": {"\x1b]0;pwn\x07": torch.ones(1), "a\u202eb": torch.ones(1)}}, checkpoint_id=tmp_path / "src", no_dist=True)
-    for args in (("inspect", tmp_path / "src", "--tree", "--ranks"), ("inspect", tmp_path / "src", "--json")):
+    dcp.save(
+        {"model": {"\x1b]0;pwn\x07": torch.ones(1), "a\u202eb": torch.ones(1)}},
+        checkpoint_id=tmp_path / "src",
+        no_dist=True,
+    )
+    for args in (
+        ("inspect", tmp_path / "src", "--tree", "--ranks"),
+        ("inspect", tmp_path / "src", "--json"),
+    ):
         out = ckpt(*args).stdout
         assert "\x1b" not in out
         assert "\u202e" not in out
@@ -272,7 +395,10 @@ def test_keep_prefix_keeps_the_names_as_stored(src: Path, ckpt: Run, tmp_path: P
 def test_overwriting_replaces_a_checkpoint_whole(src: Path, ckpt: Run, tmp_path: Path) -> None:
     for ranks in (5, 2):
         assert ckpt("reshard", src, tmp_path / "r", "--to", ranks, "--overwrite").returncode == 0
-    assert sorted(p.name for p in (tmp_path / "r").glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
+    assert sorted(p.name for p in (tmp_path / "r").glob("*.distcp")) == [
+        "__0_0.distcp",
+        "__1_0.distcp",
+    ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r", "src"]
 
 
@@ -280,28 +406,52 @@ def test_version_help_and_completion(ckpt: Run) -> None:
     assert ckpt("--version").stdout == "ckpt 0.1.0\n"
     assert "does not average models" in " ".join(ckpt("merge", "--help").stdout.split())
     assert "DCP reshards by itself" in " ".join(ckpt("reshard", "--help").stdout.split())
-    assert all("EXIT STATUS" in ckpt(verb, "--help").stdout for verb in ("inspect", "merge", "reshard"))
-    shown = ckpt("--show-completion", "bash", env=os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"})
+    assert all(
+        "EXIT STATUS" in ckpt(verb, "--help").stdout for verb in ("inspect", "merge", "reshard")
+    )
+    shown = ckpt(
+        "--show-completion",
+        "bash",
+        env=os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+    )
     assert "complete -o default" in shown.stdout
 
 
 @pytest.mark.parametrize(
-    "args", [["inspect", "src"], ["merge", "src", "m.safetensors", "--dtype", "bf16"], ["reshard", "src", "r", "--to", "2"]]
+    "args",
+    [
+        ["inspect", "src"],
+        ["merge", "src", "m.safetensors", "--dtype", "bf16"],
+        ["reshard", "src", "r", "--to", "2"],
+    ],
 )
 def test_torch_is_not_imported(args: list[str], src: Path, tmp_path: Path) -> None:
-    code = "import sys\nfrom ckpt_tools.cli.app import main\ntry: main()\nfinally: assert 'torch' not in sys.modules, 'torch was imported'"
-    result = subprocess.run([sys.executable, "-c", code, *args], cwd=tmp_path, capture_output=True, text=True)
+    code = (
+        "import sys\nfrom ckpt_tools.cli.app import main\ntry: main()\nfinally: assert 'torch' not"
+        " in sys.modules, 'torch was imported'"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=tmp_path, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("verb", "inspect merge reshard verify copy ls latest prune".split())
-def test_help_says_what_every_argument_is(verb: str, ckpt: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_help_says_what_every_argument_is(
+    verb: str, ckpt: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     text = ckpt(verb, "--help", env=os.environ | {"COLUMNS": "200"}).stdout
-    assert ("A run, with its step-" if verb in ("ls", "latest", "prune") else "A checkpoint, or a directory with one below") in text
+    assert (
+        "A run, with its step-"
+        if verb in ("ls", "latest", "prune")
+        else "A checkpoint, or a directory with one below"
+    ) in text
     assert verb not in ("merge", "reshard", "copy") or "dst" in text.lower()
 
 
-def test_a_bar_is_shown_on_a_terminal_and_nowhere_else(saved: Callable[[int], Path], tmp_path: Path) -> None:
+def test_a_bar_is_shown_on_a_terminal_and_nowhere_else(
+    saved: Callable[[int], Path], tmp_path: Path
+) -> None:
     source = saved(4) / "adamw"
     for words in (
         ("merge", source, tmp_path / "m.safetensors"),
@@ -311,10 +461,20 @@ def test_a_bar_is_shown_on_a_terminal_and_nowhere_else(saved: Callable[[int], Pa
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
-        assert subprocess.run(command, stdout=subprocess.DEVNULL, stderr=theirs, timeout=60, check=False).returncode == 0
+        assert (
+            subprocess.run(
+                command, stdout=subprocess.DEVNULL, stderr=theirs, timeout=60, check=False
+            ).returncode
+            == 0
+        )
         os.close(theirs)
         shown = os.read(ours, 65536).decode()
         os.close(ours)
         assert f"{words[0]}:" in shown and "0%" in shown
-        again = subprocess.run([*command, *([] if words[0] == "verify" else ["--overwrite"])], capture_output=True, text=True, timeout=60)
+        again = subprocess.run(
+            [*command, *([] if words[0] == "verify" else ["--overwrite"])],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert (again.returncode, again.stderr) == (0, "")

@@ -1,4 +1,6 @@
-"""`ckpt convert`: other layouts of the same state, with torch, transformers and Accelerate as readers."""
+"""`ckpt convert`: other layouts of the same state, with torch, transformers and Accelerate as
+readers.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +42,42 @@ def trained() -> tuple[nn.Sequential, torch.optim.AdamW]:
 @pytest.fixture
 def state(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     model, optimizer = trained()
-    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "history": [1.5, 2.5], "note": "é"}
+    whole = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "history": [1.5, 2.5],
+        "note": "é",
+    }
     torch.save(whole, tmp_path / "state.pt")
     return tmp_path / "state.pt", whole
 
 
-# ---- torch.save and DCP, and the three namings of an optimizer -----------------------------------------------------------
+# ---- torch.save and DCP, and the three namings of an optimizer -----------------------------------
 
 
 @pytest.mark.parametrize("form", ["groups", "flat", "ids"])
-def test_there_and_back_through_every_naming(form: str, state: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_there_and_back_through_every_naming(
+    form: str, state: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     path, whole = state
-    ckpt_tools.convert(path, tmp_path / "dcp", to="dcp", ranks=3, optimizer=form, param_order="model")
+    ckpt_tools.convert(
+        path, tmp_path / "dcp", to="dcp", ranks=3, optimizer=form, param_order="model"
+    )
     again = None if form == "groups" else [name for name, _ in net().named_parameters()]
-    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "back.pt", to="torch", optimizer="ids", param_order=again)
+    ckpt_tools.convert(
+        tmp_path / "dcp", tmp_path / "back.pt", to="torch", optimizer="ids", param_order=again
+    )
     back = torch.load(tmp_path / "back.pt", weights_only=True, mmap=True)
     assert_same(back, whole)
     assert_stock_torch_reads(tmp_path / "dcp")
     optimizer = torch.optim.AdamW(net().parameters())
     optimizer.load_state_dict(back["optimizer"])
-    assert ckpt_tools.verify(tmp_path / "dcp").problems == ckpt_tools.verify(tmp_path / "back.pt").problems == []
+    assert (
+        ckpt_tools.verify(tmp_path / "dcp").problems
+        == ckpt_tools.verify(tmp_path / "back.pt").problems
+        == []
+    )
 
 
 @pytest.mark.parametrize("model", [{}, {"model": {"w": torch.ones(2)}}])
@@ -76,15 +94,25 @@ def test_lists_and_dicts_keep_their_places(model: dict[str, Any], tmp_path: Path
 
 def test_a_model_with_adapters_inside_is_not_written_for_transformers(tmp_path: Path) -> None:
     name = "base_model.model.model.layers.0.self_attn.q_proj"
-    inside = {f"{name}.lora_A.default.weight": torch.ones(2, 4), f"{name}.lora_B.default.weight": torch.ones(4, 2)}
-    torch.save({"model": {f"{name}.base_layer.weight": torch.ones(4, 4), **inside}}, tmp_path / "s.pt")
-    with pytest.raises(PlanError, match="the model has adapters of PEFT inside, and transformers does not load such names") as caught:
+    inside = {
+        f"{name}.lora_A.default.weight": torch.ones(2, 4),
+        f"{name}.lora_B.default.weight": torch.ones(4, 2),
+    }
+    torch.save(
+        {"model": {f"{name}.base_layer.weight": torch.ones(4, 4), **inside}}, tmp_path / "s.pt"
+    )
+    with pytest.raises(
+        PlanError,
+        match="the model has adapters of PEFT inside, and transformers does not load such names",
+    ) as caught:
         ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "hf", to="hf")
     assert "--to peft" in (caught.value.hint or "") and "--lora" in (caught.value.hint or "")
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_training_state_resumes_after_it_became_dcp(state: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_training_state_resumes_after_it_became_dcp(
+    state: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     path, whole = state
     ckpt_tools.convert(path, tmp_path / "run" / "step-3", to="dcp", ranks=4)
     model = net()
@@ -97,20 +125,33 @@ def test_a_training_state_resumes_after_it_became_dcp(state: tuple[Path, dict[st
     assert (live["epoch"], live["history"], live["note"]) == (3, [1.5, 2.5], "é")
 
 
-def test_stock_dcp_loads_what_torchtitan_would_name_so(state: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_stock_dcp_loads_what_torchtitan_would_name_so(
+    state: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     path, whole = state
     ckpt_tools.convert(path, tmp_path / "dcp", to="dcp", optimizer="flat", param_order="model")
     names = [n for n, _ in net().named_parameters()]
-    got = {"optimizer": {f"state.{n}.exp_avg": torch.zeros_like(whole["model"][n]) for n in names} | {f"param_groups.{names[0]}.lr": 0.0}}
+    got = {
+        "optimizer": (
+            {f"state.{n}.exp_avg": torch.zeros_like(whole["model"][n]) for n in names}
+            | {f"param_groups.{names[0]}.lr": 0.0}
+        )
+    }
     dcp.load(got, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert got["optimizer"][f"param_groups.{names[0]}.lr"] == 1e-3
     for number, name in enumerate(names):
-        assert torch.equal(got["optimizer"][f"state.{name}.exp_avg"], whole["optimizer"]["state"][number]["exp_avg"])
+        assert torch.equal(
+            got["optimizer"][f"state.{name}.exp_avg"],
+            whole["optimizer"]["state"][number]["exp_avg"],
+        )
 
 
 @pytest.mark.parametrize("name", ["../out", "a/../../b", "a/b", "x" * 300])
 def test_a_parameter_whose_name_would_be_a_path_has_no_folder(name: str, tmp_path: Path) -> None:
-    optimizer = {"state": {name: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1.0, "params": [name]}]}
+    optimizer = {
+        "state": {name: {"exp_avg": torch.ones(2)}},
+        "param_groups": [{"lr": 1.0, "params": [name]}],
+    }
     torch.save({"model": {name: torch.ones(2)}, "optimizer": optimizer}, tmp_path / "one.pt")
     with pytest.raises(PlanError, match="this cannot be a folder's name"):
         ckpt_tools.convert(tmp_path / "one.pt", tmp_path / "run" / "tag", to="deepspeed-universal")
@@ -119,24 +160,46 @@ def test_a_parameter_whose_name_would_be_a_path_has_no_folder(name: str, tmp_pat
 
 def test_names_that_would_meet_are_refused_in_optimizers_and_key_maps_too(tmp_path: Path) -> None:
     state = {n: {"exp_avg": torch.ones(2)} for n in ("a.w", "b.w")}
-    torch.save({"optimizer": {"state": state, "param_groups": [{"lr": 1.0, "params": list(state)}]}}, tmp_path / "only.pt")
+    torch.save(
+        {"optimizer": {"state": state, "param_groups": [{"lr": 1.0, "params": list(state)}]}},
+        tmp_path / "only.pt",
+    )
     with pytest.raises(PlanError, match="two parameters of optimizer would get one name"):
         ckpt_tools.convert(tmp_path / "only.pt", tmp_path / "no", to="dcp", rename=["^[ab]=c"])
-    save_file({"l.qkv_proj.weight": torch.ones(16, 2), "l.q_proj.weight": torch.ones(8, 2)}, tmp_path / "m.safetensors")
+    save_file(
+        {"l.qkv_proj.weight": torch.ones(16, 2), "l.q_proj.weight": torch.ones(8, 2)},
+        tmp_path / "m.safetensors",
+    )
     with pytest.raises(PlanError, match="'l.q_proj.weight' is there already"):
-        ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "no", to="dcp", key_map="qkv_split", settings={"heads": 4, "kv_heads": 2})
+        ckpt_tools.convert(
+            tmp_path / "m.safetensors",
+            tmp_path / "no",
+            to="dcp",
+            key_map="qkv_split",
+            settings={"heads": 4, "kv_heads": 2},
+        )
     assert not (tmp_path / "no").exists()
 
 
 def test_what_a_job_saved_becomes_a_file_and_what_accelerate_resumes(tmp_path: Path) -> None:
     torchrun(2, "accelerator.py", str(tmp_path), "save")
     ckpt_tools.convert(tmp_path / "saved", tmp_path / "one.pt", to="torch", optimizer="ids")
-    assert_same(torch.load(tmp_path / "one.pt")["optimizer"]["state"], torch.load(tmp_path / "whole.pt")["state"])
-    result = ckpt_tools.convert(tmp_path / "one.pt", tmp_path / "acc", to="accelerate", ranks=3, param_order="model")
+    assert_same(
+        torch.load(tmp_path / "one.pt")["optimizer"]["state"],
+        torch.load(tmp_path / "whole.pt")["state"],
+    )
+    result = ckpt_tools.convert(
+        tmp_path / "one.pt", tmp_path / "acc", to="accelerate", ranks=3, param_order="model"
+    )
     assert set(result.files) == {
-        f"{f}/{n}" for f in ("pytorch_model_fsdp_0", "optimizer_0") for n in (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp")
+        f"{f}/{n}"
+        for f in ("pytorch_model_fsdp_0", "optimizer_0")
+        for n in (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp")
     } | {"scheduler.bin"}
-    assert ckpt_tools.verify(tmp_path / "acc").problems == [] and ckpt_tools.diff(tmp_path / "acc", tmp_path / "saved").is_same
+    assert (
+        ckpt_tools.verify(tmp_path / "acc").problems == []
+        and ckpt_tools.diff(tmp_path / "acc", tmp_path / "saved").is_same
+    )
     torchrun(2, "accelerator.py", str(tmp_path), "load", str(tmp_path / "acc"))
     assert ckpt_tools.diff(
         tmp_path / "acc", tmp_path / "ranks", select=["model.*", "optimizer.*"]
@@ -147,7 +210,11 @@ def test_what_a_job_saved_becomes_a_file_and_what_accelerate_resumes(tmp_path: P
     ckpt_tools.convert(tmp_path / "dcp", tmp_path / "again", to="accelerate", ranks=2)
     torchrun(2, "accelerator.py", str(tmp_path), "load", str(tmp_path / "again"))
     scheduler = torch.load(tmp_path / "saved" / "scheduler.bin")  # DCP leaves an empty dict out
-    dcp.save({"model": {"w": torch.ones(3)}, "lr_scheduler": scheduler}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    dcp.save(
+        {"model": {"w": torch.ones(3)}, "lr_scheduler": scheduler},
+        checkpoint_id=tmp_path / "stock",
+        no_dist=True,
+    )
     ckpt_tools.convert(tmp_path / "stock", tmp_path / "third", to="accelerate")
     assert scheduler.pop("lr_lambdas") == [{}]
     assert torch.load(tmp_path / "third" / "scheduler.bin") == scheduler | {"lr_lambdas": [None]}
@@ -155,17 +222,25 @@ def test_what_a_job_saved_becomes_a_file_and_what_accelerate_resumes(tmp_path: P
 
 def test_objects_with_tensors_and_unknown_types(tmp_path: Path) -> None:
     dcp.save(
-        {"model": net().state_dict(), "rng": {"cpu": torch.arange(9), "pair": (1, 2.5)}, "odd": Path("x")},
+        {
+            "model": net().state_dict(),
+            "rng": {"cpu": torch.arange(9), "pair": (1, 2.5)},
+            "odd": Path("x"),
+        },
         checkpoint_id=tmp_path / "dcp",
         no_dist=True,
     )
     result = ckpt_tools.convert(tmp_path / "dcp", tmp_path / "x.pt", to="torch")
     got = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert_same(got, {"model": dict(net().state_dict()), "rng": {"cpu": torch.arange(9), "pair": (1, 2.5)}})
+    assert_same(
+        got, {"model": dict(net().state_dict()), "rng": {"cpu": torch.arange(9), "pair": (1, 2.5)}}
+    )
     assert "values of types that are not known stay behind: odd" in result.notes[-1]
 
 
-def test_select_rename_dtype_and_model_only(state: tuple[Path, dict[str, Any]], tmp_path: Path, ckpt: Run) -> None:
+def test_select_rename_dtype_and_model_only(
+    state: tuple[Path, dict[str, Any]], tmp_path: Path, ckpt: Run
+) -> None:
     path, whole = state
     done = ckpt(
         "convert",
@@ -183,13 +258,24 @@ def test_select_rename_dtype_and_model_only(state: tuple[Path, dict[str, Any]], 
     )
     assert done.returncode == 0, done.stderr
     got = torch.load(tmp_path / "m.pt")["model"]
-    want = {f"layers.{n}": v if "running" in n or not v.is_floating_point() else v.bfloat16() for n, v in whole["model"].items()}
+    want = {
+        f"layers.{n}": v if "running" in n or not v.is_floating_point() else v.bfloat16()
+        for n, v in whole["model"].items()
+    }
     assert_same(got, want)
-    ckpt_tools.convert(path, tmp_path / "d", to="dcp", param_order="model", rename=[r"^(\d)\.=layers.\1."], select=["*layers.0*", "epoch"])
+    ckpt_tools.convert(
+        path,
+        tmp_path / "d",
+        to="dcp",
+        param_order="model",
+        rename=[r"^(\d)\.=layers.\1."],
+        select=["*layers.0*", "epoch"],
+    )
     report = ckpt_tools.inspect(tmp_path / "d")
-    assert {"model.layers.0.weight", "optimizer.state.layers.0.weight.exp_avg"} <= report.catalog.tensors.keys() and set(
-        report.catalog.objects
-    ) == {"epoch"}
+    assert {
+        "model.layers.0.weight",
+        "optimizer.state.layers.0.weight.exp_avg",
+    } <= report.catalog.tensors.keys() and set(report.catalog.objects) == {"epoch"}
     ckpt_tools.convert(path, tmp_path / "m.safetensors", to="safetensors", dtype="fp16")
     assert load_file(tmp_path / "m.safetensors")["0.weight"].dtype == torch.float16
 
@@ -206,31 +292,50 @@ def test_select_rename_dtype_and_model_only(state: tuple[Path, dict[str, Any]], 
         (["x", "--to", "hf", "--base", "/nowhere"], 13, "no readable config.json in /nowhere"),
         (["x", "--to", "dcp", "--map", "llama"], 13, "maps that come along: llama_hf_to_titan"),
         (["x", "--to", "dcp", "--optimizer", "names"], 13, "one of groups, flat, ids"),
-        (["x.pt", "--to", "torch", "--ranks", "2"], 13, "--ranks is for --to dcp, accelerate and per-rank"),
+        (
+            ["x.pt", "--to", "torch", "--ranks", "2"],
+            13,
+            "--ranks is for --to dcp, accelerate and per-rank",
+        ),
         (["x", "--to", "dcp", "--check"], 13, "--check is for --to hf"),
         (["x", "--to", "hf", "--check"], 13, "--check needs --base DIR"),
         (["x", "--to", "dcp", "--set", "heads"], 2, "expected NAME=N"),
         (["s3://bucket/x", "--to", "accelerate"], 13, "are written on a disk"),
-        (["x", "--to", "per-rank", "--mesh", "cuda 0"], 13, "--mesh 'cuda 0': expected a device's type"),
+        (
+            ["x", "--to", "per-rank", "--mesh", "cuda 0"],
+            13,
+            "--mesh 'cuda 0': expected a device's type",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_request_that_does_not_fit_is_told_and_leaves_nothing(
-    arguments: list[str], code: int, message: str, state: tuple[Path, dict[str, Any]], tmp_path: Path, ckpt: Run
+    arguments: list[str],
+    code: int,
+    message: str,
+    state: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    ckpt: Run,
 ) -> None:
     done = ckpt("convert", state[0], *arguments, cwd=tmp_path)
     assert done.returncode == code and message in done.stderr, done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
 
 
-# ---- Hugging Face --------------------------------------------------------------------------------------------------------
+# ---- Hugging Face --------------------------------------------------------------------------------
 
 
 def llama(tied: bool = False) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -248,11 +353,17 @@ def base(model: Any, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_directory_for_transformers_gives_the_same_logits(tied: bool, tmp_path: Path, ckpt: Run) -> None:
+def test_a_directory_for_transformers_gives_the_same_logits(
+    tied: bool, tmp_path: Path, ckpt: Run
+) -> None:
     import transformers
 
     model = llama(tied)
-    dcp.save({"model": model.state_dict(), "optimizer": {"lr": 1.0}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": {"lr": 1.0}},
+        checkpoint_id=tmp_path / "dcp",
+        no_dist=True,
+    )
     done = ckpt(
         "convert",
         tmp_path / "dcp",
@@ -268,9 +379,12 @@ def test_a_directory_for_transformers_gives_the_same_logits(tied: bool, tmp_path
     assert done.returncode == 0, done.stderr
     assert "transformers loads it" in done.stdout and ("stored once" in done.stdout) == tied
     names = {p.name for p in (tmp_path / "hf").iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"} - names <= {
-        "generation_config.json"
-    } and "model.safetensors" not in names
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "model.safetensors.index.json",
+    } - names <= {"generation_config.json"} and "model.safetensors" not in names
     assert ("lm_head.weight" in ckpt_tools.inspect(tmp_path / "hf").catalog.tensors) != tied
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert torch.equal(logits(again), logits(model))
@@ -278,11 +392,19 @@ def test_a_directory_for_transformers_gives_the_same_logits(tied: bool, tmp_path
     assert "no config and no tokenizer go along: --base DIR would bring them" in result.notes
     shutil.copytree(tmp_path / "base", tmp_path / "dcp" / "huggingface")
     result = ckpt_tools.convert(tmp_path / "dcp", tmp_path / "bare-too", to="hf", dry_run=True)
-    assert f"no config and no tokenizer go along: --base {tmp_path / 'dcp' / 'huggingface'} would bring them" in result.notes
-    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "half", to="hf", base=tmp_path / "base", dtype="bf16")
+    assert (
+        f"no config and no tokenizer go along: --base {tmp_path / 'dcp' / 'huggingface'} would"
+        " bring them" in result.notes
+    )
+    ckpt_tools.convert(
+        tmp_path / "dcp", tmp_path / "half", to="hf", base=tmp_path / "base", dtype="bf16"
+    )
     config = json.loads((tmp_path / "half" / "config.json").read_text())
     assert "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+    assert (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype
+        == torch.bfloat16
+    )
     assert ckpt_tools.verify(tmp_path / "hf").problems == []
 
 
@@ -292,7 +414,9 @@ def test_what_transformers_does_not_load_is_not_published(tmp_path: Path) -> Non
     state.pop("model.norm.weight")
     dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     place = base(model, tmp_path / "base")
-    with pytest.raises(ckpt_tools.IntegrityError, match="transformers loads something else: missing_keys"):
+    with pytest.raises(
+        ckpt_tools.IntegrityError, match="transformers loads something else: missing_keys"
+    ):
         ckpt_tools.convert(tmp_path / "dcp", tmp_path / "hf", to="hf", base=place, check=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "dcp"]
 
@@ -301,12 +425,23 @@ def test_weights_that_a_config_ties_and_a_job_untied_are_refused(tmp_path: Path)
     model = llama(tied=True)
     state = {**model.state_dict(), "lm_head.weight": model.state_dict()["lm_head.weight"] + 1}
     save_file({n: v.contiguous().clone() for n, v in state.items()}, tmp_path / "m.safetensors")
-    with pytest.raises(PlanError, match=r"the config ties 'lm_head.weight' to 'model.embed_tokens.weight', but they hold different values"):
-        ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "hf", to="hf", base=base(model, tmp_path / "base"))
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"the config ties 'lm_head.weight' to 'model.embed_tokens.weight', but they hold"
+            r" different values"
+        ),
+    ):
+        ckpt_tools.convert(
+            tmp_path / "m.safetensors",
+            tmp_path / "hf",
+            to="hf",
+            base=base(model, tmp_path / "base"),
+        )
     assert not (tmp_path / "hf").exists()
 
 
-# ---- key maps ------------------------------------------------------------------------------------------------------------
+# ---- key maps ------------------------------------------------------------------------------------
 
 
 def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -315,61 +450,131 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
 
 
-def test_llama_changes_its_names_and_the_order_of_its_heads(saved_columns: Path, tmp_path: Path) -> None:
+def test_llama_changes_its_names_and_the_order_of_its_heads(
+    saved_columns: Path, tmp_path: Path
+) -> None:
     model = llama()
     hf = base(model, tmp_path / "base")
     weights = model.state_dict()
     save_file({n: v.contiguous().clone() for n, v in weights.items()}, tmp_path / "hf.safetensors")
-    ckpt_tools.convert(tmp_path / "hf.safetensors", tmp_path / "titan", to="dcp", ranks=3, key_map="llama_hf_to_titan", base=hf)
-    titan = {n: torch.zeros(t.shape) for n, t in ckpt_tools.inspect(tmp_path / "titan").catalog.tensors.items()}
+    ckpt_tools.convert(
+        tmp_path / "hf.safetensors",
+        tmp_path / "titan",
+        to="dcp",
+        ranks=3,
+        key_map="llama_hf_to_titan",
+        base=hf,
+    )
+    titan = {
+        n: torch.zeros(t.shape)
+        for n, t in ckpt_tools.inspect(tmp_path / "titan").catalog.tensors.items()
+    }
     dcp.load(titan, checkpoint_id=tmp_path / "titan", no_dist=True)
-    assert {"tok_embeddings.weight", "norm.weight", "output.weight", "layers.1.feed_forward.w2.weight"} <= titan.keys()
+    assert {
+        "tok_embeddings.weight",
+        "norm.weight",
+        "output.weight",
+        "layers.1.feed_forward.w2.weight",
+    } <= titan.keys()
     for layer in range(2):
         for ours, theirs, heads in (("wq", "q_proj", 4), ("wk", "k_proj", 2)):
             want = weights[f"model.layers.{layer}.self_attn.{theirs}.weight"]
-            assert torch.equal(permuted(titan[f"layers.{layer}.attention.{ours}.weight"], heads), want)
+            assert torch.equal(
+                permuted(titan[f"layers.{layer}.attention.{ours}.weight"], heads), want
+            )
             assert not torch.equal(titan[f"layers.{layer}.attention.{ours}.weight"], want)
-    ckpt_tools.convert(tmp_path / "titan", tmp_path / "back", to="hf", key_map="llama_titan_to_hf", base=hf, check=True)
+    ckpt_tools.convert(
+        tmp_path / "titan",
+        tmp_path / "back",
+        to="hf",
+        key_map="llama_titan_to_hf",
+        base=hf,
+        check=True,
+    )
     assert ckpt_tools.diff(tmp_path / "hf.safetensors", tmp_path / "back").is_same
     ckpt_tools.convert(
-        saved_columns, tmp_path / "split.safetensors", to="safetensors", key_map="llama_titan_to_hf", settings={"heads": 4, "kv_heads": 2}
+        saved_columns,
+        tmp_path / "split.safetensors",
+        to="safetensors",
+        key_map="llama_titan_to_hf",
+        settings={"heads": 4, "kv_heads": 2},
     )
-    assert_same(load_file(tmp_path / "split.safetensors"), {n: v for n, v in weights.items() if "q_proj" in n or "k_proj" in n})
-    with pytest.raises(PlanError, match=r"the key map needs a number: kv_heads|needs a number: heads"):
-        ckpt_tools.convert(tmp_path / "titan", tmp_path / "no", to="hf", key_map="llama_titan_to_hf")
+    assert_same(
+        load_file(tmp_path / "split.safetensors"),
+        {n: v for n, v in weights.items() if "q_proj" in n or "k_proj" in n},
+    )
+    with pytest.raises(
+        PlanError, match=r"the key map needs a number: kv_heads|needs a number: heads"
+    ):
+        ckpt_tools.convert(
+            tmp_path / "titan", tmp_path / "no", to="hf", key_map="llama_titan_to_hf"
+        )
 
 
 @pytest.fixture
 def saved_columns(tmp_path: Path) -> Path:
-    """The q and k weights of a model in torchtitan's order, split by rows and by columns over four ranks."""
+    """The q and k weights of a model in torchtitan's order, split by rows and by columns over four
+    ranks.
+    """
     weights = llama().state_dict()
 
     def paired(weight: torch.Tensor, heads: int) -> torch.Tensor:
         rows, width = weight.shape
-        return weight.view(heads, 2, rows // heads // 2, width).transpose(1, 2).reshape(rows, width).contiguous()
+        return (
+            weight.view(heads, 2, rows // heads // 2, width)
+            .transpose(1, 2)
+            .reshape(rows, width)
+            .contiguous()
+        )
 
     torch.save(
         {
-            f"layers.{i}.attention.w{c}.weight": paired(weights[f"model.layers.{i}.self_attn.{c}_proj.weight"], heads)
-            for i in range(2) for c, heads in (("q", 4), ("k", 2))
+            f"layers.{i}.attention.w{c}.weight": paired(
+                weights[f"model.layers.{i}.self_attn.{c}_proj.weight"], heads
+            )
+            for i in range(2)
+            for c, heads in (("q", 4), ("k", 2))
         },
         tmp_path / "whole.pt",
-    )  # fmt: skip
+    )
     torchrun(4, "columns.py", str(tmp_path / "columns"), str(tmp_path / "whole.pt"))
     return tmp_path / "columns"
 
 
 def test_qkv_is_split_and_put_together_with_what_the_optimizer_keeps(tmp_path: Path) -> None:
     torch.manual_seed(2)
-    fused = {"l.qkv_proj.weight": torch.randn(16, 6), "l.qkv_proj.bias": torch.randn(16), "o.weight": torch.randn(3, 3)}
-    state = {str(i): {"exp_avg": torch.randn_like(v), "step": torch.tensor(4.0)} for i, v in enumerate(fused.values())}
+    fused = {
+        "l.qkv_proj.weight": torch.randn(16, 6),
+        "l.qkv_proj.bias": torch.randn(16),
+        "o.weight": torch.randn(3, 3),
+    }
+    state = {
+        str(i): {"exp_avg": torch.randn_like(v), "step": torch.tensor(4.0)}
+        for i, v in enumerate(fused.values())
+    }
     group = {"lr": 0.5, "params": [0, 1, 2]}
-    torch.save({"model": fused, "optimizer": {"state": {int(i): s for i, s in state.items()}, "param_groups": [group]}}, tmp_path / "f.pt")
+    torch.save(
+        {
+            "model": fused,
+            "optimizer": {"state": {int(i): s for i, s in state.items()}, "param_groups": [group]},
+        },
+        tmp_path / "f.pt",
+    )
     ckpt_tools.convert(
-        tmp_path / "f.pt", tmp_path / "s", to="dcp", ranks=3, key_map="qkv_split", settings={"heads": 4, "kv_heads": 2}, param_order="model"
+        tmp_path / "f.pt",
+        tmp_path / "s",
+        to="dcp",
+        ranks=3,
+        key_map="qkv_split",
+        settings={"heads": 4, "kv_heads": 2},
+        param_order="model",
     )
     catalog = ckpt_tools.inspect(tmp_path / "s").catalog
-    assert [catalog.tensors[f"model.l.{c}_proj.weight"].shape for c in "qkv"] == [(8, 6), (4, 6), (4, 6)]
+    assert [catalog.tensors[f"model.l.{c}_proj.weight"].shape for c in "qkv"] == [
+        (8, 6),
+        (4, 6),
+        (4, 6),
+    ]
     for key, whole in (
         ("model.l.{}_proj.weight", fused["l.qkv_proj.weight"]),
         ("optimizer.state.l.{}_proj.weight.exp_avg", state["0"]["exp_avg"]),
@@ -377,28 +582,48 @@ def test_qkv_is_split_and_put_together_with_what_the_optimizer_keeps(tmp_path: P
         got = {key.format(c): torch.zeros(n, 6) for c, n in zip("qkv", (8, 4, 4), strict=True)}
         ckpt_tools.load(tmp_path / "s", got, strict=False)
         assert torch.equal(torch.cat(list(got.values())), whole)
-    ckpt_tools.convert(tmp_path / "s", tmp_path / "back.pt", to="torch", key_map="qkv_fuse", optimizer="ids")
+    ckpt_tools.convert(
+        tmp_path / "s", tmp_path / "back.pt", to="torch", key_map="qkv_fuse", optimizer="ids"
+    )
     back = torch.load(tmp_path / "back.pt")
     assert_same(back["model"], fused)
     assert_same(back["optimizer"]["state"], {int(i): s for i, s in state.items()})
     settings = {"heads": 5, "kv_heads": 1}
     with pytest.raises(PlanError, match="16 rows cannot be split as"):
-        ckpt_tools.convert(tmp_path / "f.pt", tmp_path / "no", to="dcp", key_map="qkv_split", settings=settings, param_order="model")
+        ckpt_tools.convert(
+            tmp_path / "f.pt",
+            tmp_path / "no",
+            to="dcp",
+            key_map="qkv_split",
+            settings=settings,
+            param_order="model",
+        )
 
 
-# ---- what stands beside, and what is overwritten -------------------------------------------------------------------------
+# ---- what stands beside, and what is overwritten -------------------------------------------------
 
 
 def test_schedulers_and_progress_beside_accelerates_parts_are_resumed(tmp_path: Path) -> None:
-    """As `Accelerator.save_state` and the Transformers Trainer leave them: a scheduler in a file of torch.save, the progress as JSON."""
+    """As `Accelerator.save_state` and the Transformers Trainer leave them: a scheduler in a file of
+    torch.save, the progress as JSON.
+    """
     model, optimizer = trained()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     optimizer.step()
     scheduler.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "s.pt")
-    ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "checkpoint-7", to="accelerate", ranks=2, param_order="model")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "s.pt"
+    )
+    ckpt_tools.convert(
+        tmp_path / "s.pt", tmp_path / "checkpoint-7", to="accelerate", ranks=2, param_order="model"
+    )
     torch.save(scheduler.state_dict(), tmp_path / "checkpoint-7" / "scheduler.pt")
-    progress = {"global_step": 7, "epoch": 0.5, "log_history": [{"loss": 1.0, "step": 5}], "best_metric": None}
+    progress = {
+        "global_step": 7,
+        "epoch": 0.5,
+        "log_history": [{"loss": 1.0, "step": 5}],
+        "best_metric": None,
+    }
     (tmp_path / "checkpoint-7" / "trainer_state.json").write_text(json.dumps(progress))
     fresh, other = trained()
     again = torch.optim.lr_scheduler.CosineAnnealingLR(other, 10)
@@ -409,25 +634,32 @@ def test_schedulers_and_progress_beside_accelerates_parts_are_resumed(tmp_path: 
         path.unlink()
     assert ckpt_tools.verify(tmp_path / "checkpoint-7", deep=True).problems == []
     assert ckpt_tools.salvage(tmp_path / "checkpoint-7", tmp_path / "saved").lost == []
-    assert ckpt_tools.diff(tmp_path / "checkpoint-7", tmp_path / "saved").is_same  # with what was read of scheduler and progress
+    # with what was read of scheduler and progress
+    assert ckpt_tools.diff(tmp_path / "checkpoint-7", tmp_path / "saved").is_same
     (tmp_path / "checkpoint-7" / "trainer_state.json").write_text("{")
     with pytest.raises(ckpt_tools.FormatError, match=r"malformed: .* \(trainer_state.json\)"):
         ckpt_tools.inspect(tmp_path / "checkpoint-7")
 
 
-def test_what_convert_wrote_can_be_replaced_and_other_files_cannot(state: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_what_convert_wrote_can_be_replaced_and_other_files_cannot(
+    state: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     path, _ = state
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
     for to, name in (("torch", "x.pt"), ("accelerate", "acc"), ("hf", "hf")):
         for _ in range(2):
             base, order = (tmp_path / "base", None) if to == "hf" else (None, "model")
-            ckpt_tools.convert(path, tmp_path / name, to=to, base=base, overwrite=True, param_order=order)
+            ckpt_tools.convert(
+                path, tmp_path / name, to=to, base=base, overwrite=True, param_order=order
+            )
         assert ckpt_tools.verify(tmp_path / name).problems == []
     (tmp_path / "hf" / "diary.txt").write_text("mine")
     torch.save({}, tmp_path / "own.pt")
     for to, name in (("torch", "own.pt"), ("hf", "hf")):
-        with pytest.raises(ckpt_tools.StorageError, match="holds what no checkpoint consists of|diary.txt|own.pt"):
+        with pytest.raises(
+            ckpt_tools.StorageError, match="holds what no checkpoint consists of|diary.txt|own.pt"
+        ):
             ckpt_tools.convert(path, tmp_path / name, to=to, overwrite=True)
     assert (tmp_path / "hf" / "diary.txt").read_text() == "mine"
 
@@ -435,17 +667,39 @@ def test_what_convert_wrote_can_be_replaced_and_other_files_cannot(state: tuple[
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("merge", "{src}", "{out}.safetensors", "--select", "*", "--select", "optimizer*"), "--select matches none of"),
-        (("merge", "{src}", "{out}.safetensors", "--keep-dtype", "*"), "--keep-dtype means nothing without --dtype"),
-        (("merge", "{src}", "{out}.safetensors", "--dtype", "bf16", "--keep-dtype", "*exp_avg*"), "--keep-dtype matches none of"),
-        (("convert", "{src}", "{out}", "--to", "dcp", "--select", "*", "--select", "zz"), "--select matches none of"),
-        (("convert", "{src}", "{out}", "--to", "dcp", "--dtype", "bf16", "--keep-dtype", "zz"), "--keep-dtype matches none of"),
-        (("convert", "{src}", "{out}", "--to", "dcp", "--rename", "zz=y"), "--rename 'zz=y' changes no name"),
+        (
+            ("merge", "{src}", "{out}.safetensors", "--select", "*", "--select", "optimizer*"),
+            "--select matches none of",
+        ),
+        (
+            ("merge", "{src}", "{out}.safetensors", "--keep-dtype", "*"),
+            "--keep-dtype means nothing without --dtype",
+        ),
+        (
+            ("merge", "{src}", "{out}.safetensors", "--dtype", "bf16", "--keep-dtype", "*exp_avg*"),
+            "--keep-dtype matches none of",
+        ),
+        (
+            ("convert", "{src}", "{out}", "--to", "dcp", "--select", "*", "--select", "zz"),
+            "--select matches none of",
+        ),
+        (
+            ("convert", "{src}", "{out}", "--to", "dcp", "--dtype", "bf16", "--keep-dtype", "zz"),
+            "--keep-dtype matches none of",
+        ),
+        (
+            ("convert", "{src}", "{out}", "--to", "dcp", "--rename", "zz=y"),
+            "--rename 'zz=y' changes no name",
+        ),
         (("diff", "{src}", "{src}", "--select", "*", "--select", "zz"), "--select matches none of"),
     ],
-)  # fmt: skip
+)
 def test_an_option_that_matches_nothing_is_an_error_and_writes_nothing(
-    words: tuple[str, ...], message: str, saved: Callable[[int], Path], tmp_path: Path, ckpt: Callable[..., Any]
+    words: tuple[str, ...],
+    message: str,
+    saved: Callable[[int], Path],
+    tmp_path: Path,
+    ckpt: Callable[..., Any],
 ) -> None:
     done = ckpt(*(word.format(src=saved(4) / "adamw", out=tmp_path / "out") for word in words))
     assert done.returncode == 13 and message in done.stderr, done.stderr
@@ -455,17 +709,28 @@ def test_an_option_that_matches_nothing_is_an_error_and_writes_nothing(
 def test_names_are_swapped_by_a_third_and_none_becomes_empty(tmp_path: Path) -> None:
     torch.save({"model": {"a.w": torch.zeros(2), "b.w": torch.ones(2)}}, tmp_path / "src.pt")
     with pytest.raises(PlanError, match="two tensors would get one name") as caught:
-        ckpt_tools.convert(tmp_path / "src.pt", tmp_path / "no.pt", to="torch", rename=["^a=b", "^b=a"])
+        ckpt_tools.convert(
+            tmp_path / "src.pt", tmp_path / "no.pt", to="torch", rename=["^a=b", "^b=a"]
+        )
     assert "a=TMP" in (caught.value.hint or "")
-    ckpt_tools.convert(tmp_path / "src.pt", tmp_path / "dst.pt", to="torch", rename=["^a=TMP", "^b=a", "^TMP=b"])
+    ckpt_tools.convert(
+        tmp_path / "src.pt", tmp_path / "dst.pt", to="torch", rename=["^a=TMP", "^b=a", "^TMP=b"]
+    )
     got = torch.load(tmp_path / "dst.pt")["model"]
     assert got["a.w"].tolist() == [1.0, 1.0] and got["b.w"].tolist() == [0.0, 0.0]
     with pytest.raises(PlanError, match="nothing is left of a name: 'a.w'"):
         ckpt_tools.convert(tmp_path / "src.pt", tmp_path / "no.pt", to="torch", rename=[r"^a\.w="])
     state = {"model": {"a.w": torch.full((2,), 9.0), "b.w": torch.full((2,), 9.0)}}
     with pytest.raises(PlanError, match="rename gives two entries one name"):
-        ckpt_tools.load(tmp_path / "src.pt", state, rename={r"^model\.a": "model.b", r"^model\.b": "model.a"})
-    ckpt_tools.load(tmp_path / "src.pt", state, rename={r"\.a": ".TMP", r"\.b": ".a", r"\.TMP": ".b"})
-    assert state["model"]["a.w"].tolist() == [1.0, 1.0] and state["model"]["b.w"].tolist() == [0.0, 0.0]
+        ckpt_tools.load(
+            tmp_path / "src.pt", state, rename={r"^model\.a": "model.b", r"^model\.b": "model.a"}
+        )
+    ckpt_tools.load(
+        tmp_path / "src.pt", state, rename={r"\.a": ".TMP", r"\.b": ".a", r"\.TMP": ".b"}
+    )
+    assert state["model"]["a.w"].tolist() == [1.0, 1.0] and state["model"]["b.w"].tolist() == [
+        0.0,
+        0.0,
+    ]
     with pytest.raises(PlanError, match="rename leaves nothing"):
         ckpt_tools.load(tmp_path / "src.pt", state, rename={r"model\.a\.w": ""})

@@ -1,4 +1,6 @@
-"""What only a GPU can show: pinned memory, copies that are on their way, random numbers; `make test-cuda` runs real jobs there as well."""
+"""What only a GPU can show: pinned memory, copies that are on their way, random numbers; `make
+test-cuda` runs real jobs there as well.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.filterwarnings("ignore"),  # torch's own on CUDA
 ]
-DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2".split()
+DTYPES = (
+    "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 uint16"
+    " uint32 uint64 float8_e4m3fn float8_e5m2".split()
+)
 
 
 def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -42,11 +47,13 @@ def stock(path: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def resident_mib(key: str = "VmRSS") -> float:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) / 1024
 
 
-# ---- values ------------------------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 def every_kind() -> dict[str, torch.Tensor]:
@@ -54,16 +61,33 @@ def every_kind() -> dict[str, torch.Tensor]:
     found = {}
     for name in DTYPES:
         dtype = getattr(torch, name)
-        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (9 * dtype.itemsize, 5), dtype=torch.uint8, device="cuda")
+        raw = torch.randint(
+            0,
+            2 if dtype is torch.bool else 256,
+            (9 * dtype.itemsize, 5),
+            dtype=torch.uint8,
+            device="cuda",
+        )
         found[name] = raw.view(-1).view(dtype).view(9, 5)
     big = torch.randn(20, 30, device="cuda")
-    found |= {"transposed": big.t(), "slice": big[3:9, 5:20], "row": big[4], "scalar": big[0, 0].clone(), "empty": big[:0].clone()}
-    found |= {"channels": torch.randn(2, 3, 4, 5, device="cuda").to(memory_format=torch.channels_last), "host": torch.randn(7)}
+    found |= {
+        "transposed": big.t(),
+        "slice": big[3:9, 5:20],
+        "row": big[4],
+        "scalar": big[0, 0].clone(),
+        "empty": big[:0].clone(),
+    }
+    found |= {
+        "channels": torch.randn(2, 3, 4, 5, device="cuda").to(memory_format=torch.channels_last),
+        "host": torch.randn(7),
+    }
     return found
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_every_type_and_stride_goes_to_disk_and_back_bit_for_bit(asynchronous: bool, tmp_path: Path) -> None:
+def test_every_type_and_stride_goes_to_disk_and_back_bit_for_bit(
+    asynchronous: bool, tmp_path: Path
+) -> None:
     model = every_kind()
     want = {name: value.cpu().clone() for name, value in model.items()}
     with CheckpointManager(tmp_path, asynchronous=asynchronous) as checkpoints:
@@ -72,7 +96,11 @@ def test_every_type_and_stride_goes_to_disk_and_back_bit_for_bit(asynchronous: b
         assert ckpt_tools.verify(checkpoints.latest().path).problems == []
         places = {name: value.data_ptr() for name, value in model.items()}
         for value in model.values():
-            value.view(torch.uint8).zero_() if value.is_contiguous() and value.dim() else value.zero_()
+            (
+                value.view(torch.uint8).zero_()
+                if value.is_contiguous() and value.dim()
+                else value.zero_()
+            )
         assert checkpoints.resume({"model": model}) == 1
         assert all(same_bits(model[name], want[name]) for name in want)
         assert {name: value.data_ptr() for name, value in model.items()} == places
@@ -81,7 +109,9 @@ def test_every_type_and_stride_goes_to_disk_and_back_bit_for_bit(asynchronous: b
         assert all(same_bits(got[name], want[name]) for name in want)
 
 
-def test_what_stock_torch_saved_from_a_gpu_resumes_and_safetensors_load_straight_to_it(tmp_path: Path) -> None:
+def test_what_stock_torch_saved_from_a_gpu_resumes_and_safetensors_load_straight_to_it(
+    tmp_path: Path,
+) -> None:
     model = every_kind()
     dcp.save({"model": model}, checkpoint_id=tmp_path / "stock")
     blank = {name: torch.zeros_like(value) for name, value in model.items()}
@@ -114,7 +144,12 @@ def test_the_random_numbers_of_a_gpu_and_tensors_of_one_rank_go_on(tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["fused", "capturable", "foreach", "offloaded"])
 def test_an_optimizer_goes_on_as_if_nothing_had_been(kind: str, tmp_path: Path) -> None:
-    how = {"fused": {"fused": True}, "capturable": {"capturable": True}, "foreach": {"foreach": True}, "offloaded": {}}[kind]
+    how = {
+        "fused": {"fused": True},
+        "capturable": {"capturable": True},
+        "foreach": {"foreach": True},
+        "offloaded": {},
+    }[kind]
     device = "cpu" if kind == "offloaded" else "cuda"
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
@@ -142,14 +177,19 @@ def test_an_optimizer_goes_on_as_if_nothing_had_been(kind: str, tmp_path: Path) 
         model, optimizer, state = make()
         assert checkpoints.resume(state) == 3
     assert steps(model, optimizer, 5) == want
-    assert all(s["step"].device.type == (device if kind in ("fused", "capturable") else "cpu") for s in optimizer.state.values())
+    assert all(
+        s["step"].device.type == (device if kind in ("fused", "capturable") else "cpu")
+        for s in optimizer.state.values()
+    )
 
 
-# ---- copies on their way -----------------------------------------------------------------------------------------------------
+# ---- copies on their way -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_waits_for_kernels_before_it_and_is_left_alone_by_those_behind(asynchronous: bool, tmp_path: Path) -> None:
+def test_a_save_waits_for_kernels_before_it_and_is_left_alone_by_those_behind(
+    asynchronous: bool, tmp_path: Path
+) -> None:
     weights = [torch.zeros(16 << 20, device="cuda") for _ in range(8)]
     side = torch.cuda.Stream()
     with CheckpointManager(tmp_path, asynchronous=asynchronous) as checkpoints:
@@ -158,12 +198,16 @@ def test_a_save_waits_for_kernels_before_it_and_is_left_alone_by_those_behind(as
             for number, weight in enumerate(weights):
                 weight.fill_(step + number / 16)
             checkpoints.save(step, {"w": {str(i): w for i, w in enumerate(weights)}})
-            with torch.cuda.stream(side):  # nothing orders it behind the copies, but that they are over
+            # nothing orders it behind the copies, but that they are over
+            with torch.cuda.stream(side):
                 for weight in weights:
                     weight.fill_(-1)
             side.synchronize()
             checkpoints.wait()
-            got = stock(checkpoints.latest().path, {"w": {str(i): torch.empty_like(w) for i, w in enumerate(weights)}})["w"]
+            got = stock(
+                checkpoints.latest().path,
+                {"w": {str(i): torch.empty_like(w) for i, w in enumerate(weights)}},
+            )["w"]
             assert all(bool((got[str(i)] == step + i / 16).all()) for i in range(len(weights)))
 
 
@@ -181,7 +225,7 @@ def test_a_load_is_over_when_it_returns(tmp_path: Path) -> None:
     assert all(sums)
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def test_pinned_memory_is_what_is_needed_and_is_given_back() -> None:
@@ -198,17 +242,22 @@ def test_pinned_memory_is_what_is_needed_and_is_given_back() -> None:
     gc.collect()
     assert resident_mib() - before < 64
     stage = Stage()
-    places = {stage.copy([torch.ones(n << 20, device="cuda")])[0].obj.ctypes.data for n in (2, 1, 2)}
+    places = {
+        stage.copy([torch.ones(n << 20, device="cuda")])[0].obj.ctypes.data for n in (2, 1, 2)
+    }
     assert len(places) == 1  # used again
 
 
-def test_where_memory_cannot_be_pinned_copies_are_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_cannot_be_pinned_copies_are_made_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = every_kind()
     want = {name: value.cpu().clone() for name, value in model.items()}
     taken = torch.empty(1 << 20, dtype=torch.uint8, device="cpu")
     runtime = torch.cuda.cudart()
     assert int(runtime.cudaHostRegister(taken.data_ptr(), len(taken), 0)) == 0
-    monkeypatch.setattr("ckpt_tools.loop.shards._pageable", lambda nbytes: taken[:nbytes])  # CUDA registers nothing twice
+    # CUDA registers nothing twice
+    monkeypatch.setattr("ckpt_tools.loop.shards._pageable", lambda nbytes: taken[:nbytes])
     stage = Stage()
     views = stage.copy(list(model.values()))
     monkeypatch.undo()
@@ -234,15 +283,26 @@ print(mib("VmHWM") - before)
 
 def test_four_gigabytes_are_loaded_through_a_fraction_of_host_memory(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": {str(i): torch.full((64 << 20,), i + 1.0, device="cuda") for i in range(16)}}, asynchronous=False)
+        checkpoints.save(
+            1,
+            {"w": {str(i): torch.full((64 << 20,), i + 1.0, device="cuda") for i in range(16)}},
+            asynchronous=False,
+        )
         path = checkpoints.latest().path
     torch.cuda.empty_cache()
-    done = subprocess.run([sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1000, done.stdout  # two tensors of 256 MiB, and what CUDA needs for itself
+    # two tensors of 256 MiB, and what CUDA needs for itself
+    assert float(done.stdout) < 1000, done.stdout
 
 
-# ---- the training program ----------------------------------------------------------------------------------------------------
+# ---- the training program ------------------------------------------------------------------------
 
 
 def test_twenty_steps_on_a_gpu_are_ten_and_a_stop_and_ten_more(tmp_path: Path) -> None:
@@ -250,8 +310,12 @@ def test_twenty_steps_on_a_gpu_are_ten_and_a_stop_and_ten_more(tmp_path: Path) -
     environment = os.environ | QUIET | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
     def run(directory: Path, *more: str) -> str:
-        command = torchrun_command(1, "-m", "training", *sets(*options, f"run.dir={directory}", *more), is_forked=False)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=300)
+        command = torchrun_command(
+            1, "-m", "training", *sets(*options, f"run.dir={directory}", *more), is_forked=False
+        )
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=300
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -260,5 +324,9 @@ def test_twenty_steps_on_a_gpu_are_ten_and_a_stop_and_ten_more(tmp_path: Path) -
     (tmp_path / "parts" / "step-00000020").rename(tmp_path / "away")
     assert "resumed at step 10" in run(tmp_path / "parts", "checkpoint.every=10")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    report = ckpt_tools.diff(tmp_path / "away", tmp_path / "parts" / "step-00000020", select=["model.*", "optimizer.*", "rng.*"])
+    report = ckpt_tools.diff(
+        tmp_path / "away",
+        tmp_path / "parts" / "step-00000020",
+        select=["model.*", "optimizer.*", "rng.*"],
+    )
     assert not report.differences, report

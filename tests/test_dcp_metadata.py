@@ -28,14 +28,31 @@ def metadatas(draw: st.DrawFn) -> Metadata:
     result = Metadata()
     for fqn in draw(st.lists(names, unique=True, max_size=4)):
         shape = draw(sizes)
-        offsets = draw(st.lists(st.tuples(*[st.integers(0, 2**40)] * len(shape)), unique=True, min_size=1, max_size=3))
-        result.tensors[fqn] = TensorMeta(draw(st.sampled_from(["float32", "bfloat16", "bool"])), shape, [Box(o, shape) for o in offsets])
+        offsets = draw(
+            st.lists(
+                st.tuples(*[st.integers(0, 2**40)] * len(shape)),
+                unique=True,
+                min_size=1,
+                max_size=3,
+            )
+        )
+        result.tensors[fqn] = TensorMeta(
+            draw(st.sampled_from(["float32", "bfloat16", "bool"])),
+            shape,
+            [Box(o, shape) for o in offsets],
+        )
         for offset in offsets:
             result.places[fqn, offset] = Place(
-                f"__{draw(st.integers(0, 3))}_0.distcp", draw(st.integers(0, 2**50)), draw(st.integers(0, 2**35))
+                f"__{draw(st.integers(0, 3))}_0.distcp",
+                draw(st.integers(0, 2**50)),
+                draw(st.integers(0, 2**35)),
             )
-        result.paths[fqn] = tuple(draw(st.lists(st.one_of(names, st.integers(0, 70000)), min_size=1, max_size=4)))
-    for fqn in draw(st.lists(names.filter(lambda n: n not in result.tensors), unique=True, max_size=3)):
+        result.paths[fqn] = tuple(
+            draw(st.lists(st.one_of(names, st.integers(0, 70000)), min_size=1, max_size=4))
+        )
+    for fqn in draw(
+        st.lists(names.filter(lambda n: n not in result.tensors), unique=True, max_size=3)
+    ):
         result.objects.append(fqn)
         result.places[fqn, None] = Place("__0_0.distcp", 0, 5)
     return result
@@ -51,27 +68,44 @@ def test_torch_reads_what_is_rendered_as_the_objects_it_would_have_written(ours:
         assert value == torch_metadata.TensorStorageMetadata(
             torch_metadata.TensorProperties(dtype=getattr(torch, tensor.dtype)),
             torch.Size(tensor.shape),
-            [torch_metadata.ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in tensor.boxes],
+            [
+                torch_metadata.ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes))
+                for b in tensor.boxes
+            ],
         )
         assert isinstance(value.size, torch.Size)
     assert theirs.planner_data == ours.paths
-    want = {torch_metadata.MetadataIndex(f, o): _StorageInfo(*p) for (f, o), p in ours.places.items()}
+    want = {
+        torch_metadata.MetadataIndex(f, o): _StorageInfo(*p) for (f, o), p in ours.places.items()
+    }
     assert theirs.storage_data == want
     assert [i.index for i in theirs.storage_data if i.offset is None] == [None] * len(ours.objects)
-    assert (theirs.storage_meta.save_id, theirs.storage_meta.load_id, theirs.version) == ("some-id", None, "1.0.0")
+    assert (theirs.storage_meta.save_id, theirs.storage_meta.load_id, theirs.version) == (
+        "some-id",
+        None,
+        "1.0.0",
+    )
 
 
 @given(metadatas())
 def test_what_is_rendered_parses_to_the_same(ours: Metadata) -> None:
     again = parse(render(ours, "id"), "test")
-    assert (again.tensors, again.objects, again.paths, again.places) == (ours.tensors, ours.objects, ours.paths, ours.places)
+    assert (again.tensors, again.objects, again.paths, again.places) == (
+        ours.tensors,
+        ours.objects,
+        ours.paths,
+        ours.places,
+    )
     assert again.extras == {"dcp_version": "1.0.0", "save_id": "id", "checkpoint_id": ""}
 
 
 def genuine() -> bytes:
     meta = Metadata()
     meta.tensors["w"] = TensorMeta("float32", (4, 2), [Box((0, 0), (2, 2)), Box((2, 0), (2, 2))])
-    meta.places = {("w", (0, 0)): Place("__0_0.distcp", 0, 1000), ("w", (2, 0)): Place("__1_0.distcp", 0, 1000)}
+    meta.places = {
+        ("w", (0, 0)): Place("__0_0.distcp", 0, 1000),
+        ("w", (2, 0)): Place("__1_0.distcp", 0, 1000),
+    }
     meta.paths = {"w": ("w",)}
     return pickle.dumps(pickle.loads(render(meta, "id")))
 
@@ -86,12 +120,19 @@ def test_paths_of_any_system_and_python_are_read() -> None:
     theirs = pickle.loads(genuine())
     theirs.storage_meta.checkpoint_id = Path("/train/host/run")
     data = pickle.dumps(theirs)
-    for module, name in ((b"pathlib", b"PosixPath"), (b"pathlib._local", b"PosixPath"), (b"pathlib", b"WindowsPath")):
+    for module, name in (
+        (b"pathlib", b"PosixPath"),
+        (b"pathlib._local", b"PosixPath"),
+        (b"pathlib", b"WindowsPath"),
+    ):
         swapped = data.replace(b"\x8c\x07pathlib", b"\x8c" + bytes([len(module)]) + module).replace(
             b"\x8c\x09PosixPath", b"\x8c" + bytes([len(name)]) + name
         )
         frame = struct.pack("<Q", len(swapped) - 11)
-        assert parse(swapped[:3] + frame + swapped[11:], "test").extras["checkpoint_id"] == "//train/host/run"
+        assert (
+            parse(swapped[:3] + frame + swapped[11:], "test").extras["checkpoint_id"]
+            == "//train/host/run"
+        )
 
 
 def test_truncation_at_any_byte_is_an_error() -> None:
@@ -179,7 +220,9 @@ def frame(body: bytes) -> bytes:
         (frame(b"K\x01"), "expected a Metadata"),
     ],
 )
-def test_opcodes_and_lengths_without_place_in_a_checkpoint_are_refused(data: bytes, message: str) -> None:
+def test_opcodes_and_lengths_without_place_in_a_checkpoint_are_refused(
+    data: bytes, message: str
+) -> None:
     with pytest.raises(FormatError, match=message):
         parse(data, "test")
 

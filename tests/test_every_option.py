@@ -1,4 +1,6 @@
-"""Each option of each verb, with a value that means nothing: an error, and nothing is written. A new option has to be entered here."""
+"""Each option of each verb, with a value that means nothing: an error, and nothing is written. A
+new option has to be entered here.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,74 @@ GROUP = typer.main.get_command(cli.app)
 assert isinstance(GROUP, click.Group)
 VERBS = dict(GROUP.commands)
 ARGUMENTS = {
-    "inspect": "s.pt", "merge": "s.pt out.safetensors", "reshard": "s.pt out", "convert": "s.pt out", "verify": "s.pt", "diff": "s.pt s.pt",
-    "seal": "s.pt", "salvage": "s.pt out", "copy": "s.pt out.pt", "ls": "run", "latest": "run", "prune": "run", "pin": "run/step-1",
-}  # fmt: skip
+    "inspect": "s.pt",
+    "merge": "s.pt out.safetensors",
+    "reshard": "s.pt out",
+    "convert": "s.pt out",
+    "verify": "s.pt",
+    "diff": "s.pt s.pt",
+    "seal": "s.pt",
+    "salvage": "s.pt out",
+    "copy": "s.pt out.pt",
+    "ls": "run",
+    "latest": "run",
+    "prune": "run",
+    "pin": "run/step-1",
+}
 NEEDED = {"reshard": "--to 2", "convert": "--to dcp", "prune": "--keep-last 1"}
 FLAGS = {
-    "--tree", "--ranks", "--json", "--stats", "--keep-prefix", "--overwrite", "--resume", "--dry-run", "--quiet", "--model-only", "--quick",
-    "--deep", "--read-all", "--verify", "--remove", "--check", "--require-manifest",
-}  # fmt: skip
-NOTHING = {  # a value that matches nothing, or that is none, of every other option; more words that it needs
-    "--select": "zz*", "--exclude": "zz*", "--dtype": "fp17", "--keep-dtype": "zz* --dtype bf16", "--max-shard-size": "0B", "--lora": "no/such",
-    "--storage-option": "key=value", "--to-storage-option": "key=value", "--shapes": "no/such.json", "--jobs": "0", "--memory": "0",
-    "--to": "0", "--from": "7", "--ranks": "0", "--rename": "zz=y", "--map": "no_such_map", "--set": "heads=2", "--param-order": "no/such",
-    "--optimizer": "zz", "--base": "no/such", "--mesh": "cpu:x", "--atol": "nan", "--rtol": "-1", "--keep-last": "0", "--keep-every": "0",
+    "--tree",
+    "--ranks",
+    "--json",
+    "--stats",
+    "--keep-prefix",
+    "--overwrite",
+    "--resume",
+    "--dry-run",
+    "--quiet",
+    "--model-only",
+    "--quick",
+    "--deep",
+    "--read-all",
+    "--verify",
+    "--remove",
+    "--check",
+    "--require-manifest",
+}
+# a value that matches nothing, or that is none, of every other option; more words that it needs
+NOTHING = {
+    "--select": "zz*",
+    "--exclude": "zz*",
+    "--dtype": "fp17",
+    "--keep-dtype": "zz* --dtype bf16",
+    "--max-shard-size": "0B",
+    "--lora": "no/such",
+    "--storage-option": "key=value",
+    "--to-storage-option": "key=value",
+    "--shapes": "no/such.json",
+    "--jobs": "0",
+    "--memory": "0",
+    "--to": "0",
+    "--from": "7",
+    "--ranks": "0",
+    "--rename": "zz=y",
+    "--map": "no_such_map",
+    "--set": "heads=2",
+    "--param-order": "no/such",
+    "--optimizer": "zz",
+    "--base": "no/such",
+    "--mesh": "cpu:x",
+    "--atol": "nan",
+    "--rtol": "-1",
+    "--keep-last": "0",
+    "--keep-every": "0",
     "--grace-hours": "-1",
-}  # fmt: skip
-SPECIAL = {("convert", "--to"): "zz", ("convert", "--max-shard-size"): "5GB", ("inspect", "--ranks"): None}
+}
+SPECIAL = {
+    ("convert", "--to"): "zz",
+    ("convert", "--max-shard-size"): "5GB",
+    ("inspect", "--ranks"): None,
+}
 
 
 def options(verb: str) -> list[str]:
@@ -50,17 +104,27 @@ CASES = [
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    torch.save({"model": {"w": torch.ones(3)}, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}}, tmp_path / "s.pt")
+    torch.save(
+        {
+            "model": {"w": torch.ones(3)},
+            "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        },
+        tmp_path / "s.pt",
+    )
     (tmp_path / "run").mkdir()
     return tmp_path
 
 
 @pytest.mark.parametrize(("verb", "option"), CASES)
-def test_a_value_that_means_nothing_is_refused(verb: str, option: str, work: Path, ckpt: Run) -> None:
+def test_a_value_that_means_nothing_is_refused(
+    verb: str, option: str, work: Path, ckpt: Run
+) -> None:
     value = SPECIAL.get((verb, option), NOTHING[option])
     needed = "" if option in NEEDED.get(verb, "").split() else NEEDED.get(verb, "")
     before = sorted(work.rglob("*"))
-    done = ckpt(verb, *ARGUMENTS[verb].split(), *needed.split(), option, *str(value).split(), cwd=work)
+    done = ckpt(
+        verb, *ARGUMENTS[verb].split(), *needed.split(), option, *str(value).split(), cwd=work
+    )
     assert done.returncode not in (0, 1), done.stdout
     assert "Traceback" not in done.stderr and done.stderr.strip()
     assert sorted(work.rglob("*")) == before

@@ -1,4 +1,6 @@
-"""How a process ends: without close(), by a signal, with a save under way. Each case is a script of its own, as a user writes it."""
+"""How a process ends: without close(), by a signal, with a save under way. Each case is a script of
+its own, as a user writes it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def steps(root: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("more", ["", "del checkpoints"])
-def test_a_save_in_the_background_is_finished_when_the_process_ends_without_close(more: str, tmp_path: Path) -> None:
+def test_a_save_in_the_background_is_finished_when_the_process_ends_without_close(
+    more: str, tmp_path: Path
+) -> None:
     done = script(f"checkpoints.save(1, state)\n{more}", tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and steps(tmp_path) == [(1, "")]
 
@@ -47,23 +51,36 @@ checkpoints.save(2, {"w": torch.ones(5000)})
 """
 
 
-@pytest.mark.parametrize("ending", ["", "del checkpoints", "sys.exit(0)", "raise ValueError('mine')"])
-def test_a_failed_save_that_nobody_asked_about_ends_the_process_with_an_error(ending: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ending", ["", "del checkpoints", "sys.exit(0)", "raise ValueError('mine')"]
+)
+def test_a_failed_save_that_nobody_asked_about_ends_the_process_with_an_error(
+    ending: str, tmp_path: Path
+) -> None:
     done = script(FULL + ending, tmp_path)
     assert done.returncode == 1, done.stderr
-    assert "the process ends, and its last save is not there" in done.stderr and "StorageError: " in done.stderr
+    assert (
+        "the process ends, and its last save is not there" in done.stderr
+        and "StorageError: " in done.stderr
+    )
     assert ("ValueError: mine" in done.stderr) == ("mine" in ending)
     assert steps(tmp_path) == [(1, "")]
 
 
 def test_an_exception_within_the_block_is_not_hidden_by_a_failed_save(tmp_path: Path) -> None:
-    done = script("with checkpoints:" + FULL.replace("\n", "\n    ") + "\n    raise ValueError('mine')", tmp_path)
+    done = script(
+        "with checkpoints:" + FULL.replace("\n", "\n    ") + "\n    raise ValueError('mine')",
+        tmp_path,
+    )
     assert done.returncode == 1 and done.stderr.rstrip().endswith("ValueError: mine"), done.stderr
     assert "the save in the background failed as well" in done.stderr
 
 
 def test_os_exit_ends_a_save_that_is_being_written_and_loses_nothing_else(tmp_path: Path) -> None:
-    done = script("checkpoints.save(1, state, asynchronous=False)\ncheckpoints.save(2, state)\nos._exit(0)", tmp_path)
+    done = script(
+        "checkpoints.save(1, state, asynchronous=False)\ncheckpoints.save(2, state)\nos._exit(0)",
+        tmp_path,
+    )
     assert done.returncode == 0 and steps(tmp_path)[0] == (1, "")
     assert all(problem == "" for _, problem in steps(tmp_path))
 
@@ -81,16 +98,21 @@ def test_a_forked_child_closes_nothing_of_its_parent_s(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "") and steps(tmp_path) == [(1, "")]
 
 
-# ---- signals -------------------------------------------------------------------------------------------------------------
+# ---- signals -------------------------------------------------------------------------------------
 
 KILL = "os.kill(os.getpid(), signal.{name})\n"
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_that_nobody_asks_for_does_what_it_would_have_done_and_is_logged(name: str, tmp_path: Path) -> None:
+def test_a_signal_that_nobody_asks_for_does_what_it_would_have_done_and_is_logged(
+    name: str, tmp_path: Path
+) -> None:
     done = script(KILL.format(name=name) + "time.sleep(30)", tmp_path)
     assert done.returncode == -signal.Signals[name]
-    assert f"got {name}, and the training loop does not call preempted(): it is not handled" in done.stderr
+    assert (
+        f"got {name}, and the training loop does not call preempted(): it is not handled"
+        in done.stderr
+    )
 
 
 def test_the_first_signal_is_told_and_the_second_one_kills(tmp_path: Path) -> None:
@@ -109,11 +131,16 @@ def test_the_first_signal_is_told_and_the_second_one_kills(tmp_path: Path) -> No
         tmp_path,
     )
     assert done.returncode == -signal.SIGTERM and done.stdout == "saved\n"
-    assert "got SIGTERM: preempted() tells the training loop" in done.stderr and "got SIGTERM again" in done.stderr
+    assert (
+        "got SIGTERM: preempted() tells the training loop" in done.stderr
+        and "got SIGTERM again" in done.stderr
+    )
     assert steps(tmp_path) == [(1, "")]
 
 
-def test_a_handler_of_the_user_s_own_is_called_where_nobody_asks_and_comes_back_with_close(tmp_path: Path) -> None:
+def test_a_handler_of_the_user_s_own_is_called_where_nobody_asks_and_comes_back_with_close(
+    tmp_path: Path,
+) -> None:
     done = script(
         """
         checkpoints.close()
@@ -186,11 +213,16 @@ def test_a_forked_child_can_be_terminated_and_cannot_save(tmp_path: Path) -> Non
         """,
         tmp_path,
     )
-    assert done.returncode == 0 and "save was called in a process that was forked from that of the manager" in done.stdout, done.stderr
+    assert (
+        done.returncode == 0
+        and "save was called in a process that was forked from that of the manager" in done.stdout
+    ), done.stderr
     assert steps(tmp_path) == [(1, ""), (3, "")]
 
 
-def test_a_relative_root_stays_where_it_was_when_the_job_changes_its_directory(tmp_path: Path) -> None:
+def test_a_relative_root_stays_where_it_was_when_the_job_changes_its_directory(
+    tmp_path: Path,
+) -> None:
     done = script(
         """
         os.makedirs(sys.argv[1] + "/work")

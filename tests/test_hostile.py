@@ -1,4 +1,6 @@
-"""Checkpoints that lie: every verb refuses them with a line that names the lie, opens nothing outside, and leaves nothing behind."""
+"""Checkpoints that lie: every verb refuses them with a line that names the lie, opens nothing
+outside, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ Change = Callable[[Any], object]
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("honest") / "c"
-    dcp.save({"model": {"w": torch.arange(600.0).reshape(20, 30), "v": torch.ones(50)}, "step": 3}, checkpoint_id=path, no_dist=True)
+    dcp.save(
+        {"model": {"w": torch.arange(600.0).reshape(20, 30), "v": torch.ones(50)}, "step": 3},
+        checkpoint_id=path,
+        no_dist=True,
+    )
     return path
 
 
@@ -67,7 +73,9 @@ def twice(meta: Any) -> None:
     other.offsets = torch.Size((5, 0))
     tensor(meta).chunks.append(other)
     index = next(i for i in meta.storage_data if i.fqn == "model.w")
-    meta.storage_data[pickle.loads(pickle.dumps(index)).__class__("model.w", torch.Size((5, 0)))] = places(meta)["model.w"]
+    meta.storage_data[
+        pickle.loads(pickle.dumps(index)).__class__("model.w", torch.Size((5, 0)))
+    ] = places(meta)["model.w"]
 
 
 def dtype(meta: Any) -> None:
@@ -110,7 +118,9 @@ LIES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_metadata_that_lies_is_refused_by_every_verb(name: str, honest: Path, tmp_path: Path) -> None:
+def test_metadata_that_lies_is_refused_by_every_verb(
+    name: str, honest: Path, tmp_path: Path
+) -> None:
     change, message = LIES[name]
     path = tmp_path / "run" / "c"
     shutil.copytree(honest, path)
@@ -125,17 +135,25 @@ def test_metadata_that_lies_is_refused_by_every_verb(name: str, honest: Path, tm
         lambda: ckpt_tools.diff(path, honest, read_all=True),
         lambda: ckpt_tools.seal(path),
     ]
-    for verb in verbs if name != "giant" else (verbs[0], verbs[1], verbs[-1]):  # another shape is a difference, and nothing is read
+    # another shape is a difference, and nothing is read
+    for verb in verbs if name != "giant" else (verbs[0], verbs[1], verbs[-1]):
         with pytest.raises(CheckpointError, match=message if verb is not verbs[-1] else None):
             verb()
     try:
         assert ckpt_tools.verify(path, deep=name != "other type").problems or name == "other type"
     except CheckpointError:
         pass
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"] and sorted(p.name for p in path.iterdir()) == [".metadata", "__0_0.distcp"]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20  # KiB: nobody believed a giant
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"] and sorted(
+        p.name for p in path.iterdir()
+    ) == [".metadata", "__0_0.distcp"]
+    # KiB: nobody believed a giant
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20
     done = run_ckpt("merge", path, tmp_path / "m.safetensors")
-    assert done.returncode in (11, 12, 14, 15) and "Traceback" not in done.stderr and "\x1b]0" not in done.stderr, done.stderr
+    assert (
+        done.returncode in (11, 12, 14, 15)
+        and "Traceback" not in done.stderr
+        and "\x1b]0" not in done.stderr
+    ), done.stderr
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link", "directory"])
@@ -156,9 +174,18 @@ def test_what_is_no_plain_file_is_not_opened(kind: str, honest: Path, tmp_path: 
         shard.symlink_to(tmp_path / "secret")
     else:
         shard.mkdir()
-    for words in (("inspect", path), ("merge", path, tmp_path / "m.safetensors"), ("verify", path), ("copy", path, tmp_path / "d")):
+    for words in (
+        ("inspect", path),
+        ("merge", path, tmp_path / "m.safetensors"),
+        ("verify", path),
+        ("copy", path, tmp_path / "d"),
+    ):
         done = run_ckpt(*words)
-        assert done.returncode in (1, 11, 12, 15) and "Traceback" not in done.stderr, (words, done.stdout, done.stderr)
+        assert done.returncode in (1, 11, 12, 15) and "Traceback" not in done.stderr, (
+            words,
+            done.stdout,
+            done.stderr,
+        )
     assert not (tmp_path / "m.safetensors").exists() and not (tmp_path / "d").exists()
 
 
@@ -196,7 +223,8 @@ def test_a_zip_that_says_two_things_is_refused(kind: str, honest: Path, tmp_path
         struct.pack_into("<I", item, entry + 24, 1 << 30)
     (path / "__0_0.distcp").write_bytes(data[:start] + bytes(item) + data[start + nbytes :])
     assert [p.fqn for p in ckpt_tools.verify(path).problems] == ["model.w"]
-    if kind != "other local name":  # torch reads it, and so do we: the bytes are those that the directory means
+    # torch reads it, and so do we: the bytes are those that the directory means
+    if kind != "other local name":
         with pytest.raises(CheckpointError):
             ckpt_tools.merge(path, tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists() or kind == "other local name"
@@ -233,6 +261,11 @@ def asks(name: str, how: str) -> bytes:
 @pytest.mark.parametrize("name", GLOBALS)
 def test_no_global_gets_past_the_list(name: str, how: str) -> None:
     protocol = 2 if how == "global" else 4
-    for rest in (b")R.", b"\x8c\x04exit\x85R." if protocol == 4 else b"X\x04\x00\x00\x00exit\x85R.", b")\x81}b.", b"."):
+    for rest in (
+        b")R.",
+        b"\x8c\x04exit\x85R." if protocol == 4 else b"X\x04\x00\x00\x00exit\x85R.",
+        b")\x81}b.",
+        b".",
+    ):
         with pytest.raises(UnsafePickleError, match="refused a pickle: it asks for"):
             dcp_metadata.parse(b"\x80" + bytes([protocol]) + asks(name, how) + rest, "test")

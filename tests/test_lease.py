@@ -1,4 +1,6 @@
-"""One job at a time on a root: a lock on a disk, a lease in a bucket. Real processes, real kills."""
+"""One job at a time on a root: a lock on a disk, a lease in a bucket. Real processes, real
+kills.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,15 @@ with CheckpointManager(sys.argv[1], storage_options=json.loads(sys.argv[2])) as 
 
 
 @contextmanager
-def holder(root: str | Path, options: dict[str, Any] | None = None) -> Iterator[subprocess.Popen[str]]:
+def holder(
+    root: str | Path, options: dict[str, Any] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """Another process that has a manager on a root."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
     command = [sys.executable, "-c", HOLDER, str(root), json.dumps(options)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "held\n"
             yield process
@@ -54,11 +60,16 @@ def holder(root: str | Path, options: dict[str, Any] | None = None) -> Iterator[
             process.kill()
 
 
-def test_a_second_job_on_a_bucket_is_refused_and_a_dead_one_s_lease_is_taken_over_at_once(server: Server) -> None:
+def test_a_second_job_on_a_bucket_is_refused_and_a_dead_one_s_lease_is_taken_over_at_once(
+    server: Server,
+) -> None:
     fs, root = server.bucket("lease"), "s3://lease/run"
     with holder(root, server.options) as other:
         began = time.monotonic()
-        with pytest.raises(StorageError, match=rf"another job writes to s3://lease/run: host .+, pid {other.pid}, since 20"):
+        with pytest.raises(
+            StorageError,
+            match=rf"another job writes to s3://lease/run: host .+, pid {other.pid}, since 20",
+        ):
             CheckpointManager(root, storage_options=server.options)
         assert time.monotonic() - began < 20
         other.send_signal(signal.SIGKILL)
@@ -68,7 +79,9 @@ def test_a_second_job_on_a_bucket_is_refused_and_a_dead_one_s_lease_is_taken_ove
         with CheckpointManager(root, storage_options=server.options) as checkpoints:
             assert time.monotonic() - began < 20
             checkpoints.save(1, STATE)
-            with pytest.raises(StorageError, match="this process has another manager open on s3://lease/run") as caught:
+            with pytest.raises(
+                StorageError, match="this process has another manager open on s3://lease/run"
+            ) as caught:
                 CheckpointManager(root, storage_options=server.options)
             assert "close() on it first" in (caught.value.hint or "")
     assert not fs.exists("lease/run/.ckpt.lock")
@@ -77,7 +90,15 @@ def test_a_second_job_on_a_bucket_is_refused_and_a_dead_one_s_lease_is_taken_ove
 
 def elsewhere(fs: Any, path: str, turn: int = 0) -> None:
     """Writes the lease of a job on another machine."""
-    lease = {"host": "elsewhere", "pid": 1, "since": "2026", "boot": "another", "started": "1", "id": "theirs", "turn": turn}
+    lease = {
+        "host": "elsewhere",
+        "pid": 1,
+        "since": "2026",
+        "boot": "another",
+        "started": "1",
+        "id": "theirs",
+        "turn": turn,
+    }
     fs.pipe_file(path, json.dumps(lease).encode())
 
 
@@ -89,21 +110,30 @@ def test_a_lease_of_another_machine_holds_while_it_is_renewed_and_expires_after_
     elsewhere(fs, path)
     renewing = threading.Timer(1.5, elsewhere, (fs, path, 1))
     renewing.start()
-    with pytest.raises(StorageError, match="another job writes to s3://elsewhere/run: host elsewhere, pid 1, since 2026"):
+    with pytest.raises(
+        StorageError,
+        match="another job writes to s3://elsewhere/run: host elsewhere, pid 1, since 2026",
+    ):
         CheckpointManager(root, storage_options=server.options)
     renewing.join()
     began = time.monotonic()
     CheckpointManager(root, storage_options=server.options).close()
     assert 1.0 < time.monotonic() - began < 15
-    assert "another job has a lease: host elsewhere, pid 1, since 2026; waiting until it is renewed or expires" in caplog.text
+    assert (
+        "another job has a lease: host elsewhere, pid 1, since 2026; waiting until it is renewed or"
+        " expires" in caplog.text
+    )
     elsewhere(fs, path)
     time.sleep(5.5)  # whole seconds by the store's clock
     began = time.monotonic()
-    CheckpointManager(root, storage_options=server.options).close()  # it has expired by the store's clock
+    # it has expired by the store's clock
+    CheckpointManager(root, storage_options=server.options).close()
     assert time.monotonic() - began < 4
 
 
-def test_a_lease_is_renewed_and_a_job_that_lost_it_saves_no_more(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_is_renewed_and_a_job_that_lost_it_saves_no_more(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckpt_tools.publish.lock.RENEW_S", 0.3)
     fs, root, path = server.bucket("lost"), "s3://lost/run", "lost/run/.ckpt.lock"
     with CheckpointManager(root, storage_options=server.options) as checkpoints:
@@ -112,13 +142,17 @@ def test_a_lease_is_renewed_and_a_job_that_lost_it_saves_no_more(server: Server,
         checkpoints.save(1, STATE, asynchronous=False)
         elsewhere(fs, path)
         until(lambda: checkpoints._writer.lock._lost)
-        with pytest.raises(StorageError, match="another job has taken over s3://lost/run: host elsewhere, pid 1"):
+        with pytest.raises(
+            StorageError, match="another job has taken over s3://lost/run: host elsewhere, pid 1"
+        ):
             checkpoints.save(2, STATE, asynchronous=False)
     assert json.loads(fs.cat_file(path))["id"] == "theirs"  # and it stays theirs
     assert [s.number for s in list_steps(root, server.options)] == [1]
 
 
-def test_a_job_that_was_cut_off_looks_at_its_lease_before_it_saves(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_was_cut_off_looks_at_its_lease_before_it_saves(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckpt_tools.publish.lock.LEASE_S", 1.0)
     fs, root, path = server.bucket("cutoff"), "s3://cutoff/run", "cutoff/run/.ckpt.lock"
     with CheckpointManager(root, storage_options=server.options) as checkpoints:
@@ -126,22 +160,32 @@ def test_a_job_that_was_cut_off_looks_at_its_lease_before_it_saves(server: Serve
         checkpoints.save(1, STATE, asynchronous=False)  # nobody took it: it is renewed
         elsewhere(fs, path)
         time.sleep(1.2)
-        with pytest.raises(StorageError, match="another job has taken over s3://cutoff/run: host elsewhere, pid 1"):
+        with pytest.raises(
+            StorageError, match="another job has taken over s3://cutoff/run: host elsewhere, pid 1"
+        ):
             checkpoints.save(2, STATE, asynchronous=False)
     assert [s.number for s in list_steps(root, server.options)] == [1]
 
 
-def test_a_job_that_loses_its_lease_while_it_writes_does_not_commit(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_loses_its_lease_while_it_writes_does_not_commit(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckpt_tools.publish.lock.RENEW_S", 0.3)
     fs, root = server.bucket("overtaken"), "s3://overtaken/run"
-    with gated(server) as (behind, gate), CheckpointManager(root, storage_options=behind.options) as checkpoints:
+    with (
+        gated(server) as (behind, gate),
+        CheckpointManager(root, storage_options=behind.options) as checkpoints,
+    ):
         gate.hold(b"PUT /overtaken/run/step-00000001/")
         checkpoints.save(1, STATE)
         assert gate.holding.wait(60)
         elsewhere(fs, "overtaken/run/.ckpt.lock")
         until(lambda: checkpoints._writer.lock._lost)
         gate.let_go()
-        with pytest.raises(StorageError, match="another job has taken over s3://overtaken/run: host elsewhere, pid 1"):
+        with pytest.raises(
+            StorageError,
+            match="another job has taken over s3://overtaken/run: host elsewhere, pid 1",
+        ):
             checkpoints.wait()
     assert list_steps(root, server.options) == []
     assert not [path for path in fs.find("overtaken/run") if "/step-" in path]
@@ -176,7 +220,7 @@ def test_of_several_that_start_at_once_one_gets_the_lease(server: Server) -> Non
         errors.clear()
 
 
-# ---- on a disk -----------------------------------------------------------------------------------------------------------
+# ---- on a disk -----------------------------------------------------------------------------------
 
 
 def sleep_long(started: Any) -> None:
@@ -213,7 +257,10 @@ def test_a_child_that_outlives_a_killed_job_does_not_keep_the_root_locked(tmp_pa
 
 
 def test_a_cell_that_is_run_twice_is_told_which_manager_is_open(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path), pytest.raises(StorageError, match="this process has another manager open on") as caught:
+    with (
+        CheckpointManager(tmp_path),
+        pytest.raises(StorageError, match="this process has another manager open on") as caught,
+    ):
         CheckpointManager(tmp_path)
     assert "close() on it first" in (caught.value.hint or "")
 
@@ -230,11 +277,17 @@ def test_a_root_that_is_removed_while_a_job_runs_is_made_and_locked_again_with_a
         with caplog.at_level(logging.WARNING, "ckpt_tools"):
             checkpoints.save(2, STATE)
             checkpoints.wait()
-        assert "was removed or replaced while this job saved to it: made again, without the steps before" in caplog.text
+        assert (
+            "was removed or replaced while this job saved to it: made again, without the steps"
+            " before" in caplog.text
+        )
         with pytest.raises(StorageError, match=re.escape("another manager open on")):
             CheckpointManager(root)
         shutil.rmtree(root)
-        with holder(root) as other, pytest.raises(StorageError, match=f"another job writes to .*, pid {other.pid}"):
+        with (
+            holder(root) as other,
+            pytest.raises(StorageError, match=f"another job writes to .*, pid {other.pid}"),
+        ):
             checkpoints.save(3, STATE, asynchronous=False)
 
 

@@ -1,4 +1,6 @@
-"""The manager in one process: what fits and what does not, damage, policies, and what happens in the background."""
+"""The manager in one process: what fits and what does not, damage, policies, and what happens in
+the background.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, IntegrityError, NotACheckpointError, PerRank, PlanError, RngState, StorageError, UnsafePickleError
+from ckpt_tools import (
+    CheckpointManager,
+    IntegrityError,
+    NotACheckpointError,
+    PerRank,
+    PlanError,
+    RngState,
+    StorageError,
+    UnsafePickleError,
+)
 from ckpt_tools.loop.shards import Stage
 from ckpt_tools.publish.steps import list_steps
 
@@ -45,7 +56,11 @@ def trained(model: nn.Module) -> torch.optim.AdamW:
 def saved(tmp_path: Path) -> Path:
     model = Mlp()
     with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(7, {"model": model, "optimizer": trained(model), "epoch": 2, "best": [0.5, None]}, asynchronous=False)
+        checkpoints.save(
+            7,
+            {"model": model, "optimizer": trained(model), "epoch": 2, "best": [0.5, None]},
+            asynchronous=False,
+        )
     return tmp_path
 
 
@@ -57,12 +72,20 @@ def resume(root: Path, state: dict[str, Any], **options: Any) -> CheckpointManag
 
 def test_torch_s_default_device_is_nothing_to_a_save_or_a_load(tmp_path: Path) -> None:
     model = Mlp()
-    state = {"model": model, "optimizer": trained(model), "epoch": 2, "rng": RngState(), "ema": torch.arange(5.0)}
+    state = {
+        "model": model,
+        "optimizer": trained(model),
+        "epoch": 2,
+        "rng": RngState(),
+        "ema": torch.arange(5.0),
+    }
     want = copy.deepcopy(model.state_dict())
     torch.set_default_device("meta")  # whatever is made without a device has no memory
     try:
         for asynchronous in (False, True):
-            with CheckpointManager(tmp_path / str(asynchronous), asynchronous=asynchronous) as checkpoints:
+            with CheckpointManager(
+                tmp_path / str(asynchronous), asynchronous=asynchronous
+            ) as checkpoints:
                 checkpoints.save(7, state)
                 checkpoints.wait()
                 state["epoch"], state["ema"] = 0, torch.zeros(5, device="cpu")
@@ -81,12 +104,17 @@ def test_what_goes_through_other_memory_is_loaded_in_batches_and_proved_all_the_
 ) -> None:
     """As a device's memory does; transposed tensors are the like of it that every machine has."""
     torch.manual_seed(0)
-    whole = {f"w{i}": torch.randn(30 + i, 20) for i in range(12)} | {"flat": torch.randn(500), "none": torch.empty(0, 3)}
+    whole = {f"w{i}": torch.randn(30 + i, 20) for i in range(12)} | {
+        "flat": torch.randn(500),
+        "none": torch.empty(0, 3),
+    }
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(7, {"model": whole}, asynchronous=False)
     reports, batches, fill = [], [], Stage.fill
 
-    def counted(self: Stage, tensors: list[torch.Tensor]) -> AbstractContextManager[list[memoryview]]:
+    def counted(
+        self: Stage, tensors: list[torch.Tensor]
+    ) -> AbstractContextManager[list[memoryview]]:
         batches.append(sum(t.nbytes for t in tensors if not t.is_contiguous()))
         return fill(self, tensors)
 
@@ -95,14 +123,22 @@ def test_what_goes_through_other_memory_is_loaded_in_batches_and_proved_all_the_
         batches.clear()
         monkeypatch.setattr("ckpt_tools.loop.load._BATCH_BYTES", most_nbytes)
         got = {
-            name: torch.zeros_like(value).mT.contiguous().mT if value.dim() > 1 else torch.zeros_like(value)
+            name: (
+                torch.zeros_like(value).mT.contiguous().mT
+                if value.dim() > 1
+                else torch.zeros_like(value)
+            )
             for name, value in whole.items()
         }
         reports.append(ckpt_tools.load(tmp_path / "step-00000007", {"model": got}))
         assert all(torch.equal(got[name], value) for name, value in whole.items())
         assert not got["w3"].is_contiguous()
-        assert len(batches) == num_batches and max(batches) <= max(most_nbytes, 41 * 20 * 4), batches
-    assert {(r.num_tensors, r.needed_nbytes, r.num_proved) for r in reports} == {(14, sum(v.nbytes for v in whole.values()), 13)}
+        assert len(batches) == num_batches and max(batches) <= max(most_nbytes, 41 * 20 * 4), (
+            batches
+        )
+    assert {(r.num_tensors, r.needed_nbytes, r.num_proved) for r in reports} == {
+        (14, sum(v.nbytes for v in whole.values()), 13)
+    }
     data = bytearray((tmp_path / "step-00000007" / "__0_0.distcp").read_bytes())
     data[data.index(whole["w9"].numpy().tobytes()) + 17] ^= 1
     (tmp_path / "step-00000007" / "__0_0.distcp").write_bytes(data)
@@ -110,13 +146,15 @@ def test_what_goes_through_other_memory_is_loaded_in_batches_and_proved_all_the_
         ckpt_tools.load(tmp_path / "step-00000007", {"model": got})
 
 
-# ---- what fits ---------------------------------------------------------------------------------------------------------------
+# ---- what fits -----------------------------------------------------------------------------------
 
 
 def test_a_parameter_that_was_added_is_named_and_may_be_left_as_it_is(saved: Path) -> None:
     model = Mlp(extra=True)
     before = copy.deepcopy(model.third.state_dict())
-    with pytest.raises(PlanError, match=r"missing from the checkpoint: 2\n    model.third.weight +float32 \[4, 4\]") as caught:
+    with pytest.raises(
+        PlanError, match=r"missing from the checkpoint: 2\n    model.third.weight +float32 \[4, 4\]"
+    ) as caught:
         resume(saved, {"model": model})
     assert "strict=False" in (caught.value.hint or "")
     assert "\nhint: pass strict=False" in "".join(traceback.format_exception(caught.value))
@@ -128,20 +166,31 @@ def test_a_parameter_that_was_added_is_named_and_may_be_left_as_it_is(saved: Pat
 def test_a_parameter_that_was_removed_is_named_with_what_is_stored(saved: Path) -> None:
     model = Mlp()
     del model.second
-    with pytest.raises(PlanError, match=r"in the checkpoint, but not in the state: 2\n    model.second.weight +float32 \[4, 8\]"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"in the checkpoint, but not in the state: 2\n    model.second.weight +float32 \[4, 8\]"
+        ),
+    ):
         resume(saved, {"model": model})
     resume(saved, {"model": model}, strict=False)
 
 
-def test_a_changed_shape_and_a_changed_type_are_one_table_and_nothing_is_loaded(saved: Path) -> None:
+def test_a_changed_shape_and_a_changed_type_are_one_table_and_nothing_is_loaded(
+    saved: Path,
+) -> None:
     model = Mlp(width=9)
     model.second.bias = nn.Parameter(model.second.bias.to(torch.bfloat16))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(PlanError) as caught:
         resume(saved, {"model": model}, strict=False)
     text = str(caught.value)
-    assert "strict=False" not in (caught.value.hint or "") and "on_mismatch=" in (caught.value.hint or "")
-    assert "shapes differ: 3" in text and re.search(r"model.first.weight +state float32 \[9, 4\], checkpoint float32 \[8, 4\]", text)
+    assert "strict=False" not in (caught.value.hint or "") and "on_mismatch=" in (
+        caught.value.hint or ""
+    )
+    assert "shapes differ: 3" in text and re.search(
+        r"model.first.weight +state float32 \[9, 4\], checkpoint float32 \[8, 4\]", text
+    )
     assert "types differ: 1" in text and "state bfloat16 [4], checkpoint float32 [4]" in text
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -153,19 +202,28 @@ def test_nothing_is_cast_unless_asked(saved: Path) -> None:
     assert "cast=True" in (caught.value.hint or "")
     resume(saved, {"model": model}, cast=True)
     resume(saved, {"model": source})
-    assert all(torch.equal(a, b.to(torch.bfloat16)) for a, b in zip(model.parameters(), source.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b.to(torch.bfloat16))
+        for a, b in zip(model.parameters(), source.parameters(), strict=True)
+    )
 
 
 def test_a_common_prefix_is_recognised_and_said(saved: Path) -> None:
     wrapped = nn.ModuleDict({"backbone": Mlp()})
     with pytest.raises(PlanError) as caught:
         resume(saved, {"model": wrapped})
-    assert caught.value.hint == "the names differ by a prefix only: 'model' in the checkpoint, 'model.backbone' in the state"
+    assert (
+        caught.value.hint
+        == "the names differ by a prefix only: 'model' in the checkpoint, 'model.backbone' in the"
+        " state"
+    )
 
 
 def test_nearest_names_are_shown(saved: Path) -> None:
     model = nn.ModuleDict({"firts": nn.Linear(4, 8), "second": nn.Linear(8, 4)})
-    with pytest.raises(PlanError, match=r"model.firts.weight  float32 \[8, 4\]  nearest: model.first.weight"):
+    with pytest.raises(
+        PlanError, match=r"model.firts.weight  float32 \[8, 4\]  nearest: model.first.weight"
+    ):
         resume(saved, {"model": model})
 
 
@@ -182,10 +240,15 @@ def test_a_part_is_loaded_by_glob_and_the_rest_keeps_what_it_has(saved: Path) ->
 def test_a_model_alone_of_a_whole_checkpoint(saved: Path) -> None:
     checkpoints = resume(saved, {"model": Mlp()})
     assert checkpoints.last_load is not None
-    assert any(note.startswith("not asked for and left out:") and "optimizer" in note for note in checkpoints.last_load.notes)
+    assert any(
+        note.startswith("not asked for and left out:") and "optimizer" in note
+        for note in checkpoints.last_load.notes
+    )
 
 
-def test_weights_alone_are_loaded_from_safetensors_without_a_manager(saved: Path, tmp_path: Path) -> None:
+def test_weights_alone_are_loaded_from_safetensors_without_a_manager(
+    saved: Path, tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
     wanted = {name: value.to(torch.bfloat16) for name, value in Mlp().state_dict().items()}
@@ -194,11 +257,17 @@ def test_weights_alone_are_loaded_from_safetensors_without_a_manager(saved: Path
     with pytest.raises(PlanError, match="types differ"):
         ckpt_tools.load(tmp_path / "weights.safetensors", {"model": model})
     report = ckpt_tools.load(tmp_path / "weights.safetensors", {"model": model}, cast=True)
-    assert all(torch.equal(value, wanted[name].float()) for name, value in model.state_dict().items())
-    assert report.num_tensors == 4 and report.read_nbytes == 2 * sum(p.numel() for p in model.parameters())
+    assert all(
+        torch.equal(value, wanted[name].float()) for name, value in model.state_dict().items()
+    )
+    assert report.num_tensors == 4 and report.read_nbytes == 2 * sum(
+        p.numel() for p in model.parameters()
+    )
     before = model.second.weight.detach().clone()
     ckpt_tools.load(saved / "step-00000007", {"model": model}, select=["model.first.*"])
-    assert not torch.equal(model.first.weight, wanted["first.weight"].float()) and torch.equal(model.second.weight, before)
+    assert not torch.equal(model.first.weight, wanted["first.weight"].float()) and torch.equal(
+        model.second.weight, before
+    )
 
 
 def test_values_become_what_was_stored_whatever_their_structure_now(saved: Path) -> None:
@@ -207,20 +276,29 @@ def test_values_become_what_was_stored_whatever_their_structure_now(saved: Path)
     assert state == {"epoch": 2, "best": [0.5, None]}
 
 
-# ---- which step ----------------------------------------------------------------------------------------------------------------
+# ---- which step ----------------------------------------------------------------------------------
 
 
 def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "new" / "run") as checkpoints:
-        assert checkpoints.resume({"epoch": 0}) == 0 and checkpoints.latest() is None and checkpoints.steps() == []
+        assert (
+            checkpoints.resume({"epoch": 0}) == 0
+            and checkpoints.latest() is None
+            and checkpoints.steps() == []
+        )
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(saved: Path) -> None:
-    with CheckpointManager(saved) as checkpoints, pytest.raises(NotACheckpointError, match="no step 8 in .*; there are: 7"):
+    with (
+        CheckpointManager(saved) as checkpoints,
+        pytest.raises(NotACheckpointError, match="no step 8 in .*; there are: 7"),
+    ):
         checkpoints.resume({"epoch": 0}, step=8)
 
 
-def test_a_newer_step_that_is_incomplete_is_passed_over_and_the_reason_is_logged(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_newer_step_that_is_incomplete_is_passed_over_and_the_reason_is_logged(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (saved / "step-00000009").mkdir()
     with caplog.at_level(logging.WARNING, "ckpt_tools"):
         resume(saved, {"epoch": 0})
@@ -236,7 +314,9 @@ def test_retention_keeps_the_last_and_those_kept_by_rule(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("harm", ["flipped", "short", "no index"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_step_that_was_passed_over_is_saved_again_when_the_job_gets_there(harm: str, asynchronous: bool, tmp_path: Path) -> None:
+def test_a_step_that_was_passed_over_is_saved_again_when_the_job_gets_there(
+    harm: str, asynchronous: bool, tmp_path: Path
+) -> None:
     model = nn.Linear(50, 40)
     state = {"model": model}
     with CheckpointManager(tmp_path) as checkpoints:
@@ -244,13 +324,16 @@ def test_a_step_that_was_passed_over_is_saved_again_when_the_job_gets_there(harm
             checkpoints.save(step, state)
     data = tmp_path / "step-00000002" / "__0_0.distcp"
     if harm == "flipped":
-        data.write_bytes(data.read_bytes().replace(model.weight.detach().numpy().tobytes()[:8], b"\x00" * 8, 1))
+        data.write_bytes(
+            data.read_bytes().replace(model.weight.detach().numpy().tobytes()[:8], b"\x00" * 8, 1)
+        )
     elif harm == "short":
         data.write_bytes(data.read_bytes()[:-100])
     else:
         (data.parent / ".metadata").unlink()
     with CheckpointManager(tmp_path, asynchronous=asynchronous) as checkpoints:
-        with pytest.raises(StorageError, match="step 2 is there already"):  # nobody has looked at it yet
+        # nobody has looked at it yet
+        with pytest.raises(StorageError, match="step 2 is there already"):
             checkpoints.save(2, state)
         assert checkpoints.resume(state) == 1
         nn.init.ones_(model.weight)
@@ -262,7 +345,11 @@ def test_a_step_that_was_passed_over_is_saved_again_when_the_job_gets_there(harm
         assert checkpoints.resume(state) == 2
         assert bool((model.weight == 1).all())
     assert [(s.number, s.problem) for s in list_steps(tmp_path)] == [(1, ""), (2, "")]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".ckpt.lock", "step-00000001", "step-00000002"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".ckpt.lock",
+        "step-00000001",
+        "step-00000002",
+    ]
 
 
 def test_what_was_resumed_from_stays_until_a_newer_one_is_committed(tmp_path: Path) -> None:
@@ -277,7 +364,7 @@ def test_what_was_resumed_from_stays_until_a_newer_one_is_committed(tmp_path: Pa
     assert [s.number for s in list_steps(tmp_path)] == [5]
 
 
-# ---- damage and hostile objects ------------------------------------------------------------------------------------------------
+# ---- damage and hostile objects ------------------------------------------------------------------
 
 
 def test_a_flipped_bit_of_a_tensor_is_found_on_load_and_named(saved: Path) -> None:
@@ -286,7 +373,10 @@ def test_a_flipped_bit_of_a_tensor_is_found_on_load_and_named(saved: Path) -> No
     at = data.find(bytes_of_first(saved))
     data[at + 5] ^= 1
     path.write_bytes(data)
-    with pytest.raises(IntegrityError, match=r"bytes were damaged since they were written: .*'model.first.weight' in __0_0.distcp"):
+    with pytest.raises(
+        IntegrityError,
+        match=r"bytes were damaged since they were written: .*'model.first.weight' in __0_0.distcp",
+    ):
         resume(saved, {"model": Mlp()}, step=7)
     with pytest.raises(IntegrityError, match="every step is damaged: step-00000007"):
         resume(saved, {"model": Mlp()})
@@ -303,7 +393,9 @@ class Harm:
         return Path.touch, (Path("canary"),)
 
 
-def test_a_flipped_bit_is_found_by_every_copy_and_nothing_is_written(saved: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_by_every_copy_and_nothing_is_written(
+    saved: Path, tmp_path: Path
+) -> None:
     path = saved / "step-00000007"
     assert ckpt_tools.merge(path, tmp_path / "good.safetensors").num_tensors == 4
     data = bytearray((path / "__0_0.distcp").read_bytes())
@@ -315,14 +407,19 @@ def test_a_flipped_bit_is_found_by_every_copy_and_nothing_is_written(saved: Path
         flipped = bytearray(data)
         flipped[at + bit // 8] ^= 1 << bit % 8
         (path / "__0_0.distcp").write_bytes(flipped)
-        with pytest.raises(IntegrityError, match=r"bytes were damaged since they were written: .*'model.first.weight'"):
+        with pytest.raises(
+            IntegrityError,
+            match=r"bytes were damaged since they were written: .*'model.first.weight'",
+        ):
             ckpt_tools.merge(path, tmp_path / "bad.safetensors")
         with pytest.raises(IntegrityError, match=r"'model.first.weight'"):
             ckpt_tools.reshard(path, tmp_path / "bad", to_ranks=2)
         assert not list(tmp_path.glob("*bad*"))
 
 
-def test_an_object_that_asks_for_code_is_refused_and_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_asks_for_code_is_refused_and_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     dcp.save({"epoch": Harm()}, checkpoint_id=tmp_path / "step-00000007", no_dist=True)
     with pytest.raises(UnsafePickleError, match="refused an object"):
@@ -331,7 +428,7 @@ def test_an_object_that_asks_for_code_is_refused_and_does_not_run(tmp_path: Path
     resume(tmp_path, {"epoch": 0}, trust_pickle=True)
 
 
-# ---- in the background ---------------------------------------------------------------------------------------------------------
+# ---- in the background ---------------------------------------------------------------------------
 
 
 def test_the_state_is_frozen_at_the_call(tmp_path: Path) -> None:
@@ -363,7 +460,10 @@ def test_memory_is_one_copy_that_is_used_again(tmp_path: Path) -> None:
         checkpoints.wait()
         first = checkpoints._stage._buffer.data_ptr()
         checkpoints.save(2, state)
-        assert checkpoints._stage._buffer.data_ptr() == first and checkpoints._stage._buffer.numel() == 4032
+        assert (
+            checkpoints._stage._buffer.data_ptr() == first
+            and checkpoints._stage._buffer.numel() == 4032
+        )
 
 
 def test_a_stage_goes_to_another_process_without_its_memory() -> None:
@@ -374,7 +474,10 @@ def test_a_stage_goes_to_another_process_without_its_memory() -> None:
 
 
 def test_a_step_is_saved_once(saved: Path) -> None:
-    with CheckpointManager(saved) as checkpoints, pytest.raises(StorageError, match="step 7 is there already"):
+    with (
+        CheckpointManager(saved) as checkpoints,
+        pytest.raises(StorageError, match="step 7 is there already"),
+    ):
         checkpoints.save(7, {"epoch": 1})
 
 
@@ -385,7 +488,7 @@ def test_threads_end_with_the_manager(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-# ---- values of each rank ---------------------------------------------------------------------------------------------------------
+# ---- values of each rank -------------------------------------------------------------------------
 
 
 def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
@@ -413,5 +516,8 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_without_its_module_is_refused(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as checkpoints, pytest.raises(PlanError, match="has parameters that are nowhere in the state"):
+    with (
+        CheckpointManager(tmp_path) as checkpoints,
+        pytest.raises(PlanError, match="has parameters that are nowhere in the state"),
+    ):
         checkpoints.save(1, {"optimizer": trained(Mlp())})

@@ -39,8 +39,16 @@ class Counted(Box):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_pairing_looks_at_neighbours_and_not_at_all_pairs(dim: int) -> None:
     shape = (8192, 8192)
-    src = [Counted(*b) for b in reshard_boxes([Box((0, 0), (1, 8192) if dim == 0 else (8192, 1))], shape, 4096) if b]
-    dst = [b for b in reshard_boxes([Box((0, 0), (1, 8192) if dim == 0 else (8192, 1))], shape, 3000) if b]
+    src = [
+        Counted(*b)
+        for b in reshard_boxes([Box((0, 0), (1, 8192) if dim == 0 else (8192, 1))], shape, 4096)
+        if b
+    ]
+    dst = [
+        b
+        for b in reshard_boxes([Box((0, 0), (1, 8192) if dim == 0 else (8192, 1))], shape, 3000)
+        if b
+    ]
     Counted.count = 0
     copies = plan_copies(src, dst)
     assert len(copies) < len(src) + len(dst)

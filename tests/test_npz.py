@@ -26,9 +26,12 @@ def arrays() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     found = {f"layer/{kind}": (rng.standard_normal((7, 5, 3)) * 100).astype(kind) for kind in KINDS}
     return found | {
-        "fortran": np.asfortranarray(rng.standard_normal((40, 30))), "scale": np.float32(3), "none": np.zeros((0, 4), "f4"),
-        "row": np.asfortranarray(rng.standard_normal((1, 9))), "big": rng.standard_normal((900, 300)).astype("f4"),
-    }  # fmt: skip
+        "fortran": np.asfortranarray(rng.standard_normal((40, 30))),
+        "scale": np.float32(3),
+        "none": np.zeros((0, 4), "f4"),
+        "row": np.asfortranarray(rng.standard_normal((1, 9))),
+        "big": rng.standard_normal((900, 300)).astype("f4"),
+    }
 
 
 @pytest.fixture
@@ -44,7 +47,10 @@ def test_every_verb_reads_them(saved: Path, tmp_path: Path) -> None:
     ckpt_tools.merge(saved, tmp_path / "m.safetensors")
     got = load_file(tmp_path / "m.safetensors")
     assert got.keys() == arrays().keys()
-    assert all(got[n].dtype == a.dtype and got[n].shape == a.shape and np.array_equal(got[n], a) for n, a in arrays().items())
+    assert all(
+        got[n].dtype == a.dtype and got[n].shape == a.shape and np.array_equal(got[n], a)
+        for n, a in arrays().items()
+    )
     ckpt_tools.convert(saved, tmp_path / "dcp", to="dcp", ranks=3)
     assert ckpt_tools.diff(saved, tmp_path / "dcp").is_same
 
@@ -78,10 +84,16 @@ def test_a_damaged_value_is_not_merged(saved: Path, tmp_path: Path) -> None:
         (lambda p: np.savez_compressed(p, w=np.zeros((30, 30))), "a compressed array"),
         (lambda p: np.savez(p, w=np.array([{}], object)), "arrays of this type are not read: |O"),
         (lambda p: np.savez(p, w=np.zeros(3, ">f4")), "arrays of this type are not read: >f4"),
-        (lambda p: np.savez(p, w=np.zeros(3, [("a", "f4"), ("b", "i8")])), "arrays of this type are not read"),
+        (
+            lambda p: np.savez(p, w=np.zeros(3, [("a", "f4"), ("b", "i8")])),
+            "arrays of this type are not read",
+        ),
         (lambda p: p.write_bytes(b"PK\x05\x06"), "not a .npz, or a damaged one"),
         (lambda p: p.write_bytes(b""), "not a .npz, or a damaged one"),
-        (lambda p: zipfile.ZipFile(p, "w").writestr("w.npy", b"no array at all"), "not an array of numpy"),
+        (
+            lambda p: zipfile.ZipFile(p, "w").writestr("w.npy", b"no array at all"),
+            "not an array of numpy",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_told(write: object, says: str, tmp_path: Path) -> None:
@@ -102,9 +114,18 @@ def test_it_is_no_target(saved: Path, tmp_path: Path) -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(0, 6), max_size=4), st.sampled_from(KINDS), st.booleans(), st.sampled_from([(1, 0), (2, 0), (3, 0)]))
-def test_headers_of_every_version(shape: list[int], kind: str, is_fortran: bool, version: tuple[int, int]) -> None:
-    array = np.arange(math.prod(shape)).reshape(shape, order="F" if is_fortran else "C").astype(kind)
+@given(
+    st.lists(st.integers(0, 6), max_size=4),
+    st.sampled_from(KINDS),
+    st.booleans(),
+    st.sampled_from([(1, 0), (2, 0), (3, 0)]),
+)
+def test_headers_of_every_version(
+    shape: list[int], kind: str, is_fortran: bool, version: tuple[int, int]
+) -> None:
+    array = (
+        np.arange(math.prod(shape)).reshape(shape, order="F" if is_fortran else "C").astype(kind)
+    )
     inner, outer = BytesIO(), BytesIO()
     np.lib.format.write_array(inner, array, version)
     with zipfile.ZipFile(outer, "w") as archive:

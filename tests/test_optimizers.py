@@ -1,4 +1,6 @@
-"""Optimizers in a state: their parameters by name, wherever these are, and the keys that a class adds."""
+"""Optimizers in a state: their parameters by name, wherever these are, and the keys that a class
+adds.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
     """Compares by torch's own state dicts, whose parameters are numbered."""
     one, other = a.state_dict(), b.state_dict()
     return one["param_groups"] == other["param_groups"] and all(
-        torch.equal(one["state"][n][key], other["state"][n][key]) for n in one["state"] | other["state"] for key in one["state"][n]
+        torch.equal(one["state"][n][key], other["state"][n][key])
+        for n in one["state"] | other["state"]
+        for key in one["state"][n]
     )
 
 
@@ -34,7 +38,11 @@ def test_a_dict_of_trainable_parameters_beside_its_optimizer(fresh: bool, tmp_pa
     def make() -> tuple[dict[str, Any], torch.optim.Optimizer]:
         parameters = {"w": nn.Parameter(torch.rand(3)), "more": [torch.rand(2, requires_grad=True)]}
         optimizer = torch.optim.AdamW(
-            [{"params": parameters["more"], "lr": 0.5}, {"params": [parameters["w"]], "weight_decay": 0.0}], lr=0.1
+            [
+                {"params": parameters["more"], "lr": 0.5},
+                {"params": [parameters["w"]], "weight_decay": 0.0},
+            ],
+            lr=0.1,
         )
         return parameters, optimizer
 
@@ -45,7 +53,9 @@ def test_a_dict_of_trainable_parameters_beside_its_optimizer(fresh: bool, tmp_pa
     held = now["w"], now["more"][0]
     for group in other.param_groups:
         group["lr"] = 9.0
-    roundtrip(tmp_path, {"params": saved, "optimizer": optimizer}, {"params": now, "optimizer": other})
+    roundtrip(
+        tmp_path, {"params": saved, "optimizer": optimizer}, {"params": now, "optimizer": other}
+    )
     assert now["w"] is held[0] and now["more"][0] is held[1] and held[1].requires_grad
     assert torch.equal(now["w"], saved["w"]) and torch.equal(now["more"][0], saved["more"][0])
     assert same_state(optimizer, other) and other.param_groups[0]["lr"] == 0.5
@@ -56,8 +66,14 @@ def test_a_dict_of_trainable_parameters_beside_its_optimizer(fresh: bool, tmp_pa
 
 def test_one_optimizer_of_two_modules_and_a_loose_tensor(tmp_path: Path) -> None:
     def make() -> tuple[dict[str, Any], torch.optim.Optimizer]:
-        parts = {"generator": nn.Linear(2, 3), "nets": [nn.Linear(3, 1)], "temperature": nn.Parameter(torch.rand(()))}
-        return parts, torch.optim.Adam([*parts["nets"][0].parameters(), *parts["generator"].parameters(), parts["temperature"]])
+        parts = {
+            "generator": nn.Linear(2, 3),
+            "nets": [nn.Linear(3, 1)],
+            "temperature": nn.Parameter(torch.rand(())),
+        }
+        return parts, torch.optim.Adam(
+            [*parts["nets"][0].parameters(), *parts["generator"].parameters(), parts["temperature"]]
+        )
 
     (saved, optimizer), (now, other) = make(), make()
     step(optimizer)
@@ -67,7 +83,10 @@ def test_one_optimizer_of_two_modules_and_a_loose_tensor(tmp_path: Path) -> None
 
 def test_an_optimizer_whose_parameters_are_nowhere_in_the_state_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.rand(2)), nn.Parameter(torch.rand(5))])
-    with CheckpointManager(tmp_path) as checkpoints, pytest.raises(PlanError, match=r"nowhere in the state: its parameter 0 of 2, \[2\]"):
+    with (
+        CheckpointManager(tmp_path) as checkpoints,
+        pytest.raises(PlanError, match=r"nowhere in the state: its parameter 0 of 2, \[2\]"),
+    ):
         checkpoints.save(1, {"optimizer": optimizer})
 
 
@@ -88,12 +107,17 @@ class Counting(torch.optim.SGD):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seen, self.norms = state["seen"], state["norms"]  # a KeyError where they are missing
-        super().load_state_dict({key: value for key, value in state.items() if key in ("state", "param_groups")})
+        super().load_state_dict(
+            {key: value for key, value in state.items() if key in ("state", "param_groups")}
+        )
 
 
 def test_an_optimizer_keeps_the_keys_that_its_class_adds(tmp_path: Path) -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    a, b = Counting(one.parameters(), lr=0.1, momentum=0.9), Counting(other.parameters(), lr=0.1, momentum=0.9)
+    a, b = (
+        Counting(one.parameters(), lr=0.1, momentum=0.9),
+        Counting(other.parameters(), lr=0.1, momentum=0.9),
+    )
     step(a, 3)
     roundtrip(tmp_path, {"model": one, "optimizer": a}, {"model": other, "optimizer": b})
     assert b.seen == 3 and [float(n) for n in b.norms] == [0, 1, 2, 3] and same_state(a, b)
@@ -111,31 +135,56 @@ class Container(torch.optim.Optimizer):
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_optimizer_state_dict,
+        )
 
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        flat = [get_optimizer_state_dict(m, o, options=options) for m, o in zip(self.models, self.optimizers, strict=True)]
+        flat = [
+            get_optimizer_state_dict(m, o, options=options)
+            for m, o in zip(self.models, self.optimizers, strict=True)
+        ]
         return {f"{n}.{key}": value for n, part in enumerate(flat) for key, value in part.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_optimizer_state_dict,
+        )
 
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         for n, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            part = {key.removeprefix(f"{n}."): value for key, value in state.items() if key.startswith(f"{n}.")}
+            part = {
+                key.removeprefix(f"{n}."): value
+                for key, value in state.items()
+                if key.startswith(f"{n}.")
+            }
             set_optimizer_state_dict(model, optimizer, part, options=options)
 
 
 def test_a_wrapping_optimizer_saves_and_loads_itself(tmp_path: Path) -> None:
-    (one, other), (now, then) = (nn.Linear(2, 3), nn.Linear(3, 1)), (nn.Linear(2, 3), nn.Linear(3, 1))
+    (one, other), (now, then) = (
+        (nn.Linear(2, 3), nn.Linear(3, 1)),
+        (
+            nn.Linear(2, 3),
+            nn.Linear(3, 1),
+        ),
+    )
     a, b = Container([one, other]), Container([now, then])
     step(a)
-    roundtrip(tmp_path, {"model": nn.ModuleList([one, other]), "optimizer": a}, {"model": nn.ModuleList([now, then]), "optimizer": b})
+    roundtrip(
+        tmp_path,
+        {"model": nn.ModuleList([one, other]), "optimizer": a},
+        {"model": nn.ModuleList([now, then]), "optimizer": b},
+    )
     assert all(same_state(x, y) for x, y in zip(a.optimizers, b.optimizers, strict=True))
 
 
 def test_a_save_and_a_load_take_no_step_of_an_optimizer(tmp_path: Path) -> None:
-    """A step calls hooks, here of an average, and may change parameters whatever the gradients are."""
+    """A step calls hooks, here of an average, and may change parameters whatever the gradients
+    are.
+    """
 
     class Decaying(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -172,7 +221,12 @@ def test_an_optimizer_that_is_not_loaded_stays_as_it_is(tmp_path: Path) -> None:
 
     (model, optimizer), (now, other) = make(), make()
     step(optimizer)
-    roundtrip(tmp_path, {"model": model, "opt": optimizer}, {"model": now, "opt": other}, select=["model.*"])
+    roundtrip(
+        tmp_path,
+        {"model": model, "opt": optimizer},
+        {"model": now, "opt": other},
+        select=["model.*"],
+    )
     assert not other.state and torch.equal(now["body"].weight, model["body"].weight)
     with CheckpointManager(tmp_path) as checkpoints:
         with pytest.raises(PlanError, match="missing from the checkpoint"):
@@ -183,12 +237,29 @@ def test_an_optimizer_that_is_not_loaded_stays_as_it_is(tmp_path: Path) -> None:
     assert same_state_of(other, optimizer, [(now["head"].weight, model["head"].weight)])
 
 
-def same_state_of(a: torch.optim.Optimizer, b: torch.optim.Optimizer, pairs: list[tuple[Any, Any]]) -> bool:
-    return all(torch.equal(a.state[x][key], b.state[y][key]) for x, y in pairs for key in b.state[y])
+def same_state_of(
+    a: torch.optim.Optimizer, b: torch.optim.Optimizer, pairs: list[tuple[Any, Any]]
+) -> bool:
+    return all(
+        torch.equal(a.state[x][key], b.state[y][key]) for x, y in pairs for key in b.state[y]
+    )
 
 
 @pytest.mark.parametrize(
-    "kind", ["SGD", "Adagrad", "NAdam", "RAdam", "RMSprop", "Adadelta", "Adamax", "ASGD", "Rprop", "Adafactor", "LBFGS"]
+    "kind",
+    [
+        "SGD",
+        "Adagrad",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Adadelta",
+        "Adamax",
+        "ASGD",
+        "Rprop",
+        "Adafactor",
+        "LBFGS",
+    ],
 )
 @pytest.mark.parametrize("now", ["fresh", "with gradients", "stepped"])
 def test_every_optimizer_of_torch_goes_on_bit_for_bit(kind: str, now: str, tmp_path: Path) -> None:
@@ -197,7 +268,9 @@ def test_every_optimizer_of_torch_goes_on_bit_for_bit(kind: str, now: str, tmp_p
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = nn.Linear(3, 2)
-        return model, getattr(torch.optim, kind)(model.parameters(), **({"max_iter": 3} if kind == "LBFGS" else {}))
+        return model, getattr(torch.optim, kind)(
+            model.parameters(), **({"max_iter": 3} if kind == "LBFGS" else {})
+        )
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
         def closure() -> torch.Tensor:
@@ -215,7 +288,9 @@ def test_every_optimizer_of_torch_goes_on_bit_for_bit(kind: str, now: str, tmp_p
         other(inputs).sum().backward()
     elif now == "stepped":
         train(other, theirs, 1)
-    roundtrip(tmp_path, {"model": model, "optimizer": optimizer}, {"model": other, "optimizer": theirs})
+    roundtrip(
+        tmp_path, {"model": model, "optimizer": optimizer}, {"model": other, "optimizer": theirs}
+    )
     train(model, optimizer, 2)
     train(other, theirs, 2)
     assert torch.equal(model.weight, other.weight) and torch.equal(model.bias, other.bias)

@@ -1,4 +1,6 @@
-"""Stores that cannot be reached for a while: training goes on, saves are tried again, and a restart takes what there is."""
+"""Stores that cannot be reached for a while: training goes on, saves are tried again, and a restart
+takes what there is.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ class Impatient(Server):
 
     @property
     def options(self) -> dict[str, Any]:
-        return super().options | {"config_kwargs": {"retries": {"max_attempts": 0}, "connect_timeout": 2, "read_timeout": 10}}
+        return super().options | {
+            "config_kwargs": {
+                "retries": {"max_attempts": 0},
+                "connect_timeout": 2,
+                "read_timeout": 10,
+            }
+        }
 
 
 @pytest.fixture
@@ -57,20 +65,29 @@ def test_a_save_in_the_background_sits_an_outage_out_and_training_does_not_wait_
         checkpoints.wait()
         gate.shut()
         checkpoints.save(2, state(2.0))
-        assert checkpoints._writer.is_busy  # it has returned with nothing written: the store was not asked
+        # it has returned with nothing written: the store was not asked
+        assert checkpoints._writer.is_busy
         until(lambda: "trying again for" in caplog.text, 60)
         assert "step-00000002: cannot " in caplog.text
         gate.open()
         checkpoints.wait()
         checkpoints.save(3, state(3.0))
-    assert [(s.number, damage(s)) for s in list_steps(root, server.options)] == [(1, ""), (2, ""), (3, "")]
+    assert [(s.number, damage(s)) for s in list_steps(root, server.options)] == [
+        (1, ""),
+        (2, ""),
+        (3, ""),
+    ]
 
 
-def test_saves_that_fail_are_warnings_until_so_many_have_failed_in_a_row(away: Away, caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_that_fail_are_warnings_until_so_many_have_failed_in_a_row(
+    away: Away, caplog: pytest.LogCaptureFixture
+) -> None:
     server, gate = away
     server.bucket("failures")
     root = "s3://failures/run"
-    with CheckpointManager(root, storage_options=server.options, retry_s=0, max_failures=3) as checkpoints:
+    with CheckpointManager(
+        root, storage_options=server.options, retry_s=0, max_failures=3
+    ) as checkpoints:
         gate.shut()
         checkpoints.save(1, state())
         checkpoints.save(2, state())
@@ -92,7 +109,9 @@ def test_saves_that_fail_are_warnings_until_so_many_have_failed_in_a_row(away: A
     assert numbers[-2:] == [3, 8]
 
 
-def test_a_start_and_a_resume_sit_an_outage_out(away: Away, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_and_a_resume_sit_an_outage_out(
+    away: Away, caplog: pytest.LogCaptureFixture
+) -> None:
     server, gate = away
     server.bucket("start")
     root = "s3://start/run"
@@ -123,7 +142,7 @@ def test_wrong_credentials_are_no_outage(server: Server, caplog: pytest.LogCaptu
     assert "trying again" not in caplog.text
 
 
-# ---- a mirror ------------------------------------------------------------------------------------------------------------
+# ---- a mirror ------------------------------------------------------------------------------------
 
 
 def test_a_restart_takes_the_newer_step_of_the_disk_while_the_mirror_is_away(
@@ -131,17 +150,27 @@ def test_a_restart_takes_the_newer_step_of_the_disk_while_the_mirror_is_away(
 ) -> None:
     server, gate = away
     server.bucket("far")
-    settings: dict[str, Any] = {"mirror": "s3://far/run", "storage_options": server.options, "keep_last": None}
+    settings: dict[str, Any] = {
+        "mirror": "s3://far/run",
+        "storage_options": server.options,
+        "keep_last": None,
+    }
     with CheckpointManager(tmp_path, **settings) as checkpoints:
         checkpoints.save(1, state(1.0))
     gate.shut()
-    with pytest.raises(StorageError, match="the newest step could not be mirrored"), CheckpointManager(tmp_path, **settings) as checkpoints:
+    with (
+        pytest.raises(StorageError, match="the newest step could not be mirrored"),
+        CheckpointManager(tmp_path, **settings) as checkpoints,
+    ):
         checkpoints.save(2, state(2.0))
     caplog.clear()
     checkpoints = CheckpointManager(tmp_path, **settings)
     got = state(0.0)
     assert checkpoints.resume(got) == 2 and got["w"][0] == 2
-    assert "the mirror cannot be read, and may have a newer step: cannot " in caplog.text and "resuming from the disk" in caplog.text
+    assert (
+        "the mirror cannot be read, and may have a newer step: cannot " in caplog.text
+        and "resuming from the disk" in caplog.text
+    )
     checkpoints.save(3, state(3.0), asynchronous=False)
     gate.open()
     checkpoints._mirror.wait()
@@ -157,7 +186,9 @@ def test_a_restart_takes_the_newer_step_of_the_disk_while_the_mirror_is_away(
     gate.open()
 
 
-def test_a_mirror_that_denies_access_does_not_stop_a_restart(server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mirror_that_denies_access_does_not_stop_a_restart(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     if server.name == "moto":
         pytest.skip("moto takes any credentials")
     server.bucket("denying")
@@ -167,8 +198,13 @@ def test_a_mirror_that_denies_access_does_not_stop_a_restart(server: Server, tmp
     checkpoints = CheckpointManager(tmp_path, mirror="s3://denying/run", storage_options=options)
     got = state(0.0)
     assert checkpoints.resume(got) == 1 and got["w"][0] == 1
-    assert "the mirror cannot be read" in caplog.text and "(hint: the credentials are wrong" in caplog.text
-    with pytest.raises(StorageError, match=r"could not be mirrored.*\(hint: the credentials are wrong"):
+    assert (
+        "the mirror cannot be read" in caplog.text
+        and "(hint: the credentials are wrong" in caplog.text
+    )
+    with pytest.raises(
+        StorageError, match=r"could not be mirrored.*\(hint: the credentials are wrong"
+    ):
         checkpoints.close()
 
 
@@ -207,4 +243,9 @@ def test_an_expired_token_has_a_hint_where_the_store_says_only_400() -> None:
 def test_words_that_are_no_secrets_are_shown(server: Server) -> None:
     url = f"{server.endpoint}/bucket?list-type=2&max-keys=1&KeyCount=3&key-marker=a&secret_key=abc&X-Amz-Security-Token=xyz&key=k"
     shown = plain(OSError(url))
-    assert "max-keys=1&KeyCount=3&key-marker=a" in shown and "abc" not in shown and "xyz" not in shown and "key=k" not in shown
+    assert (
+        "max-keys=1&KeyCount=3&key-marker=a" in shown
+        and "abc" not in shown
+        and "xyz" not in shown
+        and "key=k" not in shown
+    )

@@ -1,4 +1,6 @@
-"""The table of `docs/convert.md` that says which parts go along to which target: each cell is tried."""
+"""The table of `docs/convert.md` that says which parts go along to which target: each cell is
+tried.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,28 @@ from ckpt_tools.operations.convert.options import TARGETS
 from tests.conftest import HERE
 
 WHERE = {
-    "dcp": "out", "torch": "out.pt", "accelerate": "out", "per-rank": "out", "deepspeed-universal": "out", "safetensors": "out.safetensors",
+    "dcp": "out",
+    "torch": "out.pt",
+    "accelerate": "out",
+    "per-rank": "out",
+    "deepspeed-universal": "out",
+    "safetensors": "out.safetensors",
     "hf": "out",
-}  # fmt: skip
+}
 
 
 def rows() -> dict[str, list[str]]:
-    text = (HERE.parent / "docs" / "convert.md").read_text().partition("## Which parts go along")[2].partition("\n## ")[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")]
+    text = (
+        (HERE.parent / "docs" / "convert.md")
+        .read_text()
+        .partition("## Which parts go along")[2]
+        .partition("\n## ")[0]
+    )
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| `")
+    ]
     return {name.strip().strip("`"): row[1:] for row in cells for name in row[0].split(",")}
 
 
@@ -50,8 +66,14 @@ def read_back(to: str, path: Path) -> dict[str, Any]:
         return flat(torch.load(path, weights_only=True))
     if to == "dcp":
         state = dict.fromkeys(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-        names = {name: torch.zeros(meta.size, dtype=meta.properties.dtype) if hasattr(meta, "size") else None
-                 for name, meta in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()}  # fmt: skip
+        names = {
+            name: (
+                torch.zeros(meta.size, dtype=meta.properties.dtype)
+                if hasattr(meta, "size")
+                else None
+            )
+            for name, meta in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()
+        }
         dcp.load(state := names, checkpoint_id=path, no_dist=True)
         return state
     report = ckpt_tools.inspect(path)
@@ -60,7 +82,11 @@ def read_back(to: str, path: Path) -> dict[str, Any]:
 
 def flat(value: Any, above: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
-        return {name: item for key, inner in value.items() for name, item in flat(inner, f"{above}{key}.").items()}
+        return {
+            name: item
+            for key, inner in value.items()
+            for name, item in flat(inner, f"{above}{key}.").items()
+        }
     return {above.rstrip("."): value}
 
 
@@ -73,19 +99,31 @@ def test_the_table_of_parts_is_true(to: str, tmp_path: Path) -> None:
     model, optimizer, scheduler, _, beside = rows()[to]
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
-    more = {"base": tmp_path / "base"} if to == "hf" else {"mesh": "cpu:fsdp"} if to == "per-rank" else {}
+    more = (
+        {"base": tmp_path / "base"}
+        if to == "hf"
+        else {"mesh": "cpu:fsdp"}
+        if to == "per-rank"
+        else {}
+    )
     result = ckpt_tools.convert(source(tmp_path / "job"), tmp_path / WHERE[to], to=to, **more)
     names = read_back(to, tmp_path / WHERE[to])
     told = "\n".join([*result.notes, *result.left_out])
     assert has(names, "weight") and model.startswith(("yes", "what is trained"))
-    assert has(names, "exp_avg") == optimizer.startswith("yes") or (to in ("safetensors", "hf") and "optimizer" in told)
+    assert has(names, "exp_avg") == optimizer.startswith("yes") or (
+        to in ("safetensors", "hf") and "optimizer" in told
+    )
     assert optimizer == "no" or optimizer.startswith("yes")
     if scheduler == "yes, as values":
         assert has(names, "scheduler", "step_size") and has(names, "global_step")
     elif to == "accelerate":
-        assert (tmp_path / "out" / "scheduler.pt").exists() and (tmp_path / "out" / "trainer_state.json").exists()
+        assert (tmp_path / "out" / "scheduler.pt").exists() and (
+            tmp_path / "out" / "trainer_state.json"
+        ).exists()
     elif scheduler == "the scheduler":
-        states = [torch.load(p, weights_only=False) for p in (tmp_path / "out").glob("extra_state_*")]
+        states = [
+            torch.load(p, weights_only=False) for p in (tmp_path / "out").glob("extra_state_*")
+        ]
         assert states and all(state["lr_scheduler"]["step_size"] == 7 for state in states)
     elif scheduler == "as client state":
         (path,) = (tmp_path / "out").glob("mp_rank_00_model_states.pt")

@@ -3,11 +3,15 @@ from hypothesis import strategies as st
 
 from ckpt_tools.storage.ranges import Range, coalesce
 
-ranges = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 500), st.integers(0, 60)), max_size=30)
+ranges = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 500), st.integers(0, 60)), max_size=30
+)
 
 
 @given(ranges, st.integers(0, 50), st.integers(1, 200))
-def test_windows_hold_every_range_once_within_gap_and_size(items: list[tuple[str, int, int]], gap: int, limit: int) -> None:
+def test_windows_hold_every_range_once_within_gap_and_size(
+    items: list[tuple[str, int, int]], gap: int, limit: int
+) -> None:
     wanted = [Range(f, s, n, i) for i, (f, s, n) in enumerate(items)]
     windows = list(coalesce(wanted, gap, limit))
     assert sorted(r for w in windows for r in w.ranges) == sorted(wanted)

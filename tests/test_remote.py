@@ -50,15 +50,23 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def test_what_is_a_url() -> None:
-    assert all(map(is_url, ("s3://b/k", "gs://b", "memory://x", "filecache::s3://b/k", "https://h/x")))
-    assert not any(map(is_url, ("/a/b", "a:b", "run/step-1", "file:///a", "c:\\x", Path("s3:/b"), None)))
+    assert all(
+        map(is_url, ("s3://b/k", "gs://b", "memory://x", "filecache::s3://b/k", "https://h/x"))
+    )
+    assert not any(
+        map(is_url, ("/a/b", "a:b", "run/step-1", "file:///a", "c:\\x", Path("s3:/b"), None))
+    )
 
 
-def test_merge_and_reshard_read_a_bucket_as_they_read_a_disk(server: Server, uploaded: Path, tmp_path: Path) -> None:
+def test_merge_and_reshard_read_a_bucket_as_they_read_a_disk(
+    server: Server, uploaded: Path, tmp_path: Path
+) -> None:
     options = server.options
     result = ckpt_tools.merge(URL, tmp_path / "remote.safetensors", storage_options=options)
     ckpt_tools.merge(uploaded, tmp_path / "local.safetensors")
-    assert (tmp_path / "remote.safetensors").read_bytes() == (tmp_path / "local.safetensors").read_bytes()
+    assert (tmp_path / "remote.safetensors").read_bytes() == (
+        tmp_path / "local.safetensors"
+    ).read_bytes()
     assert result.source == URL
     ckpt_tools.reshard(URL, tmp_path / "remote", to_ranks=3, storage_options=options)
     ckpt_tools.reshard(uploaded, tmp_path / "local", to_ranks=3)
@@ -68,13 +76,22 @@ def test_merge_and_reshard_read_a_bucket_as_they_read_a_disk(server: Server, upl
 
 def test_a_team_reads_a_bucket_too(server: Server, uploaded: Path, tmp_path: Path) -> None:
     ckpt_tools.reshard(uploaded, tmp_path / "one", to_ranks=3)
-    command = torchrun_command(2, "-m", "ckpt_tools", "reshard", URL, tmp_path / "team", "--to", 3, *storage_words(server))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=Path(__file__).parents[1])
+    command = torchrun_command(
+        2, "-m", "ckpt_tools", "reshard", URL, tmp_path / "team", "--to", 3, *storage_words(server)
+    )
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=180, cwd=Path(__file__).parents[1]
+    )
     assert done.returncode == 0, done.stderr
-    assert ckpt_tools.verify(tmp_path / "team").problems == [] and ckpt_tools.diff(tmp_path / "one", tmp_path / "team").is_same
+    assert (
+        ckpt_tools.verify(tmp_path / "team").problems == []
+        and ckpt_tools.diff(tmp_path / "one", tmp_path / "team").is_same
+    )
 
 
-def test_an_object_that_is_replaced_between_two_reads_is_an_error_and_not_a_mix(server: Server) -> None:
+def test_an_object_that_is_replaced_between_two_reads_is_an_error_and_not_a_mix(
+    server: Server,
+) -> None:
     fs = server.bucket("changing")
     fs.pipe("changing/file", b"a" * 100)
     store = RemoteStore("s3://changing", server.options)
@@ -86,10 +103,18 @@ def test_an_object_that_is_replaced_between_two_reads_is_an_error_and_not_a_mix(
     store.close()
 
 
-def test_faults_on_the_way_end_in_the_right_bytes_or_in_a_clear_error(server: Server, tmp_path: Path) -> None:
+def test_faults_on_the_way_end_in_the_right_bytes_or_in_a_clear_error(
+    server: Server, tmp_path: Path
+) -> None:
     with CheckpointManager(tmp_path / "run") as checkpoints:
-        checkpoints.save(1, {"model": nn.Sequential(*(nn.Linear(500, 400) for _ in range(6)))}, asynchronous=False)
-    server.bucket("faults").put(f"{tmp_path}/run/step-00000001/", "faults/step-00000001/", recursive=True)
+        checkpoints.save(
+            1,
+            {"model": nn.Sequential(*(nn.Linear(500, 400) for _ in range(6)))},
+            asynchronous=False,
+        )
+    server.bucket("faults").put(
+        f"{tmp_path}/run/step-00000001/", "faults/step-00000001/", recursive=True
+    )
     ckpt_tools.merge(tmp_path / "run", tmp_path / "right.safetensors")
     right, faults, failed = (tmp_path / "right.safetensors").read_bytes(), [], 0
     for seed in range(6):
@@ -107,10 +132,15 @@ def test_faults_on_the_way_end_in_the_right_bytes_or_in_a_clear_error(server: Se
             assert "corrupt" in log and not out.exists(), (told, log)
             failed += 1
         faults += log
-    assert set(faults) == {"503", "reset", "truncate", "corrupt", "late"} and failed < 4, (faults, failed)
+    assert set(faults) == {"503", "reset", "truncate", "corrupt", "late"} and failed < 4, (
+        faults,
+        failed,
+    )
 
 
-def test_a_bit_that_flips_once_on_the_way_is_fetched_again(server: Server, uploaded: Path, tmp_path: Path) -> None:
+def test_a_bit_that_flips_once_on_the_way_is_fetched_again(
+    server: Server, uploaded: Path, tmp_path: Path
+) -> None:
     ckpt_tools.merge(uploaded, tmp_path / "right.safetensors")
     right, flips = load_file(tmp_path / "right.safetensors"), 0
     for seed in range(4):
@@ -122,7 +152,9 @@ def test_a_bit_that_flips_once_on_the_way_is_fetched_again(server: Server, uploa
             options = server.options | {"endpoint_url": url, "skip_instance_cache": True}
             ckpt_tools.load(URL, state, strict=False, storage_options=options)
         flips += len(log) + len(log2)
-        assert (tmp_path / f"{seed}.safetensors").read_bytes() == (tmp_path / "right.safetensors").read_bytes()
+        assert (tmp_path / f"{seed}.safetensors").read_bytes() == (
+            tmp_path / "right.safetensors"
+        ).read_bytes()
         assert all(torch.equal(state["model"][name], value) for name, value in right.items())
     assert flips > 4
 
@@ -130,7 +162,11 @@ def test_a_bit_that_flips_once_on_the_way_is_fetched_again(server: Server, uploa
 def test_inspect_costs_a_listing_and_the_metadata(server: Server, uploaded: Path) -> None:
     report = ckpt_tools.inspect(URL, server.options)
     here = ckpt_tools.inspect(uploaded)
-    assert (report.total, report.by_dtype, report.world_size) == (here.total, here.by_dtype, here.world_size)
+    assert (report.total, report.by_dtype, report.world_size) == (
+        here.total,
+        here.by_dtype,
+        here.world_size,
+    )
     assert report.traffic.requests == 2
     assert report.traffic.nbytes == (uploaded / ".metadata").stat().st_size
 
@@ -148,19 +184,29 @@ def test_a_model_is_loaded_straight_from_a_bucket(server: Server, tmp_path: Path
     model = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 5))
     with CheckpointManager(tmp_path / "run") as checkpoints:
         checkpoints.save(3, {"model": model, "epoch": 8}, asynchronous=False)
-    server.bucket("loading").put(f"{tmp_path}/run/step-00000003/", "loading/step-00000003/", recursive=True)
+    server.bucket("loading").put(
+        f"{tmp_path}/run/step-00000003/", "loading/step-00000003/", recursive=True
+    )
     other, state = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 5)), {"epoch": 0}
-    report = ckpt_tools.load("s3://loading/step-00000003", {"model": other} | state, storage_options=server.options)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    report = ckpt_tools.load(
+        "s3://loading/step-00000003", {"model": other} | state, storage_options=server.options
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
     assert report.num_proved == 4 and report.read_nbytes < 1.01 * report.needed_nbytes
     script = (
-        "import sys, torch; from torch import nn; from ckpt_tools import CheckpointManager\n"
-        "model, state = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 5)), {'epoch': 0}\n"
-        "with CheckpointManager(sys.argv[1]) as c: step = c.resume(state | {'model': model}, path='s3://loading/step-00000003')\n"
-        "print(step, model[0].weight.sum().item())"
+        "import sys, torch; from torch import nn; from ckpt_tools import CheckpointManager\nmodel,"
+        " state = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 5)), {'epoch': 0}\nwith"
+        " CheckpointManager(sys.argv[1]) as c: step = c.resume(state | {'model': model},"
+        " path='s3://loading/step-00000003')\nprint(step, model[0].weight.sum().item())"
     )
     said = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "new"], env=os.environ | server.environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, tmp_path / "new"],
+        env=os.environ | server.environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert said.stdout.split() == ["3", str(model[0].weight.sum().item())]
 
@@ -168,15 +214,28 @@ def test_a_model_is_loaded_straight_from_a_bucket(server: Server, tmp_path: Path
 def run_ckpt(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
     command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
-    return subprocess.run(command, env=clean | {"HOME": "/nonexistent"} | environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command,
+        env=clean | {"HOME": "/nonexistent"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
-def test_the_command_takes_urls_and_storage_options(server: Server, uploaded: Path, tmp_path: Path) -> None:
+def test_the_command_takes_urls_and_storage_options(
+    server: Server, uploaded: Path, tmp_path: Path
+) -> None:
     done = run_ckpt("inspect", URL, "--stats", **server.environment)
     assert done.returncode == 0 and done.stdout.startswith(f"{URL}\n"), done.stderr
     assert done.stderr.startswith("2 requests (1 GET, 1 LIST), ")
     secrets = {k: v for k, v in server.environment.items() if "KEY" in k}
-    options = ("--storage-option", f"endpoint_url={server.endpoint}", "--storage-option", "client_kwargs.region_name=us-east-1")
+    options = (
+        "--storage-option",
+        f"endpoint_url={server.endpoint}",
+        "--storage-option",
+        "client_kwargs.region_name=us-east-1",
+    )
     done = run_ckpt("merge", URL, tmp_path / "m.safetensors", *options, **secrets)
     assert done.returncode == 0 and (tmp_path / "m.safetensors").exists(), done.stderr
 
@@ -187,44 +246,72 @@ def test_the_command_takes_urls_and_storage_options(server: Server, uploaded: Pa
         ("s3://bucket/nothing", "nothing lies at s3://bucket/nothing"),
         ("s3://no-such-bucket-here/x", "no-such-bucket-here"),
         ("s3://bucket/run/notes.txt", "not a checkpoint: s3://bucket/run/notes.txt"),
-        ("s3://bucket/run/step-7/.metadata", "a part of a checkpoint: s3://bucket/run/step-7/.metadata"),
+        (
+            "s3://bucket/run/step-7/.metadata",
+            "a part of a checkpoint: s3://bucket/run/step-7/.metadata",
+        ),
         ("filecache::s3://bucket/run", "a chained URL is not opened: filecache::s3://bucket/run"),
         ("nosuch://bucket/run", "cannot open nosuch://bucket/run: Protocol not known: nosuch"),
         ("reference://x", "cannot open reference://x: ReferenceFileSystem"),
     ],
 )
-def test_what_is_not_there_is_one_clear_line(url: str, message: str, server: Server, uploaded: Path) -> None:
+def test_what_is_not_there_is_one_clear_line(
+    url: str, message: str, server: Server, uploaded: Path
+) -> None:
     done = run_ckpt("inspect", url, **server.environment)
-    assert done.returncode in (10, 15) and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert (
+        done.returncode in (10, 15) and message in done.stderr and "Traceback" not in done.stderr
+    ), done.stderr
     assert done.stdout == ""
 
 
-def test_a_wrapper_is_opened_where_that_is_asked_for(server: Server, uploaded: Path, tmp_path: Path) -> None:
+def test_a_wrapper_is_opened_where_that_is_asked_for(
+    server: Server, uploaded: Path, tmp_path: Path
+) -> None:
     cached = f"filecache::{URL}"
-    options = {"chained": True, "s3": server.options, "filecache": {"cache_storage": str(tmp_path / "cache")}}
+    options = {
+        "chained": True,
+        "s3": server.options,
+        "filecache": {"cache_storage": str(tmp_path / "cache")},
+    }
     ckpt_tools.merge(uploaded, tmp_path / "right.safetensors")
     for name in ("first", "from the cache"):
         ckpt_tools.merge(cached, tmp_path / f"{name}.safetensors", storage_options=options)
-        assert (tmp_path / f"{name}.safetensors").read_bytes() == (tmp_path / "right.safetensors").read_bytes()
-    assert sum(p.stat().st_size for p in (tmp_path / "cache").iterdir()) > (tmp_path / "right.safetensors").stat().st_size
+        assert (tmp_path / f"{name}.safetensors").read_bytes() == (
+            tmp_path / "right.safetensors"
+        ).read_bytes()
+    assert (
+        sum(p.stat().st_size for p in (tmp_path / "cache").iterdir())
+        > (tmp_path / "right.safetensors").stat().st_size
+    )
     with pytest.raises(StorageError, match="a chained URL is only read"):
         ckpt_tools.reshard(uploaded, f"filecache::{URL}-two", to_ranks=2, storage_options=options)
     with pytest.raises(StorageError, match="a chained URL is not opened"):
         ckpt_tools.inspect("zip://run::s3://bucket/run.zip", {"chained": True})
 
 
-def test_credentials_that_are_wrong_or_missing_are_named_and_never_printed(server: Server, uploaded: Path) -> None:
-    nowhere = {k: v for k, v in server.environment.items() if "KEY" not in k} | {"AWS_EC2_METADATA_DISABLED": "true"}
+def test_credentials_that_are_wrong_or_missing_are_named_and_never_printed(
+    server: Server, uploaded: Path
+) -> None:
+    nowhere = {k: v for k, v in server.environment.items() if "KEY" not in k} | {
+        "AWS_EC2_METADATA_DISABLED": "true"
+    }
     done = run_ckpt("inspect", URL, **nowhere)
-    assert done.returncode == 15 and "hint: give credentials as s3fs takes them" in done.stderr, done.stderr
+    assert done.returncode == 15 and "hint: give credentials as s3fs takes them" in done.stderr, (
+        done.stderr
+    )
     if server.name == "radosgw":  # moto believes anybody
         wrong = "wrong" + SECRET
         done = run_ckpt("inspect", URL, **(server.environment | {"AWS_SECRET_ACCESS_KEY": wrong}))
-        assert done.returncode == 15 and "Traceback" not in done.stderr and wrong not in done.stderr, done.stderr
+        assert (
+            done.returncode == 15 and "Traceback" not in done.stderr and wrong not in done.stderr
+        ), done.stderr
         assert "credentials" in done.stderr, done.stderr
 
 
-def test_an_endpoint_that_does_not_answer_is_an_error_and_no_hang(uploaded: Path, server: Server) -> None:
+def test_an_endpoint_that_does_not_answer_is_an_error_and_no_hang(
+    uploaded: Path, server: Server
+) -> None:
     if server.name != "moto":
         pytest.skip("the other server is as dead")
     dead = server.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{servers.free_port()}"}
@@ -232,7 +319,7 @@ def test_an_endpoint_that_does_not_answer_is_an_error_and_no_hang(uploaded: Path
     assert done.returncode == 15 and "Traceback" not in done.stderr, done.stderr
 
 
-# ---- the store itself --------------------------------------------------------------------------------------------------------
+# ---- the store itself ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -250,8 +337,10 @@ def test_what_is_announced_is_fetched_once_and_neighbours_together(store: Remote
     before = store.traffic.requests
     store.will_read([("a", 0, 10), ("a", 20, 10), ("a", 50, 50)])
     assert [read(store, "a", start, n) for start, n in ((0, 10), (20, 10), (50, 50))] == [
-        bytes(range(10)), bytes(range(20, 30)), bytes(range(50, 100)),
-    ]  # fmt: skip
+        bytes(range(10)),
+        bytes(range(20, 30)),
+        bytes(range(50, 100)),
+    ]
     assert store.traffic.requests == before + 1 and not store._ahead.windows
     assert read(store, "big", 95, 5) == bytes(5)
     assert store.traffic.requests == before + 2
@@ -287,7 +376,13 @@ def test_what_frames_the_payloads_is_fetched_with_them(store: RemoteStore) -> No
     for name, start, nbytes in ranges:
         assert read(store, name, start, nbytes) == whole[start : start + nbytes]
     before = store.traffic.requests
-    for start, nbytes in ((0, 1500), (1000, 3000), (100_000, 2000), (3_999_000, 1500), (4_000_000, 2000)):
+    for start, nbytes in (
+        (0, 1500),
+        (1000, 3000),
+        (100_000, 2000),
+        (3_999_000, 1500),
+        (4_000_000, 2000),
+    ):
         store.will_read([("big", start, nbytes)])
         assert read(store, "big", start, nbytes) == whole[start : start + nbytes]
     assert store.traffic.requests == before
@@ -325,7 +420,11 @@ def test_a_connection_that_breaks_is_tried_again_and_a_refusal_is_not(store: Rem
     forbidden = Flaky(fs, 2, PermissionError(f"Access Denied secret_key={SECRET}"))
     with pytest.raises(StorageError) as raised:
         RemoteStore("memory://store", fs=forbidden).read_into("a", 0, memoryview(bytearray(4)))
-    assert forbidden.failures == 1 and SECRET not in str(raised.value) and "secret_key=***" in str(raised.value)
+    assert (
+        forbidden.failures == 1
+        and SECRET not in str(raised.value)
+        and "secret_key=***" in str(raised.value)
+    )
     gone = Flaky(fs, 99, ConnectionResetError("reset by peer"))
     with pytest.raises(StorageError, match=r"cannot read: reset by peer \(memory://store/a\)"):
         RemoteStore("memory://store", fs=gone).read_into("a", 0, memoryview(bytearray(4)))
@@ -341,11 +440,15 @@ def test_a_web_server_is_read_and_not_written_to(saved: Saved, tmp_path: Path) -
         ckpt_tools.merge(f"{url}/adamw", tmp_path / "there.safetensors")
         with pytest.raises(StorageError, match="this kind of store is only read"):
             ckpt_tools.merge(source, f"{url}/new.safetensors")
-    assert (tmp_path / "there.safetensors").read_bytes() == (tmp_path / "here.safetensors").read_bytes()
+    assert (tmp_path / "there.safetensors").read_bytes() == (
+        tmp_path / "here.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("case", RESHARDED)
-def test_every_kind_of_save_is_read_from_a_store_as_from_a_disk(case: str, saved: Saved, tmp_path: Path) -> None:
+def test_every_kind_of_save_is_read_from_a_store_as_from_a_disk(
+    case: str, saved: Saved, tmp_path: Path
+) -> None:
     fs, local = fsspec.filesystem("memory"), saved(8) / case
     fs.put(f"{local}/", f"/cases/{case}/", recursive=True)
     ckpt_tools.reshard(f"memory://cases/{case}", tmp_path / "remote", to_ranks=3)

@@ -1,4 +1,6 @@
-"""What a result looks like on a disk: modes, long names, what is told of files that are no part of it, and that a second run gives the same."""
+"""What a result looks like on a disk: modes, long names, what is told of files that are no part of
+it, and that a second run gives the same.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,19 @@ def src(tmp_path: Path) -> Path:
 
 def access(path: Path) -> str:
     """Mode, group and access list, as the system's own tools tell them."""
-    listed = subprocess.run(["getfacl", "-c", "-p", path], capture_output=True, text=True).stdout if shutil.which("getfacl") else ""
+    listed = (
+        subprocess.run(["getfacl", "-c", "-p", path], capture_output=True, text=True).stdout
+        if shutil.which("getfacl")
+        else ""
+    )
     return f"{path.stat().st_mode:o} {path.stat().st_gid} {listed}"
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 @pytest.mark.parametrize("kind", ["plain", "setgid", "acl"])
-def test_a_new_directory_has_the_mode_that_mkdir_gives(kind: str, umask: int, src: Path, tmp_path: Path) -> None:
+def test_a_new_directory_has_the_mode_that_mkdir_gives(
+    kind: str, umask: int, src: Path, tmp_path: Path
+) -> None:
     above = tmp_path / "above"
     above.mkdir(0o755)
     if kind == "setgid":
@@ -58,36 +66,59 @@ def test_a_new_directory_has_the_mode_that_mkdir_gives(kind: str, umask: int, sr
 
 
 @pytest.mark.parametrize("length", [200, 201, 222, 243, 255])
-def test_names_as_long_as_a_file_system_takes(length: int, src: Path, tmp_path: Path, ckpt: Run) -> None:
+def test_names_as_long_as_a_file_system_takes(
+    length: int, src: Path, tmp_path: Path, ckpt: Run
+) -> None:
     for letter in ("x", "ä"):
         name = letter * ((length - len(".safetensors")) // len(letter.encode())) + ".safetensors"
         assert ckpt("merge", src, name, cwd=tmp_path).returncode == 0
         assert ckpt_tools.verify(tmp_path / name).is_sealed
-        assert ckpt("merge", src, name, "--overwrite", "--dtype", "bf16", cwd=tmp_path).returncode == 0
-        assert ckpt_tools.verify(tmp_path / name).problems == [] and len(list(tmp_path.glob(f"{letter}*.json"))) == 1
+        assert (
+            ckpt("merge", src, name, "--overwrite", "--dtype", "bf16", cwd=tmp_path).returncode == 0
+        )
+        assert (
+            ckpt_tools.verify(tmp_path / name).problems == []
+            and len(list(tmp_path.glob(f"{letter}*.json"))) == 1
+        )
     folder = "d" * length
     assert ckpt("reshard", src, folder, "--to", 2, cwd=tmp_path).returncode == 0
     assert ckpt("reshard", src, folder, "--to", 3, "--overwrite", cwd=tmp_path).returncode == 0
     assert ckpt_tools.verify(tmp_path / folder).problems == [] and not list(tmp_path.glob(".*"))
 
 
-def test_two_long_names_with_one_beginning_have_manifests_of_their_own(src: Path, tmp_path: Path) -> None:
+def test_two_long_names_with_one_beginning_have_manifests_of_their_own(
+    src: Path, tmp_path: Path
+) -> None:
     names = [f"{'x' * 230}{end}.safetensors" for end in "ab"]
     for name, dtype in zip(names, ("bf16", "fp32"), strict=True):
         ckpt_tools.merge(src, tmp_path / name, dtype=dtype)
-    assert all(ckpt_tools.verify(tmp_path / name).is_sealed and not ckpt_tools.verify(tmp_path / name).problems for name in names)
+    assert all(
+        ckpt_tools.verify(tmp_path / name).is_sealed
+        and not ckpt_tools.verify(tmp_path / name).problems
+        for name in names
+    )
 
 
 def test_the_name_of_a_file_is_no_directory_of_shards(src: Path, tmp_path: Path, ckpt: Run) -> None:
     done = ckpt("merge", src, "m.safetensors", "--max-shard-size", "1kB", cwd=tmp_path)
-    assert done.returncode == 13 and "hint: name the directory m," in done.stderr and not (tmp_path / "m.safetensors").exists()
+    assert (
+        done.returncode == 13
+        and "hint: name the directory m," in done.stderr
+        and not (tmp_path / "m.safetensors").exists()
+    )
 
 
-def test_a_file_that_was_renamed_is_compared_with_the_manifest_beside_its_old_name(src: Path, tmp_path: Path, ckpt: Run) -> None:
+def test_a_file_that_was_renamed_is_compared_with_the_manifest_beside_its_old_name(
+    src: Path, tmp_path: Path, ckpt: Run
+) -> None:
     ckpt_tools.merge(src, tmp_path / "old.safetensors")
     (tmp_path / "old.safetensors").rename(tmp_path / "new.safetensors")
     done = ckpt("verify", tmp_path / "new.safetensors")
-    assert done.returncode == 0 and "it was renamed: old.safetensors.ckpt.manifest" in done.stdout and ": whole" in done.stdout
+    assert (
+        done.returncode == 0
+        and "it was renamed: old.safetensors.ckpt.manifest" in done.stdout
+        and ": whole" in done.stdout
+    )
     data = bytearray((tmp_path / "new.safetensors").read_bytes())
     data[9000] ^= 1
     (tmp_path / "new.safetensors").write_bytes(data)
@@ -105,8 +136,14 @@ def test_files_that_no_save_wrote_are_named_by_verify(src: Path, tmp_path: Path,
     (tmp_path / "two" / "hf").mkdir()
     (tmp_path / "two" / "hf" / "config.json").write_text("{}")
     done = ckpt("verify", tmp_path / "two")
-    assert done.returncode == 0 and "2 files that no save wrote: eval.json, hf/config.json" in done.stdout
-    assert json.loads(ckpt("verify", tmp_path / "two", "--json").stdout)["extra"] == ["eval.json", "hf/config.json"]
+    assert (
+        done.returncode == 0
+        and "2 files that no save wrote: eval.json, hf/config.json" in done.stdout
+    )
+    assert json.loads(ckpt("verify", tmp_path / "two", "--json").stdout)["extra"] == [
+        "eval.json",
+        "hf/config.json",
+    ]
     (tmp_path / "two" / "__7_0.distcp").write_bytes(b"x")
     assert ckpt("verify", tmp_path / "two").returncode == 1  # it looks like a part
 
@@ -123,12 +160,24 @@ def test_ls_names_what_is_no_step(tmp_path: Path, ckpt: Run) -> None:
     assert "not steps: ep0-ba10.pt" in done.stderr and len(json.loads(done.stdout)) == 1
 
 
-@pytest.mark.parametrize("words", [["reshard", "--to", "3"], ["convert", "--to", "dcp", "--ranks", "2"]])
-def test_a_second_run_gives_the_same_bytes(words: list[str], src: Path, tmp_path: Path, ckpt: Run) -> None:
+@pytest.mark.parametrize(
+    "words", [["reshard", "--to", "3"], ["convert", "--to", "dcp", "--ranks", "2"]]
+)
+def test_a_second_run_gives_the_same_bytes(
+    words: list[str], src: Path, tmp_path: Path, ckpt: Run
+) -> None:
     for name in ("one", "two"):
         assert ckpt(words[0], src, tmp_path / name, *words[1:]).returncode == 0
-    files = {p.name: p.read_bytes() for p in (tmp_path / "one").iterdir() if "manifest" not in p.name}
-    assert files == {p.name: p.read_bytes() for p in (tmp_path / "two").iterdir() if "manifest" not in p.name} and ".metadata" in files
+    files = {
+        p.name: p.read_bytes() for p in (tmp_path / "one").iterdir() if "manifest" not in p.name
+    }
+    assert (
+        files
+        == {
+            p.name: p.read_bytes() for p in (tmp_path / "two").iterdir() if "manifest" not in p.name
+        }
+        and ".metadata" in files
+    )
 
 
 def test_shards_go_into_a_directory(src: Path, tmp_path: Path) -> None:
@@ -148,4 +197,6 @@ def test_inspect_names_all_that_lies_there(src: Path, tmp_path: Path, ckpt: Run)
         path.unlink()
     shutil.copytree(both / "step-1", both / "step-2")
     done = ckpt("inspect", both)
-    assert done.returncode == 10 and all(name in done.stderr for name in ("step-1", "step-2", "last.ckpt"))
+    assert done.returncode == 10 and all(
+        name in done.stderr for name in ("step-1", "step-2", "last.ckpt")
+    )

@@ -1,4 +1,6 @@
-"""Going back to an older step: the newer ones are left aside, never lost, and never resumed from by mistake."""
+"""Going back to an older step: the newer ones are left aside, never lost, and never resumed from by
+mistake.
+"""
 
 from __future__ import annotations
 
@@ -43,29 +45,55 @@ def run(tmp_path: Path) -> Path:
 def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_name(
     run: Path, ckpt: Ckpt, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CheckpointManager(run, keep_last=None) as checkpoints, caplog.at_level(logging.WARNING, "ckpt_tools"):
+    with (
+        CheckpointManager(run, keep_last=None) as checkpoints,
+        caplog.at_level(logging.WARNING, "ckpt_tools"),
+    ):
         assert checkpoints.resume({"w": torch.zeros(3)}, step=100) == 100
-        assert "when a new step is committed, these are set aside: step-00000200, step-00000300" in caplog.text
+        assert (
+            "when a new step is committed, these are set aside: step-00000200, step-00000300"
+            in caplog.text
+        )
         assert latest(run).step.number == 300  # nothing is superseded by a wish
         save(checkpoints, 150, 0.5)
         assert latest(run).step.number == 150
         assert "step-00000150, which goes on from step 100" in caplog.text
         save(checkpoints, 200, 0.7)
         save(checkpoints, 300, 0.9)
-    assert [(s.number, damage(s)) for s in list_steps(run)] == [(100, ""), (150, ""), (200, ""), (300, "")]
+    assert [(s.number, damage(s)) for s in list_steps(run)] == [
+        (100, ""),
+        (150, ""),
+        (200, ""),
+        (300, ""),
+    ]
     aside = [s for s in list_steps(run, with_superseded=True) if s.superseded_by]
     assert [(s.number, damage(s)) for s in aside] == [(200, ""), (300, "")]
     attempt = next(s.manifest.attempt for s in list_steps(run) if s.number == 150 and s.manifest)
-    assert [s.name for s in aside] == [f"step-00000{n}.superseded-{attempt[:8]}" for n in (200, 300)]
+    assert [s.name for s in aside] == [
+        f"step-00000{n}.superseded-{attempt[:8]}" for n in (200, 300)
+    ]
     state = {"w": torch.zeros(3)}
     with CheckpointManager(run, keep_last=None) as checkpoints:
         checkpoints.resume(state, path=aside[0].path)
     assert state["w"][0] == 200 and value(run) == (300, pytest.approx(0.9))
-    assert [(note.step, is_in_effect) for note, is_in_effect in rollbacks(run)] == [("step-00000150", True)]  # a mirror may come
+    # a mirror may come
+    assert [(note.step, is_in_effect) for note, is_in_effect in rollbacks(run)] == [
+        ("step-00000150", True)
+    ]
     shown = ckpt("ls", run).stdout
-    assert shown.count("superseded") == 4 and shown.count("complete") == 4, shown  # state and name of each
-    assert [s["superseded"] for s in json.loads(ckpt("ls", run, "--json").stdout)] == [False, False, False, True, False, True]
-    assert prune(run, 1).removed and [s.superseded_by != "" for s in list_steps(run, with_superseded=True)] == [True, False, True]
+    # state and name of each
+    assert shown.count("superseded") == 4 and shown.count("complete") == 4, shown
+    assert [s["superseded"] for s in json.loads(ckpt("ls", run, "--json").stdout)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert prune(run, 1).removed and [
+        s.superseded_by != "" for s in list_steps(run, with_superseded=True)
+    ] == [True, False, True]
 
 
 def test_the_first_new_step_may_have_the_number_of_an_old_one(run: Path) -> None:
@@ -73,7 +101,9 @@ def test_the_first_new_step_may_have_the_number_of_an_old_one(run: Path) -> None
         checkpoints.resume({"w": torch.zeros(3)}, step=100)
         save(checkpoints, 200, 0.5)
     assert value(run) == (200, 0.5)
-    assert [(s.number, damage(s)) for s in list_steps(run, with_superseded=True) if s.superseded_by] == [(200, ""), (300, "")]
+    assert [
+        (s.number, damage(s)) for s in list_steps(run, with_superseded=True) if s.superseded_by
+    ] == [(200, ""), (300, "")]
 
 
 def test_a_save_that_fails_after_going_back_leaves_the_old_branch_as_it_was(run: Path) -> None:
@@ -110,17 +140,32 @@ def test_the_newest_step_needs_no_rollback_and_an_unsealed_one_is_moved_too(run:
 def test_a_note_that_was_planted_hides_nothing_but_what_it_names_exactly(run: Path) -> None:
     """Another attempt's id, a path, garbage: none of them is a step of this root."""
     victims = {"step-00000300": "0" * 8, "../run/step-00000200": "", "step-00000100": ""}
-    body = {"ckpt_rollback": 1, "step": "x", "attempt": "12345678-" + "0" * 27, "resumed": 0, "is_committed": True, "victims": victims}
+    body = {
+        "ckpt_rollback": 1,
+        "step": "x",
+        "attempt": "12345678-" + "0" * 27,
+        "resumed": 0,
+        "is_committed": True,
+        "victims": victims,
+    }
     (run / ".ckpt.rollback.12345678.json").write_text(json.dumps(body))
     (run / ".ckpt.rollback.87654321.json").write_text("{")
     assert value(run) == (300, 300.0) and [s.number for s in list_steps(run)] == [100, 200, 300]
 
 
-def test_overwrite_replaces_a_step_and_saving_the_last_one_again_does_nothing(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with CheckpointManager(run, keep_last=None) as checkpoints, caplog.at_level(logging.WARNING, "ckpt_tools"):
+def test_overwrite_replaces_a_step_and_saving_the_last_one_again_does_nothing(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        CheckpointManager(run, keep_last=None) as checkpoints,
+        caplog.at_level(logging.WARNING, "ckpt_tools"),
+    ):
         assert checkpoints.resume({"w": torch.zeros(3)}) == 300
         save(checkpoints, 300, 1.0)
-        assert "step 300 is saved already, and not saved again; overwrite=True replaces it" in caplog.text
+        assert (
+            "step 300 is saved already, and not saved again; overwrite=True replaces it"
+            in caplog.text
+        )
         assert value_of(run, 300) == 300
         checkpoints.save(300, {"w": torch.ones(3)}, overwrite=True)
         checkpoints.wait()
@@ -140,7 +185,7 @@ def value_of(run: Path, step: int) -> float:
     return float(state["w"][0])
 
 
-# ---- in a bucket, and beside a mirror ------------------------------------------------------------------------------------
+# ---- in a bucket, and beside a mirror ------------------------------------------------------------
 
 
 def test_a_rollback_in_a_bucket(server: Server) -> None:
@@ -157,31 +202,47 @@ def test_a_rollback_in_a_bucket(server: Server) -> None:
     assert value(root, storage_options=server.options) == (200, 0.5)
     steps = list_steps(root, server.options, with_superseded=True)
     assert [(s.number, bool(s.superseded_by), damage(s)) for s in steps] == [
-        (100, False, ""), (200, False, ""), (200, True, ""), (300, True, ""),
-    ]  # fmt: skip
+        (100, False, ""),
+        (200, False, ""),
+        (200, True, ""),
+        (300, True, ""),
+    ]
     assert rollbacks(root, server.options) == []
 
 
-def test_a_mirror_that_has_not_heard_of_a_rollback_yet_is_not_resumed_from(server: Server, tmp_path: Path) -> None:
+def test_a_mirror_that_has_not_heard_of_a_rollback_yet_is_not_resumed_from(
+    server: Server, tmp_path: Path
+) -> None:
     server.bucket("mirrored-rollback")
     root, url, options = tmp_path / "run", "s3://mirrored-rollback/run", server.options
-    with CheckpointManager(root, keep_last=None, mirror=url, storage_options=options) as checkpoints:
+    with CheckpointManager(
+        root, keep_last=None, mirror=url, storage_options=options
+    ) as checkpoints:
         for step in (100, 200, 300):
             save(checkpoints, step, step)
             checkpoints._mirror.wait()
     assert [s.number for s in list_steps(url, options)] == [100, 200, 300]
-    with CheckpointManager(root, keep_last=None, mirror=url, mirror_every=1000, storage_options=options) as checkpoints:
+    with CheckpointManager(
+        root, keep_last=None, mirror=url, mirror_every=1000, storage_options=options
+    ) as checkpoints:
         checkpoints.resume({"w": torch.zeros(3)}, step=100)
         save(checkpoints, 150, 0.5)  # is not mirrored
         assert latest_of([root, url], options=options).step.number == 150
         assert latest(url, options=options).step.number == 300
-    with CheckpointManager(root, keep_last=None, mirror=url, storage_options=options) as checkpoints:
+    with CheckpointManager(
+        root, keep_last=None, mirror=url, storage_options=options
+    ) as checkpoints:
         state = {"w": torch.zeros(3)}
         assert checkpoints.resume(state) == 150
         checkpoints._mirror.wait()
-    assert [(s.number, bool(s.superseded_by)) for s in list_steps(url, options, with_superseded=True)] == [
-        (100, False), (150, False), (200, True), (300, True),
-    ]  # fmt: skip
+    assert [
+        (s.number, bool(s.superseded_by)) for s in list_steps(url, options, with_superseded=True)
+    ] == [
+        (100, False),
+        (150, False),
+        (200, True),
+        (300, True),
+    ]
     assert rollbacks(root) == rollbacks(url, options) == []
 
 
@@ -193,7 +254,9 @@ def test_a_step_that_only_the_mirror_has_is_gone_back_to(server: Server, tmp_pat
         for step in (100, 200, 300):
             save(checkpoints, step, step)
             checkpoints._mirror.wait()
-    with CheckpointManager(root, keep_last=None, mirror=url, storage_options=options) as checkpoints:
+    with CheckpointManager(
+        root, keep_last=None, mirror=url, storage_options=options
+    ) as checkpoints:
         state = {"w": torch.zeros(3)}
         assert checkpoints.resume(state, step=100) == 100 and state["w"][0] == 100
         save(checkpoints, 150, 0.5)
@@ -201,10 +264,14 @@ def test_a_step_that_only_the_mirror_has_is_gone_back_to(server: Server, tmp_pat
     assert latest(url, options=options).step.number == 150
 
 
-def test_a_rollback_without_the_mirror_is_known_to_the_next_job_that_has_it(server: Server, tmp_path: Path) -> None:
+def test_a_rollback_without_the_mirror_is_known_to_the_next_job_that_has_it(
+    server: Server, tmp_path: Path
+) -> None:
     server.bucket("later-rollback")
     root, url, options = tmp_path / "run", "s3://later-rollback/run", server.options
-    with CheckpointManager(root, keep_last=None, mirror=url, storage_options=options) as checkpoints:
+    with CheckpointManager(
+        root, keep_last=None, mirror=url, storage_options=options
+    ) as checkpoints:
         for step in (100, 200):
             save(checkpoints, step, step)
             checkpoints._mirror.wait()

@@ -1,4 +1,6 @@
-"""A save and a resume of anything at all give the saved value or an error: random states, before and after."""
+"""A save and a resume of anything at all give the saved value or an error: random states, before
+and after.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,50 @@ from tests.jobs import LONG
 from tests.looks import looks
 
 scalars = (
-    st.none() | st.booleans() | st.integers(-(1 << 80), 1 << 80) | st.floats() | st.text(max_size=5) | st.binary(max_size=4)
-    | st.complex_numbers() | st.dates() | st.timedeltas() | st.decimals() | st.uuids()
-    | st.sampled_from([np.float32(1.5), np.int64(-3), Path("a/b"), torch.float16, range(3), np.dtype("i4"), torch.Size([1])])
-)  # fmt: skip
-leaves = scalars | st.builds(lambda n: torch.arange(n, dtype=torch.float32), st.integers(0, 4)) | st.builds(np.arange, st.integers(0, 4))
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 80), 1 << 80)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=4)
+    | st.complex_numbers()
+    | st.dates()
+    | st.timedeltas()
+    | st.decimals()
+    | st.uuids()
+    | st.sampled_from(
+        [
+            np.float32(1.5),
+            np.int64(-3),
+            Path("a/b"),
+            torch.float16,
+            range(3),
+            np.dtype("i4"),
+            torch.Size([1]),
+        ]
+    )
+)
+leaves = (
+    scalars
+    | st.builds(lambda n: torch.arange(n, dtype=torch.float32), st.integers(0, 4))
+    | st.builds(np.arange, st.integers(0, 4))
+)
 keys = st.text("abc._1", min_size=1, max_size=3)
 values = st.recursive(
     leaves,
     lambda inner: (
-        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3)
         | st.dictionaries(st.integers(-3, 3) | st.booleans() | keys, inner, max_size=3)
-        | st.lists(inner, max_size=3).map(collections.deque) | st.dictionaries(keys, inner, max_size=2).map(collections.OrderedDict)
-        | st.dictionaries(st.integers(0, 3), inner, max_size=2).map(lambda d: collections.defaultdict(list, d))
+        | st.lists(inner, max_size=3).map(collections.deque)
+        | st.dictionaries(keys, inner, max_size=2).map(collections.OrderedDict)
+        | st.dictionaries(st.integers(0, 3), inner, max_size=2).map(
+            lambda d: collections.defaultdict(list, d)
+        )
     ),
     max_leaves=8,
-)  # fmt: skip
+)
 EXAMPLES = 3000 if LONG else 150
 
 
@@ -40,9 +70,16 @@ EXAMPLES = 3000 if LONG else 150
 @example(saved={"a": {"0": 1, "1": torch.ones(1)}}, now={"a": [2, 3]}, data=None)
 @example(saved={"1": [torch.ones(0), None]}, now={"1": {"1": [torch.ones(0)]}}, data=None)
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(saved=st.dictionaries(keys, values, max_size=4), now=st.dictionaries(keys, values, max_size=4), data=st.data())
+@given(
+    saved=st.dictionaries(keys, values, max_size=4),
+    now=st.dictionaries(keys, values, max_size=4),
+    data=st.data(),
+)
 def test_a_resume_gives_the_saved_value_or_an_error(
-    saved: dict[str, Any], now: dict[str, Any], data: st.DataObject | None, tmp_path_factory: pytest.TempPathFactory
+    saved: dict[str, Any],
+    now: dict[str, Any],
+    data: st.DataObject | None,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Whatever is in a state when it is saved, and whatever is in its place when it is resumed."""
     now |= {key: data.draw(values) for key in saved if data.draw(st.booleans())} if data else {}
@@ -56,7 +93,8 @@ def test_a_resume_gives_the_saved_value_or_an_error(
     with CheckpointManager(root) as checkpoints:
         try:
             checkpoints.resume(state)
-        except PlanError:  # a tensor is not replaced by something else, nor by one of another shape or type
+        # a tensor is not replaced by something else, nor by one of another shape or type
+        except PlanError:
             return
     for key, value in state.items():
         want = saved[key] if key in saved else now[key]

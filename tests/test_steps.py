@@ -32,7 +32,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run")
     with CheckpointManager(root, keep_last=None) as checkpoints:
         for step in STEPS:
-            checkpoints.save(step, {"w": torch.arange(100.0), "b": torch.ones(3, 2), "note": "x"}, asynchronous=False)
+            checkpoints.save(
+                step,
+                {"w": torch.arange(100.0), "b": torch.ones(3, 2), "note": "x"},
+                asynchronous=False,
+            )
     return root
 
 
@@ -49,7 +53,15 @@ def numbers(steps: list[Step]) -> list[int]:
 
 
 def test_steps_are_ordered_by_number_and_other_names_are_not_steps(run: Path) -> None:
-    for name in ("step-", "step--2", "step-5.bak", "latest", ".tmp.step-00000001.abcdabcd", "logs", "step-1_x"):
+    for name in (
+        "step-",
+        "step--2",
+        "step-5.bak",
+        "latest",
+        ".tmp.step-00000001.abcdabcd",
+        "logs",
+        "step-1_x",
+    ):
         (run / name).mkdir()
     (run / "step-7").write_text("a file")
     (run / "step-99999999999999999999").mkdir()
@@ -73,13 +85,22 @@ def flip(path: Path, at: int) -> None:
 
 INCOMPLETE = {
     "a file is gone": (lambda s: (s / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "a file is cut": (lambda s: os.truncate(s / "__0_0.distcp", 100), "has 100 bytes, the manifest says"),
+    "a file is cut": (
+        lambda s: os.truncate(s / "__0_0.distcp", 100),
+        "has 100 bytes, the manifest says",
+    ),
     "a file has grown": (lambda s: os.truncate(s / "__0_0.distcp", 100_000), "has 100000 bytes"),
     "no index": (lambda s: (s / ".metadata").unlink(), ".metadata is missing"),
     "index damaged": (lambda s: flip(s / ".metadata", 50), "checksum"),
-    "no manifest, no index": (lambda s: (manifest_of(s).unlink(), (s / ".metadata").unlink()), "never finished"),
+    "no manifest, no index": (
+        lambda s: (manifest_of(s).unlink(), (s / ".metadata").unlink()),
+        "never finished",
+    ),
     "manifest cut": (lambda s: os.truncate(manifest_of(s), 60), "malformed"),
-    "two manifests": (lambda s: shutil.copy(manifest_of(s), s / "ckpt.manifest.00000000.json"), "2 manifests"),
+    "two manifests": (
+        lambda s: shutil.copy(manifest_of(s), s / "ckpt.manifest.00000000.json"),
+        "2 manifests",
+    ),
     "empty": (lambda s: [f.unlink() for f in s.iterdir()], "never finished"),
 }
 
@@ -114,10 +135,14 @@ def test_a_step_that_stands_aside_for_one_that_never_came_is_brought_back(run: P
     aside = run / f".aside.{step.name}.abcdef12"
     step.rename(aside)
     assert remove_leftovers(run, dry_run=True) == [] and not step.exists()
-    shutil.copytree(aside, run / ".aside.step-00001000.abcdef12")  # its place is taken: the new one came
+    # its place is taken: the new one came
+    shutil.copytree(aside, run / ".aside.step-00001000.abcdef12")
     held = os.open(aside, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    assert [Path(left.url).name for left in remove_leftovers(run)] == [".trash.step-00001000.abcdef12"] and aside.exists()  # at work
+    # at work
+    assert [Path(left.url).name for left in remove_leftovers(run)] == [
+        ".trash.step-00001000.abcdef12"
+    ] and aside.exists()
     os.close(held)
     assert remove_leftovers(run) == [] and not aside.exists()
     assert latest(run).step == list_steps(run)[-1] and latest(run, verify=True).passed_over == []
@@ -125,11 +150,21 @@ def test_a_step_that_stands_aside_for_one_that_never_came_is_brought_back(run: P
 
 MANIFEST = json.dumps(
     {
-        "ckpt_manifest": 2, "checksum": "crc64nvme", "attempt": "a", "created": "", "tool": "", "operation": "save", "format": "dcp", "source": {},
-        "world_size": 1, "step": 3, "files": {"f": {"nbytes": 3, "crc64nvme": "0" * 16}}, "index": {"name": "i", "nbytes": 1, "crc64nvme": "f" * 16},
+        "ckpt_manifest": 2,
+        "checksum": "crc64nvme",
+        "attempt": "a",
+        "created": "",
+        "tool": "",
+        "operation": "save",
+        "format": "dcp",
+        "source": {},
+        "world_size": 1,
+        "step": 3,
+        "files": {"f": {"nbytes": 3, "crc64nvme": "0" * 16}},
+        "index": {"name": "i", "nbytes": 1, "crc64nvme": "f" * 16},
         "tensors": {"w": {"dtype": "float32", "shape": [1], "fingerprint": "0" * 16}},
     }
-).encode()  # fmt: skip
+).encode()
 
 
 def signed(body: bytes) -> bytes:
@@ -143,7 +178,11 @@ def without(key: str) -> bytes:
 
 
 def with_runs(runs: object) -> bytes:
-    return signed(MANIFEST.replace(b'{"nbytes": 3', b'{"runs": ' + json.dumps(runs).encode() + b', "nbytes": 3'))
+    return signed(
+        MANIFEST.replace(
+            b'{"nbytes": 3', b'{"runs": ' + json.dumps(runs).encode() + b', "nbytes": 3'
+        )
+    )
 
 
 def changed(old: bytes, new: bytes) -> bytes:
@@ -153,12 +192,16 @@ def changed(old: bytes, new: bytes) -> bytes:
 
 def test_checksums_of_payloads_are_taken_along() -> None:
     data = with_runs([[0, 2, "1" * 16, "3" * 8], [2, 1, "2" * 16, "4" * 8]])
-    assert parse(data, "here").files == {"f": (3, "0" * 16, ((0, 2, "1" * 16, "3" * 8), (2, 1, "2" * 16, "4" * 8)))}
+    assert parse(data, "here").files == {
+        "f": (3, "0" * 16, ((0, 2, "1" * 16, "3" * 8), (2, 1, "2" * 16, "4" * 8)))
+    }
     assert parse(parse(data, "here").render(), "here").files == parse(data, "here").files
 
 
 def test_runs_without_crc32_are_of_no_use() -> None:
-    assert parse(with_runs([[0, 2, "1" * 16], [2, 1, "2" * 16]]), "here").files == {"f": (3, "0" * 16, ())}
+    assert parse(with_runs([[0, 2, "1" * 16], [2, 1, "2" * 16]]), "here").files == {
+        "f": (3, "0" * 16, ())
+    }
 
 
 def test_the_manifest_of_these_tests_is_a_right_one() -> None:
@@ -168,15 +211,34 @@ def test_the_manifest_of_these_tests_is_a_right_one() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"{}", b"[]", b"\xff", b"[" * 100_000, MANIFEST[:-3], without("files"), without("tensors"), without("checksum"),
-        changed(b'"nbytes": 3', b'"nbytes": -3'), changed(b'"nbytes": 3', b'"nbytes": true'), changed(b'"shape": [1]', b'"shape": ["x"]'),
-        changed(b"ffffffffffffffff", b"FFFF"), changed(b'"files": {', b'"files": 3, "x": {'),
-        changed(b'"ckpt_manifest": 2', b'"ckpt_manifest": 1'), MANIFEST.replace(b'"ckpt_manifest": 2', b'"ckpt_manifest": 1'), MANIFEST,
-        with_runs([[0, 4, "0" * 16, "0" * 8]]), with_runs([[-1, 3, "0" * 16, "0" * 8]]), with_runs([[0, 0, "0" * 16, "0" * 8]]),
-        with_runs([[0, 3, "0", "0" * 8]]), with_runs([[0, 3, "0" * 16, "0" * 16]]), with_runs([[0, 3]]),
-        with_runs([[True, 2, "0" * 16, "0" * 8]]), with_runs(3), with_runs({"a": 1}),
+        b"",
+        b"{}",
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        MANIFEST[:-3],
+        without("files"),
+        without("tensors"),
+        without("checksum"),
+        changed(b'"nbytes": 3', b'"nbytes": -3'),
+        changed(b'"nbytes": 3', b'"nbytes": true'),
+        changed(b'"shape": [1]', b'"shape": ["x"]'),
+        changed(b"ffffffffffffffff", b"FFFF"),
+        changed(b'"files": {', b'"files": 3, "x": {'),
+        changed(b'"ckpt_manifest": 2', b'"ckpt_manifest": 1'),
+        MANIFEST.replace(b'"ckpt_manifest": 2', b'"ckpt_manifest": 1'),
+        MANIFEST,
+        with_runs([[0, 4, "0" * 16, "0" * 8]]),
+        with_runs([[-1, 3, "0" * 16, "0" * 8]]),
+        with_runs([[0, 0, "0" * 16, "0" * 8]]),
+        with_runs([[0, 3, "0", "0" * 8]]),
+        with_runs([[0, 3, "0" * 16, "0" * 16]]),
+        with_runs([[0, 3]]),
+        with_runs([[True, 2, "0" * 16, "0" * 8]]),
+        with_runs(3),
+        with_runs({"a": 1}),
     ],
-)  # fmt: skip
+)
 def test_a_malformed_manifest_is_one_clear_error(data: bytes) -> None:
     with pytest.raises(FormatError):
         parse(data, "ckpt.manifest.00000000.json")
@@ -187,21 +249,28 @@ def test_a_manifest_survives_rendering(template: Path) -> None:
     assert parse(text, "m").render() == text
 
 
-# ---- one job at a time -----------------------------------------------------------------------------------------------------
+# ---- one job at a time ---------------------------------------------------------------------------
 
-HOLD = "import sys, time; from pathlib import Path; from ckpt_tools.lock import FileLock; held = FileLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+HOLD = (
+    "import sys, time; from pathlib import Path; from ckpt_tools.lock import FileLock; held ="
+    " FileLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+)
 
 
 def test_a_second_job_is_refused_with_the_first_ones_host_pid_and_time(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(StorageError, match=rf"another job writes to .*: host .+, pid {other.pid}, since 20"):
+        with pytest.raises(
+            StorageError, match=rf"another job writes to .*: host .+, pid {other.pid}, since 20"
+        ):
             CheckpointManager(tmp_path)
         other.kill()
     CheckpointManager(tmp_path).close()  # the kernel released it
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def test_ls_shows_every_step_and_why_one_is_incomplete(run: Path, ckpt: Run) -> None:
@@ -210,11 +279,17 @@ def test_ls_shows_every_step_and_why_one_is_incomplete(run: Path, ckpt: Run) -> 
     assert [line.split()[0] for line in lines] == ["step", "900", "1,000", "10,000"]
     assert "complete" in lines[1] and "incomplete: __0_0.distcp is missing" in lines[3]
     steps = json.loads(ckpt("ls", run, "--json").stdout)
-    assert [(s["step"], s["is_complete"], s["world_size"]) for s in steps] == [(900, True, 1), (1000, True, 1), (10000, False, 1)]
+    assert [(s["step"], s["is_complete"], s["world_size"]) for s in steps] == [
+        (900, True, 1),
+        (1000, True, 1),
+        (10000, False, 1),
+    ]
     assert ckpt("ls", run / "nothing").returncode == 10
 
 
-def test_latest_prints_one_path_and_says_what_it_passed_over(run: Path, ckpt: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_latest_prints_one_path_and_says_what_it_passed_over(
+    run: Path, ckpt: Run, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     flip(newest(run) / "__0_0.distcp", 300)
     assert ckpt("latest", run).stdout == f"{newest(run)}\n"
     result = ckpt("latest", run, "--verify")

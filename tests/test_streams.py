@@ -1,4 +1,6 @@
-"""The command in odd surroundings: closed streams, an ASCII locale, no width, names that other systems would not have."""
+"""The command in odd surroundings: closed streams, an ASCII locale, no width, names that other
+systems would not have.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,18 @@ def source(tmp_path: Path) -> Path:
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["sh", "-c", line], env=os.environ | environment, capture_output=True, text=True)
+    return subprocess.run(
+        ["sh", "-c", line], env=os.environ | environment, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
-def test_a_closed_stream_changes_neither_the_result_nor_the_status(closed: str, source: Path, tmp_path: Path) -> None:
-    """The number of a closed stream goes to the next file that is opened: messages must not be written into that."""
+def test_a_closed_stream_changes_neither_the_result_nor_the_status(
+    closed: str, source: Path, tmp_path: Path
+) -> None:
+    """The number of a closed stream goes to the next file that is opened: messages must not be
+    written into that.
+    """
     done = shell(f"{COMMAND} merge {source} {tmp_path}/m.safetensors {closed}")
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert torch.equal(load_file(tmp_path / "m.safetensors")["w"], torch.arange(5.0))
@@ -42,15 +50,26 @@ def test_a_closed_stream_changes_neither_the_result_nor_the_status(closed: str, 
     assert done.returncode == 10 and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("environment", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"COLUMNS": "0"}, {"COLUMNS": "wide"}, {"COLUMNS": "-1"}])
+@pytest.mark.parametrize(
+    "environment",
+    [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"COLUMNS": "0"}, {"COLUMNS": "wide"}, {"COLUMNS": "-1"}],
+)
 def test_help_is_shown_in_any_locale_and_width(environment: dict[str, str], source: Path) -> None:
-    for words in ("--help", "merge --help", "convert --help", f"inspect {source}", f"inspect {source}/é"):
+    for words in (
+        "--help",
+        "merge --help",
+        "convert --help",
+        f"inspect {source}",
+        f"inspect {source}/é",
+    ):
         done = shell(f"{COMMAND} {words}", **environment)
         assert done.returncode == (10 if "é" in words else 0), (words, done.stderr)
         assert "Traceback" not in done.stderr and (done.stdout or done.stderr)
 
 
-def test_an_error_is_json_too_where_that_is_asked_for(source: Path, tmp_path: Path, ckpt: Callable[..., Any]) -> None:
+def test_an_error_is_json_too_where_that_is_asked_for(
+    source: Path, tmp_path: Path, ckpt: Callable[..., Any]
+) -> None:
     (tmp_path / "there.safetensors").touch()
     for words, kind, code in (
         (("inspect", tmp_path / "nowhere"), "NotACheckpointError", 10),
@@ -64,13 +83,17 @@ def test_an_error_is_json_too_where_that_is_asked_for(source: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["a:b", "a\\b", "C:x", "a b", "a%20b", "é", "-x", "#1?"])
-def test_a_name_that_this_system_allows_is_one(name: str, tmp_path: Path, ckpt: Callable[..., Any]) -> None:
+def test_a_name_that_this_system_allows_is_one(
+    name: str, tmp_path: Path, ckpt: Callable[..., Any]
+) -> None:
     torch.save({"w": torch.arange(5.0)}, tmp_path / f"{name}.pt")
     done = ckpt("merge", tmp_path / f"{name}.pt", tmp_path / f"{name}.safetensors")
     assert done.returncode == 0, done.stderr
     assert torch.equal(load_file(tmp_path / f"{name}.safetensors")["w"], torch.arange(5.0))
     assert ckpt_tools.verify(tmp_path / f"{name}.safetensors").problems == []
-    assert ckpt_tools.diff((tmp_path / f"{name}.safetensors").as_uri(), tmp_path / f"{name}.pt").is_same
+    assert ckpt_tools.diff(
+        (tmp_path / f"{name}.safetensors").as_uri(), tmp_path / f"{name}.pt"
+    ).is_same
 
 
 def test_a_file_url_is_decoded_and_has_no_host(source: Path, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Several processes that torchrun or srun starts share one merge, reshard or convert: the same bytes, one commit, all or nothing."""
+"""Several processes that torchrun or srun starts share one merge, reshard or convert: the same
+bytes, one commit, all or nothing.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,26 @@ from tests.servers.hosts import ended, network, two_by_two
 
 ROOT = Path(__file__).parents[1]
 STATE = {
-    "model": {f"layers.{i}.w": torch.arange(7000.0 * (i + 1)).reshape(-1, 100) for i in range(5)} | {"norm": torch.ones(3), "step": torch.tensor(7)},
-    "optimizer": {"state": {"w": {"exp_avg": torch.linspace(0, 1, 300_000).reshape(600, 500)}}, "lr": 0.1},
-}  # fmt: skip
+    "model": (
+        {f"layers.{i}.w": torch.arange(7000.0 * (i + 1)).reshape(-1, 100) for i in range(5)}
+        | {"norm": torch.ones(3), "step": torch.tensor(7)}
+    ),
+    "optimizer": {
+        "state": {"w": {"exp_avg": torch.linspace(0, 1, 300_000).reshape(600, 500)}},
+        "lr": 0.1,
+    },
+}
 
 
 def team(size: int, *words: object, timeout: float = 180) -> subprocess.CompletedProcess[str]:
     """Runs `ckpt` as so many processes."""
-    return subprocess.run(torchrun_command(size, "-m", "ckpt_tools", *words), capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    return subprocess.run(
+        torchrun_command(size, "-m", "ckpt_tools", *words),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +70,27 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("size", [2, 3, 5] if LONG else [3])
 def test_a_team_writes_what_one_process_writes(size: int, source: Path, tmp_path: Path) -> None:
     ckpt_tools.merge(source / "three", tmp_path / "one.safetensors", dtype="bf16")
-    done = team(size, "merge", source / "three", tmp_path / "team.safetensors", "--dtype", "bf16", "--memory", "1MiB")
+    done = team(
+        size,
+        "merge",
+        source / "three",
+        tmp_path / "team.safetensors",
+        "--dtype",
+        "bf16",
+        "--memory",
+        "1MiB",
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote ") == 1
-    assert (tmp_path / "team.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+    assert (tmp_path / "team.safetensors").read_bytes() == (
+        tmp_path / "one.safetensors"
+    ).read_bytes()
     assert ckpt_tools.verify(tmp_path / "team.safetensors").problems == []
-    others = (("reshard", "--to", "4"), ("convert", "--to", "dcp", "--ranks", "2"), ("merge", "--max-shard-size", "1MB"))
+    others = (
+        ("reshard", "--to", "4"),
+        ("convert", "--to", "dcp", "--ranks", "2"),
+        ("merge", "--max-shard-size", "1MB"),
+    )
     for words in others if LONG else others[:1]:
         done = team(size, words[0], source / "three", tmp_path / words[0], *words[1:])
         assert done.returncode == 0, done.stderr
@@ -75,17 +104,26 @@ def test_shares_are_of_equal_bytes_and_cover_everything_once() -> None:
     """Of one giant and many small tensors, whatever the number of shares."""
     from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 
-    shapes = {"giant": (4000, 1000), "empty": (0, 3), "scalar": ()} | {f"small.{i}": (i + 1, 7) for i in range(50)}
+    shapes = {"giant": (4000, 1000), "empty": (0, 3), "scalar": ()} | {
+        f"small.{i}": (i + 1, 7) for i in range(50)
+    }
     f32, at, tensors = BY_NAME["float32"], 0, {}
     for fqn, shape in shapes.items():
         nbytes = whole(shape).numel * 4
         tensors[fqn] = TensorEntry(fqn, f32, shape, (Chunk(whole(shape), Extent("f", at, nbytes)),))
         at += nbytes
-    layout = safetensors.lay_out(Request([TargetTensor(f, f32, s, (whole(s),)) for f, s in shapes.items()]))
+    layout = safetensors.lay_out(
+        Request([TargetTensor(f, f32, s, (whole(s),)) for f, s in shapes.items()])
+    )
     plan = plan_transfer(Catalog("x", tensors, file_sizes={"f": at}), layout)
-    every = [(t.tensor.fqn, t.box) for step in schedule(plan, {}, 1 << 16, 1 << 16) for t in step.tiles]
+    every = [
+        (t.tensor.fqn, t.box) for step in schedule(plan, {}, 1 << 16, 1 << 16) for t in step.tiles
+    ]
     for count in (1, 2, 7, 64):
-        parts = [[t for step in schedule(plan, {}, 1 << 16, 1 << 16, share) for t in step.tiles] for share in shares(plan, count)]
+        parts = [
+            [t for step in schedule(plan, {}, 1 << 16, 1 << 16, share) for t in step.tiles]
+            for share in shares(plan, count)
+        ]
         assert [(t.tensor.fqn, t.box) for part in parts for t in part] == every
         sizes = [sum(t.dst_nbytes for t in part) for part in parts]
         assert max(sizes) - min(sizes) <= 2 << 16
@@ -95,7 +133,9 @@ def test_damage_in_what_no_member_reads_in_full_is_found(tmp_path: Path) -> None
     torch.save({"w": torch.randn(900, 500)}, tmp_path / "w.pt")
     ckpt_tools.convert(tmp_path / "w.pt", tmp_path / "src", to="dcp")
     store = open_source(tmp_path / "src")
-    big = max((c.extent for t in store.catalog.tensors.values() for c in t.chunks), key=lambda e: e.nbytes)
+    big = max(
+        (c.extent for t in store.catalog.tensors.values() for c in t.chunks), key=lambda e: e.nbytes
+    )
     for manifest in (tmp_path / "src").glob("ckpt.manifest.*"):
         manifest.unlink()
     places = [big.nbytes // 4, big.nbytes // 2, big.nbytes * 3 // 4]
@@ -106,23 +146,54 @@ def test_damage_in_what_no_member_reads_in_full_is_found(tmp_path: Path) -> None
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte[0] ^ 4]))
         done = team(2, "merge", tmp_path / "src", tmp_path / "out.safetensors")
-        assert done.returncode and "bytes were damaged since they were written" in done.stderr, done.stderr
+        assert done.returncode and "bytes were damaged since they were written" in done.stderr, (
+            done.stderr
+        )
         assert not (tmp_path / "out.safetensors").exists() and not list(tmp_path.glob(".tmp.*"))
         with (tmp_path / "src" / big.file).open("r+b") as file:
             file.seek(big.start + place)
             file.write(byte)
     assert team(2, "merge", tmp_path / "src", tmp_path / "out.safetensors").returncode == 0
-    assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], torch.load(tmp_path / "w.pt")["w"])
+    assert torch.equal(
+        load_file(tmp_path / "out.safetensors")["w"], torch.load(tmp_path / "w.pt")["w"]
+    )
 
 
 def test_members_that_see_different_sources_refuse(source: Path, tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-        ckpt_tools.merge(source / "three", tmp_path / str(rank) / "src.safetensors", select=["layers.*"] if rank else ["*"])
-    script = f"cd {tmp_path}/$RANK && exec {sys.executable} -m ckpt_tools merge src.safetensors {tmp_path}/out.safetensors"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "sh", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode and "processes see different sources: 1 another one than process 0" in done.stderr
+        ckpt_tools.merge(
+            source / "three",
+            tmp_path / str(rank) / "src.safetensors",
+            select=["layers.*"] if rank else ["*"],
+        )
+    script = (
+        f"cd {tmp_path}/$RANK && exec {sys.executable} -m ckpt_tools merge src.safetensors"
+        f" {tmp_path}/out.safetensors"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        "sh",
+        "-c",
+        script,
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert (
+        done.returncode
+        and "processes see different sources: 1 another one than process 0" in done.stderr
+    )
     assert not (tmp_path / "out.safetensors").exists()
 
 
@@ -143,7 +214,11 @@ def test_a_team_verifies(is_sealed: bool, tmp_path: Path) -> None:
     done = team(3, "verify", tmp_path / "src", "--deep")
     assert done.returncode == 0 and done.stdout.count("src: ") == 1, done.stderr
     found = ckpt_tools.verify(tmp_path / "src", deep=True).findings
-    assert [f.fqn for f in found] == ["model.norm"] and "model.norm" in done.stdout and "one value" in done.stdout
+    assert (
+        [f.fqn for f in found] == ["model.norm"]
+        and "model.norm" in done.stdout
+        and "one value" in done.stdout
+    )
     whole = ckpt_tools.verify(tmp_path / "src")
     data = bytearray((tmp_path / "src" / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1
@@ -151,7 +226,11 @@ def test_a_team_verifies(is_sealed: bool, tmp_path: Path) -> None:
     done = team(3, "verify", tmp_path / "src", "--json")
     found = json.loads(done.stdout)
     alone = ckpt_tools.verify(tmp_path / "src")
-    assert done.returncode and found["lost"] == list(alone.lost) and len(found["problems"]) == len(alone.problems) > len(whole.problems)
+    assert (
+        done.returncode
+        and found["lost"] == list(alone.lost)
+        and len(found["problems"]) == len(alone.problems) > len(whole.problems)
+    )
 
 
 def test_a_team_compares(source: Path, tmp_path: Path) -> None:
@@ -166,7 +245,11 @@ def test_a_team_compares(source: Path, tmp_path: Path) -> None:
     done = team(3, "diff", tmp_path / "a", tmp_path / "b", "--memory", "1MiB", "--json")
     found, alone = json.loads(done.stdout), ckpt_tools.diff(tmp_path / "a", tmp_path / "b")
     (theirs,), (mine,) = found["differences"], alone.differences
-    assert done.returncode and theirs["fqn"] == mine.fqn == "model.layers.3.w" and theirs["num_different"] == mine.num_different == 5
+    assert (
+        done.returncode
+        and theirs["fqn"] == mine.fqn == "model.layers.3.w"
+        and theirs["num_different"] == mine.num_different == 5
+    )
     assert tuple(theirs["first"]) == mine.first
 
 
@@ -184,16 +267,35 @@ def test_a_team_copies(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", range(4) if LONG else [1])
-def test_a_member_that_is_killed_leaves_nothing_and_the_next_run_completes(victim: int, tmp_path: Path) -> None:
+def test_a_member_that_is_killed_leaves_nothing_and_the_next_run_completes(
+    victim: int, tmp_path: Path
+) -> None:
     state = {f"w{i}": torch.randn(2_000_000) for i in range(25)}  # 200 MB
     torch.save(state, tmp_path / "src.pt")
-    command = torchrun_command(2, "-m", "ckpt_tools", "reshard", tmp_path / "src.pt", tmp_path / "out", "--to", 4, "--memory", "1MiB")
+    command = torchrun_command(
+        2,
+        "-m",
+        "ckpt_tools",
+        "reshard",
+        tmp_path / "src.pt",
+        tmp_path / "out",
+        "--to",
+        4,
+        "--memory",
+        "1MiB",
+    )
     few = 1 + victim // 2 * (20 << 11)  # blocks of 512 bytes
-    job = interrupt(command, lambda: sum(p.stat().st_blocks for p in tmp_path.glob(".tmp.out.*/*.distcp")) >= few, member=victim % 2)
+    job = interrupt(
+        command,
+        lambda: sum(p.stat().st_blocks for p in tmp_path.glob(".tmp.out.*/*.distcp")) >= few,
+        member=victim % 2,
+    )
     assert job.returncode and not (tmp_path / "out").exists(), job.stderr
     done = team(2, "reshard", tmp_path / "src.pt", tmp_path / "out", "--to", "4")
     assert done.returncode == 0, done.stderr
-    assert ckpt_tools.diff(tmp_path / "src.pt", tmp_path / "out").is_same and not list(tmp_path.glob(".tmp.*"))
+    assert ckpt_tools.diff(tmp_path / "src.pt", tmp_path / "out").is_same and not list(
+        tmp_path.glob(".tmp.*")
+    )
 
 
 def test_two_hosts_share_a_directory(source: Path, tmp_path: Path) -> None:
@@ -203,42 +305,101 @@ def test_two_hosts_share_a_directory(source: Path, tmp_path: Path) -> None:
             pytest.skip("network namespaces cannot be made here")
         outputs = ended(two_by_two(net, "merge", source / "three", tmp_path / "team.safetensors"))
     assert sum(out.count("wrote ") for out, _ in outputs) == 1
-    assert (tmp_path / "team.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+    assert (tmp_path / "team.safetensors").read_bytes() == (
+        tmp_path / "one.safetensors"
+    ).read_bytes()
 
 
 _jobs = itertools.count(os.getpid())
 
 
 def by_slurm(size: int, *words: object, **environment: str) -> list[subprocess.Popen[str]]:
-    """Starts `ckpt` as srun would, with its variables; process 0 listens on the first node, here this machine."""
+    """Starts `ckpt` as srun would, with its variables; process 0 listens on the first node, here
+    this machine.
+    """
     jobs, number = [], next(_jobs)
     for rank in range(size):
-        slurm = {"PROCID": rank, "STEP_NUM_TASKS": size, "JOB_ID": number, "STEP_ID": 3, "JOB_NODELIST": "localhost"}
-        own = {f"SLURM_{key}": str(value) for key, value in slurm.items()} | {"PYTHONPATH": str(ROOT)} | environment
+        slurm = {
+            "PROCID": rank,
+            "STEP_NUM_TASKS": size,
+            "JOB_ID": number,
+            "STEP_ID": 3,
+            "JOB_NODELIST": "localhost",
+        }
+        own = (
+            {f"SLURM_{key}": str(value) for key, value in slurm.items()}
+            | {"PYTHONPATH": str(ROOT)}
+            | environment
+        )
         command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
-        jobs.append(subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        jobs.append(
+            subprocess.Popen(
+                command,
+                env=os.environ | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
     return jobs
 
 
 @pytest.mark.skipif(bool(slurm.missing()), reason=f"no Slurm here: {slurm.missing()}")
-def test_slurm_starts_them_too(source: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A real one: three tasks write one file, an error of all ends the step, and a task that is killed ends the others."""
-    torch.save({f"w{i}": torch.randn(2_000_000) for i in range(25)}, tmp_path / "large.pt")  # 200 MB
+def test_slurm_starts_them_too(
+    source: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A real one: three tasks write one file, an error of all ends the step, and a task that is
+    killed ends the others.
+    """
+    # 200 MB
+    torch.save({f"w{i}": torch.randn(2_000_000) for i in range(25)}, tmp_path / "large.pt")
     with slurm.cluster(tmp_path_factory.mktemp("slurm")) as environment:
 
         def srun(size: int, *words: object) -> subprocess.Popen[str]:
-            command = ["srun", f"--ntasks={size}", "--kill-on-bad-exit=1", sys.executable, "-m", "ckpt_tools", *map(str, words)]
+            command = [
+                "srun",
+                f"--ntasks={size}",
+                "--kill-on-bad-exit=1",
+                sys.executable,
+                "-m",
+                "ckpt_tools",
+                *map(str, words),
+            ]
             own = os.environ | environment | {"PYTHONPATH": str(ROOT)}
-            return subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            return subprocess.Popen(
+                command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
 
         for is_well, says in ((True, "wrote "), (False, "the destination exists")):
             job = srun(3, "merge", source / "three", tmp_path / "out.safetensors")
             out, errors = job.communicate(timeout=180)
-            assert (job.returncode == 0) == is_well and out.count("wrote ") == is_well and says in out + errors, errors
-        job = srun(2, "reshard", tmp_path / "large.pt", tmp_path / "four", "--to", 4, "--memory", "1MiB", "--jobs", 1)
+            assert (
+                (job.returncode == 0) == is_well
+                and out.count("wrote ") == is_well
+                and says in out + errors
+            ), errors
+        job = srun(
+            2,
+            "reshard",
+            tmp_path / "large.pt",
+            tmp_path / "four",
+            "--to",
+            4,
+            "--memory",
+            "1MiB",
+            "--jobs",
+            1,
+        )
         victim = 0
         while job.poll() is None and not victim:
-            victim = next((pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_task(pid, 1, tmp_path / "four")), 0)
+            victim = next(
+                (
+                    pid
+                    for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+                    if _is_task(pid, 1, tmp_path / "four")
+                ),
+                0,
+            )
         while job.poll() is None and not any(tmp_path.glob(".tmp.four.*/*.distcp")):
             time.sleep(0.001)
         assert victim, job.communicate(timeout=180)
@@ -254,15 +415,31 @@ def test_slurm_starts_them_too(source: Path, tmp_path: Path, tmp_path_factory: p
 def _is_task(pid: int, number: int, dst: Path) -> bool:
     """Tells whether a process is the task of that number that srun has started to write there."""
     try:
-        words, environment = (Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+        words, environment = (
+            Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0") for name in ("cmdline", "environ")
+        )
     except OSError:
         return False
-    return f"SLURM_PROCID={number}".encode() in environment and str(dst).encode() in words and b"srun" not in words[0]
+    return (
+        f"SLURM_PROCID={number}".encode() in environment
+        and str(dst).encode() in words
+        and b"srun" not in words[0]
+    )
 
 
 def test_a_member_that_hangs_is_given_up(tmp_path: Path) -> None:
     torch.save({f"w{i}": torch.randn(2_000_000) for i in range(25)}, tmp_path / "src.pt")  # 200 MB
-    jobs = by_slurm(2, "reshard", tmp_path / "src.pt", tmp_path / "out", "--to", 4, "--memory", "1MiB", CKPT_TEAM_TIMEOUT_S="5")
+    jobs = by_slurm(
+        2,
+        "reshard",
+        tmp_path / "src.pt",
+        tmp_path / "out",
+        "--to",
+        4,
+        "--memory",
+        "1MiB",
+        CKPT_TEAM_TIMEOUT_S="5",
+    )
     try:
         while jobs[0].poll() is None and not any(tmp_path.glob(".tmp.out.*/*.distcp")):
             time.sleep(0.002)
@@ -271,16 +448,34 @@ def test_a_member_that_hangs_is_given_up(tmp_path: Path) -> None:
     finally:
         jobs[1].kill()
         jobs[1].communicate()
-    assert jobs[0].returncode == 16 and re.search(r"rank 1 did not answer \(.*at most 5 s", errors), errors
+    assert jobs[0].returncode == 16 and re.search(
+        r"rank 1 did not answer \(.*at most 5 s", errors
+    ), errors
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".tmp.*"))
 
 
 def test_slurms_variables_are_understood() -> None:
-    step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "1234567", "SLURM_STEP_NODELIST": "gpu[007-009,12],login1"}
+    step = {
+        "SLURM_PROCID": "5",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_JOB_ID": "1234567",
+        "SLURM_STEP_NODELIST": "gpu[007-009,12],login1",
+    }
     found = slurm_variables(step | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"})
-    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"], found["LOCAL_WORLD_SIZE"]) == ("5", "8", "gpu007", "4")
+    assert (
+        found["RANK"],
+        found["WORLD_SIZE"],
+        found["MASTER_ADDR"],
+        found["LOCAL_WORLD_SIZE"],
+    ) == ("5", "8", "gpu007", "4")
     assert 20_000 <= int(found["MASTER_PORT"]) < 30_000
-    for nodes, first in {"a": "a", "a,b": "a", "a[1-2]": "a1", "a[03,05]-ib,b": "a03-ib", "n-1[10-20]": "n-110"}.items():
+    for nodes, first in {
+        "a": "a",
+        "a,b": "a",
+        "a[1-2]": "a1",
+        "a[03,05]-ib,b": "a03-ib",
+        "n-1[10-20]": "n-110",
+    }.items():
         assert first_host(nodes) == first
     with pytest.raises(PlanError, match="not a job step of Slurm"):
         slurm_variables({"SLURM_PROCID": "5"})

@@ -24,9 +24,20 @@ from tests.strategies import flip
 from tests.test_remote import run_ckpt
 
 DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    torch.complex64, torch.uint16, torch.float8_e4m3fn,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.uint16,
+    torch.float8_e4m3fn,
+]
 
 
 def save(path: Path, value: object) -> Path:
@@ -36,9 +47,9 @@ def save(path: Path, value: object) -> Path:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(50, 16), nn.Conv2d(3, 4, 3), nn.BatchNorm1d(7), nn.Linear(16, 9)).to(
-        memory_format=torch.channels_last
-    )
+    return nn.Sequential(
+        nn.Embedding(50, 16), nn.Conv2d(3, 4, 3), nn.BatchNorm1d(7), nn.Linear(16, 9)
+    ).to(memory_format=torch.channels_last)
 
 
 def test_a_training_state_is_read_as_torch_reads_it(tmp_path: Path) -> None:
@@ -57,11 +68,15 @@ def test_a_training_state_is_read_as_torch_reads_it(tmp_path: Path) -> None:
         },
     )
     report = ckpt_tools.inspect(path)
-    assert report.total.num_tensors == len(net.state_dict()) + 3 * len(optimizer.state_dict()["state"])
+    assert report.total.num_tensors == len(net.state_dict()) + 3 * len(
+        optimizer.state_dict()["state"]
+    )
     assert "argparse.Namespace (1)" in report.extras["other values"]
     ckpt_tools.merge(path, tmp_path / "m.safetensors")
     got = load_file(tmp_path / "m.safetensors")
-    assert got.keys() == net.state_dict().keys() and all(torch.equal(got[n], v) for n, v in net.state_dict().items())
+    assert got.keys() == net.state_dict().keys() and all(
+        torch.equal(got[n], v) for n, v in net.state_dict().items()
+    )
     other = model()
     with torch.no_grad():
         for parameter in other.parameters():
@@ -73,9 +88,18 @@ def test_a_training_state_is_read_as_torch_reads_it(tmp_path: Path) -> None:
 def test_views_ties_and_every_type(tmp_path: Path) -> None:
     base = torch.arange(600.0).reshape(20, 30)
     tensors = {
-        "all": base, "tied": base, "row": base[7], "rows": base[3:5], "t": base.t(), "every": base[::2, ::3], "spread": torch.ones(1).expand(50),
-        "none": torch.zeros(0, 4), "scalar": torch.tensor(7), "parameter": nn.Parameter(torch.ones(3)), "last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    } | {str(d): torch.arange(6).to(d) for d in DTYPES}  # fmt: skip
+        "all": base,
+        "tied": base,
+        "row": base[7],
+        "rows": base[3:5],
+        "t": base.t(),
+        "every": base[::2, ::3],
+        "spread": torch.ones(1).expand(50),
+        "none": torch.zeros(0, 4),
+        "scalar": torch.tensor(7),
+        "parameter": nn.Parameter(torch.ones(3)),
+        "last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    } | {str(d): torch.arange(6).to(d) for d in DTYPES}
     path = save(tmp_path / "views.pth", OrderedDict(tensors))
     ckpt_tools.merge(path, tmp_path / "m.safetensors", keep_prefix=True, select=["*"])
     got = load_file(tmp_path / "m.safetensors")
@@ -83,7 +107,8 @@ def test_views_ties_and_every_type(tmp_path: Path) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert got[name].shape == value.shape and torch.equal(
-            got[name].contiguous().flatten().view(torch.uint8), value.detach().contiguous().flatten().view(torch.uint8)
+            got[name].contiguous().flatten().view(torch.uint8),
+            value.detach().contiguous().flatten().view(torch.uint8),
         ), name
     assert ckpt_tools.diff(path, tmp_path / "m.safetensors").is_same
 
@@ -91,10 +116,14 @@ def test_views_ties_and_every_type(tmp_path: Path) -> None:
 def test_lists_and_one_bare_tensor(tmp_path: Path) -> None:
     one = ckpt_tools.inspect(save(tmp_path / "bare.pt", torch.ones(3)))
     assert one.total.num_tensors == 1
-    nested = ckpt_tools.inspect(save(tmp_path / "list.pt", {"a": [torch.ones(2), {"b": (torch.ones(3), 5)}]}))
+    nested = ckpt_tools.inspect(
+        save(tmp_path / "list.pt", {"a": [torch.ones(2), {"b": (torch.ones(3), 5)}]})
+    )
     assert nested.total.num_tensors == 2
     with pytest.raises(FormatError, match="two tensors have one name"):
-        ckpt_tools.inspect(save(tmp_path / "clash.pt", {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}))
+        ckpt_tools.inspect(
+            save(tmp_path / "clash.pt", {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
+        )
 
 
 def test_shards_with_an_index_are_one_checkpoint(tmp_path: Path) -> None:
@@ -103,19 +132,27 @@ def test_shards_with_an_index_are_one_checkpoint(tmp_path: Path) -> None:
     values = {f"layer.{i}.weight": torch.randn(40, 30) for i in range(4)}
     names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
     for number, name in enumerate(names):
-        save(tmp_path / name, {k: v for k, v in values.items() if int(k.split(".")[1]) % 2 == number})
+        save(
+            tmp_path / name, {k: v for k, v in values.items() if int(k.split(".")[1]) % 2 == number}
+        )
     weight_map = {k: names[int(k.split(".")[1]) % 2] for k in values}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     ckpt_tools.merge(tmp_path, out)
     got = load_file(out)
     assert got.keys() == values.keys() and all(torch.equal(got[n], v) for n, v in values.items())
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
+    (tmp_path / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../../etc/passwd"}})
+    )
     with pytest.raises(CheckpointError, match="outside the checkpoint"):
         ckpt_tools.inspect(tmp_path)
 
 
 def test_what_holds_no_tensor_of_a_known_type_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"no tensors of a type that is known here, but argparse\.Namespace"):
+    with pytest.raises(
+        FormatError, match=r"no tensors of a type that is known here, but argparse\.Namespace"
+    ):
         ckpt_tools.inspect(save(tmp_path / "x.pt", {"args": argparse.Namespace(w=torch.ones(3))}))
 
 
@@ -151,13 +188,19 @@ def archive(path: Path, data: bytes, storages: dict[str, bytes]) -> Path:
     """A zip as torch lays it out, with any pickle."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as file:
-        for name, content in {"data.pkl": data, **{f"data/{k}": v for k, v in storages.items()}, "version": b"3\n"}.items():
+        for name, content in {
+            "data.pkl": data,
+            **{f"data/{k}": v for k, v in storages.items()},
+            "version": b"3\n",
+        }.items():
             file.writestr(f"archive/{name}", content)
     path.write_bytes(buffer.getvalue())
     return path
 
 
-def tensor(key: str, numel: int, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+def tensor(
+    key: str, numel: int, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> bytes:
     def ints(values: tuple[int, ...]) -> bytes:
         return b"(" + b"".join(b"\x8a\x08" + struct.pack("<q", v) for v in values) + b"t"
 
@@ -168,7 +211,14 @@ def tensor(key: str, numel: int, offset: int, sizes: tuple[int, ...], strides: t
         + ints((numel,))[1:-1]
         + b"tQ"
     )
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + ints((offset,))[1:-1] + ints(sizes) + ints(strides) + b"\x89NtR"
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n("
+        + pid
+        + ints((offset,))[1:-1]
+        + ints(sizes)
+        + ints(strides)
+        + b"\x89NtR"
+    )
 
 
 def doubled(how_often: int) -> list[object]:
@@ -193,9 +243,11 @@ def doubled(how_often: int) -> list[object]:
         (b"]q\x00(h\x00e", "too large or too deep"),
         (b"K\x05", "no tensor|0 tensors|nothing"),
     ],
-)  # fmt: skip
+)
 def test_a_pickle_that_lies_is_refused(body: bytes, message: str, tmp_path: Path) -> None:
-    path = archive(tmp_path / "x.pt", b"\x80\x02}X\x01\x00\x00\x00w" + body + b"s.", {"0": bytes(16)})
+    path = archive(
+        tmp_path / "x.pt", b"\x80\x02}X\x01\x00\x00\x00w" + body + b"s.", {"0": bytes(16)}
+    )
     with pytest.raises(CheckpointError, match=message):
         ckpt_tools.merge(path, tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists()
@@ -221,6 +273,8 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
         ({"v": "a.bin"}, "does not hold it"),
         ({"w": 5}, "expected file names"),
     ):
-        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (tmp_path / "pytorch_model.bin.index.json").write_text(
+            json.dumps({"weight_map": weight_map})
+        )
         with pytest.raises(CheckpointError, match=message):
             ckpt_tools.inspect(tmp_path)

@@ -24,7 +24,9 @@ from tests.strategies import full_shapes, shapes
 
 
 def packed(data: bytes, dtype: str, sizes: tuple[int, ...]) -> tuple[MemoryStore, Item]:
-    return MemoryStore({"f": b"before" + data + b"behind"}), Item(Extent("f", 6, len(data), TORCH_ZIP), BY_NAME[dtype], sizes)
+    return MemoryStore({"f": b"before" + data + b"behind"}), Item(
+        Extent("f", 6, len(data), TORCH_ZIP), BY_NAME[dtype], sizes
+    )
 
 
 def saved(tensor: torch.Tensor) -> bytes:
@@ -36,7 +38,11 @@ def saved(tensor: torch.Tensor) -> bytes:
 @given(st.sampled_from(sorted(BY_NAME)), shapes)
 def test_torch_and_zipfile_read_what_is_wrapped(name: str, sizes: tuple[int, ...]) -> None:
     wrapping = wrap(BY_NAME[name], sizes)
-    payload = np.random.default_rng(1).integers(0, 2 if name == "bool" else 255, wrapping.nbytes, np.uint8).tobytes()
+    payload = (
+        np.random.default_rng(1)
+        .integers(0, 2 if name == "bool" else 255, wrapping.nbytes, np.uint8)
+        .tobytes()
+    )
     archive = wrapping.prefix + payload + wrapping.render_suffix(crc32(payload))
     assert len(archive) == len(wrapping.prefix) + wrapping.nbytes + wrapping.suffix_nbytes
     assert len(wrapping.prefix) % 64 == 0
@@ -48,31 +54,50 @@ def test_torch_and_zipfile_read_what_is_wrapped(name: str, sizes: tuple[int, ...
     assert bytes(tensor.untyped_storage()) == payload
 
 
-@pytest.mark.parametrize("name", ["float32", "bool", "int64", "bfloat16", "float8_e5m2", "uint32", "complex64"])
+@pytest.mark.parametrize(
+    "name", ["float32", "bool", "int64", "bfloat16", "float8_e5m2", "uint32", "complex64"]
+)
 def test_the_wrapping_is_torchs_own_but_for_the_serialization_id(name: str) -> None:
     tensor = torch.zeros(3, 2, dtype=getattr(torch, name))
     theirs, wrapping = zipfile.ZipFile(io.BytesIO(saved(tensor))), wrap(BY_NAME[name], (3, 2))
     payload = bytes(tensor.untyped_storage())
-    ours = zipfile.ZipFile(io.BytesIO(wrapping.prefix + payload + wrapping.render_suffix(crc32(payload))))
+    ours = zipfile.ZipFile(
+        io.BytesIO(wrapping.prefix + payload + wrapping.render_suffix(crc32(payload)))
+    )
     names = [n for n in theirs.namelist() if not n.endswith("serialization_id")]
     assert ours.namelist() == names
     assert all(ours.read(n) == theirs.read(n) for n in names if not n.endswith("data.pkl"))
-    assert all((ours.getinfo(n).flag_bits, ours.getinfo(n).compress_type) == (0x808, 0) for n in names)
+    assert all(
+        (ours.getinfo(n).flag_bits, ours.getinfo(n).compress_type) == (0x808, 0) for n in names
+    )
 
 
-@given(st.sampled_from(["float32", "int8", "bfloat16", "complex128", "float8_e4m3fn", "uint16"]), full_shapes, st.data())
-def test_the_payload_is_found_in_what_torch_saved(name: str, shape: tuple[int, ...], data: st.DataObject) -> None:
+@given(
+    st.sampled_from(["float32", "int8", "bfloat16", "complex128", "float8_e4m3fn", "uint16"]),
+    full_shapes,
+    st.data(),
+)
+def test_the_payload_is_found_in_what_torch_saved(
+    name: str, shape: tuple[int, ...], data: st.DataObject
+) -> None:
     dtype = BY_NAME[name]
     order = data.draw(st.permutations(range(len(shape))))
-    raw = np.random.default_rng(2).integers(0, 255, int(np.prod(shape, dtype=int)) * dtype.itemsize, np.uint8)
+    raw = np.random.default_rng(2).integers(
+        0, 255, int(np.prod(shape, dtype=int)) * dtype.itemsize, np.uint8
+    )
     tensor = torch.from_numpy(raw).view(getattr(torch, name)).view(shape).permute(order)
     store, item = packed(saved(tensor), name, tuple(tensor.shape))
     ((_, extent),) = locate(store, [item])
-    words = np.frombuffer(read(store, extent.file, extent.start, extent.nbytes), f"V{dtype.itemsize}")
+    words = np.frombuffer(
+        read(store, extent.file, extent.start, extent.nbytes), f"V{dtype.itemsize}"
+    )
     strides = [s * dtype.itemsize for s in extent.strides] if extent.strides else None
     found = np.ndarray(tuple(tensor.shape), words.dtype, buffer=words.data, strides=strides)
     want = np.ndarray(
-        tuple(tensor.shape), words.dtype, raw.data if raw.size else None, strides=[s * dtype.itemsize for s in tensor.stride()]
+        tuple(tensor.shape),
+        words.dtype,
+        raw.data if raw.size else None,
+        strides=[s * dtype.itemsize for s in tensor.stride()],
     )
     assert found.tobytes() == want.tobytes()
 
@@ -81,7 +106,9 @@ def test_a_view_of_a_larger_storage_is_found_at_its_offset() -> None:
     tensor = torch.arange(100, dtype=torch.int32).view(10, 10)[2:4]
     store, item = packed(saved(tensor), "int32", (2, 10))
     ((_, extent),) = locate(store, [item])
-    assert np.frombuffer(read(store, "f", extent.start, extent.nbytes), "i4").tolist() == list(range(20, 40))
+    assert np.frombuffer(read(store, "f", extent.start, extent.nbytes), "i4").tolist() == list(
+        range(20, 40)
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +119,9 @@ def test_a_view_of_a_larger_storage_is_found_at_its_offset() -> None:
         ("float32", (6,), "index says"),
     ],
 )
-def test_an_item_that_is_not_what_the_index_says_is_refused(dtype: str, sizes: tuple[int, ...], message: str) -> None:
+def test_an_item_that_is_not_what_the_index_says_is_refused(
+    dtype: str, sizes: tuple[int, ...], message: str
+) -> None:
     store, item = packed(saved(torch.zeros(3, 2)), dtype, sizes)
     with pytest.raises(FormatError, match=message):
         list(locate(store, [item]))
@@ -102,12 +131,20 @@ def test_truncation_anywhere_is_an_error() -> None:
     data = saved(torch.zeros(40, 40))
     for nbytes in range(0, len(data), 97):
         with pytest.raises(CheckpointError):
-            list(locate(MemoryStore({"f": data[:nbytes]}), [Item(Extent("f", 0, nbytes, TORCH_ZIP), BY_NAME["float32"], (40, 40))]))
+            list(
+                locate(
+                    MemoryStore({"f": data[:nbytes]}),
+                    [Item(Extent("f", 0, nbytes, TORCH_ZIP), BY_NAME["float32"], (40, 40))],
+                )
+            )
 
 
 def test_compressed_records_and_lies_about_sizes_are_refused() -> None:
     squeezed = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(saved(torch.zeros(100)))) as old, zipfile.ZipFile(squeezed, "w", zipfile.ZIP_DEFLATED) as new:
+    with (
+        zipfile.ZipFile(io.BytesIO(saved(torch.zeros(100)))) as old,
+        zipfile.ZipFile(squeezed, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
         for name in old.namelist():
             new.writestr(name, old.read(name))
     store, item = packed(squeezed.getvalue(), "float32", (100,))
@@ -127,7 +164,12 @@ def test_no_single_flipped_bit_crashes_the_reader(position: int, bit: int) -> No
     data = bytearray(saved(torch.arange(8.0)))
     data[position % len(data)] ^= 1 << bit
     try:
-        list(locate(MemoryStore({"f": bytes(data)}), [Item(Extent("f", 0, len(data), TORCH_ZIP), BY_NAME["float32"], (8,))]))
+        list(
+            locate(
+                MemoryStore({"f": bytes(data)}),
+                [Item(Extent("f", 0, len(data), TORCH_ZIP), BY_NAME["float32"], (8,))],
+            )
+        )
     except CheckpointError:
         pass
 
@@ -141,7 +183,10 @@ class SparseFile:
 
     def write(self, data: bytes) -> int:
         view = memoryview(data).cast("B")
-        if len(view) >= 1 << 20 and all(view[i : i + (1 << 20)] == self.zeros[: len(view) - i] for i in range(0, len(view), 1 << 20)):
+        if len(view) >= 1 << 20 and all(
+            view[i : i + (1 << 20)] == self.zeros[: len(view) - i]
+            for i in range(0, len(view), 1 << 20)
+        ):
             self.file.seek(len(view), 1)
         else:
             self.file.write(view)
@@ -159,7 +204,9 @@ def test_an_item_past_4_gib_is_found_in_torchs_zip64_and_torch_opens_ours(tmp_pa
     sparse.file.close()
     size = (tmp_path / "theirs").stat().st_size
     store = LocalStore(tmp_path)
-    ((_, extent),) = locate(store, [Item(Extent("theirs", 0, size, TORCH_ZIP), BY_NAME["uint8"], (numel,))])
+    ((_, extent),) = locate(
+        store, [Item(Extent("theirs", 0, size, TORCH_ZIP), BY_NAME["uint8"], (numel,))]
+    )
     assert extent.nbytes == numel
     wrapping = wrap(BY_NAME["uint8"], (numel,))
     with (tmp_path / "ours").open("wb") as file:
@@ -170,5 +217,7 @@ def test_an_item_past_4_gib_is_found_in_torchs_zip64_and_torch_opens_ours(tmp_pa
     tensor = torch.load(tmp_path / "ours", weights_only=True, mmap=True)
     assert (tensor.numel(), tensor[-1].item()) == (numel, 7)
     size = (tmp_path / "ours").stat().st_size
-    ((_, extent),) = locate(store, [Item(Extent("ours", 0, size, TORCH_ZIP), BY_NAME["uint8"], (numel,))])
+    ((_, extent),) = locate(
+        store, [Item(Extent("ours", 0, size, TORCH_ZIP), BY_NAME["uint8"], (numel,))]
+    )
     assert (extent.start, extent.nbytes) == (len(wrapping.prefix), numel)

@@ -1,4 +1,6 @@
-"""Tensors of kinds that are not read: each is named, and nothing is written, compared or loaded without it unless that is asked for."""
+"""Tensors of kinds that are not read: each is named, and nothing is written, compared or loaded
+without it unless that is asked for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ import ckpt_tools
 from ckpt_tools import CheckpointError, PlanError
 
 Run = Callable[..., Any]
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of prototypes, and of what it will remove
+# torch warns of prototypes, and of what it will remove
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 class Plain(torch.Tensor):
@@ -35,36 +38,62 @@ class Packed(torch.Tensor):
         self.data_, self.scale = data, scale
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return False if "is_pinned" in str(function) else cls(args[0].data_, args[0].scale)
 
 
 KINDS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
-    "per tensor": (lambda: torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 0, torch.qint8), "a quantized tensor"),
+    "per tensor": (
+        lambda: torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 0, torch.qint8),
+        "a quantized tensor",
+    ),
     "per channel": (
-        lambda: torch.quantize_per_channel(torch.randn(4, 4), torch.ones(4), torch.zeros(4), 0, torch.qint8),
+        lambda: torch.quantize_per_channel(
+            torch.randn(4, 4), torch.ones(4), torch.zeros(4), 0, torch.qint8
+        ),
         "a quantized tensor",
     ),
     "coo": (lambda: torch.eye(4).to_sparse(), "a sparse tensor"),
     "csr": (lambda: torch.eye(4).to_sparse_csr(), "a sparse tensor"),
-    "strided nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
-    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2, 2)], layout=torch.jagged), "a tensor of the class torch.nested"),
+    "strided nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "a nested tensor",
+    ),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2, 2)], layout=torch.jagged),
+        "a tensor of the class torch.nested",
+    ),
     "meta": (lambda: torch.ones(3, device="meta"), "a meta tensor, which has no data"),
-    "conjugated": (lambda: torch.randn(3, dtype=torch.complex64).conj(), "a conjugated or negated view"),
-    "negated": (lambda: torch.randn(3, dtype=torch.complex64).conj().imag, "a conjugated or negated view"),
-    "wrapper": (lambda: Packed(torch.ones(9, 9, dtype=torch.int8), torch.ones(9)), "a tensor of the class tests.test_unread.Packed"),
+    "conjugated": (
+        lambda: torch.randn(3, dtype=torch.complex64).conj(),
+        "a conjugated or negated view",
+    ),
+    "negated": (
+        lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
+        "a conjugated or negated view",
+    ),
+    "wrapper": (
+        lambda: Packed(torch.ones(9, 9, dtype=torch.int8), torch.ones(9)),
+        "a tensor of the class tests.test_unread.Packed",
+    ),
 }
 
 
 @pytest.fixture(params=KINDS)
 def odd(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
-    """A file with one tensor of a kind that is not read, `model.odd`, and one of another, `model.w`."""
+    """A file with one tensor of a kind that is not read, `model.odd`, and one of another,
+    `model.w`.
+    """
     make, kind = KINDS[request.param]
     torch.save({"model": {"odd": make(), "w": torch.arange(5.0)}, "step": 3}, tmp_path / "s.pt")
     return tmp_path / "s.pt", kind
 
 
-def test_every_verb_names_it_and_writes_nothing_without_it(odd: tuple[Path, str], tmp_path: Path, ckpt: Run) -> None:
+def test_every_verb_names_it_and_writes_nothing_without_it(
+    odd: tuple[Path, str], tmp_path: Path, ckpt: Run
+) -> None:
     path, kind = odd
     for words in (
         ("merge", path, tmp_path / "m.safetensors"),
@@ -75,11 +104,17 @@ def test_every_verb_names_it_and_writes_nothing_without_it(odd: tuple[Path, str]
     ):
         done = ckpt(*words)
         assert done.returncode == PlanError.exit_code, words
-        assert "odd'" in done.stderr and kind in done.stderr and "--exclude" in done.stderr, done.stderr
+        assert "odd'" in done.stderr and kind in done.stderr and "--exclude" in done.stderr, (
+            done.stderr
+        )
     assert [p.name for p in tmp_path.iterdir()] == ["s.pt"]
     for verb in ("inspect", "verify"):
         done = ckpt(verb, path)
-        assert done.returncode == 0 and "not read: " in done.stdout and f"model.odd ({kind}" in done.stdout, done.stdout
+        assert (
+            done.returncode == 0
+            and "not read: " in done.stdout
+            and f"model.odd ({kind}" in done.stdout
+        ), done.stdout
         assert kind in json.loads(ckpt(verb, path, "--json").stdout)["unread"]["model.odd"]
     result = ckpt_tools.salvage(path, tmp_path / "saved")
     assert result.lost == ["model.odd"] and kind in result.problems[0].what
@@ -89,22 +124,52 @@ def test_excluded_it_is_left_out(odd: tuple[Path, str], tmp_path: Path, ckpt: Ru
     path, _ = odd
     for glob in ("odd", "model.odd", "*.odd"):
         if glob != "*.odd":
-            assert ckpt("merge", path, tmp_path / "m.safetensors", "--exclude", glob, "--overwrite").returncode == 0
+            assert (
+                ckpt(
+                    "merge", path, tmp_path / "m.safetensors", "--exclude", glob, "--overwrite"
+                ).returncode
+                == 0
+            )
             assert list(load_file(tmp_path / "m.safetensors")) == ["w"]
         if glob != "odd":
-            assert ckpt("convert", path, tmp_path / "c.pt", "--to", "torch", "--exclude", glob, "--overwrite").returncode == 0
+            assert (
+                ckpt(
+                    "convert",
+                    path,
+                    tmp_path / "c.pt",
+                    "--to",
+                    "torch",
+                    "--exclude",
+                    glob,
+                    "--overwrite",
+                ).returncode
+                == 0
+            )
             assert torch.load(tmp_path / "c.pt")["model"].keys() == {"w"}
             assert ckpt("diff", path, tmp_path / "c.pt", "--exclude", glob).returncode == 0
 
 
 def test_a_target_of_the_model_alone_needs_nothing_of_the_optimizer(tmp_path: Path) -> None:
     """As an 8-bit optimizer has tensors of its own classes."""
-    moments = {"state": {0: {"exp_avg": torch.quantize_per_tensor(torch.ones(5), 0.1, 0, torch.qint8)}}, "param_groups": [{"params": [0]}]}
+    moments = {
+        "state": {0: {"exp_avg": torch.quantize_per_tensor(torch.ones(5), 0.1, 0, torch.qint8)}},
+        "param_groups": [{"params": [0]}],
+    }
     torch.save({"model": {"w": torch.arange(5.0)}, "optimizer": moments}, tmp_path / "s.pt")
     for keep_prefix in (False, True):
-        ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "m.safetensors", to="safetensors", keep_prefix=keep_prefix, overwrite=True)
+        ckpt_tools.convert(
+            tmp_path / "s.pt",
+            tmp_path / "m.safetensors",
+            to="safetensors",
+            keep_prefix=keep_prefix,
+            overwrite=True,
+        )
         ckpt_tools.merge(tmp_path / "s.pt", tmp_path / "n.safetensors", overwrite=True)
-        assert len(load_file(tmp_path / "m.safetensors")) == len(load_file(tmp_path / "n.safetensors")) == 1
+        assert (
+            len(load_file(tmp_path / "m.safetensors"))
+            == len(load_file(tmp_path / "n.safetensors"))
+            == 1
+        )
     with pytest.raises(PlanError, match="optimizer.state.0.exp_avg"):
         ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "no", to="dcp")
 
@@ -135,18 +200,30 @@ def test_the_files_of_ranks_name_it_too(tmp_path: Path) -> None:
         ckpt_tools.convert(tmp_path, tmp_path / "out", to="dcp")
 
 
-# ---- DCP ------------------------------------------------------------------------------------------------------------------
+# ---- DCP -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (lambda: torch.quantize_per_tensor(torch.randn(40, 40), 0.1, 0, torch.qint8), "a quantized tensor, qint8"),
-        (lambda: Packed(torch.ones(200, 200, dtype=torch.int8), torch.ones(200)), "a tensor of the class tests.test_unread.Packed"),
+        (
+            lambda: torch.quantize_per_tensor(torch.randn(40, 40), 0.1, 0, torch.qint8),
+            "a quantized tensor, qint8",
+        ),
+        (
+            lambda: Packed(torch.ones(200, 200, dtype=torch.int8), torch.ones(200)),
+            "a tensor of the class tests.test_unread.Packed",
+        ),
     ],
 )
-def test_dcp_with_it_is_no_false_alarm(make: Callable[[], torch.Tensor], kind: str, tmp_path: Path, ckpt: Run) -> None:
-    dcp.save({"model": {"odd": make(), "w": torch.arange(5.0)}}, checkpoint_id=tmp_path / "c", no_dist=True)
+def test_dcp_with_it_is_no_false_alarm(
+    make: Callable[[], torch.Tensor], kind: str, tmp_path: Path, ckpt: Run
+) -> None:
+    dcp.save(
+        {"model": {"odd": make(), "w": torch.arange(5.0)}},
+        checkpoint_id=tmp_path / "c",
+        no_dist=True,
+    )
     report = ckpt_tools.verify(tmp_path / "c")
     assert report.problems == [] and report.unread == {"model.odd": kind}
     with pytest.raises(PlanError, match="'odd'"):
@@ -161,9 +238,18 @@ def test_dcp_with_it_is_no_false_alarm(make: Callable[[], torch.Tensor], kind: s
     assert ckpt_tools.verify(tmp_path / "c").problems, "its bytes are compared all the same"
 
 
-@pytest.mark.parametrize("tensor", [TwoTensor(torch.ones(9, 9), torch.ones(9, 9)), torch.randn(300, dtype=torch.complex64).conj()])
-def test_dcp_with_something_else_in_an_archive_of_the_usual_length_names_it(tensor: torch.Tensor, tmp_path: Path) -> None:
-    dcp.save({"model": {"odd": tensor, "w": torch.arange(5.0)}}, checkpoint_id=tmp_path / "c", no_dist=True)
+@pytest.mark.parametrize(
+    "tensor",
+    [TwoTensor(torch.ones(9, 9), torch.ones(9, 9)), torch.randn(300, dtype=torch.complex64).conj()],
+)
+def test_dcp_with_something_else_in_an_archive_of_the_usual_length_names_it(
+    tensor: torch.Tensor, tmp_path: Path
+) -> None:
+    dcp.save(
+        {"model": {"odd": tensor, "w": torch.arange(5.0)}},
+        checkpoint_id=tmp_path / "c",
+        no_dist=True,
+    )
     assert ckpt_tools.verify(tmp_path / "c").problems == []
     with pytest.raises(CheckpointError, match="'odd': ") as caught:
         ckpt_tools.merge(tmp_path / "c", tmp_path / "m.safetensors")
@@ -172,11 +258,14 @@ def test_dcp_with_something_else_in_an_archive_of_the_usual_length_names_it(tens
     assert list(load_file(tmp_path / "m.safetensors")) == ["w"]
 
 
-# ---- --exclude -------------------------------------------------------------------------------------------------------------
+# ---- --exclude -----------------------------------------------------------------------------------
 
 
 def test_exclude_goes_with_select_and_must_match(tmp_path: Path) -> None:
-    torch.save({"model": {"a.w": torch.ones(1), "a.b": torch.ones(2), "c": torch.ones(3)}}, tmp_path / "s.pt")
+    torch.save(
+        {"model": {"a.w": torch.ones(1), "a.b": torch.ones(2), "c": torch.ones(3)}},
+        tmp_path / "s.pt",
+    )
     ckpt_tools.merge(tmp_path / "s.pt", tmp_path / "m.safetensors", select=["a.*"], exclude=["*.b"])
     assert list(load_file(tmp_path / "m.safetensors")) == ["a.w"]
     for call in (

@@ -1,4 +1,6 @@
-"""Proof that a checkpoint is whole, and what is said and saved of one that is not. Stock torch is the oracle."""
+"""Proof that a checkpoint is whole, and what is said and saved of one that is not. Stock torch is
+the oracle.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,29 @@ from tests.test_remote import run_ckpt
 
 Saved = Callable[[int], Path]
 DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz, torch.complex64,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.complex64,
+]
 
 
 def state() -> dict[str, object]:
     generator = torch.Generator().manual_seed(0)
     return {
-        "model": {"a": torch.randn(40, 30, generator=generator), "b": torch.arange(70), "half": torch.randn(900, generator=generator).bfloat16()},
+        "model": {
+            "a": torch.randn(40, 30, generator=generator),
+            "b": torch.arange(70),
+            "half": torch.randn(900, generator=generator).bfloat16(),
+        },
         "step": 7,
         "rng": torch.get_rng_state(),
-    }  # fmt: skip
+    }
 
 
 def stock(path: Path) -> Path:
@@ -43,7 +56,16 @@ def stock(path: Path) -> Path:
 
 def loads_as_saved(path: Path) -> bool:
     """Tells whether stock torch reads what was saved."""
-    want, got = state(), {"model": {"a": torch.zeros(40, 30), "b": torch.zeros(70, dtype=torch.long), "half": torch.zeros(900).bfloat16()}}
+    want, got = (
+        state(),
+        {
+            "model": {
+                "a": torch.zeros(40, 30),
+                "b": torch.zeros(70, dtype=torch.long),
+                "half": torch.zeros(900).bfloat16(),
+            }
+        },
+    )
     got |= {"step": 0, "rng": torch.zeros(0, dtype=torch.uint8)}
     got["rng"] = torch.zeros_like(want["rng"])
     try:
@@ -71,7 +93,9 @@ def test_no_flip_that_harms_a_stock_checkpoint_goes_unnoticed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["dcp", "one", "shards"])
-def test_every_flip_of_what_is_sealed_is_noticed_and_located(kind: str, saved: Saved, tmp_path: Path) -> None:
+def test_every_flip_of_what_is_sealed_is_noticed_and_located(
+    kind: str, saved: Saved, tmp_path: Path
+) -> None:
     path = tmp_path / kind
     if kind == "dcp":
         ckpt_tools.reshard(saved(4) / "adamw", path, to_ranks=3)
@@ -87,7 +111,10 @@ def test_every_flip_of_what_is_sealed_is_noticed_and_located(kind: str, saved: S
         located = source.format.locate(source.store, [tensor])
         extents = [located.get(c.extent, c.extent) for c in tensor.chunks]
         spans[tensor.fqn] = [(e.file, e.start, e.start + e.nbytes) for e in extents]
-    rng, files = random.Random(2), sorted(p for p in (path if path.is_dir() else path.parent).iterdir())
+    rng, files = (
+        random.Random(2),
+        sorted(p for p in (path if path.is_dir() else path.parent).iterdir()),
+    )
     for _ in range(2000 if LONG else 120):
         file = rng.choice(files)
         at, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
@@ -95,7 +122,11 @@ def test_every_flip_of_what_is_sealed_is_noticed_and_located(kind: str, saved: S
         result = ckpt_tools.verify(path)
         flip(file, at, bit)
         assert file.name in {p.file for p in result.problems}, (file.name, at, bit, result.problems)
-        hit = [fqn for fqn, found in spans.items() if any(f == file.name and start <= at < end for f, start, end in found)]
+        hit = [
+            fqn
+            for fqn, found in spans.items()
+            if any(f == file.name and start <= at < end for f, start, end in found)
+        ]
         assert not hit or hit == list(result.lost), (file.name, at, bit, hit, result)
     assert ckpt_tools.verify(path).problems == []
 
@@ -111,20 +142,40 @@ def test_damage_is_told_by_entry_file_byte_and_rank(saved: Saved, tmp_path: Path
             next((tmp_path / "c").glob("ckpt.manifest.*")).unlink()
         result = ckpt_tools.verify(tmp_path / "c")
         (found,) = (p for p in result.problems if p.fqn)
-        assert (found.fqn, found.file, found.rank, list(result.lost)) == (tensor.fqn, payload.file, 1, [tensor.fqn])
-        assert found.start is not None and found.nbytes is not None and found.start <= payload.start + 5 < found.start + found.nbytes
+        assert (found.fqn, found.file, found.rank, list(result.lost)) == (
+            tensor.fqn,
+            payload.file,
+            1,
+            [tensor.fqn],
+        )
+        assert (
+            found.start is not None
+            and found.nbytes is not None
+            and found.start <= payload.start + 5 < found.start + found.nbytes
+        )
     done = run_ckpt("verify", tmp_path / "c")
-    assert done.returncode == 1 and tensor.fqn in done.stdout and "can still be read: ckpt salvage" in done.stdout, done.stdout
+    assert (
+        done.returncode == 1
+        and tensor.fqn in done.stdout
+        and "can still be read: ckpt salvage" in done.stdout
+    ), done.stdout
     assert '"lost"' in run_ckpt("verify", tmp_path / "c", "--json").stdout
-    assert "the bytes of 3 files, which --quick does not read" in run_ckpt("verify", tmp_path / "c", "--quick").stdout
+    assert (
+        "the bytes of 3 files, which --quick does not read"
+        in run_ckpt("verify", tmp_path / "c", "--quick").stdout
+    )
 
 
 def test_what_lies_in_the_wrong_place_is_noticed(saved: Saved, tmp_path: Path) -> None:
-    """Pages that a disk lost, wrote twice or elsewhere, shards that changed places, a shard of another step: each of them well formed."""
+    """Pages that a disk lost, wrote twice or elsewhere, shards that changed places, a shard of
+    another step: each of them well formed.
+    """
     ckpt_tools.reshard(saved(4) / "adamw", tmp_path / "c", to_ranks=3)
     with CheckpointManager(tmp_path / "run") as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, {"model": {"w": torch.full((3000,), float(step))}}, asynchronous=False)
+            checkpoints.save(
+                step, {"model": {"w": torch.full((3000,), float(step))}}, asynchronous=False
+            )
     rng, page, seen = random.Random(3), 512, 0
     first, *others = sorted((tmp_path / "c").glob("*.distcp"))
     whole = first.read_bytes()
@@ -138,12 +189,20 @@ def test_what_lies_in_the_wrong_place_is_noticed(saved: Saved, tmp_path: Path) -
             continue
         first.write_bytes(data)
         seen += 1
-        assert first.name in {p.file for p in ckpt_tools.verify(tmp_path / "c").problems}, (kind, one, two)
+        assert first.name in {p.file for p in ckpt_tools.verify(tmp_path / "c").problems}, (
+            kind,
+            one,
+            two,
+        )
     assert seen > 30
     first.write_bytes(others[0].read_bytes())
     others[0].write_bytes(whole)
-    assert {first.name, others[0].name} <= {p.file for p in ckpt_tools.verify(tmp_path / "c").problems}
-    old, new = (next((tmp_path / "run" / f"step-0000000{step}").glob("*.distcp")) for step in (1, 2))
+    assert {first.name, others[0].name} <= {
+        p.file for p in ckpt_tools.verify(tmp_path / "c").problems
+    }
+    old, new = (
+        next((tmp_path / "run" / f"step-0000000{step}").glob("*.distcp")) for step in (1, 2)
+    )
     new.write_bytes(old.read_bytes())
     (found,) = (p for p in ckpt_tools.verify(new.parent).problems if p.fqn)
     assert found.fqn == "model.w"
@@ -154,7 +213,9 @@ def test_what_lies_in_the_wrong_place_is_noticed(saved: Saved, tmp_path: Path) -
 def test_what_is_missing_short_or_too_much_is_a_verdict(saved: Saved, tmp_path: Path) -> None:
     ckpt_tools.reshard(saved(4) / "adamw", tmp_path / "c", to_ranks=3)
 
-    def changed(name: str, change: Callable[[Path], object], is_sealed: bool) -> ckpt_tools.VerifyResult:
+    def changed(
+        name: str, change: Callable[[Path], object], is_sealed: bool
+    ) -> ckpt_tools.VerifyResult:
         path = tmp_path / f"{name}{is_sealed}"
         shutil.copytree(tmp_path / "c", path)
         if not is_sealed:
@@ -164,11 +225,17 @@ def test_what_is_missing_short_or_too_much_is_a_verdict(saved: Saved, tmp_path: 
 
     for is_sealed in (True, False):
         gone = changed("gone", lambda p: (p / "__1_0.distcp").unlink(), is_sealed)
-        assert {p.file for p in gone.problems} == {"__1_0.distcp"} and 0 < len(gone.lost) < gone.num_entries
+        assert {p.file for p in gone.problems} == {"__1_0.distcp"} and 0 < len(
+            gone.lost
+        ) < gone.num_entries
         short = changed("short", lambda p: os.truncate(p / "__2_0.distcp", 3000), is_sealed)
-        assert {p.file for p in short.problems} == {"__2_0.distcp"} and 0 < len(short.lost) < short.num_entries
+        assert {p.file for p in short.problems} == {"__2_0.distcp"} and 0 < len(
+            short.lost
+        ) < short.num_entries
     extra = changed("extra", lambda p: (p / "__9_0.distcp").write_bytes(b"old"), True)
-    assert [(p.file, p.what) for p in extra.problems] == [("__9_0.distcp", "is no part of this checkpoint")] and not extra.lost
+    assert [(p.file, p.what) for p in extra.problems] == [
+        ("__9_0.distcp", "is no part of this checkpoint")
+    ] and not extra.lost
     index = changed("index", lambda p: os.truncate(p / ".metadata", 500), True)
     assert {p.file for p in index.problems} == {".metadata"} and index.num_entries == 0
     with pytest.raises(FormatError, match=r"\.metadata"):
@@ -178,7 +245,11 @@ def test_what_is_missing_short_or_too_much_is_a_verdict(saved: Saved, tmp_path: 
 def test_checksums_that_nobody_kept_are_said_to_be_missing(tmp_path: Path) -> None:
     save_file({"w": torch.ones(9)}, tmp_path / "w.safetensors")
     result = ckpt_tools.verify(tmp_path / "w.safetensors")
-    assert (result.problems, list(result.unknown), result.is_sealed) == ([], ["w.safetensors"], False)
+    assert (result.problems, list(result.unknown), result.is_sealed) == (
+        [],
+        ["w.safetensors"],
+        False,
+    )
     torch.serialization.set_crc32_options(False)
     try:
         stock(tmp_path / "plain")
@@ -186,13 +257,17 @@ def test_checksums_that_nobody_kept_are_said_to_be_missing(tmp_path: Path) -> No
         torch.serialization.set_crc32_options(True)
     assert list(ckpt_tools.verify(tmp_path / "plain").unknown) == ["__0_0.distcp"]
     done = run_ckpt("verify", tmp_path / "plain")
-    assert done.returncode == 0 and "as far as that can be told without a manifest" in done.stdout, done.stdout
+    assert (
+        done.returncode == 0 and "as far as that can be told without a manifest" in done.stdout
+    ), done.stdout
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_are_looked_at_as_torch_sees_them(dtype: torch.dtype, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
-    words = torch.randint(0, 256, (40_000 * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+    words = torch.randint(
+        0, 256, (40_000 * dtype.itemsize,), generator=generator, dtype=torch.uint8
+    ).view(dtype)
     tensors = {
         "any": words.reshape(200, 200),
         "zero": torch.zeros(300).to(dtype),
@@ -204,10 +279,15 @@ def test_values_are_looked_at_as_torch_sees_them(dtype: torch.dtype, tmp_path: P
     wide = torch.view_as_real(words) if dtype.is_complex else words.to(torch.float64)
     want = (int(wide.isnan().sum()), int(wide.isinf().sum()))
     assert (found["any"].nans, found["any"].infs) == want if any(want) else "any" not in found
-    assert found["zero"].is_zero and found["one"].is_constant and not found["one"].is_zero and "single" not in found
+    assert (
+        found["zero"].is_zero
+        and found["one"].is_constant
+        and not found["one"].is_zero
+        and "single" not in found
+    )
 
 
-# ---- seal and salvage ------------------------------------------------------------------------------------------------------------
+# ---- seal and salvage ----------------------------------------------------------------------------
 
 
 def test_a_stock_checkpoint_is_sealed_and_compared_from_then_on(tmp_path: Path) -> None:
@@ -217,7 +297,9 @@ def test_a_stock_checkpoint_is_sealed_and_compared_from_then_on(tmp_path: Path) 
     assert done.returncode == 0 and done.stdout.startswith("sealed "), done.stderr
     after = {p.name: p.read_bytes() for p in path.iterdir()}
     (new,) = after.keys() - before.keys()
-    assert {n: b for n, b in after.items() if n != new} == before and new.startswith("ckpt.manifest.")
+    assert {n: b for n, b in after.items() if n != new} == before and new.startswith(
+        "ckpt.manifest."
+    )
     assert ckpt_tools.verify(path).is_sealed and loads_as_saved(path)
     with pytest.raises(PlanError, match="it has a manifest"):
         ckpt_tools.seal(path)
@@ -261,17 +343,28 @@ def test_what_is_whole_is_salvaged(is_sealed: bool, saved: Saved, tmp_path: Path
     assert saved_source.catalog.tensors and result.lost
     assert not set(saved_source.catalog.tensors) & set(result.lost)
     original = open_source(saved(4) / "adamw").catalog
-    assert {*saved_source.catalog.tensors, *saved_source.catalog.objects, *result.lost} == {*original.tensors, *original.objects}
+    assert {*saved_source.catalog.tensors, *saved_source.catalog.objects, *result.lost} == {
+        *original.tensors,
+        *original.objects,
+    }
     assert ckpt_tools.verify(tmp_path / "saved").problems == []
     difference = ckpt_tools.diff(saved(4) / "adamw", tmp_path / "saved")
-    assert not difference.differences and not difference.only_b and set(difference.only_a) == set(result.lost)
+    assert (
+        not difference.differences
+        and not difference.only_b
+        and set(difference.only_a) == set(result.lost)
+    )
     done = run_ckpt("salvage", tmp_path / "c", tmp_path / "again")
-    assert done.returncode == 0 and "lost" in done.stdout and result.lost[0] in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "lost" in done.stdout and result.lost[0] in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.parametrize("harm", ["header", "renamed", "gone"])
 @pytest.mark.parametrize("is_sealed", [True, False])
-def test_shards_around_one_that_cannot_be_read_are_salvaged(is_sealed: bool, harm: str, tmp_path: Path) -> None:
+def test_shards_around_one_that_cannot_be_read_are_salvaged(
+    is_sealed: bool, harm: str, tmp_path: Path
+) -> None:
     whole = {f"layer{i}.w": torch.randn(100, 30) for i in range(6)}
     dcp.save({"model": dict(whole)}, checkpoint_id=tmp_path / "one", no_dist=True)
     ckpt_tools.merge(tmp_path / "one", tmp_path / "c", max_shard_bytes=24_100)
@@ -291,9 +384,17 @@ def test_shards_around_one_that_cannot_be_read_are_salvaged(is_sealed: bool, har
     assert set(told.lost) == gone and {p.file for p in told.problems} == {shards[1].name}
     result = ckpt_tools.salvage(tmp_path / "c", tmp_path / "rest")
     assert set(result.lost) == gone
-    found = {n: v for p in (tmp_path / "rest").glob("*.safetensors") for n, v in load_file(p).items()}
-    assert found.keys() == whole.keys() - gone and all(torch.equal(v, whole[n]) for n, v in found.items())
-    with pytest.raises(IntegrityError, match="is not sealed") if not is_sealed else pytest.raises(PlanError, match="it has a manifest"):
+    found = {
+        n: v for p in (tmp_path / "rest").glob("*.safetensors") for n, v in load_file(p).items()
+    }
+    assert found.keys() == whole.keys() - gone and all(
+        torch.equal(v, whole[n]) for n, v in found.items()
+    )
+    with (
+        pytest.raises(IntegrityError, match="is not sealed")
+        if not is_sealed
+        else pytest.raises(PlanError, match="it has a manifest")
+    ):
         ckpt_tools.seal(tmp_path / "c")
 
 
@@ -304,4 +405,8 @@ def test_a_damaged_file_of_tensors_is_salvaged_into_another(saved: Saved, tmp_pa
         ckpt_tools.merge(tmp_path / "m.safetensors", tmp_path / "n.safetensors")
     result = ckpt_tools.salvage(tmp_path / "m.safetensors", tmp_path / "n.safetensors")
     old, new = load_file(tmp_path / "m.safetensors"), load_file(tmp_path / "n.safetensors")
-    assert len(result.lost) == 1 and new.keys() == old.keys() - {*result.lost} and all(torch.equal(new[k], old[k]) for k in new)
+    assert (
+        len(result.lost) == 1
+        and new.keys() == old.keys() - {*result.lost}
+        and all(torch.equal(new[k], old[k]) for k in new)
+    )

@@ -1,1 +1,3 @@
-"""An FSDP training program to start from, with checkpoints done right. docs/training.md is for its users."""
+"""An FSDP training program to start from, with checkpoints done right. docs/training.md is for its
+users.
+"""

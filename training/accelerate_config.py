@@ -1,4 +1,5 @@
-"""Accelerate's FSDP configuration file, versions 1 and 2, as tables of ours: every key maps, is ignored for a reason, or is refused.
+"""Accelerate's FSDP configuration file, versions 1 and 2, as tables of ours: every key maps, is
+ignored for a reason, or is refused.
 
 The table `KEYS` is the whole of it; `docs/training.md` prints it.
 """
@@ -32,7 +33,8 @@ class Key:
     Attributes:
         to: the key of ours, `table.key`; empty where nothing is set.
         convert: from their value and the version of FSDP to ours.
-        reason: why it is not needed here. A reason that begins with "refused" makes any value but those in `fine` an error.
+        reason: why it is not needed here. A reason that begins with "refused" makes any value but
+            those in `fine` an error.
         fine: values that say what is done here anyway.
     """
 
@@ -79,7 +81,10 @@ def _wrap(value: Any, version: int) -> str:
 def _precision(value: Any, version: int) -> str:
     del version
     if str(value).lower() not in _TYPES:
-        raise ConfigError(f"{value!r} is refused: fp16 needs a scaled loss and fp8 its own kernels; bf16 and no are done here")
+        raise ConfigError(
+            f"{value!r} is refused: fp16 needs a scaled loss and fp8 its own kernels; bf16 and no"
+            " are done here"
+        )
     return _TYPES[str(value).lower()]
 
 
@@ -92,19 +97,30 @@ def _whole(value: Any, version: int) -> int:
 
 def _names(value: Any, version: int) -> list[str]:
     del version
-    return [str(v) for v in value] if isinstance(value, list) else [part.strip() for part in str(value).split(",") if part.strip()]
+    return (
+        [str(v) for v in value]
+        if isinstance(value, list)
+        else [part.strip() for part in str(value).split(",") if part.strip()]
+    )
 
 
 _LAUNCH = "the launcher's business: give it to torchrun"
 _TPU = "refused: for TPUs"
 
 KEYS: dict[str, Key] = {
-    "compute_environment": Key(reason="refused: only LOCAL_MACHINE; SageMaker starts jobs in its own way", fine=("LOCAL_MACHINE",)),
-    "distributed_type": Key(reason="refused: the file is for another kind of job than FSDP", fine=("FSDP",)),
+    "compute_environment": Key(
+        reason="refused: only LOCAL_MACHINE; SageMaker starts jobs in its own way",
+        fine=("LOCAL_MACHINE",),
+    ),
+    "distributed_type": Key(
+        reason="refused: the file is for another kind of job than FSDP", fine=("FSDP",)
+    ),
     "debug": Key(reason="refused: set TORCH_DISTRIBUTED_DEBUG=DETAIL instead", fine=(False,)),
     "mixed_precision": Key("precision.param", _precision),
     "downcast_bf16": Key(reason=_TPU, fine=(False, "no")),
-    "use_cpu": Key(reason="the device is CUDA where there is one; hide it with CUDA_VISIBLE_DEVICES="),
+    "use_cpu": Key(
+        reason="the device is CUDA where there is one; hide it with CUDA_VISIBLE_DEVICES="
+    ),
     "enable_cpu_affinity": Key(reason="refused: use torchrun with numactl", fine=(False,)),
     "gradient_accumulation_steps": Key("data.accumulation", _whole),
     "num_processes": Key(reason=f"{_LAUNCH} as --nproc-per-node"),
@@ -116,28 +132,59 @@ KEYS: dict[str, Key] = {
     "same_network": Key(reason=_LAUNCH),
     "gpu_ids": Key(reason="set CUDA_VISIBLE_DEVICES instead"),
     "main_training_function": Key(reason="for notebooks and TPUs", fine=("main",)),
-    **{f"tpu_{name}": Key(reason=_TPU, fine=(False, [], None)) for name in ("name", "zone", "env", "use_cluster", "use_sudo", "vm")},
+    **{
+        f"tpu_{name}": Key(reason=_TPU, fine=(False, [], None))
+        for name in ("name", "zone", "env", "use_cluster", "use_sudo", "vm")
+    },
     "command_file": Key(reason=_TPU, fine=(None,)),
     "commands": Key(reason=_TPU, fine=(None, [])),
     "deepspeed_config": Key(reason="refused: this is FSDP", fine=({}, None)),
     "megatron_lm_config": Key(reason="refused: this is FSDP", fine=({}, None)),
     "fp8_config": Key(reason="refused: fp8 needs its own kernels", fine=({}, None)),
     "mpirun_config": Key(reason=_LAUNCH, fine=({}, None)),
-    "dynamo_config.dynamo_backend": Key("compute.compile_backend", lambda value, _: str(value).lower()),
-    "dynamo_config.dynamo_mode": Key(reason="refused: blocks are compiled in torch's default mode", fine=("default", None)),
-    "dynamo_config.dynamo_use_fullgraph": Key(reason="refused: hooks of FSDP break the graph", fine=(False,)),
-    "dynamo_config.dynamo_use_dynamic": Key(reason="refused: sequences are of one length", fine=(False,)),
-    "dynamo_config.dynamo_use_regional_compilation": Key(reason="blocks are always compiled one by one"),
-    "parallelism_config.parallelism_config_dp_replicate_size": Key(reason="see dp_shard_size", fine=(1,)),
+    "dynamo_config.dynamo_backend": Key(
+        "compute.compile_backend", lambda value, _: str(value).lower()
+    ),
+    "dynamo_config.dynamo_mode": Key(
+        reason="refused: blocks are compiled in torch's default mode", fine=("default", None)
+    ),
+    "dynamo_config.dynamo_use_fullgraph": Key(
+        reason="refused: hooks of FSDP break the graph", fine=(False,)
+    ),
+    "dynamo_config.dynamo_use_dynamic": Key(
+        reason="refused: sequences are of one length", fine=(False,)
+    ),
+    "dynamo_config.dynamo_use_regional_compilation": Key(
+        reason="blocks are always compiled one by one"
+    ),
+    "parallelism_config.parallelism_config_dp_replicate_size": Key(
+        reason="see dp_shard_size", fine=(1,)
+    ),
     "parallelism_config.parallelism_config_dp_shard_size": Key("fsdp.shard_size", _whole),
     "parallelism_config.parallelism_config_tp_size": Key("fsdp.tensor_parallel", _whole),
     **{
-        f"parallelism_config.parallelism_config_{name}_size": Key(reason=f"refused: no {what} parallelism here", fine=(1, None))
-        for name, what in (("cp", "context"), ("sp", "sequence"), ("pp", "pipeline"), ("ep", "expert"))
+        f"parallelism_config.parallelism_config_{name}_size": Key(
+            reason=f"refused: no {what} parallelism here", fine=(1, None)
+        )
+        for name, what in (
+            ("cp", "context"),
+            ("sp", "sequence"),
+            ("pp", "pipeline"),
+            ("ep", "expert"),
+        )
     },
     **{
-        f"parallelism_config.parallelism_config_{name}": Key(reason="belongs to what is refused above")
-        for name in ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
+        f"parallelism_config.parallelism_config_{name}": Key(
+            reason="belongs to what is refused above"
+        )
+        for name in (
+            "cp_backend",
+            "cp_comm_strategy",
+            "sp_backend",
+            "sp_seq_length",
+            "sp_seq_length_is_variable",
+            "sp_attn_implementation",
+        )
     },
     "fsdp_config.fsdp_version": Key("fsdp.api", lambda value, _: f"fsdp{_whole(value, 1)}"),
     "fsdp_config.fsdp_sharding_strategy": Key("fsdp.strategy", _strategy),
@@ -152,11 +199,21 @@ KEYS: dict[str, Key] = {
     "fsdp_config.fsdp_use_orig_params": Key("fsdp1.use_orig_params", _truth),
     "fsdp_config.fsdp_sync_module_states": Key("fsdp1.sync_module_states", _truth),
     "fsdp_config.fsdp_limit_all_gathers": Key("fsdp1.limit_all_gathers", _truth),
-    "fsdp_config.fsdp_cpu_ram_efficient_loading": Key(reason="no rank ever holds the whole model: each reads its shards from the files"),
-    "fsdp_config.fsdp_state_dict_type": Key(reason="checkpoints are always sharded; `ckpt merge` makes the full one"),
-    "fsdp_config.fsdp_activation_checkpointing": Key("compute.checkpoint_every", lambda value, _: int(_truth(value))),
-    "fsdp_config.fsdp_activation_checkpointing_offload": Key(reason="refused: activations are not offloaded here", fine=(False,)),
-    "fsdp_config.fsdp_ignored_modules": Key(reason="refused: every parameter is sharded", fine=(None, "")),
+    "fsdp_config.fsdp_cpu_ram_efficient_loading": Key(
+        reason="no rank ever holds the whole model: each reads its shards from the files"
+    ),
+    "fsdp_config.fsdp_state_dict_type": Key(
+        reason="checkpoints are always sharded; `ckpt merge` makes the full one"
+    ),
+    "fsdp_config.fsdp_activation_checkpointing": Key(
+        "compute.checkpoint_every", lambda value, _: int(_truth(value))
+    ),
+    "fsdp_config.fsdp_activation_checkpointing_offload": Key(
+        reason="refused: activations are not offloaded here", fine=(False,)
+    ),
+    "fsdp_config.fsdp_ignored_modules": Key(
+        reason="refused: every parameter is sharded", fine=(None, "")
+    ),
 }
 
 
@@ -164,16 +221,21 @@ def read(path: str) -> Mapped:
     """Returns an Accelerate configuration file's keys as ours.
 
     Raises:
-        ConfigError: it cannot be read, or says something that is not done here; the text names the key and why.
+        ConfigError: it cannot be read, or says something that is not done here; the text names the
+            key and why.
     """
     try:
         import yaml
     except ImportError as error:
-        raise ConfigError("--accelerate-config needs PyYAML: pip install 'ckpt-tools[train]'") from error
+        raise ConfigError(
+            "--accelerate-config needs PyYAML: pip install 'ckpt-tools[train]'"
+        ) from error
     try:
         given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read Accelerate's configuration: {error.strerror} ({path})") from error
+        raise ConfigError(
+            f"cannot read Accelerate's configuration: {error.strerror} ({path})"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"not a YAML file: {str(error).splitlines()[0]} ({path})") from error
     if not isinstance(given, Mapping) or "distributed_type" not in given:
@@ -195,7 +257,11 @@ def table() -> str:
     """Returns `KEYS` as a Markdown table."""
     rows = ["| key | here |", "|---|---|"]
     for name, key in KEYS.items():
-        fine = f" (but for {', '.join(repr(v) for v in key.fine)})" if key.fine and key.reason.startswith("refused") else ""
+        fine = (
+            f" (but for {', '.join(repr(v) for v in key.fine)})"
+            if key.fine and key.reason.startswith("refused")
+            else ""
+        )
         rows.append(f"| `{name}` | {f'`{key.to}`' if key.to else key.reason + fine} |")
     return "\n".join(rows)
 
@@ -204,7 +270,11 @@ def _flatten(given: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Returns the keys of the file, those of a table as `table.key`."""
     flat: list[tuple[str, Any]] = []
     for key, value in given.items():
-        if isinstance(value, Mapping) and value and key in ("fsdp_config", "dynamo_config", "parallelism_config"):
+        if (
+            isinstance(value, Mapping)
+            and value
+            and key in ("fsdp_config", "dynamo_config", "parallelism_config")
+        ):
             flat += [(f"{key}.{inner}", v) for inner, v in value.items()]
         elif not (isinstance(value, Mapping) and not value):
             flat.append((str(key), value))
@@ -227,7 +297,9 @@ def _map(name: str, value: Any, version: int, mapped: Mapped) -> None:
         return
     if value is None:
         return
-    mapped.tables.setdefault(table, {})[ours] = key.convert(value, version) if key.convert else value
+    mapped.tables.setdefault(table, {})[ours] = (
+        key.convert(value, version) if key.convert else value
+    )
 
 
 def _settle(mapped: Mapped, flat: Mapping[str, Any]) -> None:
@@ -238,15 +310,27 @@ def _settle(mapped: Mapped, flat: Mapping[str, Any]) -> None:
     elif fsdp.get("wrap") != "classes":
         fsdp.pop("wrap_classes", None)
     if precision := mapped.tables.get("precision", {}).get("param"):
-        mapped.tables["precision"] |= {"reduce": precision, "buffer" if fsdp["api"] == "fsdp1" else "output": precision}
+        mapped.tables["precision"] |= {
+            "reduce": precision,
+            "buffer" if fsdp["api"] == "fsdp1" else "output": precision,
+        }
     dynamo = mapped.tables.get("compute", {})
     if "compile_backend" in dynamo:
         dynamo["compile"] = dynamo["compile_backend"] != "no"
-        dynamo["compile_backend"] = "inductor" if dynamo["compile_backend"] == "no" else dynamo["compile_backend"]
-    sizes = {n: int(flat.get(f"parallelism_config.parallelism_config_{n}_size", 1) or 1) for n in ("dp_replicate", "dp_shard")}
+        dynamo["compile_backend"] = (
+            "inductor" if dynamo["compile_backend"] == "no" else dynamo["compile_backend"]
+        )
+    sizes = {
+        n: int(flat.get(f"parallelism_config.parallelism_config_{n}_size", 1) or 1)
+        for n in ("dp_replicate", "dp_shard")
+    }
     if sizes["dp_replicate"] > 1:
         if sizes["dp_shard"] > 1:
-            fsdp["strategy"] = "HYBRID_SHARD" if fsdp.get("strategy", "FULL_SHARD") == "FULL_SHARD" else "HYBRID_SHARD_ZERO2"
+            fsdp["strategy"] = (
+                "HYBRID_SHARD"
+                if fsdp.get("strategy", "FULL_SHARD") == "FULL_SHARD"
+                else "HYBRID_SHARD_ZERO2"
+            )
         else:
             fsdp["strategy"] = "NO_SHARD"
     if not str(fsdp.get("strategy", "")).startswith("HYBRID"):

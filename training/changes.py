@@ -1,6 +1,8 @@
-"""What a resumed run does otherwise than before: hyperparameters that were changed are applied, and other data is refused.
+"""What a resumed run does otherwise than before: hyperparameters that were changed are applied, and
+other data is refused.
 
-A checkpoint holds the configuration and what identifies the data. Nothing that differs passes without a line on the screen.
+A checkpoint holds the configuration and what identifies the data. Nothing that differs passes
+without a line on the screen.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def differences(before: Config, now: Config) -> Iterator[tuple[str, Any, Any]]:
 
 
 def notes_on(stored: str, now: Config) -> list[str]:
-    """Returns a line for each key that was changed since a checkpoint and that matters to the training.
+    """Returns a line for each key that was changed since a checkpoint and that matters to the
+    training.
 
     Args:
         stored: the configuration in the checkpoint, as TOML.
@@ -58,35 +61,46 @@ def notes_on(stored: str, now: Config) -> list[str]:
     check_model(before, now)
     for key, a, b in differences(before, now):
         if key in _FIXED:
-            raise ConfigError(f"{key} = {b!r}, and the run that is resumed has {a!r}: it cannot change within a run")
+            raise ConfigError(
+                f"{key} = {b!r}, and the run that is resumed has {a!r}: it cannot change within"
+                " a run"
+            )
         if not key.startswith(_QUIET):
             notes.append(f"changed since the checkpoint: {key} = {b!r}, was {a!r}")
     return notes
 
 
 def check_model(before: Config, now: Config, hint: str = "") -> None:
-    """Refuses another model; how its sizes were given, or in which directory it lies, does not matter.
+    """Refuses another model; how its sizes were given, or in which directory it lies, does not
+    matter.
 
     Raises:
         ConfigError: with the first size that differs.
     """
     if bool(before.model.path) != bool(now.model.path):
         raise ConfigError(
-            f"model.path = {now.model.path!r}, and the run that is resumed has {before.model.path!r}: it is another model{hint}"
+            f"model.path = {now.model.path!r}, and the run that is resumed has"
+            f" {before.model.path!r}: it is another model{hint}"
         )
     if now.model.path:
         return
     a, b = asdict(models.sizes_of(before.model)), asdict(models.sizes_of(now.model))
     for key in (key for key in a if a[key] != b[key]):
-        raise ConfigError(f"model.{key} = {b[key]!r}, and the run that is resumed has {a[key]!r}: it is another model{hint}")
+        raise ConfigError(
+            f"model.{key} = {b[key]!r}, and the run that is resumed has {a[key]!r}: it is another"
+            f" model{hint}"
+        )
 
 
-def check_description(stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_change: bool) -> list[str]:
+def check_description(
+    stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_change: bool
+) -> list[str]:
     """Compares the `config.json` of a checkpoint's model with this run's; returns remarks.
 
     Args:
         stored: what the checkpoint has of it, None where an older program saved.
-        now: the same of this run. A key that only one of both has is left out: each release of transformers has others.
+        now: the same of this run. A key that only one of both has is left out: each release of
+            transformers has others.
         may_change: accept other values, with a remark.
 
     Raises:
@@ -96,7 +110,9 @@ def check_description(stored: Mapping[str, Any] | None, now: Mapping[str, Any], 
         return ["the checkpoint does not tell which config.json its model had"] if now else []
     changed = [key for key in now if key in stored and stored[key] != now[key]]
     texts = [
-        f"{key} = {now[key]!r} in the config.json of model.path, and the checkpoint was trained with {stored[key]!r}" for key in changed
+        f"{key} = {now[key]!r} in the config.json of model.path, and the checkpoint was trained"
+        f" with {stored[key]!r}"
+        for key in changed
     ]
     if texts and not may_change:
         raise ConfigError(f"{texts[0]}: give the same model, or set model.may_change = true")
@@ -108,20 +124,28 @@ def tensor_parallel(stored: str) -> int:
     return configuration.parse(stored, "the checkpoint's configuration").fsdp.tensor_parallel
 
 
-def apply_optim(now: Config, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
-    """Gives an optimizer that was loaded this run's hyperparameters, and its schedule this run's learning rate."""
+def apply_optim(
+    now: Config, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
+) -> None:
+    """Gives an optimizer that was loaded this run's hyperparameters, and its schedule this run's
+    learning rate.
+    """
     optim = now.optim
     for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
         group["initial_lr"], group["betas"] = optim.lr, (optim.beta1, optim.beta2)
         group["lr"] = optim.lr * factor(scheduler.last_epoch)
         group |= {option: getattr(optim, option) for option in _OPTIONS}
         is_auto = optim.implementation == "auto"
-        group |= {kind: None if is_auto else optim.implementation == kind for kind in ("fused", "foreach")}
+        group |= {
+            kind: None if is_auto else optim.implementation == kind for kind in ("fused", "foreach")
+        }
     scheduler.base_lrs = [optim.lr] * len(optimizer.param_groups)
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def check_data(stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_change: bool) -> list[str]:
+def check_data(
+    stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_change: bool
+) -> list[str]:
     """Compares the data of a checkpoint with this run's; returns remarks.
 
     Args:
@@ -136,8 +160,14 @@ def check_data(stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_cha
         return ["the checkpoint does not tell which data it was trained on"]
     if stored == now:
         return []
-    text = f"the checkpoint was trained on {stored['name']} ({stored['tokens']:,} tokens, fingerprint {stored['fingerprint']})"
-    text += f", and data.train is {now['name']} ({now['tokens']:,} tokens, fingerprint {now['fingerprint']})"
+    text = (
+        f"the checkpoint was trained on {stored['name']} ({stored['tokens']:,} tokens, fingerprint"
+        f" {stored['fingerprint']})"
+    )
+    text += (
+        f", and data.train is {now['name']} ({now['tokens']:,} tokens, fingerprint"
+        f" {now['fingerprint']})"
+    )
     if stored["fingerprint"] == now["fingerprint"]:
         return []  # the same tokens at another place
     if not may_change:
@@ -146,19 +176,34 @@ def check_data(stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_cha
 
 
 def start_of(config: Config, checkpoints: CheckpointManager) -> str | None:
-    """Returns the checkpoint to resume instead of the newest; None where this run was begun from it, and has steps of its own."""
+    """Returns the checkpoint to resume instead of the newest; None where this run was begun from
+    it, and has steps of its own.
+    """
     newest = checkpoints.latest() if config.run.resume_from else None
     if newest is not None:
         stored: dict[str, Any] = {"config": ""}
         with contextlib.suppress(CheckpointError, ConfigError):  # another writer's
             ckpt_tools.load(newest.path, stored)
-            if configuration.parse(stored["config"], str(newest.path)).run.resume_from == config.run.resume_from:
+            if (
+                configuration.parse(stored["config"], str(newest.path)).run.resume_from
+                == config.run.resume_from
+            ):
                 return None
     return config.run.resume_from or None
 
 
 def check_directory(config: Config, directory: Path) -> None:
-    """Refuses to go on in the directory of another model: told here, instead of by a table of shapes."""
-    if config.run.resume_from or not list(directory.glob("step-*")) or not (directory / "config.toml").exists():
+    """Refuses to go on in the directory of another model: told here, instead of by a table of
+    shapes.
+    """
+    if (
+        config.run.resume_from
+        or not list(directory.glob("step-*"))
+        or not (directory / "config.toml").exists()
+    ):
         return
-    check_model(configuration.resolve(directory / "config.toml"), config, f"; use {directory}/config.toml, or another run.dir")
+    check_model(
+        configuration.resolve(directory / "config.toml"),
+        config,
+        f"; use {directory}/config.toml, or another run.dir",
+    )

@@ -1,6 +1,8 @@
-"""What a run is told: one TOML file, `--set table.key=value` over it, every key typed and checked. Imports no torch.
+"""What a run is told: one TOML file, `--set table.key=value` over it, every key typed and checked.
+Imports no torch.
 
-`resolve` reads, `check` proves that the whole fits together and the number of ranks, before any process group exists.
+`resolve` reads, `check` proves that the whole fits together and the number of ranks, before any
+process group exists.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _FLOAT32_MAX = 3.4e38
 
 
 class ConfigError(Exception):
-    """What was asked for cannot be run; the text names the key, what it holds and what is allowed. Exit status 2."""
+    """What was asked for cannot be run; the text names the key, what it holds and what is allowed.
+    Exit status 2.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +35,19 @@ class Run:
     seed: int = 0
     resume_from: str = ""  # a checkpoint to start from, instead of the newest in `dir`
     export: bool = False  # at the end, merge to dir/export: safetensors and the model's config
-    stop_at_nan: bool = True  # end with exit status 3 at a loss that is not finite, and save nothing of it
+    # end with exit status 3 at a loss that is not finite, and save nothing of it
+    stop_at_nan: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A built-in decoder by name, its sizes changed at will; or a transformers causal LM by its directory."""
+    """A built-in decoder by name, its sizes changed at will; or a transformers causal LM by its
+    directory.
+    """
 
     name: Literal["tiny", "small", "medium", "1b", "8b"] = "tiny"
-    path: str = ""  # a directory with config.json, and safetensors where `weights` is true; instead of `name`
+    # a directory with config.json, and safetensors where `weights` is true; instead of `name`
+    path: str = ""
     weights: bool = True
     dim: int = 0  # 0: what `name` says, here and below
     num_layers: int = 0
@@ -48,14 +56,16 @@ class Model:
     vocab_size: int = 0
     max_seq_len: int = 0
     tied_embeddings: bool = False
-    may_change: bool = False  # resume with another config.json in `path` than the checkpoint was trained with
+    # resume with another config.json in `path` than the checkpoint was trained with
+    may_change: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
     """Token files, and what one step takes from them."""
 
-    train: str = ""  # made by `python -m training.data prepare`; the standard library's own sources where empty
+    # made by `python -m training.data prepare`; the standard library's own sources where empty
+    train: str = ""
     validation: str = ""  # used every `metrics.validate_every` steps
     seq_len: int = 128
     batch_size: int = 16  # sequences of one step, over all ranks and micro-batches
@@ -63,7 +73,8 @@ class Data:
     shuffle: bool = True
     drop_last: bool = True  # false: the last batch of an epoch runs on into the next one
     may_change: bool = False  # resume with other data than the checkpoint was trained on
-    check_tokenizer: bool = True  # refuse tokens of another tokenizer than the one beside `model.path`
+    # refuse tokens of another tokenizer than the one beside `model.path`
+    check_tokenizer: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +98,19 @@ class Fsdp:
 
     api: Literal["fsdp2", "fsdp1"] = "fsdp2"
     strategy: Strategy = "FULL_SHARD"
-    reshard_after_forward: bool | int | None = None  # instead of what the strategy says; a number: FSDP2 reshards to so many ranks
+    # instead of what the strategy says; a number: FSDP2 reshards to so many ranks
+    reshard_after_forward: bool | int | None = None
     shard_size: int = 0  # HYBRID_*: ranks that share one copy; a node's where 0
     tensor_parallel: int = 1
     wrap: Literal["layers", "classes", "size", "none"] = "layers"
     wrap_classes: list[str] = field(default_factory=list)
     min_num_params: int = 100_000_000  # wrap = "size"
-    wrap_embeddings: bool = False  # embedding and head as units of their own, instead of parts of the root
+    # embedding and head as units of their own, instead of parts of the root
+    wrap_embeddings: bool = False
     cpu_offload: bool = False
     pin_memory: bool = True
-    forward_prefetch: int = 0  # FSDP2: units gathered ahead of the one that runs; 0: PyTorch's own way
+    # FSDP2: units gathered ahead of the one that runs; 0: PyTorch's own way
+    forward_prefetch: int = 0
     backward_prefetch: int = 0
     unshard_ahead: bool = False  # FSDP2: gather the first unit before the forward begins
 
@@ -114,14 +128,17 @@ class Fsdp1:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Parameters are kept in float32; these are the types of computing and reducing. Empty: float32."""
+    """Parameters are kept in float32; these are the types of computing and reducing. Empty:
+    float32.
+    """
 
     param: Dtype = ""
     reduce: Dtype = ""
     output: Dtype = ""
     buffer: Dtype = ""  # FSDP1
     cast_forward_inputs: bool = True
-    overrides: dict[str, str] = field(default_factory=dict)  # glob of module names -> type to compute in
+    # glob of module names -> type to compute in
+    overrides: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +170,8 @@ class Metrics:
     every: int = 1  # steps between lines of metrics.jsonl
     validate_every: int = 0  # steps; needs data.validation
     validate_batches: int = 8
-    progress: bool = True  # a bar, where standard error is a terminal; a line every ten steps elsewhere
+    # a bar, where standard error is a terminal; a line every ten steps elsewhere
+    progress: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +190,14 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
-def resolve(file: str | Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Config:
-    """Returns the configuration of a TOML file, with `table.key=value` overrides, over a base that a file of Accelerate gave.
+def resolve(
+    file: str | Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+) -> Config:
+    """Returns the configuration of a TOML file, with `table.key=value` overrides, over a base that
+    a file of Accelerate gave.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, a value is not allowed.
@@ -186,7 +207,9 @@ def resolve(file: str | Path | None, overrides: Sequence[str] = (), base: Mappin
         try:
             config = parse(Path(file).read_text(encoding="utf-8"), str(file), config)
         except OSError as error:
-            raise ConfigError(f"cannot read the configuration: {error.strerror} ({file})") from error
+            raise ConfigError(
+                f"cannot read the configuration: {error.strerror} ({file})"
+            ) from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"not a TOML file: {error} ({file})") from error
     for text in overrides:
@@ -250,14 +273,20 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
     if origin is Literal:
         if value in arguments and isinstance(value, str):
             return value
-        raise ConfigError(f"{name} = {value!r}: allowed are {', '.join(repr(a) for a in arguments)}")
+        raise ConfigError(
+            f"{name} = {value!r}: allowed are {', '.join(repr(a) for a in arguments)}"
+        )
     if origin in (Union, UnionType):
         return _one_of(value, arguments, name)
     if origin is list and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return value
     if origin is list and isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
-    if origin is dict and isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values()):
+    if (
+        origin is dict
+        and isinstance(value, Mapping)
+        and all(isinstance(v, str) for v in value.values())
+    ):
         return dict(value)
     if kind is float and type(value) in (int, float):
         return float(value)
@@ -271,12 +300,17 @@ def _one_of(value: Any, kinds: Sequence[Any], name: str) -> Any:
         return value
     if value == "default" and NoneType in kinds:
         return None
-    raise ConfigError(f"{name} = {value!r}: expected {' or '.join(_say(kind) for kind in kinds if kind is not NoneType)}")
+    raise ConfigError(
+        f"{name} = {value!r}: expected"
+        f" {' or '.join(_say(kind) for kind in kinds if kind is not NoneType)}"
+    )
 
 
 def _say(kind: Any) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-    return names.get(kind) or ("a list of texts" if get_origin(kind) is list else "a table of texts")
+    return names.get(kind) or (
+        "a list of texts" if get_origin(kind) is list else "a table of texts"
+    )
 
 
 def to_toml(config: Config) -> str:
@@ -284,10 +318,15 @@ def to_toml(config: Config) -> str:
     import tomli_w
 
     tables: dict[str, dict[str, Any]] = asdict(config)
-    return tomli_w.dumps({name: {key: value for key, value in table.items() if value is not None} for name, table in tables.items()})
+    return tomli_w.dumps(
+        {
+            name: {key: value for key, value in table.items() if value is not None}
+            for name, table in tables.items()
+        }
+    )
 
 
-# ---- proving -----------------------------------------------------------------------------------------------------------------
+# ---- proving -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +351,9 @@ def degrees(config: Config, world_size: int, local_world_size: int) -> Degrees:
     """
     fsdp = config.fsdp
     if fsdp.tensor_parallel < 1 or world_size % fsdp.tensor_parallel:
-        raise ConfigError(f"fsdp.tensor_parallel = {fsdp.tensor_parallel} does not divide {world_size} ranks")
+        raise ConfigError(
+            f"fsdp.tensor_parallel = {fsdp.tensor_parallel} does not divide {world_size} ranks"
+        )
     data = world_size // fsdp.tensor_parallel
     if fsdp.strategy == "NO_SHARD":
         return Degrees(data, 1, fsdp.tensor_parallel)
@@ -320,12 +361,15 @@ def degrees(config: Config, world_size: int, local_world_size: int) -> Degrees:
         return Degrees(1, data, fsdp.tensor_parallel)
     shard = fsdp.shard_size or max(1, min(data, local_world_size // fsdp.tensor_parallel))
     if shard < 1 or data % shard:
-        raise ConfigError(f"fsdp.shard_size = {shard} does not divide the {data} ranks that hold different data")
+        raise ConfigError(
+            f"fsdp.shard_size = {shard} does not divide the {data} ranks that hold different data"
+        )
     return Degrees(data // shard, shard, fsdp.tensor_parallel)
 
 
 def check(config: Config, world_size: int = 1, local_world_size: int = 1) -> Degrees:
-    """Proves that a configuration fits together and the number of ranks; returns the sizes of the mesh.
+    """Proves that a configuration fits together and the number of ranks; returns the sizes of the
+    mesh.
 
     Raises:
         ConfigError: it does not.
@@ -336,14 +380,15 @@ def check(config: Config, world_size: int = 1, local_world_size: int = 1) -> Deg
     data = config.data
     if data.batch_size % (sizes.data * data.accumulation):
         raise ConfigError(
-            f"data.batch_size = {data.batch_size} is not a multiple of {sizes.data} data-parallel ranks"
-            f" x {data.accumulation} micro-batches (data.accumulation)"
+            f"data.batch_size = {data.batch_size} is not a multiple of {sizes.data} data-parallel"
+            f" ranks x {data.accumulation} micro-batches (data.accumulation)"
         )
     partial = config.fsdp.reshard_after_forward
     if type(partial) is int and (partial < 2 or partial >= sizes.shard or sizes.shard % partial):
         raise ConfigError(
-            f"fsdp.reshard_after_forward = {partial}: a number must divide the {sizes.shard} ranks that share the parameters,"
-            " and be neither 1 nor all of them; true and false say those"
+            f"fsdp.reshard_after_forward = {partial}: a number must divide the {sizes.shard} ranks"
+            " that share the parameters, and be neither 1 nor all of them; true and false say"
+            " those"
         )
     return sizes
 
@@ -351,18 +396,35 @@ def check(config: Config, world_size: int = 1, local_world_size: int = 1) -> Deg
 def _problems(config: Config) -> list[str]:
     """Returns what contradicts itself, whatever the number of ranks."""
     at_least_one = {
-        "data.seq_len": config.data.seq_len, "data.batch_size": config.data.batch_size, "data.accumulation": config.data.accumulation,
-        "metrics.every": config.metrics.every, "checkpoint.keep_last": config.checkpoint.keep_last, "run.steps": config.run.steps,
-    }  # fmt: skip
-    found = [f"{key} = {value}: must be at least 1" for key, value in at_least_one.items() if value < 1]
+        "data.seq_len": config.data.seq_len,
+        "data.batch_size": config.data.batch_size,
+        "data.accumulation": config.data.accumulation,
+        "metrics.every": config.metrics.every,
+        "checkpoint.keep_last": config.checkpoint.keep_last,
+        "run.steps": config.run.steps,
+    }
+    found = [
+        f"{key} = {value}: must be at least 1" for key, value in at_least_one.items() if value < 1
+    ]
     found += _range_problems(config)
     if config.model.path and not config.data.train:
-        found.append("model.path needs data.train: without it, the tokens would be the bytes of Python's standard library")
+        found.append(
+            "model.path needs data.train: without it, the tokens would be the bytes of Python's"
+            " standard library"
+        )
     if config.model.path and (changed := _changed(config.model, ("path", "weights", "may_change"))):
-        found.append(f"model.{changed[0]} belongs to the built-in decoder, and model.path = {config.model.path!r} is set")
+        found.append(
+            f"model.{changed[0]} belongs to the built-in decoder, and model.path ="
+            f" {config.model.path!r} is set"
+        )
     if bool(config.metrics.validate_every) != bool(config.data.validation):
-        found.append("data.validation, a token file, and metrics.validate_every, the steps between validations, need each other")
-    if config.checkpoint.mirror and ("://" in config.checkpoint.dir or "://" not in config.checkpoint.mirror):
+        found.append(
+            "data.validation, a token file, and metrics.validate_every, the steps between"
+            " validations, need each other"
+        )
+    if config.checkpoint.mirror and (
+        "://" in config.checkpoint.dir or "://" not in config.checkpoint.mirror
+    ):
         found.append("checkpoint.mirror is a URL such as s3://bucket/run, beside steps on a disk")
     return found + _sharding_problems(config) + _precision_problems(config)
 
@@ -370,23 +432,54 @@ def _problems(config: Config) -> list[str]:
 def _range_problems(config: Config) -> list[str]:
     """Returns the numbers that AdamW, the schedule or the loop could not work with."""
     optim, metrics, checkpoint = config.optim, config.metrics, config.checkpoint
-    above, at_least = {"optim.lr": optim.lr}, {
-        "optim.warmup_steps": optim.warmup_steps, "optim.weight_decay": optim.weight_decay, "optim.eps": optim.eps,
-        "optim.max_grad_norm": optim.max_grad_norm, "metrics.validate_every": metrics.validate_every,
-        "checkpoint.every": checkpoint.every, "checkpoint.keep_every": checkpoint.keep_every,
-        "checkpoint.mirror_every": checkpoint.mirror_every,
-        "fsdp.forward_prefetch": config.fsdp.forward_prefetch, "fsdp.backward_prefetch": config.fsdp.backward_prefetch,
-        "fsdp.min_num_params": config.fsdp.min_num_params,
-        **{f"model.{f.name}": size for f in fields(Model) if type(size := getattr(config.model, f.name)) is int},
-        "compute.checkpoint_every": config.compute.checkpoint_every, "run.seed": config.run.seed,
-    }  # fmt: skip
-    found = [f"{key} = {value}: must be above 0, and a float32" for key, value in above.items() if not 0 < value < _FLOAT32_MAX]
+    above, at_least = (
+        {"optim.lr": optim.lr},
+        {
+            "optim.warmup_steps": optim.warmup_steps,
+            "optim.weight_decay": optim.weight_decay,
+            "optim.eps": optim.eps,
+            "optim.max_grad_norm": optim.max_grad_norm,
+            "metrics.validate_every": metrics.validate_every,
+            "checkpoint.every": checkpoint.every,
+            "checkpoint.keep_every": checkpoint.keep_every,
+            "checkpoint.mirror_every": checkpoint.mirror_every,
+            "fsdp.forward_prefetch": config.fsdp.forward_prefetch,
+            "fsdp.backward_prefetch": config.fsdp.backward_prefetch,
+            "fsdp.min_num_params": config.fsdp.min_num_params,
+            **{
+                f"model.{f.name}": size
+                for f in fields(Model)
+                if type(size := getattr(config.model, f.name)) is int
+            },
+            "compute.checkpoint_every": config.compute.checkpoint_every,
+            "run.seed": config.run.seed,
+        },
+    )
+    found = [
+        f"{key} = {value}: must be above 0, and a float32"
+        for key, value in above.items()
+        if not 0 < value < _FLOAT32_MAX
+    ]
     found += [f"run.seed = {config.run.seed}: must be below 2**32"] * (config.run.seed >= 1 << 32)
     found += ["run.dir is empty: name a directory"] * (not config.run.dir)
-    found += [f"{key} = {value}: must be at least 0, and a float32" for key, value in at_least.items() if not 0 <= value < _FLOAT32_MAX]
-    found += [f"{key} = {value}: must be at least 0 and below 1" for key, value in _betas(optim).items() if not 0 <= value < 1]
-    if not found and max(optim.lr / (1 - optim.beta1), optim.lr * optim.weight_decay) >= _FLOAT32_MAX:
-        found.append(f"optim.lr = {optim.lr}: AdamW's first step, lr / (1 - beta1) and lr * weight_decay, is beyond a float32")
+    found += [
+        f"{key} = {value}: must be at least 0, and a float32"
+        for key, value in at_least.items()
+        if not 0 <= value < _FLOAT32_MAX
+    ]
+    found += [
+        f"{key} = {value}: must be at least 0 and below 1"
+        for key, value in _betas(optim).items()
+        if not 0 <= value < 1
+    ]
+    if (
+        not found
+        and max(optim.lr / (1 - optim.beta1), optim.lr * optim.weight_decay) >= _FLOAT32_MAX
+    ):
+        found.append(
+            f"optim.lr = {optim.lr}: AdamW's first step, lr / (1 - beta1) and lr * weight_decay, is"
+            " beyond a float32"
+        )
     if not 0 <= optim.min_lr_ratio <= 1:
         found.append(f"optim.min_lr_ratio = {optim.min_lr_ratio}: must be from 0 to 1")
     if metrics.validate_every and metrics.validate_batches < 1:
@@ -403,9 +496,15 @@ def _sharding_problems(config: Config) -> list[str]:
     if fsdp.wrap == "classes" and not fsdp.wrap_classes:
         found.append('fsdp.wrap = "classes" needs fsdp.wrap_classes, the names of module classes')
     if fsdp.wrap != "classes" and fsdp.wrap_classes:
-        found.append(f'fsdp.wrap_classes is set, and fsdp.wrap = "{fsdp.wrap}" does not use it: set fsdp.wrap = "classes"')
+        found.append(
+            f'fsdp.wrap_classes is set, and fsdp.wrap = "{fsdp.wrap}" does not use it: set'
+            ' fsdp.wrap = "classes"'
+        )
     if fsdp.shard_size and not fsdp.strategy.startswith("HYBRID"):
-        found.append(f"fsdp.shard_size belongs to HYBRID_SHARD and HYBRID_SHARD_ZERO2, and fsdp.strategy is {fsdp.strategy}")
+        found.append(
+            "fsdp.shard_size belongs to HYBRID_SHARD and HYBRID_SHARD_ZERO2, and fsdp.strategy is"
+            f" {fsdp.strategy}"
+        )
     if fsdp.strategy == "NO_SHARD":
         unmet = _needs_fsdp2(fsdp) + (["fsdp.cpu_offload"] if fsdp.cpu_offload else [])
         found += [f"{key} needs sharded parameters, and fsdp.strategy is NO_SHARD" for key in unmet]
@@ -424,11 +523,19 @@ def _precision_problems(config: Config) -> list[str]:
         if dtype not in allowed
     ]
     if precision.overrides and fsdp.api == "fsdp1":
-        found.append('precision.overrides needs fsdp.api = "fsdp2": FSDP1 does not cast between units of different types')
+        found.append(
+            'precision.overrides needs fsdp.api = "fsdp2": FSDP1 does not cast between units of'
+            " different types"
+        )
     elif precision.overrides and fsdp.strategy == "NO_SHARD":
-        found.append("precision.overrides needs sharded parameters: with NO_SHARD, autocast chooses the types")
+        found.append(
+            "precision.overrides needs sharded parameters: with NO_SHARD, autocast chooses the"
+            " types"
+        )
     if "float16" in (precision.param, precision.reduce, *precision.overrides.values()):
-        found.append("precision float16 needs a scaled loss, which this program does not do: use bfloat16")
+        found.append(
+            "precision float16 needs a scaled loss, which this program does not do: use bfloat16"
+        )
     if precision.buffer and fsdp.api == "fsdp2":
         found.append('precision.buffer needs fsdp.api = "fsdp1"; FSDP2 leaves buffers as they are')
     return found
@@ -437,13 +544,20 @@ def _precision_problems(config: Config) -> list[str]:
 def _needs_fsdp2(fsdp: Fsdp) -> list[str]:
     """Returns the keys in use that only sharding by FSDP2 has."""
     in_use = {
-        "reshard_after_forward": fsdp.reshard_after_forward is not None, "tensor_parallel": fsdp.tensor_parallel > 1,
-        "forward_prefetch": fsdp.forward_prefetch > 0, "backward_prefetch": fsdp.backward_prefetch > 0, "unshard_ahead": fsdp.unshard_ahead,
-    }  # fmt: skip
+        "reshard_after_forward": fsdp.reshard_after_forward is not None,
+        "tensor_parallel": fsdp.tensor_parallel > 1,
+        "forward_prefetch": fsdp.forward_prefetch > 0,
+        "backward_prefetch": fsdp.backward_prefetch > 0,
+        "unshard_ahead": fsdp.unshard_ahead,
+    }
     return [f"fsdp.{key}" for key, is_used in in_use.items() if is_used]
 
 
 def _changed(table: Any, but: Sequence[str]) -> list[str]:
     """Returns the keys of a table that are not what they would be if nobody had set them."""
     default = type(table)()
-    return [f.name for f in fields(table) if f.name not in but and getattr(table, f.name) != getattr(default, f.name)]
+    return [
+        f.name
+        for f in fields(table)
+        if f.name not in but and getattr(table, f.name) != getattr(default, f.name)
+    ]

@@ -1,9 +1,12 @@
-"""Tokens on disk, and the order in which a run sees them: one global order, whatever the number of ranks.
+"""Tokens on disk, and the order in which a run sees them: one global order, whatever the number of
+ranks.
 
-    python -m training.data prepare corpus/*.txt --out tokens.npy                    # bytes
-    python -m training.data prepare corpus --out tokens.npy --tokenizer llama/       # a local tokenizer's ids
+    python -m training.data prepare corpus/*.txt --out tokens.npy                    # bytes python
+    -m training.data prepare corpus --out tokens.npy --tokenizer llama/       # a local tokenizer's
+    ids
 
-A token file is a NumPy array on disk, mapped and never loaded; `tokens.npy.json` beside it says what its ids mean.
+A token file is a NumPy array on disk, mapped and never loaded; `tokens.npy.json` beside it says
+what its ids mean.
 """
 
 from __future__ import annotations
@@ -29,7 +32,14 @@ from training.config import ConfigError
 
 _READ = 4 << 20  # bytes of text that are read, and tokenized, at once
 _BLOCKS = 256
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+)
 
 
 class DataError(Exception):
@@ -50,10 +60,17 @@ class Tokens:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What tells these tokens from others: name, number and fingerprint, and the tokenizer."""
-        return {"name": self.name, "tokens": len(self.ids), "fingerprint": fingerprint(self.ids, self.digest), "tokenizer": self.tokenizer}
+        return {
+            "name": self.name,
+            "tokens": len(self.ids),
+            "fingerprint": fingerprint(self.ids, self.digest),
+            "tokenizer": self.tokenizer,
+        }
 
     def windows(self, seq_len: int) -> int:
-        """Returns how many sequences it holds: of `seq_len` inputs, with the targets one further on."""
+        """Returns how many sequences it holds: of `seq_len` inputs, with the targets one further
+        on.
+        """
         return max(0, (len(self.ids) - 1) // seq_len)
 
     def sequences(self, numbers: Sequence[int], seq_len: int) -> tuple[Tensor, Tensor]:
@@ -63,24 +80,33 @@ class Tokens:
         if int(tokens.max()) >= self.vocab_size:
             worst = int(tokens.max())
             raise DataError(
-                f"{self.name} holds the id {worst:,} in sequences {min(numbers)} to {max(numbers)}, and promises {self.vocab_size:,}"
+                f"{self.name} holds the id {worst:,} in sequences {min(numbers)} to {max(numbers)},"
+                f" and promises {self.vocab_size:,}"
             )
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def open_tokens(path: str, seq_len: int, batch_size: int, vocab_size: int, key: str = "data.train") -> Tokens:
-    """Maps a token file; an empty path stands for the sources of Python's standard library, as bytes.
+def open_tokens(
+    path: str, seq_len: int, batch_size: int, vocab_size: int, key: str = "data.train"
+) -> Tokens:
+    """Maps a token file; an empty path stands for the sources of Python's standard library, as
+    bytes.
 
     Raises:
-        ConfigError: it is none, it is truncated, it is too short for one batch, or its ids are more than the model knows.
+        ConfigError: it is none, it is truncated, it is too short for one batch, or its ids are more
+            than the model knows.
     """
     tokens = _map(path, key) if path else _standard_library()
     if tokens.vocab_size > vocab_size:
-        raise ConfigError(f"{tokens.name} has {tokens.vocab_size:,} different ids, the model's vocabulary {vocab_size:,}")
+        raise ConfigError(
+            f"{tokens.name} has {tokens.vocab_size:,} different ids, the model's vocabulary"
+            f" {vocab_size:,}"
+        )
     if tokens.windows(seq_len) < batch_size:
         raise ConfigError(
-            f"{tokens.name} is too short: {len(tokens.ids):,} tokens are {tokens.windows(seq_len):,} sequences of {seq_len},"
-            f" and one batch takes {batch_size:,}"
+            f"{tokens.name} is too short: {len(tokens.ids):,} tokens are"
+            f" {tokens.windows(seq_len):,} sequences of {seq_len}, and one batch takes"
+            f" {batch_size:,}"
         )
     return tokens
 
@@ -92,13 +118,26 @@ def _map(path: str, key: str) -> Tokens:
         vocab_size = int(about["vocab_size"])
         expected = int(about["tokens"])
     except OSError as error:
-        raise ConfigError(f"{key}: cannot open {error.filename or path}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"{key}: cannot open {error.filename or path}: {error.strerror or error}"
+        ) from error
     except (ValueError, KeyError, TypeError, EOFError) as error:
-        raise ConfigError(f"{key}: {path} is truncated, or was not made by `python -m training.data prepare`: {error}") from error
+        raise ConfigError(
+            f"{key}: {path} is truncated, or was not made by `python -m training.data prepare`:"
+            f" {error}"
+        ) from error
     if ids.ndim != 1 or ids.dtype.kind != "u" or len(ids) != expected:
-        raise ConfigError(f"{key}: {path} holds {ids.dtype} {list(ids.shape)}, and {path}.json promises {expected:,} tokens")
+        raise ConfigError(
+            f"{key}: {path} holds {ids.dtype} {list(ids.shape)}, and {path}.json promises"
+            f" {expected:,} tokens"
+        )
     return Tokens(
-        ids, vocab_size, path, str(about.get("tokenizer", "")), str(about.get("tokenizer_fingerprint", "")), str(about.get("digest", ""))
+        ids,
+        vocab_size,
+        path,
+        str(about.get("tokenizer", "")),
+        str(about.get("tokenizer_fingerprint", "")),
+        str(about.get("digest", "")),
     )
 
 
@@ -112,12 +151,17 @@ def fingerprint(ids: np.ndarray[Any, Any], known: str = "") -> str:
     """Returns 16 hex digits that tell one array from another.
 
     Args:
-        ids: of them type, length and 256 blocks of 4 KiB are read: a file of terabytes must not be read whole at every start.
+        ids: of them type, length and 256 blocks of 4 KiB are read: a file of terabytes must not be
+            read whole at every start.
         known: a digest of all ids, where `prepare` has noted one.
     """
     digest = hashlib.blake2b(f"{ids.dtype.str} {len(ids)} {known}".encode(), digest_size=8)
     block = 4096 // ids.itemsize
-    starts = np.linspace(0, max(0, len(ids) - block), _BLOCKS, dtype=np.int64) if len(ids) > block * _BLOCKS else range(0, len(ids), block)
+    starts = (
+        np.linspace(0, max(0, len(ids) - block), _BLOCKS, dtype=np.int64)
+        if len(ids) > block * _BLOCKS
+        else range(0, len(ids), block)
+    )
     for start in starts:
         digest.update(np.ascontiguousarray(ids[start : start + block]).tobytes())
     return digest.hexdigest()
@@ -141,20 +185,27 @@ def check_tokenizer(tokens: Tokens, model: Path, key: str = "data.train") -> Non
     mine = tokenizer_fingerprint(model)
     if mine and tokens.tokenizer_fingerprint != mine:
         is_known = tokens.tokenizer_fingerprint or tokens.tokenizer == "bytes"
-        made_by = tokens.tokenizer if is_known else f"{tokens.tokenizer or 'unknown'}, without a fingerprint"
+        made_by = (
+            tokens.tokenizer
+            if is_known
+            else f"{tokens.tokenizer or 'unknown'}, without a fingerprint"
+        )
         raise ConfigError(
-            f"{key}: the tokens of {tokens.name} are of another tokenizer ({made_by}) than the model's, in {model}:"
-            f" python -m training.data prepare --tokenizer {model}; or set data.check_tokenizer = false"
+            f"{key}: the tokens of {tokens.name} are of another tokenizer ({made_by}) than the"
+            f" model's, in {model}: python -m training.data prepare --tokenizer {model}; or set"
+            " data.check_tokenizer = false"
         )
 
 
-# ---- order -------------------------------------------------------------------------------------------------------------------
+# ---- order ---------------------------------------------------------------------------------------
 
 
 def shuffled(index: int, size: int, seed: int, epoch: int) -> int:
-    """Returns where a position leads in a random order of `range(size)`: a bijection, computed and not stored.
+    """Returns where a position leads in a random order of `range(size)`: a bijection, computed and
+    not stored.
 
-    Four rounds of a Feistel network over the next even power of two; what falls outside goes round again.
+    Four rounds of a Feistel network over the next even power of two; what falls outside goes round
+    again.
     """
     half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -169,7 +220,9 @@ def shuffled(index: int, size: int, seed: int, epoch: int) -> int:
 
 def _mix(value: int, seed: int, epoch: int, round_: int) -> int:
     """Returns 64 well-mixed bits (SplitMix64's finalizer over all four)."""
-    word = (value + 0x9E3779B97F4A7C15 * (1 + round_ + 4 * epoch) + 0xD1B54A32D192ED03 * (seed + 1)) & 0xFFFFFFFFFFFFFFFF
+    word = (
+        value + 0x9E3779B97F4A7C15 * (1 + round_ + 4 * epoch) + 0xD1B54A32D192ED03 * (seed + 1)
+    ) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return word ^ (word >> 31)
@@ -178,18 +231,33 @@ def _mix(value: int, seed: int, epoch: int, round_: int) -> int:
 class Sampler:
     """Deals out the numbers of sequences, the same to all ranks; each takes its part of a batch.
 
-    Its state is a place in one global order: the epoch, and how many sequences of it are gone. It says nothing of ranks or
-    batches, so a run that goes on with others of both neither repeats nor skips a sequence.
+    Its state is a place in one global order: the epoch, and how many sequences of it are gone. It
+    says nothing of ranks or batches, so a run that goes on with others of both neither repeats nor
+    skips a sequence.
     """
 
-    def __init__(self, size: int, seed: int, shuffle: bool = True, drop_last: bool = True, may_change: bool = False) -> None:
-        self.size, self.seed, self.shuffle, self.drop_last, self.may_change = size, seed, shuffle, drop_last, may_change
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        may_change: bool = False,
+    ) -> None:
+        self.size, self.seed, self.shuffle, self.drop_last, self.may_change = (
+            size,
+            seed,
+            shuffle,
+            drop_last,
+            may_change,
+        )
         self.epoch = self.index = 0
 
     def next_batch(self, batch_size: int) -> list[int]:
         """Returns the next `batch_size` numbers of the global order.
 
-        What is left of an epoch and too little for a batch is dropped, or completed from the next epoch.
+        What is left of an epoch and too little for a batch is dropped, or completed from the next
+        epoch.
         """
         if batch_size > self.size:
             raise ValueError(f"a batch of {batch_size} from {self.size} sequences")
@@ -199,7 +267,11 @@ class Sampler:
         while len(batch) < batch_size:
             if self.index == self.size:
                 self._turn()
-            batch.append(shuffled(self.index, self.size, self.seed, self.epoch) if self.shuffle else self.index)
+            batch.append(
+                shuffled(self.index, self.size, self.seed, self.epoch)
+                if self.shuffle
+                else self.index
+            )
             self.index += 1
         return batch
 
@@ -213,33 +285,48 @@ class Sampler:
         """Goes to a place; in other data that are allowed, to the beginning of the next epoch.
 
         Raises:
-            ConfigError: it is a place in another order: other data, another sequence length or seed.
+            ConfigError: it is a place in another order: other data, another sequence length or
+                seed.
         """
         if self.may_change and state["size"] != self.size and state["seed"] == self.seed:
             self.epoch, self.index = state["epoch"] + 1, 0
             return
         for key, mine in (("size", self.size), ("seed", self.seed)):
             if state[key] != mine:
-                what = "sequences in the data (data.train or data.seq_len was changed)" if key == "size" else "run.seed"
-                raise ConfigError(f"cannot go on in the order of the checkpoint: it had {state[key]:,}, now {mine:,} {what}")
+                what = (
+                    "sequences in the data (data.train or data.seq_len was changed)"
+                    if key == "size"
+                    else "run.seed"
+                )
+                raise ConfigError(
+                    f"cannot go on in the order of the checkpoint: it had {state[key]:,}, now"
+                    f" {mine:,} {what}"
+                )
         self.epoch, self.index = state["epoch"], state["index"]
 
 
-# ---- preparing ---------------------------------------------------------------------------------------------------------------
+# ---- preparing -----------------------------------------------------------------------------------
 
 
-def prepare(sources: Sequence[Path], out: Path, tokenizer: Path | None = None, progress: bool = True) -> dict[str, Any]:
+def prepare(
+    sources: Sequence[Path], out: Path, tokenizer: Path | None = None, progress: bool = True
+) -> dict[str, Any]:
     """Writes a token file from text files, in constant memory, and returns what its `.json` says.
 
     Args:
         sources: text files, or folders of which all files are taken, in order of their names.
         out: where to write; replaced as a whole, at the end.
-        tokenizer: directory of a `transformers` tokenizer; bytes where None. Documents end in its end-of-sequence id, or in a line feed.
+        tokenizer: directory of a `transformers` tokenizer; bytes where None. Documents end in its
+            end-of-sequence id, or in a line feed.
 
     Raises:
         ConfigError: there is no text, or the tokenizer cannot be loaded.
     """
-    files = [f for s in sources for f in (sorted(p for p in s.rglob("*") if p.is_file()) if s.is_dir() else [s])]
+    files = [
+        f
+        for s in sources
+        for f in (sorted(p for p in s.rglob("*") if p.is_file()) if s.is_dir() else [s])
+    ]
     if missing := [f for f in files if not f.is_file()]:
         raise ConfigError(f"no such file: {missing[0]}")
     encode = _Bytes() if tokenizer is None else _Tokenizer(tokenizer)
@@ -248,7 +335,13 @@ def prepare(sources: Sequence[Path], out: Path, tokenizer: Path | None = None, p
     try:
         with temporary.open("xb") as stream:
             _write_header(stream, encode.dtype, 0)
-            bar = tqdm(total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, disable=not progress, desc="prepare")
+            bar = tqdm(
+                total=sum(f.stat().st_size for f in files),
+                unit="B",
+                unit_scale=True,
+                disable=not progress,
+                desc="prepare",
+            )
             with bar:
                 for path in files:
                     for ids in encode.document(path, bar.update):
@@ -260,10 +353,13 @@ def prepare(sources: Sequence[Path], out: Path, tokenizer: Path | None = None, p
         if not count:
             raise ConfigError(f"no text in {', '.join(map(str, sources))}")
         about = {
-            "tokenizer": str(tokenizer or "bytes"), "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer) if tokenizer else "",
-            "vocab_size": encode.vocab_size, "documents": len(files), "tokens": count,
+            "tokenizer": str(tokenizer or "bytes"),
+            "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer) if tokenizer else "",
+            "vocab_size": encode.vocab_size,
+            "documents": len(files),
+            "tokens": count,
             "digest": digest.hexdigest(),
-        }  # fmt: skip
+        }
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
@@ -272,8 +368,12 @@ def prepare(sources: Sequence[Path], out: Path, tokenizer: Path | None = None, p
 
 
 def _write_header(stream: Any, dtype: np.dtype[Any], count: int) -> None:
-    """Writes a header whose length does not depend on the count: NumPy leaves room for it to grow."""
-    npy.write_array_header_1_0(stream, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)})
+    """Writes a header whose length does not depend on the count: NumPy leaves room for it to
+    grow.
+    """
+    npy.write_array_header_1_0(
+        stream, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+    )
 
 
 class _Bytes:
@@ -294,11 +394,15 @@ class _Tokenizer:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ConfigError("--tokenizer needs transformers: pip install 'ckpt-tools[hf]'") from error
+            raise ConfigError(
+                "--tokenizer needs transformers: pip install 'ckpt-tools[hf]'"
+            ) from error
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot load a tokenizer from {directory}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(
+                f"cannot load a tokenizer from {directory}: {str(error).splitlines()[0]}"
+            ) from error
         self.vocab_size = len(self.tokenizer)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
@@ -307,14 +411,20 @@ class _Tokenizer:
             while lines := file.readlines(_READ):
                 text = "".join(lines)
                 seen(len(text.encode()))
-                yield np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.dtype)
+                yield np.asarray(
+                    self.tokenizer(text, add_special_tokens=False)["input_ids"], self.dtype
+                )
         end = self.tokenizer.eos_token_id
         if end is not None:
             yield np.asarray([end], self.dtype)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="training.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="training.data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     sub = commands.add_parser("prepare", help="make a token file from text files")
     sub.add_argument("sources", type=Path, nargs="+", help="text files, or folders of them")
@@ -325,7 +435,10 @@ def main() -> None:
         about = prepare(args.sources, args.out, args.tokenizer)
     except (ConfigError, OSError) as error:
         raise SystemExit(f"training.data: {error}") from error
-    print(f"{args.out}: {about['tokens']:,} tokens of {about['documents']:,} documents, {about['vocab_size']:,} different ids")
+    print(
+        f"{args.out}: {about['tokens']:,} tokens of {about['documents']:,} documents,"
+        f" {about['vocab_size']:,} different ids"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""`--estimate`: the memory of a rank under every strategy, worked out from shapes, without training or allocating anything.
+"""`--estimate`: the memory of a rank under every strategy, worked out from shapes, without training
+or allocating anything.
 
-Activations are counted, not guessed: one micro-batch runs through the model with fake tensors, and what autograd would keep is summed.
-docs/training.md compares the result with measured peaks.
+Activations are counted, not guessed: one micro-batch runs through the model with fake tensors, and
+what autograd would keep is summed. docs/training.md compares the result with measured peaks.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 class Memory:
     """Bytes on one rank, each at its own worst moment.
 
-    Parameters and optimizer state are always there. When the backward begins there are all activations and gathered parameters
-    and no gradient yet; when it ends, all gradients and the last unit; then AdamW has them and needs some room of its own.
+    Parameters and optimizer state are always there. When the backward begins there are all
+    activations and gathered parameters and no gradient yet; when it ends, all gradients and the
+    last unit; then AdamW has them and needs some room of its own.
     """
 
     parameters: int
@@ -43,13 +45,19 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        moments = (self.gathered + self.activations, self.gradients + self.ending, self.gradients + self.stepping)
+        moments = (
+            self.gathered + self.activations,
+            self.gradients + self.ending,
+            self.gradients + self.stepping,
+        )
         return self.parameters + self.optimizer + max(moments)
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What autograd keeps of one micro-batch, in bytes: within each block, outside of blocks, a block's input, the loss's own."""
+    """What autograd keeps of one micro-batch, in bytes: within each block, outside of blocks, a
+    block's input, the loss's own.
+    """
 
     blocks: list[int]
     rest: int
@@ -78,7 +86,9 @@ def activations_of(config: Config, sequences: int) -> Activations:
             F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
     gradient = logits.numel() * 4  # of the logits, in float32, when the backward begins
     over = config.fsdp.tensor_parallel  # blocks are split over these, nearly all of them
-    return Activations([n // over for n in counter.blocks], counter.rest, counter.block_input, gradient)
+    return Activations(
+        [n // over for n in counter.blocks], counter.rest, counter.block_input, gradient
+    )
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
@@ -123,54 +133,91 @@ class _Saved:
         return tensor
 
 
-def memory_of(config: Config, sizes: Degrees, groups: dict[str, Group], activations: Activations) -> Memory:
-    """Returns the memory of rank 0 of a mesh, which holds the most where a dimension does not divide evenly."""
+def memory_of(
+    config: Config, sizes: Degrees, groups: dict[str, Group], activations: Activations
+) -> Memory:
+    """Returns the memory of rank 0 of a mesh, which holds the most where a dimension does not
+    divide evenly.
+    """
     fsdp = config.fsdp
     elements = sum(_local(group, sizes.shard) for group in groups.values())
     gathered = ending = 0
     if fsdp.strategy != "NO_SHARD":
         gathered = _gathered(config, groups) + _accumulated(config, groups)
-        ending = min(gathered, groups[""].nbytes + 2 * max(g.nbytes for g in groups.values()) + _accumulated(config, groups))
+        ending = min(
+            gathered,
+            groups[""].nbytes
+            + 2 * max(g.nbytes for g in groups.values())
+            + _accumulated(config, groups),
+        )
     elif config.data.accumulation > 1:
         gathered = elements * 4  # gradients are there from the first micro-batch on
     kept = activations.peak(config.compute.checkpoint_every)
     if fsdp.cpu_offload:  # the rest lives on the host
         return Memory(0, 0, 0, gathered, kept, ending, 0)
-    stepping = elements * 4 if config.optim.implementation in ("auto", "foreach") else 0  # what "auto" is on a GPU
+    # what "auto" is on a GPU
+    stepping = elements * 4 if config.optim.implementation in ("auto", "foreach") else 0
     return Memory(elements * 4, elements * 4, elements * 8, gathered, kept, ending, stepping)
 
 
 def _accumulated(config: Config, groups: dict[str, Group]) -> int:
-    """Returns the bytes of gradients that wait, whole, for the last micro-batch: those before it are not reduced."""
+    """Returns the bytes of gradients that wait, whole, for the last micro-batch: those before it
+    are not reduced.
+    """
     reduce = parallel.dtype_of(config.precision.reduce or config.precision.param) or torch.float32
-    return sum(g.numel for g in groups.values()) * reduce.itemsize if config.data.accumulation > 1 else 0
+    return (
+        sum(g.numel for g in groups.values()) * reduce.itemsize
+        if config.data.accumulation > 1
+        else 0
+    )
 
 
 def _gathered(config: Config, groups: dict[str, Group]) -> int:
-    """Returns the bytes of gathered parameters, and of gradients not yet reduced, at the worst moment of the backward."""
+    """Returns the bytes of gathered parameters, and of gradients not yet reduced, at the worst
+    moment of the backward.
+    """
     root, inner = groups[""], [g for n, g in groups.items() if n]
     largest = max(inner, key=lambda g: g.nbytes, default=root)
     frees = config.fsdp.strategy in ("FULL_SHARD", "HYBRID_SHARD")
     if config.fsdp.reshard_after_forward is not None:
         frees = config.fsdp.reshard_after_forward is not False
     ahead = 1 + max(1, config.fsdp.backward_prefetch)  # the unit that runs, and the next
-    held = root.nbytes + (min(ahead, len(inner)) * largest.nbytes if frees else sum(g.nbytes for g in inner)) if inner else root.nbytes
+    held = (
+        root.nbytes
+        + (min(ahead, len(inner)) * largest.nbytes if frees else sum(g.nbytes for g in inner))
+        if inner
+        else root.nbytes
+    )
     reduce = parallel.dtype_of(config.precision.reduce)
     scattering = largest.numel * (reduce or largest.dtype).itemsize  # the input of a reduce-scatter
     return held + largest.nbytes + scattering
 
 
 def _local(group: Group, over: int) -> int:
-    """Returns the elements that rank 0 has of a unit: the first of `over` parts along dim 0 of each parameter."""
-    return sum((-(-shape[0] // over) * (shape.numel() // max(1, shape[0])) if shape else 1) for shape in group.shapes)
+    """Returns the elements that rank 0 has of a unit: the first of `over` parts along dim 0 of each
+    parameter.
+    """
+    return sum(
+        (-(-shape[0] // over) * (shape.numel() // max(1, shape[0])) if shape else 1)
+        for shape in group.shapes
+    )
 
 
-def estimates(config: Config, num_ranks: int, ranks_a_node: int) -> Iterator[tuple[str, Degrees | str, Memory | None]]:
+def estimates(
+    config: Config, num_ranks: int, ranks_a_node: int
+) -> Iterator[tuple[str, Degrees | str, Memory | None]]:
     """Yields every strategy with its mesh and memory, or why the configuration rules it out."""
     model = models.make(config.model)
     counted: dict[int, Activations] = {}
     for name in STRATEGIES:
-        changed = replace(config, fsdp=replace(config.fsdp, strategy=name, shard_size=config.fsdp.shard_size if "HYBRID" in name else 0))
+        changed = replace(
+            config,
+            fsdp=replace(
+                config.fsdp,
+                strategy=name,
+                shard_size=config.fsdp.shard_size if "HYBRID" in name else 0,
+            ),
+        )
         try:
             sizes = configuration.check(changed, num_ranks, ranks_a_node)
         except ConfigError as error:
@@ -185,7 +232,17 @@ def estimates(config: Config, num_ranks: int, ranks_a_node: int) -> Iterator[tup
 def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | None) -> None:
     """Prints a table of all strategies, marking those whose peak is within a budget."""
     console, table = wide_console(), Table(box=None, pad_edge=False, header_style="bold")
-    columns = ("strategy", "shard x replicate", "parameters", "gradients", "optimizer", "gathered", "activations", "peak a rank", "")
+    columns = (
+        "strategy",
+        "shard x replicate",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "gathered",
+        "activations",
+        "peak a rank",
+        "",
+    )
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i in (0, 8) else "right", no_wrap=True)
     fits = False
@@ -194,7 +251,14 @@ def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | 
         if memory is None or isinstance(sizes, str):
             refused.append(f"{name}: {sizes}")
             continue
-        parts = (memory.parameters, memory.gradients, memory.optimizer, memory.gathered, memory.activations, memory.peak)
+        parts = (
+            memory.parameters,
+            memory.gradients,
+            memory.optimizer,
+            memory.gathered,
+            memory.activations,
+            memory.peak,
+        )
         mark = ""
         if budget_gib:
             good = memory.peak <= budget_gib * 2**30
@@ -206,8 +270,8 @@ def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | 
         console.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
     if budget_gib and not fits:
         console.print(
-            f"[yellow]nothing fits into {budget_gib:g} GiB:[/] more ranks, compute.checkpoint_every = 1, data.accumulation,"
-            " or fsdp.cpu_offload need less",
+            f"[yellow]nothing fits into {budget_gib:g} GiB:[/] more ranks, compute.checkpoint_every"
+            " = 1, data.accumulation, or fsdp.cpu_offload need less",
             highlight=False,
             soft_wrap=True,
         )

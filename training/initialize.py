@@ -1,8 +1,10 @@
-"""First values of a model's parameters and buffers, the same for every strategy and number of ranks.
+"""First values of a model's parameters and buffers, the same for every strategy and number of
+ranks.
 
-A module is drawn whole, with a generator of its own, and each rank keeps its shard: no two strategies or numbers of ranks start
-differently, and no rank holds more than one module whole. Values are drawn in a copy of the model on the meta device, because
-FSDP changes the modules of the model itself.
+A module is drawn whole, with a generator of its own, and each rank keeps its shard: no two
+strategies or numbers of ranks start differently, and no rank holds more than one module whole.
+Values are drawn in a copy of the model on the meta device, because FSDP changes the modules of the
+model itself.
 """
 
 from __future__ import annotations
@@ -19,25 +21,33 @@ from training.model import Use, initializer, tied
 
 
 class Init:
-    """Gives modules their first values, which depend on the seed and the module's name and on nothing else.
+    """Gives modules their first values, which depend on the seed and the module's name and on
+    nothing else.
 
     Args:
         model: on the meta device, before anything is wrapped around its modules.
-        device: where numbers are drawn, which differ between a CPU and a GPU: the same wherever parameters are kept.
+        device: where numbers are drawn, which differ between a CPU and a GPU: the same wherever
+            parameters are kept.
         draw: give parameters values; buffers get theirs in any case.
     """
 
-    def __init__(self, model: nn.Module, seed: int, device: torch.device, draw: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, seed: int, device: torch.device, draw: bool = True
+    ) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.blank = dict(copy.deepcopy(model).named_modules())
         self.fill, self.seed, self.draw = initializer(model), seed, draw
         self.writes = dict(_writes(self.blank, self.fill)) if draw else {}
-        self.writer = {target: above for above, targets in self.writes.items() for target in targets}
+        self.writer = {
+            target: above for above, targets in self.writes.items() for target in targets
+        }
         self.device = device if draw else torch.device("meta")
-        self.first: dict[tuple[int, str], Use] = {}  # of a tied weight that a module holds: the place that gives it its values
+        # of a tied weight that a module holds: the place that gives it its values
+        self.first: dict[tuple[int, str], Use] = {}
         for uses in tied(model):
             self.first |= {(id(use.module), use.name): uses[0] for use in uses}
-        self.made: dict[Use, nn.Parameter] = {}  # tied weights alone: anything else held here would never be freed by FSDP1
+        # tied weights alone: anything else held here would never be freed by FSDP1
+        self.made: dict[Use, nn.Parameter] = {}
 
     def all(self, model: nn.Module) -> None:
         """Fills a model that has memory: plain tensors or shards."""
@@ -52,7 +62,9 @@ class Init:
                 use = self.first.get((id(module), name))
                 made = self.made.get(use) if use else None
                 if made is None:
-                    made = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
+                    made = nn.Parameter(
+                        torch.empty_like(meta, device=device), requires_grad=meta.requires_grad
+                    )
                 if use:
                     self.made[use] = made
                 module._parameters[name] = made
@@ -65,23 +77,36 @@ class Init:
     @torch.no_grad()
     def _fill(self, module: nn.Module) -> None:
         name = self.names[id(module)]
-        drawn = self._draw(name, {key: buffer for key, buffer in module._buffers.items() if buffer is not None})
+        drawn = self._draw(
+            name, {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
+        )
         for key, parameter in module._parameters.items() if self.draw else ():
             use = self.first.get((id(module), key))
-            if parameter is not None and (use is None or (use.module is module and use.name == key)):
+            if parameter is not None and (
+                use is None or (use.module is module and use.name == key)
+            ):
                 above = self.writer.get((name, key))
-                _keep_shard(parameter, (self._draw(above, {}) if above is not None else drawn)[name, key])
+                _keep_shard(
+                    parameter, (self._draw(above, {}) if above is not None else drawn)[name, key]
+                )
 
     def _draw(self, name: str, buffers: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
-        """Calls the initialiser of one module; returns the parameters that it writes, whole, by module and name.
+        """Calls the initialiser of one module; returns the parameters that it writes, whole, by
+        module and name.
 
         Args:
             buffers: the module's own, which it gives their values in place.
         """
         module = self.blank[name]
-        targets = [(name, key) for key, p in module._parameters.items() if p is not None] + self.writes.get(name, [])
+        targets = [
+            (name, key) for key, p in module._parameters.items() if p is not None
+        ] + self.writes.get(name, [])
         held = {target: self.blank[target[0]]._parameters[target[1]] for target in targets}
-        whole = {at: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=self.device)) for at, p in held.items() if p is not None}
+        whole = {
+            at: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=self.device))
+            for at, p in held.items()
+            if p is not None
+        }
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "big") >> 1)
         unset = dict(module._buffers)
@@ -100,17 +125,28 @@ class Init:
 
 
 @torch.no_grad()
-def _writes(modules: dict[str, nn.Module], fill: Callable[[nn.Module], None]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yields the modules whose initialiser writes parameters of modules within them, inner modules first, with those parameters.
+def _writes(
+    modules: dict[str, nn.Module], fill: Callable[[nn.Module], None]
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yields the modules whose initialiser writes parameters of modules within them, inner modules
+    first, with those parameters.
 
-    GPT-2 scales the weights of its residual layers so: the initialiser of the attention writes the weight of its projection.
+    GPT-2 scales the weights of its residual layers so: the initialiser of the attention writes the
+    weight of its projection.
     """
     for name, module in reversed(modules.items()):
-        inner = [(path, key, p) for path, m in module.named_modules(prefix=name) if m is not module for key, p in m._parameters.items()]
+        inner = [
+            (path, key, p)
+            for path, m in module.named_modules(prefix=name)
+            if m is not module
+            for key, p in m._parameters.items()
+        ]
         before = {id(p): p._version for _, _, p in inner if p is not None}
         if inner:
             fill(module)
-        if written := [(path, key) for path, key, p in inner if p is not None and p._version != before[id(p)]]:
+        if written := [
+            (path, key) for path, key, p in inner if p is not None and p._version != before[id(p)]
+        ]:
             yield name, written
 
 

@@ -1,7 +1,8 @@
 """What is seen of a run: a bar, a line per step in `metrics.jsonl`, and plots of it.
 
-Each line: step, loss, lr, grad_norm, tokens_per_s, step_s, data_s and checkpoint_s (rank 0's, within step_s), peak_mib of every rank
-(CUDA's allocator, or the resident set on the CPU), and epoch; lines of validation have step and validation_loss.
+Each line: step, loss, lr, grad_norm, tokens_per_s, step_s, data_s and checkpoint_s (rank 0's,
+within step_s), peak_mib of every rank (CUDA's allocator, or the resident set on the CPU), and
+epoch; lines of validation have step and validation_loss.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Meter:
         self.spent = {"data_s": 0.0, "checkpoint_s": 0.0}
         self.tokens, self.steps, self.began = 0, 0, time.perf_counter()
         is_terminal = progress and self.is_writer and sys.stderr.isatty()
-        self.bar = tqdm(initial=first, total=last, unit="step", disable=not is_terminal, dynamic_ncols=True)
+        self.bar = tqdm(
+            initial=first, total=last, unit="step", disable=not is_terminal, dynamic_ncols=True
+        )
         self.prints = self.is_writer and not is_terminal
         self.first, self.has_written = first, False
 
@@ -47,8 +50,17 @@ class Meter:
         """Tells whether a line is written after a step."""
         return step % self.every == 0 or step == self.last
 
-    def step(self, step: int, everyone: Sequence[Sequence[float]], tokens: int, lr: float, norm: Tensor, epoch: int) -> None:
-        """Counts a step and, every so many, writes a line: means over ranks and over the steps since the last line.
+    def step(
+        self,
+        step: int,
+        everyone: Sequence[Sequence[float]],
+        tokens: int,
+        lr: float,
+        norm: Tensor,
+        epoch: int,
+    ) -> None:
+        """Counts a step and, every so many, writes a line: means over ranks and over the steps
+        since the last line.
 
         Args:
             everyone: loss and peak memory of every rank; needed where a line is due.
@@ -70,9 +82,14 @@ class Meter:
             "peak_mib": [round(rank[1], 1) for rank in everyone],
         }
         self.write(line)
-        self.bar.set_postfix_str(f"loss {line['loss']:.4f}, {line['tokens_per_s']:,.0f} tokens/s", refresh=False)
+        self.bar.set_postfix_str(
+            f"loss {line['loss']:.4f}, {line['tokens_per_s']:,.0f} tokens/s", refresh=False
+        )
         if self.prints and (step % 10 == 0 or step == self.last):
-            print(f"step {step:5d}  loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tokens/s", flush=True)
+            print(
+                f"step {step:5d}  loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tokens/s",
+                flush=True,
+            )
         self.spent = dict.fromkeys(self.spent, 0.0)
         self.tokens, self.steps, self.began = 0, 0, time.perf_counter()
 
@@ -99,7 +116,12 @@ class Meter:
                 _forget(self.path, self.first)
             self.has_written = True
             with self.path.open("a") as file:
-                file.write(json.dumps({key: _finite(value) for key, value in line.items()}, allow_nan=False) + "\n")
+                file.write(
+                    json.dumps(
+                        {key: _finite(value) for key, value in line.items()}, allow_nan=False
+                    )
+                    + "\n"
+                )
 
     def close(self) -> None:
         self.bar.close()
@@ -116,7 +138,9 @@ def loss_and_peak(loss: Tensor) -> list[list[float]]:
 
 
 def gather(mine: Tensor) -> list[list[float]]:
-    """Returns every rank's numbers, in order of rank; over gloo, which the process group has on every machine."""
+    """Returns every rank's numbers, in order of rank; over gloo, which the process group has on
+    every machine.
+    """
     mine = mine.cpu()
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -132,17 +156,24 @@ def peak_mib(device: torch.device) -> float:
 
 
 def _forget(path: Path, step: int) -> None:
-    """Drops the lines of steps that will be taken again: those after the checkpoint that the run resumed from."""
+    """Drops the lines of steps that will be taken again: those after the checkpoint that the run
+    resumed from.
+    """
     if path.exists():
-        kept = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["step"] <= step]
+        kept = [
+            line
+            for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n") and json.loads(line)["step"] <= step
+        ]
         path.write_text("".join(kept))
 
 
-# ---- plots -------------------------------------------------------------------------------------------------------------------
+# ---- plots ---------------------------------------------------------------------------------------
 
 
 def plot(directory: Path) -> list[Path]:
-    """Draws loss, throughput and memory of a run over its steps; returns the files, a PNG and an SVG.
+    """Draws loss, throughput and memory of a run over its steps; returns the files, a PNG and an
+    SVG.
 
     Raises:
         FileNotFoundError: the run has no metrics.
@@ -153,14 +184,24 @@ def plot(directory: Path) -> list[Path]:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    lines = [json.loads(line) for line in (directory / FILE).read_text().splitlines(keepends=True) if line.endswith("\n")]
+    lines = [
+        json.loads(line)
+        for line in (directory / FILE).read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
     steps = [line for line in lines if "loss" in line]
     checks = [line for line in lines if "validation_loss" in line]
-    figure, (loss, speed, memory) = plt.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")
+    figure, (loss, speed, memory) = plt.subplots(
+        3, 1, figsize=(8, 9), sharex=True, layout="constrained"
+    )
     x = [line["step"] for line in steps]
-    loss.plot(x, [math.nan if line["loss"] is None else line["loss"] for line in steps], label="training")
+    loss.plot(
+        x, [math.nan if line["loss"] is None else line["loss"] for line in steps], label="training"
+    )
     if checks:
-        losses = [math.nan if c["validation_loss"] is None else c["validation_loss"] for c in checks]
+        losses = [
+            math.nan if c["validation_loss"] is None else c["validation_loss"] for c in checks
+        ]
         loss.plot([c["step"] for c in checks], losses, "o-", label="validation")
     loss.set_ylabel("loss")
     loss.legend()

@@ -1,4 +1,5 @@
-"""The models: a built-in decoder (RMSNorm, rotary attention, SwiGLU), or any causal LM of `transformers` from a local directory.
+"""The models: a built-in decoder (RMSNorm, rotary attention, SwiGLU), or any causal LM of
+`transformers` from a local directory.
 
 Both are made on the meta device. Nothing here knows of ranks, data or checkpoints.
 """
@@ -38,8 +39,24 @@ MODELS = {
     "tiny": ModelConfig(),
     "small": ModelConfig(dim=512, num_layers=8, num_heads=8, hidden_dim=1376, max_seq_len=1024),
     "medium": ModelConfig(dim=1024, num_layers=24, num_heads=16, hidden_dim=2752, max_seq_len=2048),
-    "1b": ModelConfig(dim=2048, num_layers=16, num_heads=32, hidden_dim=8192, vocab_size=128_256, max_seq_len=8192, rope_theta=5e5),
-    "8b": ModelConfig(dim=4096, num_layers=32, num_heads=32, hidden_dim=14336, vocab_size=128_256, max_seq_len=8192, rope_theta=5e5),
+    "1b": ModelConfig(
+        dim=2048,
+        num_layers=16,
+        num_heads=32,
+        hidden_dim=8192,
+        vocab_size=128_256,
+        max_seq_len=8192,
+        rope_theta=5e5,
+    ),
+    "8b": ModelConfig(
+        dim=4096,
+        num_layers=32,
+        num_heads=32,
+        hidden_dim=14336,
+        vocab_size=128_256,
+        max_seq_len=8192,
+        rope_theta=5e5,
+    ),
 }
 
 
@@ -57,7 +74,9 @@ class RMSNorm(nn.Module):
 def rotary_angles(config: ModelConfig, seq_len: int, device: torch.device) -> Tensor:
     """Returns rotation angles `[T, H/2]` for T positions and heads of size H."""
     half = config.dim // config.num_heads // 2
-    frequencies = config.rope_theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+    frequencies = config.rope_theta ** (
+        -torch.arange(half, device=device, dtype=torch.float32) / half
+    )
     return torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)
 
 
@@ -69,7 +88,9 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `[B, T, D]`; the number of heads follows from the weights, which tensor parallelism splits."""
+    """Causal self-attention over `[B, T, D]`; the number of heads follows from the weights, which
+    tensor parallelism splits.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -80,7 +101,10 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
         y = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, is_causal=True)
         return self.wo(y.transpose(1, 2).flatten(2))
 
@@ -139,7 +163,7 @@ class Decoder(nn.Module):
         return self.output(self.norm(x))
 
 
-# ---- from a configuration ------------------------------------------------------------------------------------------------------
+# ---- from a configuration ------------------------------------------------------------------------
 
 
 def make(config: configuration.Model) -> nn.Module:
@@ -158,10 +182,14 @@ def sizes_of(config: configuration.Model) -> ModelConfig:
     Raises:
         ConfigError: the heads do not divide the width, or are of odd size.
     """
-    given = {f.name: getattr(config, f.name) for f in fields(ModelConfig) if hasattr(config, f.name)}
+    given = {
+        f.name: getattr(config, f.name) for f in fields(ModelConfig) if hasattr(config, f.name)
+    }
     sizes = replace(MODELS[config.name], **{key: value for key, value in given.items() if value})
     if sizes.dim % (2 * sizes.num_heads):
-        raise ConfigError(f"model.dim = {sizes.dim} is not a multiple of 2 x model.num_heads = {sizes.num_heads}")
+        raise ConfigError(
+            f"model.dim = {sizes.dim} is not a multiple of 2 x model.num_heads = {sizes.num_heads}"
+        )
     return sizes
 
 
@@ -175,16 +203,27 @@ def _pretrained(path: str) -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # a model's own code raises what it likes
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(f"model.path: {path} holds no causal LM that transformers can make here: {said}") from error
+        raise ConfigError(
+            f"model.path: {path} holds no causal LM that transformers can make here: {said}"
+        ) from error
     model.config.use_cache = False
     return model
 
 
-_NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+_NOT_OF_THE_MODEL = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
 
 
 def description(model: nn.Module) -> dict[str, Any]:
-    """Returns the configuration of a model of `transformers`, as JSON has it; nothing of a built-in one, whose sizes tell all."""
+    """Returns the configuration of a model of `transformers`, as JSON has it; nothing of a built-in
+    one, whose sizes tell all.
+    """
     if isinstance(model, Decoder):
         return {}
     known: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
@@ -195,7 +234,8 @@ def check_weights(model: nn.Module, config: configuration.Model) -> None:
     """Refuses weights whose names are not those of the model, while no rank waits for another yet.
 
     Raises:
-        ConfigError: with some of the names. transformers fuses the experts of mixture-of-experts models as it loads them.
+        ConfigError: with some of the names. transformers fuses the experts of mixture-of-experts
+            models as it loads them.
     """
     if not config.path or not config.weights:
         return
@@ -203,15 +243,20 @@ def check_weights(model: nn.Module, config: configuration.Model) -> None:
     stored = set(report.catalog.tensors)
     if report.format == "accelerate":  # a job's directory, in which the model is one part
         stored = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
-    names = {name: id(tensor) for name, tensor in [*model.named_parameters(remove_duplicate=False), *_persistent(model)]}
+    names = {
+        name: id(tensor)
+        for name, tensor in [*model.named_parameters(remove_duplicate=False), *_persistent(model)]
+    }
     there = {key for name, key in names.items() if name in stored}
     missing = [name for name, key in names.items() if key not in there]
     extra = [name for name in stored if name not in names]
-    if missing and len(missing) * 2 < len(names):  # else they have another prefix, which loading finds out
+    # else they have another prefix, which loading finds out
+    if missing and len(missing) * 2 < len(names):
         raise ConfigError(
-            f"model.path: {len(missing)} weights of the model are not in {config.path}, such as {missing[0]}, and {len(extra)} there are"
-            f" not in the model{f', such as {min(extra)}' if extra else ''}: models whose weights transformers renames or fuses as it"
-            " loads them, as those with experts, are not supported"
+            f"model.path: {len(missing)} weights of the model are not in {config.path}, such as"
+            f" {missing[0]}, and {len(extra)} there are not in the"
+            f" model{f', such as {min(extra)}' if extra else ''}: models whose weights transformers"
+            " renames or fuses as it loads them, as those with experts, are not supported"
         )
 
 
@@ -221,23 +266,36 @@ def _persistent(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
-    """Returns what gives one module of a model its first values: own parameters, and buffers that are computed."""
+    """Returns what gives one module of a model its first values: own parameters, and buffers that
+    are computed.
+    """
     return model.init_weights if isinstance(model, Decoder) else model._init_weights
 
 
 def vocab_size(model: nn.Module) -> int:
     """Returns how many different ids a model takes."""
-    return int(model.get_input_embeddings().weight.shape[0] if hasattr(model, "get_input_embeddings") else model.config.vocab_size)
+    return int(
+        model.get_input_embeddings().weight.shape[0]
+        if hasattr(model, "get_input_embeddings")
+        else model.config.vocab_size
+    )
 
 
 def max_seq_len(model: nn.Module) -> int:
     """Returns how long a sequence may be."""
-    return int(getattr(model.config, "max_seq_len", 0) or getattr(model.config, "max_position_embeddings", 1 << 62))
+    return int(
+        getattr(model.config, "max_seq_len", 0)
+        or getattr(model.config, "max_position_embeddings", 1 << 62)
+    )
 
 
 def block_classes(model: nn.Module) -> set[str]:
     """Returns the class names of the model's layers, the units that FSDP usually shards by."""
-    return {"Block"} if isinstance(model, Decoder) else set(getattr(model, "_no_split_modules", None) or ())
+    return (
+        {"Block"}
+        if isinstance(model, Decoder)
+        else set(getattr(model, "_no_split_modules", None) or ())
+    )
 
 
 class Use(NamedTuple):
@@ -265,15 +323,20 @@ def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def write_config(config: configuration.Model, directory: Path) -> None:
-    """Writes what loading exported weights needs: `model.json`, or configuration and tokenizer of the directory the model came from."""
+    """Writes what loading exported weights needs: `model.json`, or configuration and tokenizer of
+    the directory the model came from.
+    """
     if not config.path:
         (directory / "model.json").write_text(json.dumps(asdict(sizes_of(config)), indent=1) + "\n")
         return
     for file in sorted(Path(config.path).iterdir()):
-        if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
+        if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(
+            ".index.json"
+        ):
             (directory / file.name).write_bytes(file.read_bytes())
     about = json.loads((directory / "config.json").read_text())
-    about |= {key: "float32" for key in ("dtype", "torch_dtype") if key in about}  # of what was trained, not of what it began as
+    # of what was trained, not of what it began as
+    about |= {key: "float32" for key in ("dtype", "torch_dtype") if key in about}
     (directory / "config.json").write_text(json.dumps(about, indent=2) + "\n")
 
 

@@ -1,7 +1,9 @@
-"""Sharding: mesh, units, FSDP2, FSDP1, DDP, tensor parallelism. The one file with placements; PyTorch's own calls, in their order.
+"""Sharding: mesh, units, FSDP2, FSDP1, DDP, tensor parallelism. The one file with placements;
+PyTorch's own calls, in their order.
 
-FSDP2:  meta model -> tensor parallel -> activation checkpointing -> fully_shard, units bottom-up -> to_empty -> first values -> compile
-FSDP1:  meta model -> activation checkpointing -> FullyShardedDataParallel, which gives memory and first values unit by unit -> compile
+FSDP2:  meta model -> tensor parallel -> activation checkpointing -> fully_shard, units bottom-up ->
+to_empty -> first values -> compile FSDP1:  meta model -> activation checkpointing ->
+FullyShardedDataParallel, which gives memory and first values unit by unit -> compile
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config import Config, ConfigError, Degrees
@@ -44,12 +51,14 @@ def dtype_of(name: str) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 
-# ---- what is sharded together ------------------------------------------------------------------------------------------------
+# ---- what is sharded together --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module whose parameters, but for those of units within it, are gathered and freed together."""
+    """A module whose parameters, but for those of units within it, are gathered and freed
+    together.
+    """
 
     name: str  # "" is the root
     dtype: str = ""  # to compute in, where it differs
@@ -70,32 +79,52 @@ def units_of(model: nn.Module, config: Config) -> list[Unit]:
     names = _chosen(model, config)
     if config.fsdp.wrap_embeddings:
         names |= set(embeddings_of(model))
-    overrides = {name: dtype for glob, dtype in config.precision.overrides.items() for name in _matching(model, glob)}
-    order = [name for name, _ in model.named_modules() if name and (name in names or name in overrides)]
+    overrides = {
+        name: dtype
+        for glob, dtype in config.precision.overrides.items()
+        for name in _matching(model, glob)
+    }
+    order = [
+        name for name, _ in model.named_modules() if name and (name in names or name in overrides)
+    ]
     shared = _shared_outside(model, order)
     order.sort(key=lambda name: -name.count("."))
-    return [Unit(name, overrides.get(name, "")) for name in order if name not in shared] + [Unit("", overrides.get("", ""))]
+    return [Unit(name, overrides.get(name, "")) for name in order if name not in shared] + [
+        Unit("", overrides.get("", ""))
+    ]
 
 
 def _chosen(model: nn.Module, config: Config) -> set[str]:
     fsdp = config.fsdp
     if fsdp.wrap == "layers":
         if not (names := set(blocks_of(model))):
-            raise ConfigError('fsdp.wrap = "layers": this model does not say what its layers are; name their classes in fsdp.wrap_classes')
+            raise ConfigError(
+                'fsdp.wrap = "layers": this model does not say what its layers are; name their'
+                " classes in fsdp.wrap_classes"
+            )
         return names
     if fsdp.wrap == "classes":
         classes = {type(module).__name__ for module in model.modules()}
         if unknown := [name for name in fsdp.wrap_classes if name not in classes]:
-            raise ConfigError(f"fsdp.wrap_classes: the model has no {unknown[0]!r}; it has {', '.join(sorted(classes))}")
-        return {name for name, module in model.named_modules() if type(module).__name__ in fsdp.wrap_classes and name}
+            raise ConfigError(
+                f"fsdp.wrap_classes: the model has no {unknown[0]!r}; it has"
+                f" {', '.join(sorted(classes))}"
+            )
+        return {
+            name
+            for name, module in model.named_modules()
+            if type(module).__name__ in fsdp.wrap_classes and name
+        }
     return _by_size(model, fsdp.min_num_params) if fsdp.wrap == "size" else set()
 
 
 def _by_size(model: nn.Module, least: int) -> set[str]:
-    """Returns the modules that FSDP1's size policy wraps: those with at least so many parameters outside of wrapped ones.
+    """Returns the modules that FSDP1's size policy wraps: those with at least so many parameters
+    outside of wrapped ones.
 
-    `units_of` then leaves those out that share a parameter with a module outside of them: FSDP1 alone would wrap them.
-    Source: torch 2.13 `torch/distributed/fsdp/wrap.py`, `_recursive_wrap` and `size_based_auto_wrap_policy`.
+    `units_of` then leaves those out that share a parameter with a module outside of them: FSDP1
+    alone would wrap them. Source: torch 2.13 `torch/distributed/fsdp/wrap.py`, `_recursive_wrap`
+    and `size_based_auto_wrap_policy`.
     """
     chosen: set[str] = set()
 
@@ -104,8 +133,14 @@ def _by_size(model: nn.Module, least: int) -> set[str]:
         numel = sum(p.numel() for p in module.parameters())
         if numel < least or isinstance(module, nn.MultiheadAttention):
             return 0
-        wrapped = sum(visit(f"{name}.{child}" if name else child, m) for child, m in module.named_children())
-        if name and numel - wrapped >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        wrapped = sum(
+            visit(f"{name}.{child}" if name else child, m) for child, m in module.named_children()
+        )
+        if (
+            name
+            and numel - wrapped >= least
+            and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        ):
             chosen.add(name)
             return numel
         return wrapped
@@ -123,31 +158,54 @@ def embeddings_of(model: nn.Module) -> list[str]:
 
 
 def _matching(model: nn.Module, glob: str) -> list[str]:
-    names = [n for n, m in model.named_modules() if fnmatch.fnmatchcase(n, glob) and any(True for _ in m.parameters())]
+    names = [
+        n
+        for n, m in model.named_modules()
+        if fnmatch.fnmatchcase(n, glob) and any(True for _ in m.parameters())
+    ]
     if not names:
         raise ConfigError(f"precision.overrides.{glob}: no module with parameters is called that")
     return names
 
 
 def _shared_outside(model: nn.Module, names: list[str]) -> set[str]:
-    """Returns the modules that share a parameter with one outside of them (tied weights): those stay together, in the root."""
+    """Returns the modules that share a parameter with one outside of them (tied weights): those
+    stay together, in the root.
+    """
     inside = lambda path, unit: path == unit or path.startswith(f"{unit}.")  # noqa: E731
-    return {unit for unit in names for uses in tied(model) if len({inside(use.path, unit) for use in uses}) == 2}
+    return {
+        unit
+        for unit in names
+        for uses in tied(model)
+        if len({inside(use.path, unit) for use in uses}) == 2
+    }
 
 
-# ---- sharding ----------------------------------------------------------------------------------------------------------------
+# ---- sharding ------------------------------------------------------------------------------------
 
 
 def make_mesh(sizes: Degrees, device: torch.device) -> DeviceMesh:
     """Returns the mesh of all ranks: replicate x shard x tensor."""
-    return init_device_mesh(device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("replicate", "shard", "tensor"))
+    return init_device_mesh(
+        device.type,
+        (sizes.replicate, sizes.shard, sizes.tensor),
+        mesh_dim_names=("replicate", "shard", "tensor"),
+    )
 
 
-def shard(model: nn.Module, config: Config, mesh: DeviceMesh, device: torch.device, has_weights: bool = False) -> nn.Module:
-    """Shards a model that is on the meta device, and gives it memory and first values, the same for every mesh and strategy.
+def shard(
+    model: nn.Module,
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
+    has_weights: bool = False,
+) -> nn.Module:
+    """Shards a model that is on the meta device, and gives it memory and first values, the same for
+    every mesh and strategy.
 
     Args:
-        has_weights: its parameters will be loaded, so they are left as they are and only buffers get values.
+        has_weights: its parameters will be loaded, so they are left as they are and only buffers
+            get values.
 
     Raises:
         ConfigError: the model does not fit the mesh or the units asked for.
@@ -163,7 +221,9 @@ def shard(model: nn.Module, config: Config, mesh: DeviceMesh, device: torch.devi
     elif config.fsdp.strategy == "NO_SHARD":
         for module in model.modules():
             init.materialize(module, device)  # to_empty would untie tied weights
-        model = DistributedDataParallel(model, process_group=mesh["replicate"].get_group(), gradient_as_bucket_view=True)
+        model = DistributedDataParallel(
+            model, process_group=mesh["replicate"].get_group(), gradient_as_bucket_view=True
+        )
         if config.precision.reduce == "bfloat16":
             model.register_comm_hook(mesh["replicate"].get_group(), _mean_in_bf16)
     else:
@@ -192,7 +252,9 @@ def check_backend(config: Config) -> None:
             lookup_backend(config.compute.compile_backend)
         except InvalidBackend:
             known = ", ".join(list_backends(exclude_tags=()))
-            raise ConfigError(f"compute.compile_backend = {config.compute.compile_backend!r}: torch knows {known}") from None
+            raise ConfigError(
+                f"compute.compile_backend = {config.compute.compile_backend!r}: torch knows {known}"
+            ) from None
 
 
 def find(model: nn.Module, name: str) -> nn.Module:
@@ -204,7 +266,11 @@ def find(model: nn.Module, name: str) -> nn.Module:
 
 def _fsdp2(model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh) -> None:
     fsdp, precision = config.fsdp, config.precision
-    offload = CPUOffloadPolicy(pin_memory=fsdp.pin_memory and torch.cuda.is_available()) if fsdp.cpu_offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=fsdp.pin_memory and torch.cuda.is_available())
+        if fsdp.cpu_offload
+        else OffloadPolicy()
+    )
     data_mesh = mesh["replicate", "shard"] if fsdp.strategy.startswith("HYBRID") else mesh["shard"]
     reshard = fsdp.reshard_after_forward
     if reshard is None:
@@ -213,29 +279,54 @@ def _fsdp2(model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh
         policy = MixedPrecisionPolicy(
             param_dtype=dtype_of(unit.dtype or precision.param),
             reduce_dtype=dtype_of(precision.reduce),
-            output_dtype=dtype_of((precision.param or "float32") if unit.dtype else "" if unit.name else precision.output),
+            output_dtype=dtype_of(
+                (precision.param or "float32")
+                if unit.dtype
+                else ""
+                if unit.name
+                else precision.output
+            ),
             cast_forward_inputs=precision.cast_forward_inputs,
         )
-        # the root's parameters are needed first in the backward: unless told, PyTorch keeps them gathered
+        # the root's parameters are needed first in the backward: unless told, PyTorch keeps them
+        # gathered
         after = reshard if unit.name or reshard is False else fsdp.reshard_after_forward
-        fully_shard(model.get_submodule(unit.name), mesh=data_mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=offload)
+        fully_shard(
+            model.get_submodule(unit.name),
+            mesh=data_mesh,
+            reshard_after_forward=after,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
 
 
 def _fsdp1(
-    model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh, device: torch.device, init: Init
+    model: nn.Module,
+    units: list[Unit],
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
+    init: Init,
 ) -> FullyShardedDataParallel:
     fsdp, only, precision = config.fsdp, config.fsdp1, config.precision
     if device.type == "cpu" and only.sync_module_states:
-        raise ConfigError("fsdp1.sync_module_states needs CUDA: FSDP1 broadcasts GPU memory only (all ranks draw the same values anyway)")
+        raise ConfigError(
+            "fsdp1.sync_module_states needs CUDA: FSDP1 broadcasts GPU memory only (all ranks draw"
+            " the same values anyway)"
+        )
     if device.type == "cpu" and fsdp.cpu_offload:
-        raise ConfigError("fsdp.cpu_offload needs CUDA with FSDP1, which pins memory; FSDP2 does without")
+        raise ConfigError(
+            "fsdp.cpu_offload needs CUDA with FSDP1, which pins memory; FSDP2 does without"
+        )
     wrapped = {id(model.get_submodule(unit.name)) for unit in units if unit.name}
     is_2d = fsdp.strategy.startswith("HYBRID")
     whole = mesh["replicate"] if fsdp.strategy == "NO_SHARD" else mesh["shard"]
     return FullyShardedDataParallel(
         model,
         device_mesh=mesh["replicate", "shard"] if is_2d else whole,
-        sharding_strategy=ShardingStrategy["_HYBRID_SHARD_ZERO2" if fsdp.strategy == "HYBRID_SHARD_ZERO2" else fsdp.strategy],
+        sharding_strategy=ShardingStrategy[
+            "_HYBRID_SHARD_ZERO2" if fsdp.strategy == "HYBRID_SHARD_ZERO2" else fsdp.strategy
+        ],
         auto_wrap_policy=CustomPolicy(lambda module: id(module) in wrapped),
         cpu_offload=CPUOffload(offload_params=fsdp.cpu_offload),
         mixed_precision=MixedPrecision(
@@ -251,12 +342,19 @@ def _fsdp1(
         sync_module_states=only.sync_module_states,
         limit_all_gathers=only.limit_all_gathers,
         forward_prefetch=only.forward_prefetch,
-        backward_prefetch=None if only.backward_prefetch == "NO_PREFETCH" else BackwardPrefetch[only.backward_prefetch],
+        backward_prefetch=(
+            None
+            if only.backward_prefetch == "NO_PREFETCH"
+            else BackwardPrefetch[only.backward_prefetch]
+        ),
     )
 
 
-def _mean_in_bf16(group, bucket):  # DDP compares annotations with its own classes, so there are none
-    """Reduces one bucket of DDP's gradients in bfloat16, on any backend: torch's own hook takes nothing but nccl."""
+# DDP compares annotations with its own classes, so there are none
+def _mean_in_bf16(group, bucket):
+    """Reduces one bucket of DDP's gradients in bfloat16, on any backend: torch's own hook takes
+    nothing but nccl.
+    """
     half = bucket.buffer().to(torch.bfloat16).div_(group.size())
     future = dist.all_reduce(half, group=group, async_op=True).get_future()
     return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
@@ -271,7 +369,9 @@ def _checkpoint_activations(model: nn.Module, blocks: list[str], every: int) -> 
 def _prefetch(model: nn.Module, units: list[Unit], config: Config) -> None:
     """Tells each unit which ones to gather while it runs; units run in the order of the model."""
     chosen = {unit.name for unit in units if unit.name}
-    names = dict.fromkeys(name.replace("._checkpoint_wrapped_module", "") for name, _ in model.named_modules())
+    names = dict.fromkeys(
+        name.replace("._checkpoint_wrapped_module", "") for name, _ in model.named_modules()
+    )
     running = [model.get_submodule(name) for name in names if name in chosen]
     for i, unit in enumerate(running):
         if depth := config.fsdp.forward_prefetch:
@@ -287,7 +387,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-# ---- tensor parallelism --------------------------------------------------------------------------------------------------------
+# ---- tensor parallelism --------------------------------------------------------------------------
 
 
 def _split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -300,12 +400,19 @@ def _split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     }
     plan = tensor_plan(model)
-    heads = {key: getattr(model.config, key, 0) or 0 for key in ("num_heads", "num_attention_heads", "num_key_value_heads")}
+    heads = {
+        key: getattr(model.config, key, 0) or 0
+        for key in ("num_heads", "num_attention_heads", "num_key_value_heads")
+    }
     for key, count in heads.items():
         if count % mesh.size():
-            raise ConfigError(f"fsdp.tensor_parallel = {mesh.size()} does not divide the model's {key} = {count}")
+            raise ConfigError(
+                f"fsdp.tensor_parallel = {mesh.size()} does not divide the model's {key} = {count}"
+            )
     if unknown := sorted(set(plan.values()) - set(styles)):
-        raise ConfigError(f"fsdp.tensor_parallel: this model asks for {unknown[0]!r}, which is not done here")
+        raise ConfigError(
+            f"fsdp.tensor_parallel: this model asks for {unknown[0]!r}, which is not done here"
+        )
     shared = tied(model)
     parallelize_module(model, mesh, {name: styles[style]() for name, style in plan.items()})
     for first, *others in shared:
@@ -320,8 +427,14 @@ def tensor_plan(model: nn.Module) -> dict[str, str]:
         ConfigError: nobody has written a plan for this model.
     """
     if isinstance(model, Decoder):
-        layer = {f"attention.{w}": "colwise" for w in ("wq", "wk", "wv")} | {"attention.wo": "rowwise"}
-        layer |= {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}
+        layer = {f"attention.{w}": "colwise" for w in ("wq", "wk", "wv")} | {
+            "attention.wo": "rowwise"
+        }
+        layer |= {
+            "feed_forward.w1": "colwise",
+            "feed_forward.w3": "colwise",
+            "feed_forward.w2": "rowwise",
+        }
         plan = {f"layers.*.{name}": style for name, style in layer.items()}
         return plan | {"tok_embeddings": "embedding_rowwise", "output": "colwise_gather_output"}
     plan = dict(getattr(model, "_tp_plan", None) or {})
@@ -330,7 +443,7 @@ def tensor_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-# ---- a step --------------------------------------------------------------------------------------------------------------------
+# ---- a step --------------------------------------------------------------------------------------
 
 
 def computing(config: Config, device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -342,7 +455,9 @@ def computing(config: Config, device: torch.device) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def reducing(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """Lets only the last micro-batch of a step reduce gradients over ranks; those before add up on each."""
+    """Lets only the last micro-batch of a step reduce gradients over ranks; those before add up on
+    each.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
         model.set_is_last_backward(is_last)
@@ -354,13 +469,17 @@ def reducing(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales gradients so that their norm over all ranks is at most `max_norm` (0: leaves them), and returns the norm before, 0-d."""
+    """Scales gradients so that their norm over all ranks is at most `max_norm` (0: leaves them),
+    and returns the norm before, 0-d.
+    """
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm or float("inf"))
     by_mesh: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
-            by_mesh.setdefault(parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None, []).append(parameter)
+            by_mesh.setdefault(
+                parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None, []
+            ).append(parameter)
     norms = []
     for parameters in by_mesh.values():
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
@@ -373,5 +492,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def data_rank(mesh: DeviceMesh) -> int:
-    """Returns which part of a batch is this rank's; ranks that differ in the tensor dimension alone have the same."""
+    """Returns which part of a batch is this rank's; ranks that differ in the tensor dimension alone
+    have the same.
+    """
     return dist.get_rank() // mesh["tensor"].size()

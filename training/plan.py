@@ -1,4 +1,6 @@
-"""`--print-plan`: the module tree with its FSDP units, what each gathers, and the usual mistakes. Needs no process group."""
+"""`--print-plan`: the module tree with its FSDP units, what each gathers, and the usual mistakes.
+Needs no process group.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from training.config import Config, Degrees
 
 @dataclass(slots=True)
 class Group:
-    """What one FSDP unit gathers: parameters (elements) of this rank's part of the tensor mesh, and bytes in the type it computes in."""
+    """What one FSDP unit gathers: parameters (elements) of this rank's part of the tensor mesh, and
+    bytes in the type it computes in.
+    """
 
     name: str
     dtype: torch.dtype
@@ -32,19 +36,30 @@ class Group:
 
 
 def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
-    """Returns what each unit of a meta model holds, by the unit's name; a tied weight counts once."""
+    """Returns what each unit of a meta model holds, by the unit's name; a tied weight counts
+    once.
+    """
     units = {unit.name: unit for unit in parallel.units_of(model, config)}
     default = config.precision.param
-    groups = {n: Group(n, parallel.dtype_of(u.dtype or default) or torch.float32) for n, u in units.items()}
+    groups = {
+        n: Group(n, parallel.dtype_of(u.dtype or default) or torch.float32)
+        for n, u in units.items()
+    }
     split = parallel.tensor_plan(model) if config.fsdp.tensor_parallel > 1 else {}
     for name, parameter in model.named_parameters():
         path = name
         while path not in units:
             path = path.rpartition(".")[0]
-        over = config.fsdp.tensor_parallel if any(fnmatch.fnmatchcase(name, f"{glob}.*") for glob in split) else 1
+        over = (
+            config.fsdp.tensor_parallel
+            if any(fnmatch.fnmatchcase(name, f"{glob}.*") for glob in split)
+            else 1
+        )
         groups[path].numel += parameter.numel() // over
         groups[path].shapes.append(
-            torch.Size((-(-parameter.shape[0] // over), *parameter.shape[1:])) if parameter.ndim else parameter.shape
+            torch.Size((-(-parameter.shape[0] // over), *parameter.shape[1:]))
+            if parameter.ndim
+            else parameter.shape
         )
     return groups
 
@@ -52,22 +67,36 @@ def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
 def warnings_of(model: nn.Module, config: Config, groups: dict[str, Group]) -> list[str]:
     """Returns the usual mistakes that a plan makes, each with what to do."""
     if config.fsdp.strategy == "NO_SHARD":
-        return ["nothing is sharded: every rank holds parameters, gradients and optimizer state whole"]
+        return [
+            "nothing is sharded: every rank holds parameters, gradients and optimizer state whole"
+        ]
     found = []
     in_root = [n for n in parallel.embeddings_of(model) if n not in groups]
     inner = [g for n, g in groups.items() if n]
     total = sum(g.numel for g in groups.values())
     if not inner:
-        found.append(f"only the root is a unit: each rank gathers the whole model at once, {size(groups[''].nbytes)}. Set fsdp.wrap")
-    elif (largest := max(groups.values(), key=lambda g: g.numel)).numel > total / 2 and (largest.name or not in_root):
+        found.append(
+            "only the root is a unit: each rank gathers the whole model at once,"
+            f" {size(groups[''].nbytes)}. Set fsdp.wrap"
+        )
+    elif (largest := max(groups.values(), key=lambda g: g.numel)).numel > total / 2 and (
+        largest.name or not in_root
+    ):
         share = largest.numel / total
-        found.append(f"{label(largest.name)} holds {share:.0%} of all parameters: make units of its parts (fsdp.wrap_classes)")
+        found.append(
+            f"{label(largest.name)} holds {share:.0%} of all parameters: make units of its parts"
+            " (fsdp.wrap_classes)"
+        )
     root, biggest = groups[""].nbytes, max((g.nbytes for g in inner), default=0)
     if inner and in_root and root > biggest:
-        cure = "they share their weight, so that must be so" if models.tied(model) else "fsdp.wrap_embeddings = true makes them units"
+        cure = (
+            "they share their weight, so that must be so"
+            if models.tied(model)
+            else "fsdp.wrap_embeddings = true makes them units"
+        )
         found.append(
-            f"{' and '.join(in_root)} are in the root unit, which stays gathered from forward to backward:"
-            f" {size(root)} on each rank; {cure}"
+            f"{' and '.join(in_root)} are in the root unit, which stays gathered from forward to"
+            f" backward: {size(root)} on each rank; {cure}"
         )
     return found
 
@@ -97,10 +126,23 @@ def show(config: Config, sizes: Degrees) -> None:
     groups = groups_of(model, config)
     console = wide_console()
     fsdp = config.fsdp
-    mesh = " x ".join(f"{n} {what}" for n, what in ((sizes.replicate, "replicate"), (sizes.shard, "shard"), (sizes.tensor, "tensor")))
+    mesh = " x ".join(
+        f"{n} {what}"
+        for n, what in (
+            (sizes.replicate, "replicate"),
+            (sizes.shard, "shard"),
+            (sizes.tensor, "tensor"),
+        )
+    )
     console.print(f"[bold]{fsdp.api.upper()} {fsdp.strategy}[/], ranks: {mesh}", highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (("module", "left"), ("class", "left"), ("parameters", "right"), ("unit", "left"), ("gathers", "right")):
+    for name, justify in (
+        ("module", "left"),
+        ("class", "left"),
+        ("parameters", "right"),
+        ("unit", "left"),
+        ("gathers", "right"),
+    ):
         table.add_column(name, justify=justify, no_wrap=True)
     for row in _rows(model, groups):
         table.add_row(*row)
@@ -108,7 +150,8 @@ def show(config: Config, sizes: Degrees) -> None:
     total = sum(g.numel for g in groups.values())
     largest = max(groups.values(), key=lambda g: g.nbytes)
     console.print(
-        f"\n{total:,} parameters in {len(groups)} units; the largest gathers {size(largest.nbytes)} ({label(largest.name)})",
+        f"\n{total:,} parameters in {len(groups)} units; the largest gathers {size(largest.nbytes)}"
+        f" ({label(largest.name)})",
         highlight=False,
     )
     for warning in warnings_of(model, config, groups):
@@ -116,7 +159,9 @@ def show(config: Config, sizes: Degrees) -> None:
 
 
 def _rows(model: nn.Module, groups: dict[str, Group]) -> list[tuple[str, str, str, str, str]]:
-    """Returns a row a module, those with parameters; siblings that are alike in all but the number of their name are one row."""
+    """Returns a row a module, those with parameters; siblings that are alike in all but the number
+    of their name are one row.
+    """
     rows = []
 
     def visit(name: str, module: nn.Module, depth: int, shown: str) -> None:
@@ -134,7 +179,11 @@ def _rows(model: nn.Module, groups: dict[str, Group]) -> list[tuple[str, str, st
                 alike < len(children)
                 and child.isdigit()
                 and _shape(path, inner, groups)
-                == _shape(f"{name}.{children[alike][0]}" if name else children[alike][0], children[alike][1], groups)
+                == _shape(
+                    f"{name}.{children[alike][0]}" if name else children[alike][0],
+                    children[alike][1],
+                    groups,
+                )
             ):
                 alike += 1
             several = f" … {children[alike - 1][0]}  (each of {alike - i})" if alike > i + 1 else ""
@@ -146,7 +195,11 @@ def _rows(model: nn.Module, groups: dict[str, Group]) -> list[tuple[str, str, st
 
 
 def _shape(name: str, module: nn.Module, groups: dict[str, Group]) -> tuple[object, ...]:
-    """Returns what makes modules alike: classes, parameters' shapes, and which of their parts are units."""
+    """Returns what makes modules alike: classes, parameters' shapes, and which of their parts are
+    units.
+    """
     parameters = tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
-    units = tuple(unit[len(name) :] for unit in groups if unit == name or unit.startswith(f"{name}."))
+    units = tuple(
+        unit[len(name) :] for unit in groups if unit == name or unit.startswith(f"{name}.")
+    )
     return type(module), parameters, units

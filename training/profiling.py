@@ -1,4 +1,6 @@
-"""Where the time of a step goes: a Chrome trace and a summary a rank, from PyTorch's own profiler."""
+"""Where the time of a step goes: a Chrome trace and a summary a rank, from PyTorch's own
+profiler.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _SKIPPED = 2  # the first step warms caches up, the second the profiler
 
 
 class Profiler:
-    """Traces some steps to `rank0.trace.json` and summarises them in `rank0.txt`, and so on; does nothing for 0 steps."""
+    """Traces some steps to `rank0.trace.json` and summarises them in `rank0.txt`, and so on; does
+    nothing for 0 steps.
+    """
 
     def __init__(self, directory: Path, steps: int, device: torch.device) -> None:
         self.directory, self.steps = directory, steps
@@ -27,14 +31,24 @@ class Profiler:
             activities = [torch.profiler.ProfilerActivity.CPU]
             activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
             order = torch.profiler.schedule(wait=_SKIPPED - 1, warmup=1, active=steps, repeat=1)
-            self.trace = torch.profiler.profile(activities=activities, schedule=order, on_trace_ready=self._write, record_shapes=True)
+            self.trace = torch.profiler.profile(
+                activities=activities,
+                schedule=order,
+                on_trace_ready=self._write,
+                record_shapes=True,
+            )
 
     def __enter__(self) -> Profiler:
         if self.trace:
             self.trace.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.trace:
             self.trace.__exit__(kind, error, trace)
 
@@ -46,7 +60,10 @@ class Profiler:
         """Returns why the trace would be empty or short, "" where it will not."""
         if not self.steps or steps_left >= self.steps + _SKIPPED:
             return ""
-        return f"--profile {self.steps} takes {self.steps + _SKIPPED} steps, {_SKIPPED} of them to warm up, and {steps_left} are left"
+        return (
+            f"--profile {self.steps} takes {self.steps + _SKIPPED} steps, {_SKIPPED} of them to"
+            f" warm up, and {steps_left} are left"
+        )
 
     def step(self) -> None:
         """Tells the profiler that a step is over."""
@@ -64,11 +81,16 @@ class Profiler:
 def summary(events: Sequence[dict[str, Any]]) -> str:
     """Returns a table of where the time of the traced steps went, from a Chrome trace's events.
 
-    A category's time is the union of its events' intervals, so nested and parallel ones count once. Categories may overlap: on CUDA,
-    communication runs beside compute. "other" is what none of them covers.
+    A category's time is the union of its events' intervals, so nested and parallel ones count once.
+    Categories may overlap: on CUDA, communication runs beside compute. "other" is what none of them
+    covers.
     """
     spans = [e for e in events if e.get("ph") == "X" and "dur" in e]
-    steps = [e for e in spans if e["name"].startswith("ProfilerStep#") and e.get("cat") == "user_annotation"]
+    steps = [
+        e
+        for e in spans
+        if e["name"].startswith("ProfilerStep#") and e.get("cat") == "user_annotation"
+    ]
     wall = _covered([_interval(e) for e in steps])
     kinds: dict[str, list[tuple[float, float]]] = {}
     unsharding, counts, nbytes = [], Counter[str](), Counter[str]()
@@ -77,7 +99,11 @@ def summary(events: Sequence[dict[str, Any]]) -> str:
         if (kind := _kind(event, has_kernels)) is not None:
             kinds.setdefault(kind, []).append(_interval(event))
         if event["name"].startswith(
-            ("FSDP::all_gather", "FullyShardedDataParallel._pre_forward", "FullyShardedDataParallel._pre_backward")
+            (
+                "FSDP::all_gather",
+                "FullyShardedDataParallel._pre_forward",
+                "FullyShardedDataParallel._pre_backward",
+            )
         ):
             unsharding.append(_interval(event))
         if event["name"].startswith("c10d::") and event.get("cat") == "cpu_op":
@@ -85,24 +111,40 @@ def summary(events: Sequence[dict[str, Any]]) -> str:
             counts[collective] += 1
             nbytes[collective] += _nbytes(event["args"])
     every = [interval for intervals in kinds.values() for interval in intervals]
-    table = [(kind, _covered(kinds.get(kind, []))) for kind in ("compute", "communication", "memcpy", "data", "checkpoint")]
+    table = [
+        (kind, _covered(kinds.get(kind, [])))
+        for kind in ("compute", "communication", "memcpy", "data", "checkpoint")
+    ]
     table.append(("other", max(0.0, wall - _covered(_clip(every, [_interval(e) for e in steps])))))
-    lines = [f"{len(steps)} steps, {wall / 1e3:,.1f} ms", "", f"{'':16}{'ms a step':>12}{'share':>9}"]
-    lines += [f"{kind:16}{time / 1e3 / max(1, len(steps)):12,.2f}{time / max(1.0, wall):9.1%}" for kind, time in table]
-    lines += [f"{'(unsharding)':16}{_covered(unsharding) / 1e3 / max(1, len(steps)):12,.2f}{_covered(unsharding) / max(1.0, wall):9.1%}"]
+    lines = [
+        f"{len(steps)} steps, {wall / 1e3:,.1f} ms",
+        "",
+        f"{'':16}{'ms a step':>12}{'share':>9}",
+    ]
+    lines += [
+        f"{kind:16}{time / 1e3 / max(1, len(steps)):12,.2f}{time / max(1.0, wall):9.1%}"
+        for kind, time in table
+    ]
+    gathered = _covered(unsharding)
+    each = gathered / 1e3 / max(1, len(steps))
+    lines += [f"{'(unsharding)':16}{each:12,.2f}{gathered / max(1.0, wall):9.1%}"]
     lines += ["", f"{'collective':28}{'calls':>8}{'MiB out':>12}"]
     lines += [f"{name:28}{counts[name]:8,}{nbytes[name] / 2**20:12,.2f}" for name in sorted(counts)]
     return "\n".join(lines) + "\n"
 
 
-_ITEMSIZE = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2}  # one byte for the rest
+# one byte for the rest
+_ITEMSIZE = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2}
 
 
 def _nbytes(args: dict[str, Any]) -> int:
-    """Returns the bytes of a collective's larger side: what an all-gather gives, what a reduce-scatter takes."""
+    """Returns the bytes of a collective's larger side: what an all-gather gives, what a
+    reduce-scatter takes.
+    """
     sizes = [0]
     for shape, kind in zip(args.get("Input Dims", []), args.get("Input type", []), strict=False):
-        shapes = shape if shape and isinstance(shape[0], list) else [shape]  # a list of tensors, or one
+        # a list of tensors, or one
+        shapes = shape if shape and isinstance(shape[0], list) else [shape]
         if shape:
             sizes.append(sum(math.prod(dims) for dims in shapes) * _ITEMSIZE.get(kind, 1))
     return max(sizes)
@@ -140,5 +182,9 @@ def _covered(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _clip(intervals: Iterable[tuple[float, float]], within: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [(max(a, c), min(b, d)) for a, b in intervals for c, d in within if max(a, c) < min(b, d)]
+def _clip(
+    intervals: Iterable[tuple[float, float]], within: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    return [
+        (max(a, c), min(b, d)) for a, b in intervals for c, d in within if max(a, c) < min(b, d)
+    ]

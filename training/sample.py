@@ -1,9 +1,10 @@
-"""Generates text from an exported model in one plain process: no process group, no FSDP, no optimizer.
+"""Generates text from an exported model in one plain process: no process group, no FSDP, no
+optimizer.
 
     python -m training.sample run/export --prompt 'def main'
 
-The directory holds safetensors and `model.json` (the built-in decoder), or what `transformers` loads; text is bytes where there is no
-tokenizer.
+The directory holds safetensors and `model.json` (the built-in decoder), or what `transformers`
+loads; text is bytes where there is no tokenizer.
 """
 
 from __future__ import annotations
@@ -29,25 +30,39 @@ def load_model(directory: Path) -> nn.Module:
 
 
 def load_decoder(weights: Path, sizes: Path) -> Decoder:
-    """Returns a built-in decoder with the weights of one safetensors file; a tied weight is in it once or twice."""
+    """Returns a built-in decoder with the weights of one safetensors file; a tied weight is in it
+    once or twice.
+    """
     with torch.device("meta"):
         model = Decoder(load_config(sizes))
     tensors = load_file(weights)
     if model.config.tied_embeddings:
-        tensors["output.weight"] = tensors["tok_embeddings.weight"] = tensors.get("tok_embeddings.weight", tensors.get("output.weight"))
+        tensors["output.weight"] = tensors["tok_embeddings.weight"] = tensors.get(
+            "tok_embeddings.weight", tensors.get("output.weight")
+        )
     model.load_state_dict(tensors, strict=True, assign=True)
     return model.eval()
 
 
 @torch.no_grad()
-def generate(model: nn.Module, tokens: list[int], count: int, temperature: float, seed: int) -> list[int]:
-    """Returns the prompt's ids and `count` sampled ones behind them; the likeliest ones at temperature 0."""
+def generate(
+    model: nn.Module, tokens: list[int], count: int, temperature: float, seed: int
+) -> list[int]:
+    """Returns the prompt's ids and `count` sampled ones behind them; the likeliest ones at
+    temperature 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     window, tokens = max_seq_len(model), list(tokens)
     for _ in range(count):
         logits = logits_of(model, torch.tensor([tokens[-window:]]))[0, -1].float()
         chances = torch.softmax(logits / temperature, -1) if temperature else None
-        tokens.append(int(logits.argmax() if chances is None else torch.multinomial(chances, 1, generator=generator)))
+        tokens.append(
+            int(
+                logits.argmax()
+                if chances is None
+                else torch.multinomial(chances, 1, generator=generator)
+            )
+        )
     return tokens
 
 
@@ -61,27 +76,49 @@ def tokenizer_of(directory: Path) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="training.sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="run.dir/export of a run with run.export = true")
+    parser = argparse.ArgumentParser(
+        prog="training.sample",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "directory", type=Path, help="run.dir/export of a run with run.export = true"
+    )
     parser.add_argument("--prompt", default="def main(")
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="0: always the likeliest token"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not args.directory.is_dir():
         raise SystemExit(f"training.sample: no such directory: {args.directory}")
-    if not (args.directory / "model.json").exists() and not (args.directory / "config.json").exists():
+    if (
+        not (args.directory / "model.json").exists()
+        and not (args.directory / "config.json").exists()
+    ):
         export = args.directory / "export"
-        where = f"give {export}" if export.is_dir() else "train with --set run.export=true, and give run.dir/export"
+        where = (
+            f"give {export}"
+            if export.is_dir()
+            else "train with --set run.export=true, and give run.dir/export"
+        )
         raise SystemExit(f"training.sample: no exported model in {args.directory}: {where}")
     if not args.temperature >= 0 or args.tokens < 0:
-        raise SystemExit(f"training.sample: --temperature and --tokens must be at least 0, got {args.temperature} and {args.tokens}")
+        raise SystemExit(
+            "training.sample: --temperature and --tokens must be at least 0, got"
+            f" {args.temperature} and {args.tokens}"
+        )
     tokenizer = tokenizer_of(args.directory)
     if not args.prompt:
         raise SystemExit("training.sample: --prompt must not be empty")
     prompt = tokenizer(args.prompt)["input_ids"] if tokenizer else list(args.prompt.encode())
     ids = generate(load_model(args.directory), prompt, args.tokens, args.temperature, args.seed)
-    print(tokenizer.decode(ids) if tokenizer else bytes(i for i in ids if i < 256).decode("utf-8", "replace"))
+    print(
+        tokenizer.decode(ids)
+        if tokenizer
+        else bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Trains a causal LM with FSDP, saves while it trains, and resumes by itself: from the newest complete step.
+"""Trains a causal LM with FSDP, saves while it trains, and resumes by itself: from the newest
+complete step.
 
-    torchrun --standalone --nproc-per-node 8 -m training config.toml --set run.dir=run
-    torchrun --standalone --nproc-per-node 4 -m training config.toml --set run.dir=run      # goes on where it stopped
+    torchrun --standalone --nproc-per-node 8 -m training config.toml --set run.dir=run torchrun
+    --standalone --nproc-per-node 4 -m training config.toml --set run.dir=run      # goes on where
+    it stopped
 
-SIGTERM and SIGUSR1 end it after the step, which is saved: exit status 143 or 138, and started again it goes on from there.
-On CUDA with nccl where there is one, on CPU with gloo elsewhere. docs/training.md has every key of the configuration.
+SIGTERM and SIGUSR1 end it after the step, which is saved: exit status 143 or 138, and started again
+it goes on from there. On CUDA with nccl where there is one, on CPU with gloo elsewhere.
+docs/training.md has every key of the configuration.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ class LossError(Exception):
 
 @dataclass(slots=True)
 class Plan:
-    """What is known before any rank waits for another: the model on the meta device, the data, the mesh's sizes."""
+    """What is known before any rank waits for another: the model on the meta device, the data, the
+    mesh's sizes.
+    """
 
     config: Config
     text: str  # the resolved configuration, as TOML
@@ -80,28 +85,72 @@ class Job:
     about: dict[str, Any]  # the model's config.json
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns everything that a resumed run needs, and the configuration, as the checkpoint manager takes it."""
+        """Returns everything that a resumed run needs, and the configuration, as the checkpoint
+        manager takes it.
+        """
         return {
-            "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "sampler": self.sampler,
-            "rng": RngState(), "train_state": {"step": step, "data": self.tokens.identity, "model": self.about}, "config": self.text,
-        }  # fmt: skip
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "sampler": self.sampler,
+            "rng": RngState(),
+            "train_state": {"step": step, "data": self.tokens.identity, "model": self.about},
+            "config": self.text,
+        }
 
 
-# ---- start -------------------------------------------------------------------------------------------------------------------
+# ---- start ---------------------------------------------------------------------------------------
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", nargs="?", help="TOML file; every key has a default")
-    parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="over the file; any number of times")
-    parser.add_argument("--accelerate-config", metavar="FILE", help="Accelerate's FSDP configuration, under the file's keys")
-    parser.add_argument("--print-plan", action="store_true", help="show what is sharded how, and end")
-    parser.add_argument("--estimate", action="store_true", help="show the memory of each strategy, and end")
-    parser.add_argument("--budget", type=float, metavar="GIB", help="of memory a rank, for --estimate")
-    parser.add_argument("--ranks", type=_positive, help="number of ranks for --print-plan and --estimate; this job's where absent")
-    parser.add_argument("--plot", action="store_true", help="draw run.dir/metrics.png and .svg of what is there, and end")
-    parser.add_argument("--logits", type=Path, metavar="FILE", help="at the end, write the logits of a fixed prompt, [1, T, V]")
-    parser.add_argument("--profile", type=_positive, default=0, metavar="STEPS", help="trace so many steps to run.dir/profile")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help="over the file; any number of times",
+    )
+    parser.add_argument(
+        "--accelerate-config",
+        metavar="FILE",
+        help="Accelerate's FSDP configuration, under the file's keys",
+    )
+    parser.add_argument(
+        "--print-plan", action="store_true", help="show what is sharded how, and end"
+    )
+    parser.add_argument(
+        "--estimate", action="store_true", help="show the memory of each strategy, and end"
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="GIB", help="of memory a rank, for --estimate"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=_positive,
+        help="number of ranks for --print-plan and --estimate; this job's where absent",
+    )
+    parser.add_argument(
+        "--plot",
+        action="store_true",
+        help="draw run.dir/metrics.png and .svg of what is there, and end",
+    )
+    parser.add_argument(
+        "--logits",
+        type=Path,
+        metavar="FILE",
+        help="at the end, write the logits of a fixed prompt, [1, T, V]",
+    )
+    parser.add_argument(
+        "--profile",
+        type=_positive,
+        default=0,
+        metavar="STEPS",
+        help="trace so many steps to run.dir/profile",
+    )
     return parser.parse_args(argv)
 
 
@@ -115,24 +164,43 @@ def main() -> None:
     args = parse_args()
     rank, world_size, local = (int(os.environ.get(name, default)) for name, default in _PLACE)
     try:
-        base = accelerate_config.read(args.accelerate_config) if args.accelerate_config else accelerate_config.Mapped()
+        base = (
+            accelerate_config.read(args.accelerate_config)
+            if args.accelerate_config
+            else accelerate_config.Mapped()
+        )
         config = configuration.resolve(args.config, args.set, base.tables)
         for note in base.notes if rank == 0 else ():
             print(f"{args.accelerate_config}: {note}", flush=True)
         if args.plot:
             print("\n".join(map(str, plot(Path(config.run.dir)))))
         elif args.print_plan or args.estimate:
-            look(args, config, args.ranks or world_size, local if not args.ranks else min(args.ranks, 8))
+            look(
+                args,
+                config,
+                args.ranks or world_size,
+                local if not args.ranks else min(args.ranks, 8),
+            )
         else:
             if args.logits and not args.logits.absolute().parent.is_dir():
                 raise ConfigError(f"--logits {args.logits}: there is no such directory")
             raise SystemExit(start(prove(config, world_size, local), args.profile, args.logits))
     except (ConfigError, CheckpointError, FileNotFoundError, ModuleNotFoundError) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(_FIRST_WORD_S)  # torchrun ends the others as soon as one has ended, and rank 0 has something to say
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # alike on all ranks, but for files that one node lacks
-            advice = "; pip install 'ckpt-tools[train]'" if isinstance(error, ModuleNotFoundError) else ""
-            print(f"training: {f'rank {rank}: ' if rank else ''}{error}{advice}", file=sys.stderr, flush=True)
+            # torchrun ends the others as soon as one has ended, and rank 0 has something to say
+            time.sleep(_FIRST_WORD_S)
+        # alike on all ranks, but for files that one node lacks
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            advice = (
+                "; pip install 'ckpt-tools[train]'"
+                if isinstance(error, ModuleNotFoundError)
+                else ""
+            )
+            print(
+                f"training: {f'rank {rank}: ' if rank else ''}{error}{advice}",
+                file=sys.stderr,
+                flush=True,
+            )
         raise SystemExit(2) from None
     except LossError as error:
         if rank == 0:
@@ -164,13 +232,22 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     model, data = models.make(config.model), config.data
     parallel.units_of(model, config)
     if data.seq_len > models.max_seq_len(model):
-        raise ConfigError(f"data.seq_len = {data.seq_len}, and the model takes sequences of at most {models.max_seq_len(model)}")
+        raise ConfigError(
+            f"data.seq_len = {data.seq_len}, and the model takes sequences of at most"
+            f" {models.max_seq_len(model)}"
+        )
     models.check_weights(model, config.model)
     parallel.check_backend(config)
     tokens = open_tokens(data.train, data.seq_len, data.batch_size, models.vocab_size(model))
     validation = None
     if config.metrics.validate_every:
-        validation = open_tokens(data.validation, data.seq_len, data.batch_size, models.vocab_size(model), "data.validation")
+        validation = open_tokens(
+            data.validation,
+            data.seq_len,
+            data.batch_size,
+            models.vocab_size(model),
+            "data.validation",
+        )
     for key, opened in (("data.train", tokens), ("data.validation", validation)):
         if opened is not None and config.model.path and data.check_tokenizer:
             check_tokenizer(opened, Path(config.model.path), key)
@@ -178,14 +255,23 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
 
 
 def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int:
-    """Joins the job's ranks and trains; returns the exit status. A rank that fails says so before any other can notice."""
+    """Joins the job's ranks and trains; returns the exit status. A rank that fails says so before
+    any other can notice.
+    """
     is_cuda = torch.cuda.is_available()
     if "RANK" not in os.environ:  # one process, without torchrun
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "0",
+        }
     if is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, world_size = next(iter(dist.rendezvous("env://")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=world_size
+    )
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     try:
         return train(plan, device, profile_steps, logits)
@@ -194,14 +280,23 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
         raise
     except Exception as error:  # noqa: BLE001  # whatever it is, it is told
         is_first = _is_first(store, rank)
-        is_own = isinstance(error, (DataError, MemoryError, torch.OutOfMemoryError))  # this rank's alone
+        # this rank's alone
+        is_own = isinstance(error, (DataError, MemoryError, torch.OutOfMemoryError))
         if is_own or "can't allocate memory" in str(error):  # as torch says it on a CPU
             print(f"training: rank {rank}: {_one_line(error)}", file=sys.stderr, flush=True)
         elif is_first:
-            print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+            print(
+                f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}",
+                file=sys.stderr,
+                flush=True,
+            )
             get_error_handler().record_exception(error)
         else:
-            print(f"rank {rank} stops: rank {store.get(_FAILED).decode()} failed", file=sys.stderr, flush=True)
+            print(
+                f"rank {rank} stops: rank {store.get(_FAILED).decode()} failed",
+                file=sys.stderr,
+                flush=True,
+            )
         raise SystemExit(1) from None
     finally:
         dist.destroy_process_group()
@@ -210,23 +305,32 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
 def _one_line(error: BaseException) -> str:
     """Returns what a person needs of an error that a smaller job, or other data, would not have."""
     text = " ".join(str(error).split())[:300] or type(error).__name__
-    hint = "" if isinstance(error, DataError) else ": out of memory; python -m training … --estimate shows what each strategy takes"
+    hint = (
+        ""
+        if isinstance(error, DataError)
+        else ": out of memory; python -m training … --estimate shows what each strategy takes"
+    )
     return text + hint
 
 
 def _is_first(store: dist.Store, rank: int) -> bool:
-    """Notes that this rank has failed, and tells whether no other had: an error after that is only its echo."""
+    """Notes that this rank has failed, and tells whether no other had: an error after that is only
+    its echo.
+    """
     is_first = store.add(f"{_FAILED}/count", 1) == 1
     if is_first:
         store.set(_FAILED, str(rank))
     return is_first
 
 
-# ---- training ------------------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
-def train(plan: Plan, device: torch.device, profile_steps: int = 0, logits: Path | None = None) -> int:
-    """Trains from the newest checkpoint, or from the start, to `run.steps`; returns the exit status: 0, or 128 + a signal.
+def train(
+    plan: Plan, device: torch.device, profile_steps: int = 0, logits: Path | None = None
+) -> int:
+    """Trains from the newest checkpoint, or from the start, to `run.steps`; returns the exit
+    status: 0, or 128 + a signal.
 
     Called by all ranks of an initialised process group.
 
@@ -238,23 +342,44 @@ def train(plan: Plan, device: torch.device, profile_steps: int = 0, logits: Path
     directory, checkpoint = Path(config.run.dir), config.checkpoint
     job = build(plan, device)
     with CheckpointManager(
-        checkpoint.dir or directory, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every or None,
-        asynchronous=checkpoint.asynchronous, mirror=checkpoint.mirror or None, mirror_every=checkpoint.mirror_every or None,
-    ) as checkpoints:  # fmt: skip
+        checkpoint.dir or directory,
+        keep_last=checkpoint.keep_last,
+        keep_every=checkpoint.keep_every or None,
+        asynchronous=checkpoint.asynchronous,
+        mirror=checkpoint.mirror or None,
+        mirror_every=checkpoint.mirror_every or None,
+    ) as checkpoints:
         first, notes = _resume(job, checkpoints)
         if rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.toml").write_text(job.text, encoding="utf-8")
         has_weights = config.model.path and config.model.weights
-        began = f"resumed at step {first}" if first else f"from the weights in {config.model.path}" if has_weights else "from scratch"
-        meter = Meter(directory, first, config.run.steps, config.metrics.every, config.metrics.progress)
-        meter.say(f"{job.num_parameters:,} parameters on {dist.get_world_size()} ranks ({device.type}), {began}")
+        began = (
+            f"resumed at step {first}"
+            if first
+            else f"from the weights in {config.model.path}"
+            if has_weights
+            else "from scratch"
+        )
+        meter = Meter(
+            directory, first, config.run.steps, config.metrics.every, config.metrics.progress
+        )
+        meter.say(
+            f"{job.num_parameters:,} parameters on {dist.get_world_size()} ranks ({device.type}),"
+            f" {began}"
+        )
         data = job.tokens.identity
-        meter.say(f"data: {data['name']}, {data['tokens']:,} tokens ({data['tokenizer']}), fingerprint {data['fingerprint']}")
+        meter.say(
+            f"data: {data['name']}, {data['tokens']:,} tokens ({data['tokenizer']}), fingerprint"
+            f" {data['fingerprint']}"
+        )
         for note in notes:
             meter.say(note)
         if first >= config.run.steps:
-            meter.say(f"nothing to do: run.steps = {config.run.steps}, and the checkpoint is of step {first}")
+            meter.say(
+                f"nothing to do: run.steps = {config.run.steps}, and the checkpoint is of step"
+                f" {first}"
+            )
         number = _loop(job, checkpoints, meter, first, profile_steps)
         meter.close()
     if checkpoints.last_save:
@@ -269,7 +394,8 @@ def train(plan: Plan, device: torch.device, profile_steps: int = 0, logits: Path
 
 
 def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
-    """Loads the newest checkpoint, or the weights that a new run starts from; returns its step, and remarks.
+    """Loads the newest checkpoint, or the weights that a new run starts from; returns its step, and
+    remarks.
 
     Raises:
         ConfigError: the data, or a key that cannot change, is another than before.
@@ -287,30 +413,62 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
     notes += changes.notes_on(state["config"], config)
     if changes.tensor_parallel(state["config"]) != config.fsdp.tensor_parallel:
         _seed(config.run.seed + first, job.mesh)
-        notes.append("fsdp.tensor_parallel was changed: the random generators of all ranks start anew")
+        notes.append(
+            "fsdp.tensor_parallel was changed: the random generators of all ranks start anew"
+        )
     changes.apply_optim(config, job.optimizer, job.scheduler)
     return first, notes
 
 
 def build(plan: Plan, device: torch.device) -> Job:
-    """Returns model, optimizer, schedule and data, sharded over all ranks. The plan's model is used up.
+    """Returns model, optimizer, schedule and data, sharded over all ranks. The plan's model is used
+    up.
 
     Raises:
         ConfigError: the model does not fit the mesh, or the device.
     """
     config, data = plan.config, plan.config.data
-    num_parameters, about = sum(p.numel() for p in plan.model.parameters()), models.description(plan.model)
+    num_parameters, about = (
+        sum(p.numel() for p in plan.model.parameters()),
+        models.description(plan.model),
+    )
     mesh = parallel.make_mesh(plan.sizes, device)
-    model = parallel.shard(plan.model, config, mesh, device, has_weights=bool(config.model.path and config.model.weights))
+    model = parallel.shard(
+        plan.model,
+        config,
+        mesh,
+        device,
+        has_weights=bool(config.model.path and config.model.weights),
+    )
     _seed(config.run.seed, mesh)
     optimizer = _adamw(model, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
-    sampler = Sampler(plan.tokens.windows(data.seq_len), config.run.seed, data.shuffle, data.drop_last, data.may_change)
-    return Job(config, plan.text, device, mesh, model, optimizer, scheduler, sampler, plan.tokens, plan.validation, num_parameters, about)
+    sampler = Sampler(
+        plan.tokens.windows(data.seq_len),
+        config.run.seed,
+        data.shuffle,
+        data.drop_last,
+        data.may_change,
+    )
+    return Job(
+        config,
+        plan.text,
+        device,
+        mesh,
+        model,
+        optimizer,
+        scheduler,
+        sampler,
+        plan.tokens,
+        plan.validation,
+        num_parameters,
+        about,
+    )
 
 
 def _seed(seed: int, mesh: DeviceMesh) -> None:
-    """Seeds the generators: from here on, ranks draw numbers of their own; those of one tensor group the same.
+    """Seeds the generators: from here on, ranks draw numbers of their own; those of one tensor
+    group the same.
 
     All ranks of a tensor group hold the same activations, and drop out the same of them.
     """
@@ -322,13 +480,26 @@ def _seed(seed: int, mesh: DeviceMesh) -> None:
 
 def _adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
     optim = config.optim
-    how = {} if optim.implementation == "auto" else {k: optim.implementation == k for k in ("fused", "foreach")}
+    how = (
+        {}
+        if optim.implementation == "auto"
+        else {k: optim.implementation == k for k in ("fused", "foreach")}
+    )
     betas = (optim.beta1, optim.beta2)
-    return torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay, **how)
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=optim.lr,
+        betas=betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        **how,
+    )
 
 
 def schedule(step: int, config: Config) -> float:
-    """Returns what the learning rate is multiplied by in a step, from 0: a linear warm-up, then half a cosine down to `min_lr_ratio`."""
+    """Returns what the learning rate is multiplied by in a step, from 0: a linear warm-up, then
+    half a cosine down to `min_lr_ratio`.
+    """
     optim, total = config.optim, config.run.steps
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
@@ -336,8 +507,12 @@ def schedule(step: int, config: Config) -> float:
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _loop(job: Job, checkpoints: CheckpointManager, meter: Meter, first: int, profile_steps: int) -> int:
-    """Takes the steps behind `first`, saving on the way and at the end; returns the signal that ended it early, or 0."""
+def _loop(
+    job: Job, checkpoints: CheckpointManager, meter: Meter, first: int, profile_steps: int
+) -> int:
+    """Takes the steps behind `first`, saving on the way and at the end; returns the signal that
+    ended it early, or 0.
+    """
     config, checkpoint = job.config, job.config.checkpoint
     with Profiler(Path(config.run.dir) / "profile", profile_steps, job.device) as profiler:
         if problem := profiler.problem(config.run.steps - first):
@@ -346,20 +521,38 @@ def _loop(job: Job, checkpoints: CheckpointManager, meter: Meter, first: int, pr
             lr = job.scheduler.get_last_lr()[0]
             loss, norm = take_step(job, meter)
             number = checkpoints.preempted()
-            is_saved = bool(number) or step == config.run.steps or (checkpoint.every > 0 and step % checkpoint.every == 0)
+            is_saved = (
+                bool(number)
+                or step == config.run.steps
+                or (checkpoint.every > 0 and step % checkpoint.every == 0)
+            )
             everyone = loss_and_peak(loss) if is_saved or meter.is_due(step) else []
-            if everyone and not (all(math.isfinite(of_rank[0]) for of_rank in everyone) and math.isfinite(norm.item())):
+            if everyone and not (
+                all(math.isfinite(of_rank[0]) for of_rank in everyone)
+                and math.isfinite(norm.item())
+            ):
                 _not_finite(config, meter, step)
             if is_saved:
                 with meter.timing("checkpoint_s"), profiler.range("checkpoint"):
                     checkpoints.save(step, job.state(step), asynchronous=False if number else None)
-            meter.step(step, everyone, config.data.batch_size * config.data.seq_len, lr, norm, job.sampler.epoch)
-            if job.validation and (step % config.metrics.validate_every == 0 or step == config.run.steps):
+            meter.step(
+                step,
+                everyone,
+                config.data.batch_size * config.data.seq_len,
+                lr,
+                norm,
+                job.sampler.epoch,
+            )
+            if job.validation and (
+                step % config.metrics.validate_every == 0 or step == config.run.steps
+            ):
                 with meter.pausing():
                     meter.validation(step, evaluate(job, job.validation))
             profiler.step()
             if number:
-                meter.say(f"got {signal.Signals(number).name}: saved step {step}, start again to go on")
+                meter.say(
+                    f"got {signal.Signals(number).name}: saved step {step}, start again to go on"
+                )
                 return number
     return 0
 
@@ -372,7 +565,10 @@ def _not_finite(config: Config, meter: Meter, step: int) -> None:
     """
     text = f"the loss of step {step}, or the norm of its gradients, is not finite"
     if config.run.stop_at_nan:
-        raise LossError(f"{text}: nothing of it is saved; start again with a lower optim.lr, or go on with run.stop_at_nan = false")
+        raise LossError(
+            f"{text}: nothing of it is saved; start again with a lower optim.lr, or go on with"
+            " run.stop_at_nan = false"
+        )
     meter.say(f"warning: {text}")
 
 
@@ -384,7 +580,9 @@ def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:
     with meter.timing("data_s"), torch.profiler.record_function("data"):
         inputs, targets = batch_of(job, job.tokens, job.sampler.next_batch(data.batch_size))
     total = torch.zeros((), device=job.device)
-    micro = list(zip(inputs.chunk(data.accumulation), targets.chunk(data.accumulation), strict=True))
+    micro = list(
+        zip(inputs.chunk(data.accumulation), targets.chunk(data.accumulation), strict=True)
+    )
     for i, (tokens, expected) in enumerate(micro):
         with parallel.reducing(model, is_last=i == len(micro) - 1):
             loss = loss_of(job, tokens, expected) / len(micro)
@@ -393,12 +591,15 @@ def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:
     norm = parallel.clip_gradients(model, job.config.optim.max_grad_norm)
     job.optimizer.step()
     job.scheduler.step()
-    job.optimizer.zero_grad(set_to_none=not job.config.fsdp.cpu_offload)  # offloaded gradients keep their pinned memory
+    # offloaded gradients keep their pinned memory
+    job.optimizer.zero_grad(set_to_none=not job.config.fsdp.cpu_offload)
     return total, norm
 
 
 def batch_of(job: Job, tokens: Tokens, numbers: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns this rank's part of a batch of sequences: inputs and targets, `[batch / data-parallel ranks, seq_len]`."""
+    """Returns this rank's part of a batch of sequences: inputs and targets, `[batch / data-parallel
+    ranks, seq_len]`.
+    """
     tensor = job.mesh["tensor"].size()
     part = len(numbers) * tensor // dist.get_world_size()
     start = parallel.data_rank(job.mesh) * part
@@ -424,18 +625,26 @@ def logits_for(model: nn.Module, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def evaluate(job: Job, tokens: Tokens) -> float:
-    """Returns the mean loss over the first batches of the validation data, the same whatever the number of ranks."""
+    """Returns the mean loss over the first batches of the validation data, the same whatever the
+    number of ranks.
+    """
     size = job.config.data.batch_size
-    batches = min(job.config.metrics.validate_batches, tokens.windows(job.config.data.seq_len) // size)
+    batches = min(
+        job.config.metrics.validate_batches, tokens.windows(job.config.data.seq_len) // size
+    )
     job.model.eval()
-    losses = [loss_of(job, *batch_of(job, tokens, list(range(i * size, (i + 1) * size)))) for i in range(batches)]
+    losses = [
+        loss_of(job, *batch_of(job, tokens, list(range(i * size, (i + 1) * size))))
+        for i in range(batches)
+    ]
     job.model.train()
     return float(np.mean(gather(torch.stack(losses).double())))
 
 
 def _export(config: Config, checkpoints: CheckpointManager, meter: Meter) -> None:
     """Merges the last step into one safetensors file, beside what is needed to load it."""
-    newest = checkpoints.last_save or checkpoints.last_load  # where this run is, which need not be the newest step of the directory
+    # where this run is, which need not be the newest step of the directory
+    newest = checkpoints.last_save or checkpoints.last_load
     if dist.get_rank() == 0 and newest is not None:
         directory = Path(config.run.dir) / "export"
         directory.mkdir(exist_ok=True)

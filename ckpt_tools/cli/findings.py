@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ckpt_tools.cli.render import BOLD, GREEN, RED, count, show_transfer, size, some_names, style, table
+from ckpt_tools.cli.render import (
+    BOLD,
+    GREEN,
+    RED,
+    count,
+    show_transfer,
+    size,
+    some_names,
+    style,
+    table,
+)
 from ckpt_tools.errors import printable
 from ckpt_tools.operations.diff import Difference, DiffResult
 from ckpt_tools.operations.salvage import SalvageResult
@@ -16,50 +26,82 @@ _SHOWN = 20
 
 
 def show_verdict(result: VerifyResult, quick: bool = False) -> None:
-    """Prints what a verification found: files, then entries by file and place, then what can still be read."""
+    """Prints what a verification found: files, then entries by file and place, then what can still
+    be read.
+    """
     of_files = [p for p in result.problems if not p.fqn]
     for problem in of_files:
         print(f"  {problem}")
     found = [p for p in result.problems if p.fqn]
     if found:
         rows = [
-            (printable(p.fqn), printable(p.file) or "-", "-" if p.start is None else str(p.start), "-" if p.rank is None else str(p.rank),
-             p.what.removeprefix("is damaged: ")) for p in found[:_SHOWN]
-        ]  # fmt: skip
+            (
+                printable(p.fqn),
+                printable(p.file) or "-",
+                "-" if p.start is None else str(p.start),
+                "-" if p.rank is None else str(p.rank),
+                p.what.removeprefix("is damaged: "),
+            )
+            for p in found[:_SHOWN]
+        ]
         table(("entry", "file", "byte", "rank", "what"), rows)
         _more(len(found))
     if result.findings:
-        seen = [(printable(f.fqn), str(f.nans or "-"), str(f.infs or "-"), "zero" if f.is_zero else "one value" if f.is_constant else "-")
-                for f in result.findings[:_SHOWN]]  # fmt: skip
+        seen = [
+            (
+                printable(f.fqn),
+                str(f.nans or "-"),
+                str(f.infs or "-"),
+                "zero" if f.is_zero else "one value" if f.is_constant else "-",
+            )
+            for f in result.findings[:_SHOWN]
+        ]
         table(("tensor", "NaN", "infinite", "all the same"), seen)
         _more(len(result.findings))
     if result.problems and result.num_entries:
-        print(f"  {result.num_entries - len(result.lost)} of {count(result.num_entries, 'entry')} can still be read: ckpt salvage")
+        print(
+            f"  {result.num_entries - len(result.lost)} of {count(result.num_entries, 'entry')} can"
+            " still be read: ckpt salvage"
+        )
     if result.unknown:
         why = "which --quick does not read" if quick else "of which there is no checksum"
         print(f"  not compared: the bytes of {count(len(result.unknown), 'file')}, {why}")
     if result.unread:
-        some = ", ".join(f"{printable(name)} ({printable(kind)})" for name, kind in list(result.unread.items())[:4])
-        print(f"  not read: {count(len(result.unread), 'tensor')} of kinds that ckpt does not read: {some}")
+        some = ", ".join(
+            f"{printable(name)} ({printable(kind)})"
+            for name, kind in list(result.unread.items())[:4]
+        )
+        print(
+            f"  not read: {count(len(result.unread), 'tensor')} of kinds that ckpt does not read:"
+            f" {some}"
+        )
     if result.extra:
-        print(f"  not compared: {count(len(result.extra), 'file')} that no save wrote: {some_names(result.extra)}")
+        print(
+            f"  not compared: {count(len(result.extra), 'file')} that no save wrote:"
+            f" {some_names(result.extra)}"
+        )
     for note in result.notes:
         print(f"  note: {note}")
     print(f"{style(printable(result.path), BOLD)}: {_verdict(result)}")
 
 
 def _verdict(result: VerifyResult) -> str:
-    compared = ", ".join((count(result.num_files, "file"), size(result.nbytes), f"{result.seconds:.2f} s"))
+    compared = ", ".join(
+        (count(result.num_files, "file"), size(result.nbytes), f"{result.seconds:.2f} s")
+    )
     if result.problems:
         return f"{style('damaged', RED)}: {count(len(result.problems), 'problem')} ({compared})"
     if result.is_sealed:
         return f"{style('whole', GREEN)}: as its manifest says ({compared})"
     if result.unknown:
         return f"sound in structure, as far as that can be told without a manifest ({compared})"
-    return f"{style('whole', GREEN)}: sound in structure, and every CRC-32 is right; it has no manifest ({compared})"
+    return (
+        f"{style('whole', GREEN)}: sound in structure, and every CRC-32 is right; it has no"
+        f" manifest ({compared})"
+    )
 
 
-# ---- diff ----------------------------------------------------------------------------------------------------------------
+# ---- diff ----------------------------------------------------------------------------------------
 
 
 def show_diff(result: DiffResult) -> None:
@@ -68,16 +110,29 @@ def show_diff(result: DiffResult) -> None:
         if names:
             print(f"  only in {printable(path)}: {count(len(names), 'entry')}")
             grouped = Counter(map(_module, names))
-            _some(printable(name) + (f"  ({number:,})" if number > 1 else "") for name, number in grouped.items())
+            _some(
+                printable(name) + (f"  ({number:,})" if number > 1 else "")
+                for name, number in grouped.items()
+            )
     if result.changes:
-        kinds = Counter((_module(c.fqn), _kind(c.a_shape, c.a_dtype), _kind(c.b_shape, c.b_dtype)) for c in result.changes)
-        changed = [(printable(name), f"{number:,}", a, b) for (name, a, b), number in list(kinds.items())[:_SHOWN]]
+        kinds = Counter(
+            (_module(c.fqn), _kind(c.a_shape, c.a_dtype), _kind(c.b_shape, c.b_dtype))
+            for c in result.changes
+        )
+        changed = [
+            (printable(name), f"{number:,}", a, b)
+            for (name, a, b), number in list(kinds.items())[:_SHOWN]
+        ]
         table(("shape or type", "entries", "a", "b"), changed, right=(1,))
         _more(len(kinds))
     groups = _by_module(result.differences)
     if groups:
         of_groups = [_group_row(name, found) for name, found in list(groups.items())[:_SHOWN]]
-        table(("differs", "entries", "elements", "first", "max |a-b|", "max rel", "min cosine"), of_groups, right=(1, 2, 4, 5, 6))
+        table(
+            ("differs", "entries", "elements", "first", "max |a-b|", "max rel", "min cosine"),
+            of_groups,
+            right=(1, 2, 4, 5, 6),
+        )
         _more(len(groups))
     for note in result.notes:
         print(f"  note: {note}")
@@ -120,40 +175,65 @@ def _size(found: Difference) -> float:
 def _group_row(name: str, found: Sequence[Difference]) -> tuple[str, ...]:
     worst = max(found, key=_size)
     if worst.is_object:
-        return (printable(name), str(len(found)), f"{sum(f.num_different for f in found):,} bytes", "-", "-", "-", "-")
+        return (
+            printable(name),
+            str(len(found)),
+            f"{sum(f.num_different for f in found):,} bytes",
+            "-",
+            "-",
+            "-",
+            "-",
+        )
     share = sum(f.num_different for f in found) / max(1, sum(f.numel for f in found))
     cosines = [f.cosine for f in found if f.cosine is not None]
     where = f"{printable(worst.fqn) if len(found) > 1 else ''}{list(worst.first)}"
     return (
-        printable(name), str(len(found)), f"{sum(f.num_different for f in found):,} ({share:.1%})", where,
-        f"{max(f.max_abs for f in found):.3g}", f"{worst.max_rel:.3g}", f"{min(cosines):.6f}" if cosines else "-",
-    )  # fmt: skip
+        printable(name),
+        str(len(found)),
+        f"{sum(f.num_different for f in found):,} ({share:.1%})",
+        where,
+        f"{max(f.max_abs for f in found):.3g}",
+        f"{worst.max_rel:.3g}",
+        f"{min(cosines):.6f}" if cosines else "-",
+    )
 
 
 def _summary(result: DiffResult) -> str:
-    how = f", {result.num_by_fingerprint:,} of them by fingerprint" if result.num_by_fingerprint else ""
+    how = (
+        f", {result.num_by_fingerprint:,} of them by fingerprint"
+        if result.num_by_fingerprint
+        else ""
+    )
     read = f"{size(result.compared_nbytes)} compared, {result.seconds:.2f} s"
     if result.is_same:
         return f"{style('the same', GREEN)}: {count(result.num_equal, 'entry')}{how} ({read})"
     parts = [
         f"{len(result.differences):,} differ" if result.differences else "",
         f"{len(result.changes):,} of another shape or type" if result.changes else "",
-        f"{len(result.only_a):,} only in a" if result.only_a else "", f"{len(result.only_b):,} only in b" if result.only_b else "",
-    ]  # fmt: skip
-    return f"{style('different', RED)}: {', '.join(filter(None, parts))}; {result.num_equal:,} equal{how} ({read})"
+        f"{len(result.only_a):,} only in a" if result.only_a else "",
+        f"{len(result.only_b):,} only in b" if result.only_b else "",
+    ]
+    return (
+        f"{style('different', RED)}: {', '.join(filter(None, parts))}; {result.num_equal:,}"
+        f" equal{how} ({read})"
+    )
 
 
-# ---- seal and salvage ----------------------------------------------------------------------------------------------------
+# ---- seal and salvage ----------------------------------------------------------------------------
 
 
 def show_seal(result: SealResult) -> None:
     """Prints what was sealed."""
     nbytes = size(sum(result.files.values()))
     print(
-        f"sealed {style(printable(result.path), BOLD)}: {count(len(result.files), 'file')}, {nbytes}, {count(result.num_tensors, 'tensor')}"
+        f"sealed {style(printable(result.path), BOLD)}: {count(len(result.files), 'file')},"
+        f" {nbytes}, {count(result.num_tensors, 'tensor')}"
     )
     if result.unknown:
-        print(f"  as they are, with nothing to compare with before: {count(len(result.unknown), 'file')}")
+        print(
+            "  as they are, with nothing to compare with before:"
+            f" {count(len(result.unknown), 'file')}"
+        )
 
 
 def show_salvage(result: SalvageResult) -> None:

@@ -28,9 +28,18 @@ class Command(typer.core.TyperCommand):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        words = "Say on stderr how many requests an object store got from this process, and how many bytes."
+        words = (
+            "Say on stderr how many requests an object store got from this process, and how many"
+            " bytes."
+        )
         stats = typer.core.TyperOption(
-            param_decls=["--stats"], is_flag=True, default=False, expose_value=False, help=words, show_default=False, callback=_show_stats
+            param_decls=["--stats"],
+            is_flag=True,
+            default=False,
+            expose_value=False,
+            help=words,
+            show_default=False,
+            callback=_show_stats,
         )
         self.params.append(stats)
 
@@ -56,7 +65,10 @@ def _print_stats() -> None:
 
     kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(TRAFFIC.kinds.items()))
     bytes_ = f"{render.size(TRAFFIC.nbytes)} received, {render.size(TRAFFIC.sent_nbytes)} sent"
-    print(f"{render.count(TRAFFIC.requests, 'request')}{f' ({kinds})' if kinds else ''}, {bytes_}", file=sys.stderr)
+    print(
+        f"{render.count(TRAFFIC.requests, 'request')}{f' ({kinds})' if kinds else ''}, {bytes_}",
+        file=sys.stderr,
+    )
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -67,7 +79,10 @@ def size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise typer.BadParameter(f"expected a size such as 5GB or 512MiB, got {text!r}")
-    nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** "KMGT".find(match[2].upper() or "0").__add__(1))
+    nbytes = int(
+        float(match[1])
+        * (1024 if match[3] else 1000) ** "KMGT".find(match[2].upper() or "0").__add__(1)
+    )
     if nbytes < 1:
         raise typer.BadParameter(f"expected a size above zero, got {text!r}")
     return nbytes
@@ -75,14 +90,21 @@ def size(text: str) -> int:
 
 Source = Annotated[
     str,
-    typer.Argument(metavar="SRC", help="A checkpoint, or a directory with one below; a path, or a URL such as s3://….", show_default=False),
+    typer.Argument(
+        metavar="SRC",
+        help="A checkpoint, or a directory with one below; a path, or a URL such as s3://….",
+        show_default=False,
+    ),
 ]
 StorageOption = Annotated[
     list[str] | None,
     typer.Option(
         "--storage-option",
         metavar="KEY=VALUE",
-        help="Of the object store, as fsspec takes them, such as `endpoint_url=…`; repeatable. Secrets belong into its own files or the environment, not here.",
+        help=(
+            "Of the object store, as fsspec takes them, such as `endpoint_url=…`; repeatable."
+            " Secrets belong into its own files or the environment, not here."
+        ),
         show_default=False,
     ),
 ]
@@ -91,66 +113,128 @@ Shapes = Annotated[
     typer.Option(
         "--shapes",
         metavar="FILE",
-        help="For FSDP1's flat parameters: shapes.json, or a model's config.json, of which transformers makes it.",
+        help=(
+            "For FSDP1's flat parameters: shapes.json, or a model's config.json, of which"
+            " transformers makes it."
+        ),
         show_default=False,
     ),
 ]
 Jobs = Annotated[
     int | None,
-    typer.Option("--jobs", "-j", min=1, max=256, help="Number of threads.  [default: processors, at most 8]", show_default=False),
+    typer.Option(
+        "--jobs",
+        "-j",
+        min=1,
+        max=256,
+        help="Number of threads.  [default: processors, at most 8]",
+        show_default=False,
+    ),
 ]
 Memory = Annotated[
     int | None,
-    typer.Option("--memory", parser=size, metavar="SIZE", help="Budget of all buffers together, such as 64MiB.", show_default="64MiB"),
+    typer.Option(
+        "--memory",
+        parser=size,
+        metavar="SIZE",
+        help="Budget of all buffers together, such as 64MiB.",
+        show_default="64MiB",
+    ),
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace a checkpoint at DST; the old one stays until the new one is complete.")
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace a checkpoint at DST; the old one stays until the new one is complete.",
+    ),
 ]
 Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Go on from what an interrupted run of this command has finished, and leave what is finished to the next if this is interrupted.",
+        help=(
+            "Go on from what an interrupted run of this command has finished, and leave what is"
+            " finished to the next if this is interrupted."
+        ),
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no report.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Root = Annotated[
-    str, typer.Argument(metavar="ROOT", help="A run, with its step-… directories: a path, or a URL such as s3://….", show_default=False)
+    str,
+    typer.Argument(
+        metavar="ROOT",
+        help="A run, with its step-… directories: a path, or a URL such as s3://….",
+        show_default=False,
+    ),
 ]
 
 
 def check_dtype(dtype: str | None) -> None:
-    if dtype not in (None, "bf16", "fp16", "fp32", "fp64", "bfloat16", "float16", "float32", "float64"):
-        raise typer.BadParameter(f"expected bf16, fp16, fp32 or fp64, got {printable(dtype or '')!r}", param_hint="--dtype")
+    if dtype not in (
+        None,
+        "bf16",
+        "fp16",
+        "fp32",
+        "fp64",
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+    ):
+        raise typer.BadParameter(
+            f"expected bf16, fp16, fp32 or fp64, got {printable(dtype or '')!r}",
+            param_hint="--dtype",
+        )
 
 
 def is_first() -> bool:
-    """Tells whether this is the process that reports; the only one, where several do not share the work."""
+    """Tells whether this is the process that reports; the only one, where several do not share the
+    work.
+    """
     team = click.get_current_context().obj
     return team is None or team.rank == 0
 
 
 def reading_options(
-    jobs: int | None, memory: int | None, quiet: bool, storage_option: list[str] | None, shapes: str | None = None
+    jobs: int | None,
+    memory: int | None,
+    quiet: bool,
+    storage_option: list[str] | None,
+    shapes: str | None = None,
 ) -> Reading:
     """Returns the options of a command that writes no checkpoint."""
     team = click.get_current_context().obj
     if team is not None and jobs is None:
         jobs = max(1, min(8, os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return {
-        "jobs": jobs, "memory_bytes": memory, "team": team, "shapes": shapes, "storage_options": parse_storage_options(storage_option),
+        "jobs": jobs,
+        "memory_bytes": memory,
+        "team": team,
+        "shapes": shapes,
+        "storage_options": parse_storage_options(storage_option),
         "progress": bar if is_first() and not quiet else None,
-    }  # fmt: skip
+    }
 
 
 def make_options(
-    jobs: int | None, memory: int | None, overwrite: bool, dry_run: bool, quiet: bool, storage_option: list[str] | None,
-    resume: bool = False, shapes: str | None = None,
-) -> Options:  # fmt: skip
+    jobs: int | None,
+    memory: int | None,
+    overwrite: bool,
+    dry_run: bool,
+    quiet: bool,
+    storage_option: list[str] | None,
+    resume: bool = False,
+    shapes: str | None = None,
+) -> Options:
     """Returns the options of a command that writes one."""
-    return {**reading_options(jobs, memory, quiet, storage_option, shapes), "overwrite": overwrite, "dry_run": dry_run, "resume": resume}
+    return {
+        **reading_options(jobs, memory, quiet, storage_option, shapes),
+        "overwrite": overwrite,
+        "dry_run": dry_run,
+        "resume": resume,
+    }
 
 
 def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
@@ -186,7 +270,16 @@ def parse_counts(given: list[str] | None) -> dict[str, int]:
 def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1000, file=sys.stderr, leave=False, disable=None) as bar:
+    with tqdm(
+        total=total,
+        desc=label,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1000,
+        file=sys.stderr,
+        leave=False,
+        disable=None,
+    ) as bar:
 
         def advance(nbytes: int) -> None:
             bar.update(nbytes)
@@ -195,7 +288,9 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def plain(value: Any) -> Any:
-    """Returns a result as JSON has it: tables with names, and None in the place of NaN and infinity."""
+    """Returns a result as JSON has it: tables with names, and None in the place of NaN and
+    infinity.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

@@ -26,7 +26,8 @@ BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\
 
 
 _OBJECTS = 20  # named at most
-_OWN_NOTES, _MAX_NOTE = ("format", "dcp_version", "checkpoint_id", "save_id"), 200  # what says nothing to a person
+# what says nothing to a person
+_OWN_NOTES, _MAX_NOTE = ("format", "dcp_version", "checkpoint_id", "save_id"), 200
 
 
 def size(nbytes: int) -> str:
@@ -34,7 +35,11 @@ def size(nbytes: int) -> str:
     value, unit = float(nbytes), 0
     while value >= 999.5 and unit < 5:
         value, unit = value / 1000, unit + 1
-    return f"{nbytes} B" if unit == 0 else f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {'BKMGTP'[unit]}B"
+    return (
+        f"{nbytes} B"
+        if unit == 0
+        else f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {'BKMGTP'[unit]}B"
+    )
 
 
 def style(text: str, code: str) -> str:
@@ -47,16 +52,23 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[in
     cells = [list(head), *map(list, rows)]
     widths = [max(len(r[c]) for r in cells) for c in range(len(head))]
     for number, row in enumerate(cells):
-        line = "  ".join(t.rjust(w) if c in right else t.ljust(w) for c, (t, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        line = "  ".join(
+            t.rjust(w) if c in right else t.ljust(w)
+            for c, (t, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         print("  " + (style(line, BOLD) if number == 0 else line))
 
 
 def count(number: int, noun: str) -> str:
     """Returns a number with its noun: 1 entry, 2 entries."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} " + (f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s")
+    return (
+        f"{number:,} {noun}"
+        if number == 1
+        else f"{number:,} " + (f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s")
+    )
 
 
-# ---- inspect -------------------------------------------------------------------------------------------------------------
+# ---- inspect -------------------------------------------------------------------------------------
 
 
 def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
@@ -64,12 +76,22 @@ def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
     world = f", written by {count(report.world_size, 'rank')}" if report.world_size else ""
     print(style(printable(report.path), BOLD))
     total = report.total
-    print(f"  {report.format}{world}: {count(total.num_tensors, 'tensor')}, {size(total.nbytes)}, {count(total.num_objects, 'object')}")
-    for key, value in islice(((k, v) for k, v in report.extras.items() if v and k not in _OWN_NOTES), _OBJECTS):
+    print(
+        f"  {report.format}{world}: {count(total.num_tensors, 'tensor')}, {size(total.nbytes)},"
+        f" {count(total.num_objects, 'object')}"
+    )
+    for key, value in islice(
+        ((k, v) for k, v in report.extras.items() if v and k not in _OWN_NOTES), _OBJECTS
+    ):
         print(f"  {printable(key)}: {printable(value)[:_MAX_NOTE]}")
     if report.catalog.unread:
-        some = [f"{printable(name)} ({printable(kind)})" for name, kind in islice(report.catalog.unread.items(), _OBJECTS)]
-        print(f"  not read: {', '.join(some)}{' …' if len(report.catalog.unread) > _OBJECTS else ''}")
+        some = [
+            f"{printable(name)} ({printable(kind)})"
+            for name, kind in islice(report.catalog.unread.items(), _OBJECTS)
+        ]
+        print(
+            f"  not read: {', '.join(some)}{' …' if len(report.catalog.unread) > _OBJECTS else ''}"
+        )
     print()
     _totals("key", report.by_key)
     print()
@@ -91,7 +113,10 @@ def _totals(label: str, totals: Mapping[str, Total]) -> None:
     rows = sorted(totals.items(), key=lambda item: -item[1].nbytes)
     table(
         (label, "tensors", "objects", "bytes"),
-        [(printable(k), f"{t.num_tensors:,}", f"{t.num_objects:,}", size(t.nbytes)) for k, t in rows[:_MAX_ROWS]],
+        [
+            (printable(k), f"{t.num_tensors:,}", f"{t.num_objects:,}", size(t.nbytes))
+            for k, t in rows[:_MAX_ROWS]
+        ],
         right=(1, 2, 3),
     )
     if len(rows) > _MAX_ROWS:
@@ -116,7 +141,9 @@ def _show_tree(report: Report) -> None:
     root: dict[str, Any] = {}
     for fqn, entry in report.catalog.tensors.items():
         node = root
-        *parents, leaf = [s for key in key_path(report.catalog, fqn) for s in (key.split(".") if key else [key])]
+        *parents, leaf = [
+            s for key in key_path(report.catalog, fqn) for s in (key.split(".") if key else [key])
+        ]
         for segment in parents:
             node = node.setdefault(segment, {})
             if not isinstance(node, dict):
@@ -134,17 +161,27 @@ def _bytes_below(node: Any) -> int:
 
 def _signature(node: Any) -> object:
     """Returns what makes two subtrees the same: names, shapes and dtypes below."""
-    return tuple((k, _signature(v)) for k, v in node.items()) if isinstance(node, dict) else (tuple(node[0]), node[1])
+    return (
+        tuple((k, _signature(v)) for k, v in node.items())
+        if isinstance(node, dict)
+        else (tuple(node[0]), node[1])
+    )
 
 
 def _walk(node: Mapping[str, Any], indent: str, rows: list[tuple[str, str, str, str, str]]) -> None:
-    """Adds a subtree's rows; a run of numbered children that look alike is shown once, with its range."""
-    names = sorted(node, key=lambda n: (0, int(n), "") if n.isascii() and n.isdigit() and len(n) < 10 else (1, 0, n))
+    """Adds a subtree's rows; a run of numbered children that look alike is shown once, with its
+    range.
+    """
+    names = sorted(
+        node,
+        key=lambda n: (0, int(n), "") if n.isascii() and n.isdigit() and len(n) < 10 else (1, 0, n),
+    )
     at = 0
     while at < len(names):
         name, child = names[at], node[names[at]]
         label, inner = printable(name), child
-        while isinstance(inner, dict) and len(inner) == 1:  # an only child goes on its parent's line
+        # an only child goes on its parent's line
+        while isinstance(inner, dict) and len(inner) == 1:
             key, inner = next(iter(inner.items()))
             label += "." + printable(key)
         if not isinstance(inner, dict):
@@ -154,7 +191,10 @@ def _walk(node: Mapping[str, Any], indent: str, rows: list[tuple[str, str, str, 
             continue
         end = at + 1
         while (
-            name.isdigit() and end < len(names) and isinstance(node[names[end]], dict) and _signature(node[names[end]]) == _signature(child)
+            name.isdigit()
+            and end < len(names)
+            and isinstance(node[names[end]], dict)
+            and _signature(node[names[end]]) == _signature(child)
         ):
             end += 1
         if end - at > 1:
@@ -176,9 +216,17 @@ def _show_ranks(report: Report) -> None:
         )
         for f in report.files
     ]
-    table(("file", "rank", "chunks", "objects", "payload", "file size"), rows[: _MAX_ROWS * 4], right=(1, 2, 3, 4, 5))
+    table(
+        ("file", "rank", "chunks", "objects", "payload", "file size"),
+        rows[: _MAX_ROWS * 4],
+        right=(1, 2, 3, 4, 5),
+    )
     print()
-    table(("tensor", "rank", "elements", "bytes"), list(islice(_parts(report), _MAX_ROWS * 4)), right=(1, 3))
+    table(
+        ("tensor", "rank", "elements", "bytes"),
+        list(islice(_parts(report), _MAX_ROWS * 4)),
+        right=(1, 3),
+    )
     more = sum(f.num_chunks for f in report.files) - _MAX_ROWS * 4
     if more > 0:
         print(f"  … and {more:,} more; all of them with --json")
@@ -188,17 +236,30 @@ def _parts(report: Report) -> Iterator[tuple[str, str, str, str]]:
     """Yields a row for each chunk, by tensor and rank."""
     ranks, files = report.catalog.ranks, report.catalog.file_sizes
     for fqn, entry in report.catalog.tensors.items():
-        for box, extent in sorted((c for c in entry.chunks if c.extent.file in files), key=lambda c: ranks.get(c.extent.file, 0)):
-            elements = ", ".join(f"{o}:{o + s}" for o, s in zip(box.offsets, box.sizes, strict=True))
+        for box, extent in sorted(
+            (c for c in entry.chunks if c.extent.file in files),
+            key=lambda c: ranks.get(c.extent.file, 0),
+        ):
+            elements = ", ".join(
+                f"{o}:{o + s}" for o, s in zip(box.offsets, box.sizes, strict=True)
+            )
             rank = ranks.get(extent.file)
-            yield printable(fqn), "–" if rank is None else str(rank), elements, size(box.numel * entry.dtype.itemsize)
+            yield (
+                printable(fqn),
+                "–" if rank is None else str(rank),
+                elements,
+                size(box.numel * entry.dtype.itemsize),
+            )
 
 
 def report_as_json(report: Report) -> dict[str, Any]:
     """Returns a report as plain values, every tensor with its chunks included."""
     catalog = report.catalog
     return {
-        "path": report.path, "format": report.format, "world_size": report.world_size, "extras": dict(report.extras),
+        "path": report.path,
+        "format": report.format,
+        "world_size": report.world_size,
+        "extras": dict(report.extras),
         "unread": dict(catalog.unread),
         "total": report.total._asdict(),
         "by_dtype": {k: v._asdict() for k, v in report.by_dtype.items()},
@@ -207,16 +268,24 @@ def report_as_json(report: Report) -> dict[str, Any]:
         "files": [{"name": f.name, "rank": f.rank, "nbytes": f.nbytes} for f in report.files],
         "tensors": {
             fqn: {
-                "dtype": t.dtype.name, "shape": t.shape, "nbytes": t.nbytes,
-                "chunks": [{"offsets": c.box.offsets, "sizes": c.box.sizes, "file": c.extent.file} for c in t.chunks],
+                "dtype": t.dtype.name,
+                "shape": t.shape,
+                "nbytes": t.nbytes,
+                "chunks": [
+                    {"offsets": c.box.offsets, "sizes": c.box.sizes, "file": c.extent.file}
+                    for c in t.chunks
+                ],
             }
             for fqn, t in catalog.tensors.items()
         },
-        "objects": {fqn: {"file": o.extent.file, "nbytes": o.extent.nbytes} for fqn, o in catalog.objects.items()},
-    }  # fmt: skip
+        "objects": {
+            fqn: {"file": o.extent.file, "nbytes": o.extent.nbytes}
+            for fqn, o in catalog.objects.items()
+        },
+    }
 
 
-# ---- merge, reshard --------------------------------------------------------------------------------------------------------
+# ---- merge, reshard ------------------------------------------------------------------------------
 
 
 def show_transfer(result: TransferResult) -> None:
@@ -225,19 +294,34 @@ def show_transfer(result: TransferResult) -> None:
     took = "" if result.is_dry_run else f" in {result.seconds:.2f} s"
     objects = f" and {count(result.num_objects, 'object')}" if result.num_objects else ""
     print(
-        f"{verb} {style(printable(result.destination), BOLD)}: {count(result.num_tensors, 'tensor')}{objects}, "
-        f"{size(result.written_nbytes)}, {count(len(result.files), 'file')}{took}"
+        f"{verb} {style(printable(result.destination), BOLD)}:"
+        f" {count(result.num_tensors, 'tensor')}{objects}, {size(result.written_nbytes)},"
+        f" {count(len(result.files), 'file')}{took}"
     )
     if result.kept_nbytes:
         print(f"  {size(result.kept_nbytes)} of it was there from an earlier run")
     if result.store_nbytes:
         client = max(0, result.written_nbytes - result.store_nbytes)
-        print(f"  {size(result.store_nbytes)} copied within the store, {size(client)} through this machine")
-    print("  by dtype: " + ", ".join(f"{k} {size(v)}" for k, v in sorted(result.bytes_by_dtype.items(), key=lambda i: -i[1])))
+        print(
+            f"  {size(result.store_nbytes)} copied within the store, {size(client)} through this"
+            " machine"
+        )
+    print(
+        "  by dtype: "
+        + ", ".join(
+            f"{k} {size(v)}" for k, v in sorted(result.bytes_by_dtype.items(), key=lambda i: -i[1])
+        )
+    )
     if result.left_out:
-        print("  left out: " + ", ".join(f"{printable(k)} ({size(v)})" for k, v in result.left_out.items()))
+        print(
+            "  left out: "
+            + ", ".join(f"{printable(k)} ({size(v)})" for k, v in result.left_out.items())
+        )
     if result.stripped:
-        print("  stripped: " + ", ".join(f"{printable(k)} ({count(v, 'name')})" for k, v in result.stripped.items()))
+        print(
+            "  stripped: "
+            + ", ".join(f"{printable(k)} ({count(v, 'name')})" for k, v in result.stripped.items())
+        )
     for fqn, number in list(result.overflowed.items())[:_MAX_ROWS]:
         print(f"  overflow: {count(number, 'finite value')} became infinite in {printable(fqn)}")
     for note in result.notes:
@@ -248,16 +332,20 @@ def show_transfer(result: TransferResult) -> None:
 
 def _show_plan(result: TransferResult) -> None:
     print(
-        f"  plan: {result.num_copies:,} {'copy' if result.num_copies == 1 else 'copies'}, "
-        f"read {size(result.read_nbytes)} for {size(result.needed_nbytes)} needed (amplification {result.read_amplification:.3f}), "
-        f"write {size(result.written_nbytes)}"
+        f"  plan: {result.num_copies:,} {'copy' if result.num_copies == 1 else 'copies'}, read"
+        f" {size(result.read_nbytes)} for {size(result.needed_nbytes)} needed (amplification"
+        f" {result.read_amplification:.3f}), write {size(result.written_nbytes)}"
     )
-    table(("file", "bytes"), [(printable(n), size(b)) for n, b in list(result.files.items())[:_MAX_ROWS]], right=(1,))
+    table(
+        ("file", "bytes"),
+        [(printable(n), size(b)) for n, b in list(result.files.items())[:_MAX_ROWS]],
+        right=(1,),
+    )
     if len(result.files) > _MAX_ROWS:
         print(f"  … and {len(result.files) - _MAX_ROWS} more files")
 
 
-# ---- ls, prune -------------------------------------------------------------------------------------------------------------
+# ---- ls, prune -----------------------------------------------------------------------------------
 
 
 def some_names(names: Sequence[str]) -> str:
@@ -270,12 +358,29 @@ def show_steps(steps: Sequence[Step]) -> None:
     """Prints the steps of a run, a line each."""
     rows = []
     for step in steps:
-        made, ranks = ("", "") if step.manifest is None else (printable(str(step.manifest.created)), str(step.manifest.world_size or ""))
-        state = f"incomplete: {printable(step.problem)}" if step.problem else "complete" if step.manifest else "another tool's, not counted"
+        made, ranks = (
+            ("", "")
+            if step.manifest is None
+            else (printable(str(step.manifest.created)), str(step.manifest.world_size or ""))
+        )
+        state = (
+            f"incomplete: {printable(step.problem)}"
+            if step.problem
+            else "complete"
+            if step.manifest
+            else "another tool's, not counted"
+        )
         state = "superseded by a rollback" if step.superseded_by else state
         state += ", pinned" if step.is_pinned else ""
         rows.append(
-            (f"{step.number:,}", size(step.nbytes), made.replace("T", " ").replace("+00:00", "Z"), ranks, state, printable(step.name))
+            (
+                f"{step.number:,}",
+                size(step.nbytes),
+                made.replace("T", " ").replace("+00:00", "Z"),
+                ranks,
+                state,
+                printable(step.name),
+            )
         )
     if not rows:
         print("no steps")
@@ -284,7 +389,9 @@ def show_steps(steps: Sequence[Step]) -> None:
 
 
 def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> None:
-    """Prints what a prune removed or, after a dry run, would remove, and what stays for a reason of its own."""
+    """Prints what a prune removed or, after a dry run, would remove, and what stays for a reason of
+    its own.
+    """
     verb = "would remove" if is_dry_run else "removed"
     for step in result.removed:
         print(f"{verb} {printable(str(step.path))}  {size(step.nbytes)}")
@@ -303,7 +410,12 @@ def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> N
 def pruned_as_json(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> dict[str, Any]:
     """Returns what a prune did as plain values."""
     reasons = {"kept": result.kept, "damaged": result.damaged, "failed": result.failed}
-    return {"steps": [step_as_json(s) for s in result.removed], **reasons, "leftovers": list(leftovers), "is_dry_run": is_dry_run}
+    return {
+        "steps": [step_as_json(s) for s in result.removed],
+        **reasons,
+        "leftovers": list(leftovers),
+        "is_dry_run": is_dry_run,
+    }
 
 
 def show_copy(result: CopyResult) -> None:
@@ -324,7 +436,13 @@ def show_copy(result: CopyResult) -> None:
 def step_as_json(step: Step) -> dict[str, Any]:
     """Returns a step as plain values."""
     return {
-        "step": step.number, "path": str(step.path), "nbytes": step.nbytes, "is_complete": not step.problem, "problem": step.problem,
-        "world_size": step.manifest.world_size if step.manifest else None, "created": step.manifest.created if step.manifest else None,
-        "superseded": bool(step.superseded_by), "is_pinned": step.is_pinned,
-    }  # fmt: skip
+        "step": step.number,
+        "path": str(step.path),
+        "nbytes": step.nbytes,
+        "is_complete": not step.problem,
+        "problem": step.problem,
+        "world_size": step.manifest.world_size if step.manifest else None,
+        "created": step.manifest.created if step.manifest else None,
+        "superseded": bool(step.superseded_by),
+        "is_pinned": step.is_pinned,
+    }

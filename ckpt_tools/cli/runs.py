@@ -15,7 +15,9 @@ from ckpt_tools.storage.base import is_url
 
 
 def list_(root: Root, storage_option: StorageOption = None, as_json: Json = False) -> None:
-    """List the steps of a run: size, time, world size, complete or not and why. What has not the name of a step is named last."""
+    """List the steps of a run: size, time, world size, complete or not and why. What has not the
+    name of a step is named last.
+    """
     from ckpt_tools.cli import render
     from ckpt_tools.publish.steps import list_all
 
@@ -32,12 +34,16 @@ def list_(root: Root, storage_option: StorageOption = None, as_json: Json = Fals
 
 def latest(
     root: Root,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte, and pass over steps with wrong checksums.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Read every byte, and pass over steps with wrong checksums."),
+    ] = False,
     storage_option: StorageOption = None,
 ) -> None:
     """Print the path of the newest complete step: the one that a job would resume from.
 
-    Newer ones that are passed over are named on stderr with the reason. Exit status 10 where there is none.
+    Newer ones that are passed over are named on stderr with the reason. Exit status 10 where there
+    is none.
     """
     from ckpt_tools.publish.steps import latest as find
 
@@ -51,18 +57,62 @@ def latest(
 
 def prune(
     root: Root,
-    keep_last: Annotated[int, typer.Option("--keep-last", min=1, metavar="N", help="How many of the newest complete steps stay.", show_default=False)],
-    keep_every: Annotated[int | None, typer.Option("--keep-every", min=1, metavar="M", help="Steps whose number is a multiple of M stay as well.", show_default=False)] = None,
-    grace_hours: Annotated[float, typer.Option("--grace-hours", min=0.0, help="In an object store: what was never finished goes if it has been silent for so long.")] = 24.0,
-    verify: Annotated[bool | None, typer.Option("--verify/--no-verify", help="Read the steps that are counted; a damaged one is not counted. By default the newest is read if it would stay alone.", show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would go and remove nothing.")] = False,
-    storage_option: StorageOption = None, quiet: Quiet = False, as_json: Json = False,
-) -> None:  # fmt: skip
-    """Remove old steps of a run, and what dead jobs left half-written: directories, objects without an index, unfinished uploads.
+    keep_last: Annotated[
+        int,
+        typer.Option(
+            "--keep-last",
+            min=1,
+            metavar="N",
+            help="How many of the newest complete steps stay.",
+            show_default=False,
+        ),
+    ],
+    keep_every: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-every",
+            min=1,
+            metavar="M",
+            help="Steps whose number is a multiple of M stay as well.",
+            show_default=False,
+        ),
+    ] = None,
+    grace_hours: Annotated[
+        float,
+        typer.Option(
+            "--grace-hours",
+            min=0.0,
+            help=(
+                "In an object store: what was never finished goes if it has been silent for so"
+                " long."
+            ),
+        ),
+    ] = 24.0,
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help=(
+                "Read the steps that are counted; a damaged one is not counted. By default the"
+                " newest is read if it would stay alone."
+            ),
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would go and remove nothing.")
+    ] = False,
+    storage_option: StorageOption = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Remove old steps of a run, and what dead jobs left half-written: directories, objects without
+    an index, unfinished uploads.
 
-    Never the newest complete step, never one that is incomplete or that another tool wrote, never anything else in ROOT. A step stays, and is
-    named, if it is pinned, if a link in ROOT leads to it, or if it holds files that no save wrote. Exit status 15 where one cannot be removed;
-    the others are.
+    Never the newest complete step, never one that is incomplete or that another tool wrote, never
+    anything else in ROOT. A step stays, and is named, if it is pinned, if a link in ROOT leads to
+    it, or if it holds files that no save wrote. Exit status 15 where one cannot be removed; the
+    others are.
     """
     from ckpt_tools.cli import render
     from ckpt_tools.loop.retention import prune as run
@@ -80,14 +130,26 @@ def prune(
 
 
 def pin(
-    step: Annotated[str, typer.Argument(help="A step of a run, RUN/step-00000100: a path or a URL.", show_default=False)],
+    step: Annotated[
+        str,
+        typer.Argument(
+            help="A step of a run, RUN/step-00000100: a path or a URL.", show_default=False
+        ),
+    ],
     remove: Annotated[bool, typer.Option("--remove", help="Let it go again.")] = False,
-    storage_option: StorageOption = None, quiet: Quiet = False,
-) -> None:  # fmt: skip
-    """Keep a step for good: neither prune nor the retention of a training removes it. A file ckpt.pin in it says so."""
+    storage_option: StorageOption = None,
+    quiet: Quiet = False,
+) -> None:
+    """Keep a step for good: neither prune nor the retention of a training removes it. A file
+    ckpt.pin in it says so.
+    """
     from ckpt_tools.loop.retention import pin as run
 
     is_new = run(step, parse_storage_options(storage_option), remove)
     if not quiet:
         state = "no longer pinned" if remove else "pinned"
-        print(f"{printable(step)} is {state}" if is_new else f"{printable(step)} was {'not pinned' if remove else 'pinned already'}")
+        print(
+            f"{printable(step)} is {state}"
+            if is_new
+            else f"{printable(step)} was {'not pinned' if remove else 'pinned already'}"
+        )

@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """The elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` of a tensor; a 0-d box holds one element."""
+    """The elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` of a tensor; a 0-d box holds one
+    element.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -49,18 +51,26 @@ class Box(NamedTuple):
 
     def within(self, outer: Box) -> Box:
         """Returns this box in the coordinates of `outer`, i.e. shifted by minus `outer.offsets`."""
-        return Box(tuple(o - p for o, p in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+        return Box(
+            tuple(o - p for o, p in zip(self.offsets, outer.offsets, strict=True)), self.sizes
+        )
 
     def slices(self) -> tuple[slice, ...]:
         """Returns the index that takes this box out of an array."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True)) + "]"
+        return (
+            "["
+            + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True))
+            + "]"
+        )
 
 
 class Copy(NamedTuple):
-    """The elements of `box` go from source chunk number `src` to target slot number `dst` of one tensor."""
+    """The elements of `box` go from source chunk number `src` to target slot number `dst` of one
+    tensor.
+    """
 
     src: int
     dst: int
@@ -85,7 +95,9 @@ class ManyCopies(Sequence[Copy]):
 
 
 class BoxIndex:
-    """Boxes sorted along the dim that cuts them most finely, to be asked which of them reach into a box."""
+    """Boxes sorted along the dim that cuts them most finely, to be asked which of them reach into a
+    box.
+    """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
@@ -94,7 +106,11 @@ class BoxIndex:
         self._low = tuple(map(min, offsets))
         self._high = tuple(max(map(add, o, s)) for o, s in zip(offsets, sizes, strict=True))
         self._dim = dim = max(range(len(offsets)), key=lambda d: len(set(offsets[d])), default=0)
-        self._order = sorted(range(len(boxes)), key=offsets[dim].__getitem__) if offsets else list(range(len(boxes)))
+        self._order = (
+            sorted(range(len(boxes)), key=offsets[dim].__getitem__)
+            if offsets
+            else list(range(len(boxes)))
+        )
         self._starts = sorted(offsets[dim]) if offsets else []
         self._reach = max(sizes[dim]) if offsets else 0
 
@@ -107,14 +123,19 @@ class BoxIndex:
             if low <= self._low[dim] and high >= self._high[dim] and self._are_all_in(box):
                 yield from ((number, boxes[number]) for number in order if boxes[number].numel)
                 return
-            order = order[bisect_left(self._starts, low - self._reach + 1) : bisect_left(self._starts, high)]
+            order = order[
+                bisect_left(self._starts, low - self._reach + 1) : bisect_left(self._starts, high)
+            ]
         for number in order:
             shared = boxes[number].intersect(box)
             if shared is not None:
                 yield number, shared
 
     def _are_all_in(self, box: Box) -> bool:
-        return all(o <= low and o + s >= high for o, s, low, high in zip(box.offsets, box.sizes, self._low, self._high, strict=True))
+        return all(
+            o <= low and o + s >= high
+            for o, s, low, high in zip(box.offsets, box.sizes, self._low, self._high, strict=True)
+        )
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -162,13 +183,17 @@ def flat_span(box: Box, frame: Box) -> tuple[int, int] | None:
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Returns the elements `start <= i < stop` of a row-major tensor of `shape` as boxes, in order: at most 2N-1."""
+    """Returns the elements `start <= i < stop` of a row-major tensor of `shape` as boxes, in order:
+    at most 2N-1.
+    """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"flat range {start}:{stop} does not lie in shape {tuple(shape)}")
     return [Box(o, s) for o, s in _flat_boxes(tuple(shape), start, stop)] if start < stop else []
 
 
-def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _flat_boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     if not shape:
         yield (), ()
         return
@@ -188,7 +213,8 @@ def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
 
 
 def bands(box: Box, max_numel: int, cuts: Sequence[int] = ()) -> Iterator[Box]:
-    """Cuts `box` into pieces of at most `max_numel` elements, each one run of the box's own row-major order.
+    """Cuts `box` into pieces of at most `max_numel` elements, each one run of the box's own
+    row-major order.
 
     Args:
         box: what to cut; nothing is yielded for an empty one.
@@ -196,8 +222,9 @@ def bands(box: Box, max_numel: int, cuts: Sequence[int] = ()) -> Iterator[Box]:
         cuts: coordinates along the first dim that no piece may straddle.
 
     Yields:
-        Boxes in row-major order that tile `box` exactly. A piece has single indices in its leading dims, one range,
-        and the full extent of `box` behind; so its overlap with any chunk that is itself a box is one run of that chunk.
+        Boxes in row-major order that tile `box` exactly. A piece has single indices in its leading
+        dims, one range, and the full extent of `box` behind; so its overlap with any chunk that is
+        itself a box is one run of that chunk.
     """
     if box.numel == 0:
         return
@@ -209,7 +236,10 @@ def bands(box: Box, max_numel: int, cuts: Sequence[int] = ()) -> Iterator[Box]:
     rest = Box(box.offsets[1:], box.sizes[1:])
     if row > max_numel:
         for index in range(low, end):
-            yield from (Box((index, *b.offsets), (1, *b.sizes)) for b in bands(rest, max_numel, cuts if box.sizes[0] == 1 else ()))
+            yield from (
+                Box((index, *b.offsets), (1, *b.sizes))
+                for b in bands(rest, max_numel, cuts if box.sizes[0] == 1 else ())
+            )
         return
     step = max(1, max_numel // row)
     edges = [low, *(c for c in sorted(set(cuts)) if low < c < end), end]

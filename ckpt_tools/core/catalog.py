@@ -1,7 +1,7 @@
 """What a checkpoint holds and where each byte lies.
 
-A catalog is plain data that any format can fill and every operation reads. It does not know how files are opened or how a
-format packs its items.
+A catalog is plain data that any format can fill and every operation reads. It does not know how
+files are opened or how a format packs its items.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ RAW, TORCH_ZIP, ZIP = "raw", "torch_zip", "zip"
 class Extent(NamedTuple):
     """Bytes `start <= i < start + nbytes` of a file.
 
-    `strides` are in elements and None for row-major order. `packing` is RAW where the range is the payload itself,
-    TORCH_ZIP where it is a `torch.save` archive within which the payload has yet to be found (`Format.locate`), or ZIP where it
-    is any other zip that holds several entries. `crc32` is that of the bytes, where the format keeps one.
+    `strides` are in elements and None for row-major order. `packing` is RAW where the range is the
+    payload itself, TORCH_ZIP where it is a `torch.save` archive within which the payload has yet to
+    be found (`Format.locate`), or ZIP where it is any other zip that holds several entries. `crc32`
+    is that of the bytes, where the format keeps one.
     """
 
     file: str
@@ -46,9 +47,11 @@ class Chunk(NamedTuple):
 
 
 class ManyChunks(Sequence[Chunk]):
-    """Chunks that are no object each, so that questions about all of them have quick answers; see `chunks`.
+    """Chunks that are no object each, so that questions about all of them have quick answers; see
+    `chunks`.
 
-    `names` are those of the files that any of the tensors is in, one table for all of a catalog's or a part of it.
+    `names` are those of the files that any of the tensors is in, one table for all of a catalog's
+    or a part of it.
     """
 
     names: tuple[str, ...]
@@ -75,7 +78,9 @@ class ManyChunks(Sequence[Chunk]):
 
     @abstractmethod
     def copies(self, targets: Sequence[Box]) -> ManyCopies | None:
-        """Pairs every target box with the chunks that overlap it; None where chunks are cut along several dims, or overlap."""
+        """Pairs every target box with the chunks that overlap it; None where chunks are cut along
+        several dims, or overlap.
+        """
 
     @abstractmethod
     def fit(self, file_sizes: Mapping[str, int], itemsize: int) -> bool:
@@ -83,7 +88,9 @@ class ManyChunks(Sequence[Chunk]):
 
     @abstractmethod
     def are_apart(self, others: Sequence[ManyChunks], ranges: Iterable[Extent]) -> bool:
-        """Tells whether none of these, of others (itself among them) and of further ranges shares bytes with another."""
+        """Tells whether none of these, of others (itself among them) and of further ranges shares
+        bytes with another.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,11 @@ class TensorEntry:
 
 def kinds_of(entry: TensorEntry) -> list[Box]:
     """Returns what chunks of a tensor hold, of those of equal sizes at least one."""
-    return entry.chunks.kinds() if isinstance(entry.chunks, ManyChunks) else [c.box for c in entry.chunks]
+    return (
+        entry.chunks.kinds()
+        if isinstance(entry.chunks, ManyChunks)
+        else [c.box for c in entry.chunks]
+    )
 
 
 def nbytes_by_file(entry: TensorEntry) -> Mapping[str, tuple[int, int]]:
@@ -119,12 +130,18 @@ def nbytes_by_file(entry: TensorEntry) -> Mapping[str, tuple[int, int]]:
 
 def files_of(entry: TensorEntry) -> set[str]:
     """Returns the files that hold a chunk of a tensor."""
-    return entry.chunks.file_names() if isinstance(entry.chunks, ManyChunks) else {c.extent.file for c in entry.chunks}
+    return (
+        entry.chunks.file_names()
+        if isinstance(entry.chunks, ManyChunks)
+        else {c.extent.file for c in entry.chunks}
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class BytesEntry:
-    """One object that is no tensor: carried whole and never unpickled. `replicas` must hold the same bytes."""
+    """One object that is no tensor: carried whole and never unpickled. `replicas` must hold the
+    same bytes.
+    """
 
     fqn: str
     extent: Extent
@@ -139,15 +156,20 @@ class Catalog:
         format: name of the format it was read by.
         tensors: by FQN, in the order of the checkpoint.
         objects: by FQN, in the order of the checkpoint.
-        paths: for an FQN that was flattened from a nested dict, the keys on the way (DCP's `planner_data`).
+        paths: for an FQN that was flattened from a nested dict, the keys on the way (DCP's
+            `planner_data`).
         file_sizes: bytes of every data file that the entries use.
         world_size: number of ranks that wrote it, None where the format does not tell.
         ranks: for each data file, the rank that wrote it, where the format tells.
         extras: what else the format keeps, as strings for people.
-        archives: zips that hold several entries each, as views of their records, so that some may share bytes.
-        made: files that exist in memory only: objects and small tensors that a reader made of values which stand in metadata.
-        beside: names of files and folders that lie with the checkpoint's own and of which nothing is read.
-        unread: tensors of kinds that are not read here, such as quantized ones, each with its kind for people.
+        archives: zips that hold several entries each, as views of their records, so that some may
+            share bytes.
+        made: files that exist in memory only: objects and small tensors that a reader made of
+            values which stand in metadata.
+        beside: names of files and folders that lie with the checkpoint's own and of which nothing
+            is read.
+        unread: tensors of kinds that are not read here, such as quantized ones, each with its kind
+            for people.
         unknown: values of types that are not known here, each with its type.
         lacks_shapes: the files lack the shapes of parameters, which a file of shapes gives.
     """
@@ -174,21 +196,28 @@ class Catalog:
 
     def where(self, file: str) -> str:
         """Returns a file's name, with the rank that wrote it where known, for a message."""
-        return f"{printable(file)} of rank {self.ranks[file]}" if file in self.ranks else printable(file)
+        return (
+            f"{printable(file)} of rank {self.ranks[file]}"
+            if file in self.ranks
+            else printable(file)
+        )
 
 
 def check_names(catalog: Catalog) -> None:
     """Refuses names that no file can hold again.
 
     Raises:
-        FormatError: a name has half of a character that takes two, or is longer than any name of a parameter.
+        FormatError: a name has half of a character that takes two, or is longer than any name of a
+            parameter.
     """
     for fqn in chain(catalog.tensors, catalog.objects, catalog.unread, catalog.unknown):
-        if len(fqn) > _MAX_NAME or (not fqn.isascii() and any("\ud800" <= c <= "\udfff" for c in fqn)):
+        if len(fqn) > _MAX_NAME or (
+            not fqn.isascii() and any("\ud800" <= c <= "\udfff" for c in fqn)
+        ):
             raise FormatError(f"the name of an entry is no text, or too long: {printable(fqn)!r}")
 
 
-# ---- views: the same bytes under other names, or fewer of them -----------------------------------------------------------
+# ---- views: the same bytes under other names, or fewer of them -----------------------------------
 
 
 def keep(catalog: Catalog, wanted: Callable[[str], bool]) -> Catalog:
@@ -203,7 +232,8 @@ def keep(catalog: Catalog, wanted: Callable[[str], bool]) -> Catalog:
 
 
 def rename(catalog: Catalog, new_name: Callable[[str], str]) -> Catalog:
-    """Returns the catalog with every tensor under a new FQN; paths are dropped, since they spell the old names.
+    """Returns the catalog with every tensor under a new FQN; paths are dropped, since they spell
+    the old names.
 
     Raises:
         PlanError: two tensors would get one name.
@@ -214,15 +244,25 @@ def rename(catalog: Catalog, new_name: Callable[[str], str]) -> Catalog:
         name = new_name(fqn)
         if name in renamed:
             raise PlanError(
-                f"two tensors would get one name: {printable(origin[name])!r} and {printable(fqn)!r} both become {printable(name)!r}",
-                hint="keep the names as they are with --keep-prefix, or leave one out with --select",
+                f"two tensors would get one name: {printable(origin[name])!r} and"
+                f" {printable(fqn)!r} both become {printable(name)!r}",
+                hint=(
+                    "keep the names as they are with --keep-prefix, or leave one out with --select"
+                ),
             )
         renamed[name], origin[name] = replace(entry, fqn=name), fqn
-    return replace(catalog, tensors=renamed, paths={}, unread={new_name(fqn): kind for fqn, kind in catalog.unread.items()})
+    return replace(
+        catalog,
+        tensors=renamed,
+        paths={},
+        unread={new_name(fqn): kind for fqn, kind in catalog.unread.items()},
+    )
 
 
 def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
-    """Returns a test whether a name matches one of the globs (`*` matches dots too); no globs match nothing."""
+    """Returns a test whether a name matches one of the globs (`*` matches dots too); no globs match
+    nothing.
+    """
     patterns = [fnmatch.translate(g) for g in globs]
     joined = re.compile("|".join(patterns)) if patterns else None
     return lambda name: joined is not None and joined.match(name) is not None
@@ -245,17 +285,23 @@ def check_globs(globs: Iterable[str], names: Sequence[str], what: str) -> None:
         if not any(map(wanted, names)):
             close = difflib.get_close_matches(glob.rstrip("*."), names[:2000], 3, 0.5) or names[:3]
             shown = ", ".join(map(printable, close)) or "there are none"
-            raise PlanError(f"{what} matches none of {len(names)} names: {printable(glob)!r}", hint=f"the nearest names: {shown}")
+            raise PlanError(
+                f"{what} matches none of {len(names)} names: {printable(glob)!r}",
+                hint=f"the nearest names: {shown}",
+            )
 
 
 def chooser(select: Sequence[str], exclude: Sequence[str]) -> Callable[..., bool]:
-    """Returns a test of an entry by its names: one of `select` matches one, or there are none, and none of `exclude` matches any."""
+    """Returns a test of an entry by its names: one of `select` matches one, or there are none, and
+    none of `exclude` matches any.
+    """
     wanted, unwanted = matcher(select), matcher(exclude)
     return lambda *names: (not select or any(map(wanted, names))) and not any(map(unwanted, names))
 
 
 def choose(catalog: Catalog, select: Sequence[str], exclude: Sequence[str]) -> Catalog:
-    """Returns the entries that one of `select` matches, or all where there are none, but for those that one of `exclude` matches.
+    """Returns the entries that one of `select` matches, or all where there are none, but for those
+    that one of `exclude` matches.
 
     Raises:
         PlanError: a glob matches no name.
@@ -273,9 +319,14 @@ def refuse_unread(catalog: Catalog, hint: str = "leave them out: --exclude GLOB"
         PlanError: with their names and kinds.
     """
     if catalog.unread:
-        some = [f"{printable(name)!r} ({printable(kind)})" for name, kind in list(catalog.unread.items())[:4]]
+        some = [
+            f"{printable(name)!r} ({printable(kind)})"
+            for name, kind in list(catalog.unread.items())[:4]
+        ]
         more = f" and {len(catalog.unread) - 4} more" if len(catalog.unread) > 4 else ""
-        raise PlanError(f"tensors of kinds that ckpt does not read: {', '.join(some)}{more}", hint=hint)
+        raise PlanError(
+            f"tensors of kinds that ckpt does not read: {', '.join(some)}{more}", hint=hint
+        )
 
 
 _MAX_NAME = 1 << 16
@@ -285,7 +336,8 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 def strip_wrappers(fqn: str) -> str:
     """Returns an FQN without the segments that wrappers of the model add.
 
-    torch.compile, FSDP1 and activation checkpointing add theirs anywhere; DDP and DeepSpeed put `module` in front.
+    torch.compile, FSDP1 and activation checkpointing add theirs anywhere; DDP and DeepSpeed put
+    `module` in front.
     """
     segments = [s for s in fqn.split(".") if s not in _WRAPPERS]
     while len(segments) > 1 and segments[0] == "module":
@@ -296,7 +348,8 @@ def strip_wrappers(fqn: str) -> str:
 def stripped_from(fqn: str) -> str:
     """Returns the segments that `strip_wrappers` takes out, joined; "" for none."""
     segments = fqn.split(".")
-    front = len([s for s in segments if s not in _WRAPPERS]) - len(strip_wrappers(fqn).split("."))  # so many `module`
+    # so many `module`
+    front = len([s for s in segments if s not in _WRAPPERS]) - len(strip_wrappers(fqn).split("."))
     gone = [s for s in segments if s in _WRAPPERS]
     return ".".join([*gone, *(["module"] * front)])
 
@@ -309,18 +362,24 @@ _MODEL_KEYS = ("model", "MODEL", "model_state_dict", "state_dict", "module", "mo
 
 
 def is_other_state(segment: str) -> bool:
-    """Tells whether a key of a training state usually holds something else than the model: optimizer, scheduler, …."""
+    """Tells whether a key of a training state usually holds something else than the model:
+    optimizer, scheduler, ….
+    """
     return _OTHER_STATE.fullmatch(segment) is not None
 
 
 def key_path(catalog: Catalog, fqn: str) -> tuple[str, ...]:
-    """Returns the keys that lead to an entry: as the format kept them, else the FQN cut at its dots."""
+    """Returns the keys that lead to an entry: as the format kept them, else the FQN cut at its
+    dots.
+    """
     path = catalog.paths.get(fqn)
     return tuple(map(str, path)) if path else tuple(fqn.split("."))
 
 
 def find_optimizers(catalog: Catalog) -> set[tuple[str, ...]]:
-    """Returns the keys above each optimizer, whatever those are called: what has `param_groups` in it, and `state` or nothing beside."""
+    """Returns the keys above each optimizer, whatever those are called: what has `param_groups` in
+    it, and `state` or nothing beside.
+    """
     found: dict[tuple[str, ...], set[str]] = {}
     for fqn in chain(catalog.objects, catalog.tensors):
         path = key_path(catalog, fqn)
@@ -332,13 +391,17 @@ def find_optimizers(catalog: Catalog) -> set[tuple[str, ...]]:
 
 
 def find_model(catalog: Catalog) -> tuple[str, ...]:
-    """Returns the keys under which the model stands: `("model",)` for Accelerate, `()` for torchtitan, `("app", "model")`….
+    """Returns the keys under which the model stands: `("model",)` for Accelerate, `()` for
+    torchtitan, `("app", "model")`….
 
-    Where the format kept the paths, a model key is one. Where names are all there is, `model.` may just as well be the first
-    attribute of the module (Hugging Face's `model.` beside `lm_head.`), so it counts only if nothing else stands beside it.
+    Where the format kept the paths, a model key is one. Where names are all there is, `model.` may
+    just as well be the first attribute of the module (Hugging Face's `model.` beside `lm_head.`),
+    so it counts only if nothing else stands beside it.
     """
     optimizers = find_optimizers(catalog)
-    paths = [path for fqn in catalog.tensors if not _is_below(path := key_path(catalog, fqn), optimizers)]
+    paths = [
+        path for fqn in catalog.tensors if not _is_below(path := key_path(catalog, fqn), optimizers)
+    ]
     prefix: tuple[str, ...] = ()
     for depth in range(3):
         level = [p for p in paths if p[:depth] == prefix and len(p) > depth]
@@ -347,9 +410,17 @@ def find_model(catalog: Catalog) -> tuple[str, ...]:
         found = [k for k in _MODEL_KEYS if k in inner]
         if found and (catalog.paths or beside == {found[0]}):
             return _below_its_file(catalog, paths, (*prefix, found[0]))
-        if len(beside) == 1 and beside <= inner and catalog.paths and {o[:depth] for o in optimizers if len(o) == depth + 1} == {prefix}:
-            return (*prefix, *beside)  # all else beside an optimizer is one dict: the model, whatever its key
-        if len(beside) != 1 or not any(len(p) > depth + 1 and p[depth + 1] in _MODEL_KEYS for p in level):
+        if (
+            len(beside) == 1
+            and beside <= inner
+            and catalog.paths
+            and {o[:depth] for o in optimizers if len(o) == depth + 1} == {prefix}
+        ):
+            # all else beside an optimizer is one dict: the model, whatever its key
+            return (*prefix, *beside)
+        if len(beside) != 1 or not any(
+            len(p) > depth + 1 and p[depth + 1] in _MODEL_KEYS for p in level
+        ):
             return ()
         prefix = (*prefix, beside.pop())
     return ()
@@ -359,21 +430,36 @@ def _is_below(path: tuple[str, ...], prefixes: Container[tuple[str, ...]]) -> bo
     return any(path[:depth] in prefixes for depth in range(1, len(path)))
 
 
-def _below_its_file(catalog: Catalog, paths: Iterable[tuple[str, ...]], prefix: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the keys of a model whose files are called as its key is: `model_rank_0.pt` with `{"model": …, "optimizer": …}` in it."""
+def _below_its_file(
+    catalog: Catalog, paths: Iterable[tuple[str, ...]], prefix: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Returns the keys of a model whose files are called as its key is: `model_rank_0.pt` with
+    `{"model": …, "optimizer": …}` in it.
+    """
     below = [p[len(prefix) :] for p in paths if p[: len(prefix)] == prefix]
     keys = {p[0] for p in below if not is_other_state(p[0])}
-    is_twice = bool(catalog.paths) and len(keys) == 1 and keys <= set(_MODEL_KEYS) and all(len(p) == 2 for p in below if p[0] in keys)
+    is_twice = (
+        bool(catalog.paths)
+        and len(keys) == 1
+        and keys <= set(_MODEL_KEYS)
+        and all(len(p) == 2 for p in below if p[0] in keys)
+    )
     return (*prefix, *keys) if is_twice else prefix
 
 
 def model_only(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
-    """Returns the tensors of the model under their names within it, and the keys that were taken off."""
+    """Returns the tensors of the model under their names within it, and the keys that were taken
+    off.
+    """
     prefix, optimizers = find_model(catalog), find_optimizers(catalog)
 
     def is_model(fqn: str) -> bool:
         path = key_path(catalog, fqn)
-        return path[: len(prefix)] == prefix if prefix else not (is_other_state(path[0]) or _is_below(path, optimizers))
+        return (
+            path[: len(prefix)] == prefix
+            if prefix
+            else not (is_other_state(path[0]) or _is_below(path, optimizers))
+        )
 
     kept = replace(keep(catalog, is_model), objects={})
     cut = len(".".join(prefix)) + 1 if prefix else 0

@@ -1,4 +1,5 @@
-"""CRC-64/NVME of files and tensors, CRC-32 where a zip asks for it, and joining the checksums of pieces.
+"""CRC-64/NVME of files and tensors, CRC-32 where a zip asks for it, and joining the checksums of
+pieces.
 
 Both run at the speed of a memory copy and release the GIL. Imports nothing of this package.
 """
@@ -10,7 +11,15 @@ from collections.abc import Iterable
 from awscrt.checksums import combine_crc64nvme, crc64nvme
 from isal.isal_zlib import crc32, crc32_combine
 
-__all__ = ["combine_crc64nvme", "crc32", "crc32_combine", "crc64nvme", "hex64", "join_crc32", "join_crc64"]
+__all__ = [
+    "combine_crc64nvme",
+    "crc32",
+    "crc32_combine",
+    "crc64nvme",
+    "hex64",
+    "join_crc32",
+    "join_crc64",
+]
 
 
 def hex64(crc: int) -> str:

@@ -1,4 +1,5 @@
-"""Chunks of a tensor as arrays instead of an object each, for checkpoints that have millions; and proofs about them.
+"""Chunks of a tensor as arrays instead of an object each, for checkpoints that have millions; and
+proofs about them.
 
 A `Chunks` is a sequence of `Chunk` like any other: one is made when it is asked for.
 """
@@ -33,14 +34,29 @@ class Chunks(ManyChunks):
     __slots__ = ("files", "names", "nbytes", "offsets", "packing", "sizes", "starts")
 
     def __init__(
-        self, offsets: Ints, sizes: Ints, names: tuple[str, ...], files: npt.NDArray[np.int32], starts: Ints, nbytes: Ints,
+        self,
+        offsets: Ints,
+        sizes: Ints,
+        names: tuple[str, ...],
+        files: npt.NDArray[np.int32],
+        starts: Ints,
+        nbytes: Ints,
         packing: str = RAW,
-    ) -> None:  # fmt: skip
-        self.offsets, self.sizes, self.names, self.files, self.starts, self.nbytes = offsets, sizes, names, files, starts, nbytes
+    ) -> None:
+        self.offsets, self.sizes, self.names, self.files, self.starts, self.nbytes = (
+            offsets,
+            sizes,
+            names,
+            files,
+            starts,
+            nbytes,
+        )
         self.packing = packing
 
     def under(self, names: tuple[str, ...]) -> Chunks:
-        return Chunks(self.offsets, self.sizes, names, self.files, self.starts, self.nbytes, self.packing)
+        return Chunks(
+            self.offsets, self.sizes, names, self.files, self.starts, self.nbytes, self.packing
+        )
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -53,29 +69,49 @@ class Chunks(ManyChunks):
         if isinstance(key, slice):
             return tuple(map(self.__getitem__, range(*key.indices(len(self)))))
         box = Box(tuple(self.offsets[key].tolist()), tuple(self.sizes[key].tolist()))
-        return Chunk(box, Extent(self.names[self.files[key]], int(self.starts[key]), int(self.nbytes[key]), self.packing))
+        return Chunk(
+            box,
+            Extent(
+                self.names[self.files[key]],
+                int(self.starts[key]),
+                int(self.nbytes[key]),
+                self.packing,
+            ),
+        )
 
     def __iter__(self) -> Iterator[Chunk]:
         names, packing = self.names, self.packing
         boxes = map(Box, map(tuple, self.offsets.tolist()), map(tuple, self.sizes.tolist()))
         places = zip(self.files.tolist(), self.starts.tolist(), self.nbytes.tolist(), strict=True)
-        return (Chunk(box, Extent(names[f], at, n, packing)) for box, (f, at, n) in zip(boxes, places, strict=True))
+        return (
+            Chunk(box, Extent(names[f], at, n, packing))
+            for box, (f, at, n) in zip(boxes, places, strict=True)
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Chunks):
-            return isinstance(other, Sequence) and len(other) == len(self) and all(a == b for a, b in zip(self, other, strict=True))
+            return (
+                isinstance(other, Sequence)
+                and len(other) == len(self)
+                and all(a == b for a, b in zip(self, other, strict=True))
+            )
         if self.names is not other.names or self.packing != other.packing:
             return len(self) == len(other) and tuple(self) == tuple(other)
-        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ("files", "starts", "nbytes", "offsets", "sizes"))
+        return all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in ("files", "starts", "nbytes", "offsets", "sizes")
+        )
 
     def __hash__(self) -> int:
         return hash(tuple(self))  # as that of the tuple which it equals
 
-    # ---- what `catalog` asks of many at once: the answer "no" is looked into chunk by chunk ------------------------------------
+    # ---- what `catalog` asks of many at once: the answer "no" is looked into chunk by chunk ------
 
     def kinds(self) -> list[Box]:
         """Returns what one chunk of each sizes holds."""
-        return [self[int(number)].box for number in np.unique(self.sizes, axis=0, return_index=True)[1]]
+        return [
+            self[int(number)].box for number in np.unique(self.sizes, axis=0, return_index=True)[1]
+        ]
 
     def file_names(self) -> set[str]:
         """Returns the files that hold a chunk."""
@@ -88,17 +124,29 @@ class Chunks(ManyChunks):
         return {self.names[i]: (int(counts[i]), int(totals[i])) for i in np.flatnonzero(counts)}
 
     def covers(self, shape: Sequence[int]) -> bool:
-        """Tells whether they hold every element of a tensor exactly once, for sure; replicas and odd layouts are not for sure."""
+        """Tells whether they hold every element of a tensor exactly once, for sure; replicas and
+        odd layouts are not for sure.
+        """
         offsets, sizes, full = self.offsets, self.sizes, np.array(shape, np.int64)
-        if offsets.shape[1] != len(shape) or math.prod(shape) >= _MAX_NUMEL or ((offsets < 0) | (sizes < 0) | (offsets > full)).any():
+        if (
+            offsets.shape[1] != len(shape)
+            or math.prod(shape) >= _MAX_NUMEL
+            or ((offsets < 0) | (sizes < 0) | (offsets > full)).any()
+        ):
             return False
         if ((sizes > full) | (offsets + sizes > full)).any():
             return False
         held = (sizes > 0).all(axis=1)
         if not held.any():
             return math.prod(shape) == 0
-        offsets, sizes, cell, count = offsets[held], sizes[held], np.zeros(int(held.sum()), np.int64), 1
-        for dim in np.flatnonzero((sizes != full).any(axis=0)):  # a grid: along each dim, every chunk ends where another begins
+        offsets, sizes, cell, count = (
+            offsets[held],
+            sizes[held],
+            np.zeros(int(held.sum()), np.int64),
+            1,
+        )
+        # a grid: along each dim, every chunk ends where another begins
+        for dim in np.flatnonzero((sizes != full).any(axis=0)):
             starts, number = np.unique(offsets[:, dim], return_inverse=True)
             ends = np.append(starts[1:], full[dim])
             if starts[0] or (offsets[:, dim] + sizes[:, dim] != ends[number]).any():
@@ -107,7 +155,9 @@ class Chunks(ManyChunks):
         return len(cell) == count == len(np.unique(cell))
 
     def copies(self, targets: Sequence[Box]) -> Copies | None:
-        """Pairs every target box with the chunks that overlap it; None where they are no grid, or a target has other dims."""
+        """Pairs every target box with the chunks that overlap it; None where they are no grid, or a
+        target has other dims.
+        """
         held = np.flatnonzero((self.sizes > 0).all(axis=1))
         width = self.offsets.shape[1]
         if not width or not len(held) or any(len(box.sizes) != width for box in targets):
@@ -119,7 +169,10 @@ class Chunks(ManyChunks):
             return None
         offsets: Ints = np.array([box.offsets for box in targets], np.int64).reshape(-1, width)
         edges = offsets + np.array([box.sizes for box in targets], np.int64).reshape(-1, width)
-        first, last = np.searchsorted(highs[:, dim], offsets[:, dim], "right"), np.searchsorted(lows[:, dim], edges[:, dim], "left")
+        first, last = (
+            np.searchsorted(highs[:, dim], offsets[:, dim], "right"),
+            np.searchsorted(lows[:, dim], edges[:, dim], "left"),
+        )
         counts = np.maximum(last - first, 0)
         dst = np.repeat(np.arange(len(targets)), counts)
         at = np.arange(len(dst)) + np.repeat(first - np.cumsum(counts) + counts, counts)
@@ -136,10 +189,19 @@ class Chunks(ManyChunks):
         """Tells whether every extent lies in its file and is as long as its elements are."""
         ends = np.array([file_sizes.get(name, -1) for name in self.names], np.int64)[self.files]
         numel = self.sizes.astype(np.float64).prod(axis=1) * itemsize  # a giant one stays a giant
-        return bool(((self.starts >= 0) & (self.nbytes >= numel) & (self.starts <= ends) & (self.nbytes <= ends - self.starts)).all())
+        return bool(
+            (
+                (self.starts >= 0)
+                & (self.nbytes >= numel)
+                & (self.starts <= ends)
+                & (self.nbytes <= ends - self.starts)
+            ).all()
+        )
 
     def are_apart(self, others: Sequence[ManyChunks], ranges: Iterable[Extent]) -> bool:
-        """Tells whether none of these, of others and of further ranges shares a byte with another, unless they are the very same."""
+        """Tells whether none of these, of others and of further ranges shares a byte with another,
+        unless they are the very same.
+        """
         many = [c for c in others if isinstance(c, Chunks) and c.names is self.names]
         if len(many) < len(others):
             return False  # numbers of files mean nothing between two catalogs
@@ -154,11 +216,15 @@ class Chunks(ManyChunks):
         order = np.lexsort((nbytes, starts, files))
         files, starts, nbytes = files[order], starts[order], nbytes[order]
         is_same = (starts[1:] == starts[:-1]) & (nbytes[1:] == nbytes[:-1])
-        return bool(((files[1:] != files[:-1]) | (starts[1:] >= (starts + nbytes)[:-1]) | is_same).all())
+        return bool(
+            ((files[1:] != files[:-1]) | (starts[1:] >= (starts + nbytes)[:-1]) | is_same).all()
+        )
 
 
 class Copies(ManyCopies):
-    """`[m]` copies as arrays: numbers of sources and targets `[m]`, offsets and sizes of boxes `[m, d]`."""
+    """`[m]` copies as arrays: numbers of sources and targets `[m]`, offsets and sizes of boxes `[m,
+    d]`.
+    """
 
     __slots__ = ("dst", "offsets", "sizes", "src")
 

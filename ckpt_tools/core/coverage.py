@@ -19,14 +19,16 @@ class Flaw(NamedTuple):
 
 
 def check(catalog: Catalog, shares: bool = False) -> None:
-    """Proves that every tensor is covered exactly once (equal boxes count as replicas) and every extent lies in its file.
+    """Proves that every tensor is covered exactly once (equal boxes count as replicas) and every
+    extent lies in its file.
 
     Args:
         catalog: what is to be proved.
         shares: entries may share bytes of a file, as views of storages do.
 
     Raises:
-        CatalogError: a chunk exceeds its tensor, two overlap, elements are missing, or an extent is out of bounds.
+        CatalogError: a chunk exceeds its tensor, two overlap, elements are missing, or an extent is
+            out of bounds.
     """
     for flaw in flaws(catalog, shares):
         raise flaw.error
@@ -41,7 +43,9 @@ def flaws(catalog: Catalog, shares: bool = False) -> Iterator[Flaw]:
         if many and many.fit(catalog.file_sizes, entry.dtype.itemsize):
             continue
         for chunk in entry.chunks:
-            if error := _check_extent(catalog, entry.fqn, chunk.extent, chunk.box.numel * entry.dtype.itemsize):
+            if error := _check_extent(
+                catalog, entry.fqn, chunk.extent, chunk.box.numel * entry.dtype.itemsize
+            ):
                 yield Flaw(entry.fqn, chunk.extent.file, error)
     for item in catalog.objects.values():
         if error := _check_extent(catalog, item.fqn, item.extent, 0):
@@ -51,18 +55,29 @@ def flaws(catalog: Catalog, shares: bool = False) -> Iterator[Flaw]:
 
 
 def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> CatalogError | None:
-    size = len(catalog.made[extent.file]) if extent.file in catalog.made else catalog.file_sizes.get(extent.file)
+    size = (
+        len(catalog.made[extent.file])
+        if extent.file in catalog.made
+        else catalog.file_sizes.get(extent.file)
+    )
     if size is None:
-        return CatalogError(f"a data file is missing: {catalog.where(extent.file)} (needed by {printable(fqn)!r})")
+        return CatalogError(
+            f"a data file is missing: {catalog.where(extent.file)} (needed by {printable(fqn)!r})"
+        )
     if extent.start < 0 or extent.nbytes < 0 or extent.start + extent.nbytes > size:
         return CatalogError(
-            f"an extent lies outside its file: expected bytes within 0:{size}, got {extent.start}:{extent.start + extent.nbytes}"
-            f" ({catalog.where(extent.file)}, {printable(fqn)!r})",
-            hint="the file is truncated or belongs to another save; restore it from the job that wrote it",
+            f"an extent lies outside its file: expected bytes within 0:{size}, got"
+            f" {extent.start}:{extent.start + extent.nbytes} ({catalog.where(extent.file)},"
+            f" {printable(fqn)!r})",
+            hint=(
+                "the file is truncated or belongs to another save; restore it from the job that"
+                " wrote it"
+            ),
         )
     if extent.nbytes < least and extent.strides is None:
         return CatalogError(
-            f"a chunk claims {least} bytes, but its item has {extent.nbytes} ({catalog.where(extent.file)}, {printable(fqn)!r})"
+            f"a chunk claims {least} bytes, but its item has {extent.nbytes}"
+            f" ({catalog.where(extent.file)}, {printable(fqn)!r})"
         )
     return None
 
@@ -72,9 +87,15 @@ def _are_apart(catalog: Catalog) -> bool:
     many = [t.chunks for t in catalog.tensors.values() if isinstance(t.chunks, ManyChunks)]
     if not many or catalog.archives or catalog.made:
         return False
-    few = [c.extent for t in catalog.tensors.values() if not isinstance(t.chunks, ManyChunks) for c in t.chunks]
+    few = [
+        c.extent
+        for t in catalog.tensors.values()
+        if not isinstance(t.chunks, ManyChunks)
+        for c in t.chunks
+    ]
     few += [o.extent for o in catalog.objects.values()]
-    tables = {id(chunks.names): chunks.names for chunks in many}  # of a model's folder, and an optimizer's
+    # of a model's folder, and an optimizer's
+    tables = {id(chunks.names): chunks.names for chunks in many}
     if sum(map(len, tables.values())) > len(set().union(*tables.values())):
         return False
     groups = ([chunks for chunks in many if id(chunks.names) == table] for table in tables)
@@ -82,13 +103,17 @@ def _are_apart(catalog: Catalog) -> bool:
 
 
 def _overlaps(catalog: Catalog) -> Iterator[Flaw]:
-    """Yields entries that share bytes of a file with another, unless they are the very same range (a tied tensor)."""
+    """Yields entries that share bytes of a file with another, unless they are the very same range
+    (a tied tensor).
+    """
     spans: dict[str, dict[tuple[int, int], str]] = {}
     shared = {*catalog.made, *(archive.file for archive in catalog.archives)}
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:
             if chunk.extent.nbytes:
-                spans.setdefault(chunk.extent.file, {})[chunk.extent.start, chunk.extent.nbytes] = entry.fqn
+                spans.setdefault(chunk.extent.file, {})[chunk.extent.start, chunk.extent.nbytes] = (
+                    entry.fqn
+                )
     for item in catalog.objects.values():
         spans.setdefault(item.extent.file, {})[item.extent.start, item.extent.nbytes] = item.fqn
     for file, ranges in spans.items():
@@ -97,7 +122,9 @@ def _overlaps(catalog: Catalog) -> Iterator[Flaw]:
         end, last = 0, ""
         for start, nbytes in sorted(ranges):
             if start < end:
-                error = CatalogError(f"two items share bytes of one file: {start}:{end} ({catalog.where(file)})")
+                error = CatalogError(
+                    f"two items share bytes of one file: {start}:{end} ({catalog.where(file)})"
+                )
                 yield from (Flaw(fqn, file, error) for fqn in (last, ranges[start, nbytes]))
             if start + nbytes >= end:
                 end, last = start + nbytes, ranges[start, nbytes]
@@ -107,21 +134,27 @@ def _check_cover(catalog: Catalog, entry: TensorEntry) -> CatalogError | None:
     name, ndim, end = printable(entry.fqn), len(entry.shape), entry.shape
     for box, extent in entry.chunks:
         if len(box.offsets) != ndim or len(box.sizes) != ndim:
-            return CatalogError(f"a chunk has the wrong number of dims: expected {ndim}, got {box} ({name!r})")
+            return CatalogError(
+                f"a chunk has the wrong number of dims: expected {ndim}, got {box} ({name!r})"
+            )
         for low, size, full in zip(box.offsets, box.sizes, end, strict=True):
             if low < 0 or size < 0 or low + size > full:
                 return CatalogError(
-                    f"a chunk exceeds its tensor: expected within {list(entry.shape)}, got {box} ({name!r}, {catalog.where(extent.file)})"
+                    f"a chunk exceeds its tensor: expected within {list(entry.shape)}, got {box}"
+                    f" ({name!r}, {catalog.where(extent.file)})"
                 )
     boxes = [box for box in {c.box for c in entry.chunks} if box.numel]
     total, covered = whole(entry.shape).numel, sum(box.numel for box in boxes)
     clash = _first_overlap(boxes) if len(boxes) > 1 else None
     if clash:
-        return CatalogError(f"two chunks overlap: {clash[0]} and {clash[1]} ({name!r}, shape {list(entry.shape)})")
+        return CatalogError(
+            f"two chunks overlap: {clash[0]} and {clash[1]} ({name!r}, shape {list(entry.shape)})"
+        )
     if covered != total:
         held = ", ".join(str(b) for b in sorted(boxes)[:8]) or "nothing"
         return CatalogError(
-            f"chunks leave a hole: expected {total} elements, got {covered} ({name!r}, shape {list(entry.shape)}, held: {held})",
+            f"chunks leave a hole: expected {total} elements, got {covered} ({name!r}, shape"
+            f" {list(entry.shape)}, held: {held})",
             hint="a rank's part is missing; its elements exist nowhere in this checkpoint",
         )
     return None
@@ -135,7 +168,9 @@ def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
         return None
     alive: list[Box] = []
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):
-        alive = [other for other in alive if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
+        alive = [
+            other for other in alive if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]
+        ]
         for other in alive:
             if box.intersect(other):
                 return other, box
@@ -144,7 +179,9 @@ def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def replicas(entry: TensorEntry) -> list[list[Chunk]]:
-    """Returns the groups of chunks that claim the same elements, where there are several of them."""
+    """Returns the groups of chunks that claim the same elements, where there are several of
+    them.
+    """
     if isinstance(entry.chunks, ManyChunks) and entry.chunks.covers(entry.shape):
         return []
     if len({c.box for c in entry.chunks}) == len(entry.chunks):

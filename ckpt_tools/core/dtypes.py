@@ -1,6 +1,7 @@
 """The one table of element types: name, safetensors tag, torch storage class, width.
 
-Imports nothing of this package, and neither torch nor numpy. A type that is not in the table is refused by name.
+Imports nothing of this package, and neither torch nor numpy. A type that is not in the table is
+refused by name.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from ckpt_tools.errors import FormatError, printable
 class DType(NamedTuple):
     """One element type.
 
-    `name` is torch's without the `torch.` prefix. `tag` is None where safetensors has none. `storage_class` is the class
-    a `torch.save` pickle names, `UntypedStorage` where the pickle carries the dtype beside it.
+    `name` is torch's without the `torch.` prefix. `tag` is None where safetensors has none.
+    `storage_class` is the class a `torch.save` pickle names, `UntypedStorage` where the pickle
+    carries the dtype beside it.
     """
 
     name: str
@@ -62,16 +64,25 @@ SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64":
 
 
 def by_name(name: str, where: str) -> DType:
-    """Returns the type that torch calls `name`; `where` goes into the FormatError for an unknown one."""
+    """Returns the type that torch calls `name`; `where` goes into the FormatError for an unknown
+    one.
+    """
     try:
         return BY_NAME[name]
     except KeyError:
-        raise FormatError(f"unknown dtype: expected one of {', '.join(BY_NAME)}, got {printable(name)!r} ({where})") from None
+        raise FormatError(
+            f"unknown dtype: expected one of {', '.join(BY_NAME)}, got {printable(name)!r}"
+            f" ({where})"
+        ) from None
 
 
 def by_tag(tag: str, where: str) -> DType:
-    """Returns the type that safetensors calls `tag`; `where` goes into the FormatError for an unknown one."""
+    """Returns the type that safetensors calls `tag`; `where` goes into the FormatError for an
+    unknown one.
+    """
     try:
         return BY_TAG[tag]
     except KeyError:
-        raise FormatError(f"unknown dtype: expected one of {', '.join(BY_TAG)}, got {printable(tag)!r} ({where})") from None
+        raise FormatError(
+            f"unknown dtype: expected one of {', '.join(BY_TAG)}, got {printable(tag)!r} ({where})"
+        ) from None

@@ -14,13 +14,16 @@ from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, Extent, ManyChun
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
 
-CELL_BYTES, MOST_CELLS = 5 << 20, 16  # no part of an upload may be shorter; a manifest is to stay small
+# no part of an upload may be shorter; a manifest is to stay small
+CELL_BYTES, MOST_CELLS = 5 << 20, 16
 
 
 def num_cells(box: Box, nbytes: int) -> int:
-    """Returns into how many cells a long payload is cut, each of which is sealed with checksums of its own.
+    """Returns into how many cells a long payload is cut, each of which is sealed with checksums of
+    its own.
 
-    Halves, quarters … sixteenths of whole rows: what a reshard to 2, 4 … times the ranks cuts it into. A short one has none, 0.
+    Halves, quarters … sixteenths of whole rows: what a reshard to 2, 4 … times the ranks cuts it
+    into. A short one has none, 0.
     """
     if nbytes < CELL_BYTES:
         return 0
@@ -39,7 +42,9 @@ class Slot(NamedTuple):
 
 
 class Literal(NamedTuple):
-    """Bytes of a target file that are known before anything is copied: headers, footers, an index."""
+    """Bytes of a target file that are known before anything is copied: headers, footers, an
+    index.
+    """
 
     file: str
     start: int
@@ -47,7 +52,9 @@ class Literal(NamedTuple):
 
 
 class Trailer(NamedTuple):
-    """Bytes of a target file that contain the CRC-32 of the slot before them, as a zip's central directory does."""
+    """Bytes of a target file that contain the CRC-32 of the slot before them, as a zip's central
+    directory does.
+    """
 
     file: str
     start: int
@@ -60,8 +67,8 @@ class Trailer(NamedTuple):
 class Target:
     """A set of target files as a format laid it out.
 
-    `slots` has, per FQN, where its chunks go; `index` is the file whose appearance makes the whole visible (None where a
-    single file is its own index).
+    `slots` has, per FQN, where its chunks go; `index` is the file whose appearance makes the whole
+    visible (None where a single file is its own index).
     """
 
     format: str
@@ -95,16 +102,24 @@ class TensorPlan:
     def payload_bytes(self) -> int:
         """Bytes of source elements that the copies name."""
         copies = self.copies
-        return (copies.numel if isinstance(copies, ManyCopies) else sum(c.box.numel for c in copies)) * self.src_dtype.itemsize
+        return (
+            copies.numel if isinstance(copies, ManyCopies) else sum(c.box.numel for c in copies)
+        ) * self.src_dtype.itemsize
 
     @property
     def used(self) -> list[int]:
         """The numbers of the chunks from which anything is copied, in order."""
-        return self.copies.sources() if isinstance(self.copies, ManyCopies) else sorted({c.src for c in self.copies})
+        return (
+            self.copies.sources()
+            if isinstance(self.copies, ManyCopies)
+            else sorted({c.src for c in self.copies})
+        )
 
     @property
     def is_complete(self) -> bool:
-        """Tells whether the slots hold every element, so that the whole tensor passes by in row-major order."""
+        """Tells whether the slots hold every element, so that the whole tensor passes by in
+        row-major order.
+        """
         return sum(s.box.numel for s in self.slots) >= whole(self.shape).numel
 
 
@@ -130,8 +145,8 @@ class Plan:
 def plan_copies(src: Sequence[Box], dst: Sequence[Box]) -> list[Copy]:
     """Pairs every target box with the source boxes that overlap it.
 
-    Sorted intervals along the dim that cuts the sources most finely; a target looks only at the sources that can reach it.
-    Equal source boxes are replicas: the first is taken.
+    Sorted intervals along the dim that cuts the sources most finely; a target looks only at the
+    sources that can reach it. Equal source boxes are replicas: the first is taken.
 
     Returns:
         Copies that tile each target box exactly, provided that the sources cover it.
@@ -142,10 +157,19 @@ def plan_copies(src: Sequence[Box], dst: Sequence[Box]) -> list[Copy]:
             first.setdefault(box, number)
     boxes, numbers = list(first), list(first.values())
     index = BoxIndex(boxes)
-    return [Copy(numbers[i], number, shared) for number, box in enumerate(dst) for i, shared in index.overlaps(box)]
+    return [
+        Copy(numbers[i], number, shared)
+        for number, box in enumerate(dst)
+        for i, shared in index.overlaps(box)
+    ]
 
 
-def plan_transfer(catalog: Catalog, target: Target, dtypes: Mapping[str, DType] | None = None, notes: Sequence[str] = ()) -> Plan:
+def plan_transfer(
+    catalog: Catalog,
+    target: Target,
+    dtypes: Mapping[str, DType] | None = None,
+    notes: Sequence[str] = (),
+) -> Plan:
     """Plans how every slot of a target is filled from a catalog.
 
     Args:
@@ -157,13 +181,22 @@ def plan_transfer(catalog: Catalog, target: Target, dtypes: Mapping[str, DType] 
     Raises:
         PlanError: FQNs that the source lacks, all of them named.
     """
-    missing = [fqn for fqn in target.slots if fqn not in catalog.tensors and fqn not in catalog.objects]
+    missing = [
+        fqn for fqn in target.slots if fqn not in catalog.tensors and fqn not in catalog.objects
+    ]
     if missing:
-        raise PlanError(f"the source lacks {len(missing)} entries: " + ", ".join(repr(printable(m)) for m in missing[:10]))
+        raise PlanError(
+            f"the source lacks {len(missing)} entries: "
+            + ", ".join(repr(printable(m)) for m in missing[:10])
+        )
     tensors = []
     for fqn, slots in target.slots.items():
         entry = catalog.tensors.get(fqn)
-        tensors.append(_plan_tensor(entry, slots, (dtypes or {}).get(fqn)) if entry else _plan_object(catalog, fqn, slots))
+        tensors.append(
+            _plan_tensor(entry, slots, (dtypes or {}).get(fqn))
+            if entry
+            else _plan_object(catalog, fqn, slots)
+        )
     return Plan(tuple(tensors), target, tuple(notes))
 
 
@@ -171,21 +204,37 @@ def _plan_tensor(entry: TensorEntry, slots: tuple[Slot, ...], dtype: DType | Non
     boxes = [s.box for s in slots]
     many = entry.chunks.copies(boxes) if isinstance(entry.chunks, ManyChunks) else None
     copies = many if many is not None else tuple(plan_copies([c.box for c in entry.chunks], boxes))
-    return TensorPlan(entry.fqn, entry.shape, entry.dtype, dtype or entry.dtype, entry.chunks, slots, copies)
+    return TensorPlan(
+        entry.fqn, entry.shape, entry.dtype, dtype or entry.dtype, entry.chunks, slots, copies
+    )
 
 
 def _plan_object(catalog: Catalog, fqn: str, slots: tuple[Slot, ...]) -> TensorPlan:
     extent = catalog.objects[fqn].extent
     box, uint8 = whole((extent.nbytes,)), BY_NAME["uint8"]
     chunks = (Chunk(box, extent),)
-    return TensorPlan(fqn, box.sizes, uint8, uint8, chunks, slots, tuple(plan_copies([box], [s.box for s in slots])), is_object=True)
+    return TensorPlan(
+        fqn,
+        box.sizes,
+        uint8,
+        uint8,
+        chunks,
+        slots,
+        tuple(plan_copies([box], [s.box for s in slots])),
+        is_object=True,
+    )
 
 
 def plan_objects(extents: Mapping[str, Extent], name: Callable[[str], str] = str) -> Plan:
-    """Plans the copy of ranges of bytes, each as an object that becomes a file of its own; `name` gives what that is called."""
+    """Plans the copy of ranges of bytes, each as an object that becomes a file of its own; `name`
+    gives what that is called.
+    """
     items = {key: BytesEntry(key, extent) for key, extent in extents.items()}
     slots = {key: (Slot(whole((extent.nbytes,)), name(key), 0),) for key, extent in extents.items()}
-    return plan_transfer(Catalog("objects", {}, items), Target("objects", {name(k): e.nbytes for k, e in extents.items()}, slots))
+    return plan_transfer(
+        Catalog("objects", {}, items),
+        Target("objects", {name(k): e.nbytes for k, e in extents.items()}, slots),
+    )
 
 
 def plan_files(files: Mapping[str, int], name: Callable[[str], str] = str) -> Plan:

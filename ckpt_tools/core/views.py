@@ -1,4 +1,6 @@
-"""Tensors made of pieces of others: rows reordered, cut out, put side by side. Only chunks change; no byte is touched."""
+"""Tensors made of pieces of others: rows reordered, cut out, put side by side. Only chunks change;
+no byte is touched.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from ckpt_tools.errors import PlanError, printable
 
 
 class Rows(NamedTuple):
-    """Rows `source, source + step, …` of a tensor, `number` of them, become rows `target, target + 1, …`."""
+    """Rows `source, source + step, …` of a tensor, `number` of them, become rows `target, target +
+    1, …`.
+    """
 
     target: int
     source: int
@@ -22,19 +26,33 @@ class Rows(NamedTuple):
 
 def cut(chunk: Chunk, box: Box, itemsize: int) -> Chunk:
     """Returns the part of a chunk that `box`, which lies in it, holds. Its extent must be RAW."""
-    return Chunk(box, _view(chunk, box, itemsize, chunk.extent.strides or row_major_strides(chunk.box.sizes)))
+    return Chunk(
+        box, _view(chunk, box, itemsize, chunk.extent.strides or row_major_strides(chunk.box.sizes))
+    )
 
 
 def _view(chunk: Chunk, box: Box, itemsize: int, strides: Sequence[int]) -> Extent:
-    """Returns the bytes of the elements that start where `box` does in the chunk and are `strides` apart."""
+    """Returns the bytes of the elements that start where `box` does in the chunk and are `strides`
+    apart.
+    """
     own = chunk.extent.strides or row_major_strides(chunk.box.sizes)
     skip = sum((o - p) * s for o, p, s in zip(box.offsets, chunk.box.offsets, own, strict=True))
     span = 1 + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True)) if box.numel else 0
-    is_flat = all(n == 1 or s == r for n, s, r in zip(box.sizes, strides, row_major_strides(box.sizes), strict=True))
+    is_flat = all(
+        n == 1 or s == r
+        for n, s, r in zip(box.sizes, strides, row_major_strides(box.sizes), strict=True)
+    )
     extent = chunk.extent
     is_all = not skip and span * itemsize == extent.nbytes
     crc32 = extent.crc32 if is_all else None
-    return Extent(extent.file, extent.start + skip * itemsize, span * itemsize, RAW, None if is_flat else tuple(strides), crc32)
+    return Extent(
+        extent.file,
+        extent.start + skip * itemsize,
+        span * itemsize,
+        RAW,
+        None if is_flat else tuple(strides),
+        crc32,
+    )
 
 
 def take_rows(entry: TensorEntry, rows: Sequence[Rows], num_rows: int) -> TensorEntry:
@@ -50,7 +68,12 @@ def take_rows(entry: TensorEntry, rows: Sequence[Rows], num_rows: int) -> Tensor
     """
     if not entry.shape:
         raise PlanError(f"a tensor without dims has no rows: {printable(entry.fqn)!r}")
-    chunks = tuple(piece for run in rows for chunk in entry.chunks for piece in _rows_of(chunk, run, entry.dtype.itemsize))
+    chunks = tuple(
+        piece
+        for run in rows
+        for chunk in entry.chunks
+        for piece in _rows_of(chunk, run, entry.dtype.itemsize)
+    )
     return replace(entry, shape=(num_rows, *entry.shape[1:]), chunks=chunks)
 
 
@@ -61,7 +84,10 @@ def _rows_of(chunk: Chunk, run: Rows, itemsize: int) -> Iterator[Chunk]:
     if first >= last or not chunk.box.numel:
         return
     strides = chunk.extent.strides or row_major_strides(chunk.box.sizes)
-    at = Box((run.source + first * run.step, *chunk.box.offsets[1:]), (last - first, *chunk.box.sizes[1:]))
+    at = Box(
+        (run.source + first * run.step, *chunk.box.offsets[1:]),
+        (last - first, *chunk.box.sizes[1:]),
+    )
     extent = _view(chunk, at, itemsize, (strides[0] * run.step, *strides[1:]))
     yield Chunk(Box((run.target + first, *at.offsets[1:]), at.sizes), extent)
 
@@ -73,12 +99,20 @@ def stack_rows(fqn: str, entries: Sequence[TensorEntry]) -> TensorEntry:
         PlanError: they differ in type or in another dim.
     """
     first = entries[0]
-    if any(e.dtype != first.dtype or not e.shape or e.shape[1:] != first.shape[1:] for e in entries):
-        raise PlanError(f"tensors of different types or widths cannot become one: {', '.join(printable(e.fqn) for e in entries)}")
+    if any(
+        e.dtype != first.dtype or not e.shape or e.shape[1:] != first.shape[1:] for e in entries
+    ):
+        raise PlanError(
+            "tensors of different types or widths cannot become one:"
+            f" {', '.join(printable(e.fqn) for e in entries)}"
+        )
     chunks: list[Chunk] = []
     start = 0
     for entry in entries:
-        chunks += [Chunk(Box((b.offsets[0] + start, *b.offsets[1:]), b.sizes), extent) for b, extent in entry.chunks]
+        chunks += [
+            Chunk(Box((b.offsets[0] + start, *b.offsets[1:]), b.sizes), extent)
+            for b, extent in entry.chunks
+        ]
         start += entry.shape[0]
     return TensorEntry(fqn, first.dtype, (start, *first.shape[1:]), tuple(chunks))
 
@@ -91,5 +125,7 @@ def take_layer(entry: TensorEntry, index: int) -> TensorEntry:
         if chunk.box.offsets[0] <= index < chunk.box.offsets[0] + chunk.box.sizes[0]:
             extent = cut(chunk, box, entry.dtype.itemsize).extent
             strides = extent.strides[1:] if extent.strides else None
-            chunks.append(Chunk(Box(box.offsets[1:], box.sizes[1:]), extent._replace(strides=strides)))
+            chunks.append(
+                Chunk(Box(box.offsets[1:], box.sizes[1:]), extent._replace(strides=strides))
+            )
     return replace(entry, shape=entry.shape[1:], chunks=tuple(chunks))

@@ -1,4 +1,6 @@
-"""Two checkpoints side by side: every tile of the one is met by the same elements of the other, however they are stored there."""
+"""Two checkpoints side by side: every tile of the one is met by the same elements of the other,
+however they are stored there.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ class Tally:
         self.num_different += other.num_different
         if other.first >= 0:
             self.first = other.first if self.first < 0 else min(self.first, other.first)
-        self.max_abs, self.max_rel = _larger(self.max_abs, other.max_abs), _larger(self.max_rel, other.max_rel)
+        self.max_abs, self.max_rel = (
+            _larger(self.max_abs, other.max_abs),
+            _larger(self.max_rel, other.max_rel),
+        )
         self.dot, self.aa, self.bb = self.dot + other.dot, self.aa + other.aa, self.bb + other.bb
         self.is_partial |= other.is_partial
 
@@ -59,7 +64,11 @@ class Tally:
     def cosine(self) -> float | None:
         """The cosine of the angle between both, None where one has no direction."""
         norm = math.sqrt(self.aa) * math.sqrt(self.bb)
-        return max(-1.0, min(1.0, self.dot / norm)) if norm and math.isfinite(norm) and math.isfinite(self.dot) else None
+        return (
+            max(-1.0, min(1.0, self.dot / norm))
+            if norm and math.isfinite(norm) and math.isfinite(self.dot)
+            else None
+        )
 
 
 def _larger(a: float, b: float) -> float:
@@ -70,7 +79,13 @@ class CompareSink:
     """Reads the same elements of another checkpoint, and tallies how they differ."""
 
     def __init__(
-        self, store: Store, plan: Plan, located: Mapping[Extent, Extent], atol: float = 0.0, rtol: float = 0.0, is_full: bool = False
+        self,
+        store: Store,
+        plan: Plan,
+        located: Mapping[Extent, Extent],
+        atol: float = 0.0,
+        rtol: float = 0.0,
+        is_full: bool = False,
     ) -> None:
         """Takes the other checkpoint.
 
@@ -78,14 +93,16 @@ class CompareSink:
             store: its bytes.
             plan: of its tensors, by the same names and shapes.
             located: where their payloads are.
-            atol, rtol: values count as the same where |a - b| <= atol + rtol * |b|; only the same bits do where both are 0.
+            atol, rtol: values count as the same where |a - b| <= atol + rtol * |b|; only the same
+                bits do where both are 0.
             is_full: look at all elements as numbers, and not only where bits differ.
         """
         self._store, self._atol, self._rtol, self._is_full = store, atol, rtol, is_full
         self._others: dict[str, TensorPlan] = {t.fqn: t for t in plan.tensors}
         self._located = located
         self._sources: tuple[str, Sources] | None = None
-        self._waiting: dict[int, list[Tile]] = {}  # by the identity of the step, which lives until it is taken
+        # by the identity of the step, which lives until it is taken
+        self._waiting: dict[int, list[Tile]] = {}
         self._readers = threading.local()
         self._lock = threading.Lock()
         self.tallies: dict[str, Tally] = {}
@@ -133,7 +150,10 @@ class CompareSink:
             return Tally(is_partial=True)
         tally = Tally()
         for at in range(0, tile.box.numel, _BLOCK_NUMEL):
-            block, other = (d[at * t.itemsize : (at + _BLOCK_NUMEL) * t.itemsize] for d, t in ((mine, own), (data, dtype)))
+            block, other = (
+                d[at * t.itemsize : (at + _BLOCK_NUMEL) * t.itemsize]
+                for d, t in ((mine, own), (data, dtype))
+            )
             found = self._compare_block(block, own, other, dtype)
             if found.first >= 0:
                 found.first = _flat_at(tile.box, tile.tensor.shape, at + found.first)
@@ -143,12 +163,19 @@ class CompareSink:
     def _compare_block(self, a: Bytes, a_dtype: DType, b: Bytes, b_dtype: DType) -> Tally:
         x, y = decode(a, a_dtype), decode(b, b_dtype)
         with np.errstate(all="ignore"):
-            gap = _integer_gap(a, a_dtype, b, b_dtype) if a_dtype.name in _LONG and b_dtype.name in _LONG else np.abs(x - y)
+            gap = (
+                _integer_gap(a, a_dtype, b, b_dtype)
+                if a_dtype.name in _LONG and b_dtype.name in _LONG
+                else np.abs(x - y)
+            )
             size = np.maximum(np.abs(x), np.abs(y))
             is_same = (x == y) & (gap == 0) | (np.isnan(x) & np.isnan(y)) | (np.isinf(x) & (x == y))
             gap = np.where(is_same, 0.0, gap)
             if self._atol or self._rtol:
-                different = ~is_same & ~(np.isfinite(gap) & (gap <= self._atol + self._rtol * np.abs(y)))  # as torch.isclose
+                # as torch.isclose
+                different = ~is_same & ~(
+                    np.isfinite(gap) & (gap <= self._atol + self._rtol * np.abs(y))
+                )
             elif a_dtype is b_dtype:
                 different = _bits_differ(a, b, a_dtype.itemsize)
             else:
@@ -156,16 +183,24 @@ class CompareSink:
             ratio = np.where(gap == 0, 0.0, gap / size)
             where = np.flatnonzero(different)
             return Tally(
-                len(where), int(where[0]) if len(where) else -1, float(np.max(gap)), float(np.max(ratio)),
-                float(np.real(np.vdot(y, x))), float(np.real(np.vdot(x, x))), float(np.real(np.vdot(y, y))),
-            )  # fmt: skip
+                len(where),
+                int(where[0]) if len(where) else -1,
+                float(np.max(gap)),
+                float(np.max(ratio)),
+                float(np.real(np.vdot(y, x))),
+                float(np.real(np.vdot(x, x))),
+                float(np.real(np.vdot(y, y))),
+            )
 
 
 def _integer_gap(a: Bytes, a_dtype: DType, b: Bytes, b_dtype: DType) -> npt.NDArray[np.float64]:
     """Returns |a - b| of integers that float64 would round."""
     x, y = a.view(_LONG[a_dtype.name]), b.view(_LONG[b_dtype.name])
     if x.dtype == y.dtype:
-        gap: npt.NDArray[Any] = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)  # right even where a - b wraps
+        # right even where a - b wraps
+        gap: npt.NDArray[Any] = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(
+            np.uint64
+        )
     else:
         gap = np.abs(x.astype(object) - y.astype(object))
     return gap.astype(np.float64)

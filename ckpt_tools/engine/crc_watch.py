@@ -16,7 +16,9 @@ from ckpt_tools.errors import IntegrityError, printable
 
 
 class Part(NamedTuple):
-    """What one process has read of a range: start, length and CRC-32 of each piece, and the CRC-32 of the whole."""
+    """What one process has read of a range: start, length and CRC-32 of each piece, and the CRC-32
+    of the whole.
+    """
 
     extent: Extent
     fqn: str
@@ -25,10 +27,14 @@ class Part(NamedTuple):
 
 
 class Seals:
-    """Takes what is read, in any order and from several threads, and proves every range that was read in full."""
+    """Takes what is read, in any order and from several threads, and proves every range that was
+    read in full.
+    """
 
     def __init__(self, owners: dict[Extent, str]) -> None:
-        """Takes the ranges to watch, with the names of the tensors that they belong to, for messages."""
+        """Takes the ranges to watch, with the names of the tensors that they belong to, for
+        messages.
+        """
         self._owners = owners
         self._sealed: dict[str, list[Extent]] = {}
         for extent in self._owners:
@@ -41,7 +47,8 @@ class Seals:
         self._lock = threading.Lock()
 
     def note(self, file: str, start: int, data: Bytes) -> int | None:
-        """Takes bytes of a file, if they lie in a range that is watched; returns their CRC-32 where more is to come.
+        """Takes bytes of a file, if they lie in a range that is watched; returns their CRC-32 where
+        more is to come.
 
         Raises:
             IntegrityError: they are all of it, and not what was written.
@@ -58,7 +65,9 @@ class Seals:
         return crc
 
     def take(self, file: str, start: int, nbytes: int, crc: int) -> None:
-        """Takes the CRC-32 of bytes that an earlier try has read, if they lie in a range that is watched."""
+        """Takes the CRC-32 of bytes that an earlier try has read, if they lie in a range that is
+        watched.
+        """
         extent = self._around(file, start, nbytes)
         if extent is not None:
             self._pieces.setdefault(extent, set()).add((start, nbytes, crc))
@@ -66,12 +75,26 @@ class Seals:
     def _around(self, file: str, start: int, nbytes: int) -> Extent | None:
         number = bisect_right(self._starts.get(file, []), start) - 1
         extent = self._sealed[file][number] if number >= 0 else None
-        return extent if extent is not None and start + nbytes <= extent.start + extent.nbytes else None
+        return (
+            extent
+            if extent is not None and start + nbytes <= extent.start + extent.nbytes
+            else None
+        )
 
     def hand_over(self, crcs: Mapping[Extent, int]) -> list[Part]:
-        """Returns what was read of ranges of which another process may have read the rest, where their CRC-32 is known."""
-        parts = [(e, pieces, _known(e, crcs)) for e, pieces in self._pieces.items() if sum(n for _, n, _ in pieces) < e.nbytes]
-        return [Part(extent, self._owners[extent], pieces, crc) for extent, pieces, crc in parts if crc is not None]
+        """Returns what was read of ranges of which another process may have read the rest, where
+        their CRC-32 is known.
+        """
+        parts = [
+            (e, pieces, _known(e, crcs))
+            for e, pieces in self._pieces.items()
+            if sum(n for _, n, _ in pieces) < e.nbytes
+        ]
+        return [
+            Part(extent, self._owners[extent], pieces, crc)
+            for extent, pieces, crc in parts
+            if crc is not None
+        ]
 
     def absorb(self, parts: Iterable[Part], crcs: dict[Extent, int]) -> None:
         """Takes over what another process has read in part, and the CRC-32 that it knows."""
@@ -81,7 +104,8 @@ class Seals:
             crcs[part.extent] = part.crc
 
     def prove(self, crcs: Mapping[Extent, int]) -> int:
-        """Compares; returns how many ranges are proved. One that was read in part, or with gaps, is passed over.
+        """Compares; returns how many ranges are proved. One that was read in part, or with gaps, is
+        passed over.
 
         Args:
             crcs: CRC-32 of the ranges that do not have it with them, as far as known.
@@ -95,14 +119,17 @@ class Seals:
                 end = end + nbytes if start == end else -1
             known = _known(extent, crcs)
             if known is not None and end == extent.start + extent.nbytes:
-                self._compare(extent, join_crc32((crc, nbytes) for _, nbytes, crc in ordered), known)
+                self._compare(
+                    extent, join_crc32((crc, nbytes) for _, nbytes, crc in ordered), known
+                )
         return self._num_proved
 
     def _compare(self, extent: Extent, crc: int, known: int) -> None:
         if crc != known:
             raise IntegrityError(
-                f"bytes were damaged since they were written: expected CRC-32 {known:08x}, got {crc:08x}"
-                f" ({printable(self._owners[extent])!r} in {printable(extent.file)}, bytes {extent.start}:{extent.start + extent.nbytes})",
+                f"bytes were damaged since they were written: expected CRC-32 {known:08x}, got"
+                f" {crc:08x} ({printable(self._owners[extent])!r} in {printable(extent.file)},"
+                f" bytes {extent.start}:{extent.start + extent.nbytes})",
                 hint="take an older step, restore the file, or save the rest: ckpt salvage",
             )
         with self._lock:
@@ -110,7 +137,9 @@ class Seals:
 
 
 class RecordSeals(Seals):
-    """Ranges of files that are read across them: what is read is cut where a range begins or ends."""
+    """Ranges of files that are read across them: what is read is cut where a range begins or
+    ends.
+    """
 
     def note(self, file: str, start: int, data: Bytes) -> int | None:
         """Takes bytes of a file, of which each range may have a part."""
@@ -129,11 +158,15 @@ def _known(extent: Extent, crcs: Mapping[Extent, int]) -> int | None:
 
 
 def read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> dict[Extent, str]:
-    """Returns the payloads that a plan reads in full and whose CRC-32 is known or may be learnt, with the names of their tensors."""
+    """Returns the payloads that a plan reads in full and whose CRC-32 is known or may be learnt,
+    with the names of their tensors.
+    """
     whole: dict[Extent, str] = {}
     for tensor in plan.tensors:
         chunks, copies = list(tensor.chunks), tensor.copies
-        for number, numel in (copies.taken() if isinstance(copies, ManyCopies) else _taken(copies)).items():
+        for number, numel in (
+            copies.taken() if isinstance(copies, ManyCopies) else _taken(copies)
+        ).items():
             box, stored = chunks[number]
             extent = located.get(stored, stored)
             if numel == box.numel and is_watched(stored, extent):
@@ -142,7 +175,9 @@ def read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> dict[Extent, str
 
 
 def is_watched(stored: Extent, extent: Extent) -> bool:
-    """Tells whether the CRC-32 of a payload is known or may be learnt: as it is in the catalog, and where it lies."""
+    """Tells whether the CRC-32 of a payload is known or may be learnt: as it is in the catalog, and
+    where it lies.
+    """
     return extent.strides is None and (stored.packing != RAW or extent.crc32 is not None)
 
 
@@ -153,7 +188,15 @@ def _taken(copies: Iterable[Copy]) -> dict[int, int]:
     return taken
 
 
-def known_crcs(assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]) -> dict[Extent, int]:
-    """Returns the CRC-32 of payloads, as far as their writer noted it, by where they were assumed to be, and are."""
-    same = {assumed[at]: extent.crc32 for at, extent in found.items() if at in assumed and extent[:5] == assumed[at][:5]}
+def known_crcs(
+    assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]
+) -> dict[Extent, int]:
+    """Returns the CRC-32 of payloads, as far as their writer noted it, by where they were assumed
+    to be, and are.
+    """
+    same = {
+        assumed[at]: extent.crc32
+        for at, extent in found.items()
+        if at in assumed and extent[:5] == assumed[at][:5]
+    }
     return {extent: crc for extent, crc in same.items() if crc is not None}

@@ -1,7 +1,8 @@
-"""Fingerprints: the CRC-64/NVME of a whole tensor in row-major order, joined from its tiles, however those are cut.
+"""Fingerprints: the CRC-64/NVME of a whole tensor in row-major order, joined from its tiles,
+however those are cut.
 
-CRCs are linear: a tensor's is the exclusive-or of the *shares* of its parts, and the share of a run of bytes is its CRC shifted by the
-bytes behind it.
+CRCs are linear: a tensor's is the exclusive-or of the *shares* of its parts, and the share of a run
+of bytes is its CRC shifted by the bytes behind it.
 """
 
 from __future__ import annotations
@@ -92,10 +93,14 @@ class Fingerprints:
         itemsize = tensor.dst_dtype.itemsize
         start = flat_start(tile.box, tensor.shape) * itemsize
         if is_flat(tile.box, tensor.shape):
-            self.noted.pieces.setdefault(tensor.fqn, Pieces()).append(Piece(start, tile.dst_nbytes, crc, 0))
+            self.noted.pieces.setdefault(tensor.fqn, Pieces()).append(
+                Piece(start, tile.dst_nbytes, crc, 0)
+            )
         elif self.joined is join_crc64:
             share = share_of(data, tile.box, tensor.shape, itemsize)
-            self.noted.shares.setdefault(tensor.fqn, Pieces()).append(Piece(start, tile.dst_nbytes, share, 0))
+            self.noted.shares.setdefault(tensor.fqn, Pieces()).append(
+                Piece(start, tile.dst_nbytes, share, 0)
+            )
         else:
             return
         self.noted.sizes[tensor.fqn] = whole(tensor.shape).numel * itemsize
@@ -115,13 +120,17 @@ class Fingerprints:
                 mine.setdefault(fqn, Pieces()).extend(more)
 
     def join(self) -> dict[str, int]:
-        """Returns the fingerprint of every tensor of which all tiles have passed, some of them perhaps twice."""
+        """Returns the fingerprint of every tensor of which all tiles have passed, some of them
+        perhaps twice.
+        """
         joined = {}
         for fqn, nbytes in self.noted.sizes.items():
             ordered = sorted(set(self.noted.pieces.get(fqn, ())))
             if fqn in self.noted.shares:
                 parts = (*ordered, *set(self.noted.shares[fqn]))
-                if sum(p.nbytes for p in parts) == nbytes and all(p.start + p.nbytes <= nbytes for p in parts):
+                if sum(p.nbytes for p in parts) == nbytes and all(
+                    p.start + p.nbytes <= nbytes for p in parts
+                ):
                     joined[fqn] = self.share_of(fqn)
                 continue
             ends = [p.start + p.nbytes for p in ordered]
@@ -130,7 +139,9 @@ class Fingerprints:
         return joined
 
     def share_of(self, fqn: str) -> int:
-        """Returns the share of a tensor's fingerprint that is its parts' which have passed; 0 for none."""
+        """Returns the share of a tensor's fingerprint that is its parts' which have passed; 0 for
+        none.
+        """
         share, nbytes = 0, self.noted.sizes.get(fqn, 0)
         for piece in set(self.noted.pieces.get(fqn, ())):
             share ^= combine_crc64nvme(piece.crc64, 0, nbytes - piece.start - piece.nbytes)
@@ -155,7 +166,10 @@ def share_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> in
     values = _crcs(data.reshape(-1, box.sizes[dim] * strides[dim] * itemsize))
     for outer in range(dim - 1, -1, -1):
         values = _fold(values.reshape(-1, box.sizes[outer]), strides[outer] * itemsize)
-    last = sum((o + n - 1) * s for o, n, s in zip(box.offsets[:dim], box.sizes[:dim], strides, strict=False))
+    last = sum(
+        (o + n - 1) * s
+        for o, n, s in zip(box.offsets[:dim], box.sizes[:dim], strides, strict=False)
+    )
     behind = math.prod(shape) - last - (box.offsets[dim] + box.sizes[dim]) * strides[dim]
     return int(combine_crc64nvme(int(values[0]), 0, behind * itemsize))
 
@@ -180,7 +194,9 @@ def _each(rows: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
 
 
 def _fold(values: Words, pitch: int) -> Words:
-    """Returns the shares of rows of values whose ends lie `pitch` bytes apart, seen from the last one's end: `[m]` of `[m, n]`."""
+    """Returns the shares of rows of values whose ends lie `pitch` bytes apart, seen from the last
+    one's end: `[m]` of `[m, n]`.
+    """
     while values.shape[1] > 1:
         if values.shape[1] % 2:
             values = np.concatenate([np.zeros((len(values), 1), np.uint64), values], axis=1)
@@ -215,5 +231,7 @@ def _byte_table() -> Words:
     """Returns the CRC register after each byte, without its first and last inversion."""
     table = np.arange(256, dtype=np.uint64)
     for _ in range(8):
-        table = (table >> np.uint64(1)) ^ np.where(table & np.uint64(1), np.uint64(_POLYNOMIAL), np.uint64(0))
+        table = (table >> np.uint64(1)) ^ np.where(
+            table & np.uint64(1), np.uint64(_POLYNOMIAL), np.uint64(0)
+        )
     return table

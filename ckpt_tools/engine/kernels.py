@@ -1,4 +1,6 @@
-"""What happens to values between a read and a write: strided copies and casts, in numpy, without torch."""
+"""What happens to values between a read and a write: strided copies and casts, in numpy, without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,45 @@ from ckpt_tools.core.box import Box, row_major_strides
 from ckpt_tools.core.dtypes import DType
 
 Bytes = npt.NDArray[np.uint8]
-_WORDS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("c16")}
-_FLOATS: dict[str, np.dtype[Any]] = {"float64": np.dtype("f8"), "float32": np.dtype("f4"), "float16": np.dtype("f2")}
+_WORDS: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+    16: np.dtype("c16"),
+}
+_FLOATS: dict[str, np.dtype[Any]] = {
+    "float64": np.dtype("f8"),
+    "float32": np.dtype("f4"),
+    "float16": np.dtype("f2"),
+}
 _BLOCK_NUMEL = 1 << 16
 _BF16_INF, _SIGN = np.uint16(0x7F80), np.uint16(0x8000)
 
 
-def view(data: Bytes, sizes: Sequence[int], itemsize: int, strides: Sequence[int] | None = None) -> npt.NDArray[np.generic]:
-    """Returns bytes as an array of `sizes` whose elements are bare words of `itemsize` bytes; `strides` in elements."""
-    steps = [s * itemsize for s in (strides or row_major_strides(sizes))]
-    return np.ndarray(tuple(sizes), _WORDS.get(itemsize) or np.dtype(f"V{itemsize}"), buffer=data.data, strides=steps)
+def view(
+    data: Bytes, sizes: Sequence[int], itemsize: int, strides: Sequence[int] | None = None
+) -> npt.NDArray[np.generic]:
+    """Returns bytes as an array of `sizes` whose elements are bare words of `itemsize` bytes;
+    `strides` in elements.
+    """
+    steps = [s * itemsize for s in strides or row_major_strides(sizes)]
+    return np.ndarray(
+        tuple(sizes),
+        _WORDS.get(itemsize) or np.dtype(f"V{itemsize}"),
+        buffer=data.data,
+        strides=steps,
+    )
 
 
-def scatter(data: Bytes, box: Box, into: Bytes, frame: Box, itemsize: int, strides: Sequence[int] | None = None) -> None:
+def scatter(
+    data: Bytes,
+    box: Box,
+    into: Bytes,
+    frame: Box,
+    itemsize: int,
+    strides: Sequence[int] | None = None,
+) -> None:
     """Copies the elements of `box` into their places within `frame`, a row-major buffer."""
     box = box.within(frame)
     sizes = frame.sizes
@@ -35,7 +63,9 @@ def scatter(data: Bytes, box: Box, into: Bytes, frame: Box, itemsize: int, strid
 
 
 def gather(data: Bytes, frame: Box, into: Bytes, box: Box, itemsize: int) -> None:
-    """Copies the elements of `box` out of `frame`, a row-major buffer, into a row-major buffer of their own."""
+    """Copies the elements of `box` out of `frame`, a row-major buffer, into a row-major buffer of
+    their own.
+    """
     box, sizes, itemsize = _join_runs(box.within(frame), frame.sizes, itemsize)
     view(into, box.sizes, itemsize)[...] = view(data, sizes, itemsize)[box.slices()]
 
@@ -56,13 +86,18 @@ def _join_runs(box: Box, sizes: tuple[int, ...], itemsize: int) -> tuple[Box, tu
     offsets, extent, full = box.offsets[:ndim], box.sizes[:ndim], sizes[:ndim]
     if ndim and full[-1] % extent[-1] == 0 and offsets[-1] % extent[-1] == 0:
         run = extent[-1]
-        offsets, extent, full = (*offsets[:-1], offsets[-1] // run), (*extent[:-1], 1), (*full[:-1], full[-1] // run)
+        offsets, extent, full = (
+            (*offsets[:-1], offsets[-1] // run),
+            (*extent[:-1], 1),
+            (*full[:-1], full[-1] // run),
+        )
         itemsize *= run
     return Box(offsets, extent), full, itemsize
 
 
 def cast(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
-    """Converts floating-point values, rounding to nearest even as torch does (by way of float32 where it goes that way).
+    """Converts floating-point values, rounding to nearest even as torch does (by way of float32
+    where it goes that way).
 
     Args:
         data: values of type `src`, contiguous.
@@ -76,13 +111,15 @@ def cast(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     with np.errstate(over="ignore", invalid="ignore"):
         for number in range(-(-len(data) // src_block)):
             part = data[number * src_block : (number + 1) * src_block]
-            overflowed += _cast_block(part, src, into[number * dst_block : (number + 1) * dst_block], dst)
+            overflowed += _cast_block(
+                part, src, into[number * dst_block : (number + 1) * dst_block], dst
+            )
     return overflowed
 
 
 def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     values: npt.NDArray[Any]
-    if src.name == "bfloat16":  # noqa: SIM108  # two lines say it better
+    if src.name == "bfloat16":  # two lines say it better
         values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:
         values = data.view(_FLOATS[src.name])
@@ -111,10 +148,26 @@ def _round_to_bfloat16(singles: npt.NDArray[np.float32], into: npt.NDArray[np.ui
 
 
 _NUMBERS: dict[str, npt.DTypeLike] = {
-    **_FLOATS, **{name: np.dtype(name) for name in ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")},
-    "complex64": np.dtype("c8"), "complex128": np.dtype("c16"),
-}  # fmt: skip
-# bits of the exponent and of the mantissa, the bias, whether the largest exponent means infinity and NaN, and which other codes are NaN
+    **_FLOATS,
+    **{
+        name: np.dtype(name)
+        for name in (
+            "int64",
+            "int32",
+            "int16",
+            "int8",
+            "uint64",
+            "uint32",
+            "uint16",
+            "uint8",
+            "bool",
+        )
+    },
+    "complex64": np.dtype("c8"),
+    "complex128": np.dtype("c16"),
+}
+# bits of the exponent and of the mantissa, the bias, whether the largest exponent means infinity
+# and NaN, and which other codes are NaN
 _SMALL = {
     "float8_e4m3fn": (4, 3, 7, False, (0x7F, 0xFF)),
     "float8_e5m2": (5, 2, 15, True, ()),
@@ -124,7 +177,8 @@ _SMALL = {
 
 
 def decode(data: Bytes, dtype: DType) -> npt.NDArray[Any]:
-    """Returns values as float64 (complex128), so that any two types can be compared; what has no value of its own, as its bytes.
+    """Returns values as float64 (complex128), so that any two types can be compared; what has no
+    value of its own, as its bytes.
 
     Args:
         data: values in a row.
@@ -147,10 +201,19 @@ def _small_floats(name: str) -> npt.NDArray[np.float64]:
     if name == "float8_e8m0fnu":
         return np.where(code == 0xFF, np.nan, np.exp2(code.astype(np.float64) - 127))
     exponent_bits, mantissa_bits, bias, has_inf, nans = _SMALL[name]
-    exponent, mantissa = (code >> mantissa_bits) & ((1 << exponent_bits) - 1), code & ((1 << mantissa_bits) - 1)
+    exponent, mantissa = (
+        (code >> mantissa_bits) & ((1 << exponent_bits) - 1),
+        code & ((1 << mantissa_bits) - 1),
+    )
     fraction = mantissa / (1 << mantissa_bits)
-    values = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * np.exp2(exponent - float(bias)))
+    values = np.where(
+        exponent == 0,
+        fraction * 2.0 ** (1 - bias),
+        (1 + fraction) * np.exp2(exponent - float(bias)),
+    )
     if has_inf:
-        values = np.where(exponent == (1 << exponent_bits) - 1, np.where(mantissa == 0, np.inf, np.nan), values)
+        values = np.where(
+            exponent == (1 << exponent_bits) - 1, np.where(mantissa == 0, np.inf, np.nan), values
+        )
     values = np.where(np.isin(code, nans), np.nan, values)
     return np.where(code & 0x80, -values, values)

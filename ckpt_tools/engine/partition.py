@@ -1,7 +1,8 @@
-"""Who writes what, where files are streams that several processes fill: whole files, and runs of parts of the long ones.
+"""Who writes what, where files are streams that several processes fill: whole files, and runs of
+parts of the long ones.
 
-On a disk everybody writes anywhere, and a share is a run of the plan (`schedule.shares`). An object store takes files in parts, so
-there a share is made of those. Pure.
+On a disk everybody writes anywhere, and a share is a run of the plan (`schedule.shares`). An object
+store takes files in parts, so there a share is made of those. Pure.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def cut_regions(plan: Plan, count: int, takes_parts: bool) -> Sequence[Regions]:
         takes_parts: several processes may send parts of one file; else a file is of one share.
 
     Returns:
-        Of each share, the bytes of every file of which it has some. A file with checksums of its own payloads in it is never cut.
+        Of each share, the bytes of every file of which it has some. A file with checksums of its
+        own payloads in it is never cut.
     """
     target = plan.target
     whole = {t.file for t in target.trailers} if takes_parts else set(target.file_sizes)
@@ -43,7 +45,11 @@ def cut_regions(plan: Plan, count: int, takes_parts: bool) -> Sequence[Regions]:
             found[bisect_right(edges, start + nbytes // 2)][file] = (0, nbytes)
         else:
             first, last = bisect_right(edges, start), bisect_right(edges, start + nbytes)
-            cuts = [0, *(_cut(edge - start, nbytes, slots.get(file, [])) for edge in edges[first:last]), nbytes]
+            cuts = [
+                0,
+                *(_cut(edge - start, nbytes, slots.get(file, [])) for edge in edges[first:last]),
+                nbytes,
+            ]
             for number, (low, high) in enumerate(pairwise(cuts), first):
                 if low < high or low == high == nbytes == 0:
                     found[number][file] = (low, high)
@@ -63,7 +69,9 @@ def _slots_by_file(plan: Plan) -> dict[str, list[tuple[int, int]]]:
 
 
 def _cut(wanted: int, nbytes: int, slots: Sequence[tuple[int, int]]) -> int:
-    """Returns the first beginning of a part from a place on at which no element is cut; the file's end where there is none."""
+    """Returns the first beginning of a part from a place on at which no element is cut; the file's
+    end where there is none.
+    """
     starts = part_starts(nbytes)
     for start in starts[bisect_right(starts, max(0, wanted - 1)) :]:
         number = bisect_right(slots, (start, 0)) - 1
@@ -73,10 +81,17 @@ def _cut(wanted: int, nbytes: int, slots: Sequence[tuple[int, int]]) -> int:
 
 
 def within_regions(plan: Plan, regions: Regions) -> Plan:
-    """Returns the part of a plan that writes certain regions, and of its target what is there besides payloads."""
+    """Returns the part of a plan that writes certain regions, and of its target what is there
+    besides payloads.
+    """
     tensors = []
     for tensor in plan.tensors:
-        slots = tuple(piece for slot in tensor.slots if slot.file in regions for piece in cut_slot(tensor, slot, [regions[slot.file]]))
+        slots = tuple(
+            piece
+            for slot in tensor.slots
+            if slot.file in regions
+            for piece in cut_slot(tensor, slot, [regions[slot.file]])
+        )
         if slots == tensor.slots:
             tensors.append(tensor)
         elif slots:
@@ -89,7 +104,11 @@ def _target(target: Target, regions: Regions) -> Target:
     return replace(
         target,
         file_sizes={file: nbytes for file, nbytes in target.file_sizes.items() if file in regions},
-        literals=tuple(x for x in target.literals if x.file in regions and regions[x.file][0] <= x.start < regions[x.file][1]),
+        literals=tuple(
+            x
+            for x in target.literals
+            if x.file in regions and regions[x.file][0] <= x.start < regions[x.file][1]
+        ),
         trailers=tuple(t for t in target.trailers if t.file in regions),
     )
 
@@ -98,10 +117,17 @@ def cut_slot(tensor: TensorPlan, slot: Slot, ranges: Sequence[tuple[int, int]]) 
     """Yields what of a slot lies in ranges of its file, which are cut at elements."""
     itemsize, nbytes = tensor.dst_dtype.itemsize, slot.box.numel * tensor.dst_dtype.itemsize
     for first, last in ranges:
-        first, last = max(first, slot.start) - slot.start, min(last, slot.start + nbytes) - slot.start
+        first, last = (
+            max(first, slot.start) - slot.start,
+            min(last, slot.start + nbytes) - slot.start,
+        )
         if (first, last) == (0, nbytes):
             yield slot
         elif first < last:
             for box in flat_range_boxes(slot.box.sizes, first // itemsize, last // itemsize):
                 at = tuple(o + s for o, s in zip(box.offsets, slot.box.offsets, strict=True))
-                yield Slot(Box(at, box.sizes), slot.file, slot.start + flat_start(box, slot.box.sizes) * itemsize)
+                yield Slot(
+                    Box(at, box.sizes),
+                    slot.file,
+                    slot.start + flat_start(box, slot.box.sizes) * itemsize,
+                )

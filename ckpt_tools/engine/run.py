@@ -1,7 +1,7 @@
 """Carrying out steps: a few threads, one set of buffers each.
 
-Memory is threads times buffers, whatever the checkpoint's size. The first error stops all threads and is the one that is
-raised.
+Memory is threads times buffers, whatever the checkpoint's size. The first error stops all threads
+and is the one that is raised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ckpt_tools.storage import Store
 from ckpt_tools.storage.ranges import Range, coalesce
 
 Progress = Callable[[int], None]
-Alter = Callable[[Box, npt.NDArray[np.float32]], None]  # changes the values of a box, in the tensor's coordinates, in place
+# changes the values of a box, in the tensor's coordinates, in place
+Alter = Callable[[Box, npt.NDArray[np.float32]], None]
 _SINGLE = BY_NAME["float32"]
 _DIRECT_NBYTES = 256 << 10
 _GAP_NBYTES = 8 << 10
@@ -52,7 +53,9 @@ class Moved(NamedTuple):
 
 @dataclass
 class Totals:
-    """What a run did: bytes read, written, and copied by a store itself, and per tensor how many finite values a cast made infinite."""
+    """What a run did: bytes read, written, and copied by a store itself, and per tensor how many
+    finite values a cast made infinite.
+    """
 
     read_nbytes: int = 0
     written_nbytes: int = 0
@@ -70,9 +73,16 @@ class Totals:
 
 
 def run(
-    steps: Iterable[Step], store: Store, sink: Sink, jobs: int, progress: Progress | None = None, looks_ahead: bool = True,
-    seals: Seals | None = None, alter: Mapping[str, Alter] | None = None, note: Callable[[Moved], None] | None = None,
-) -> Totals:  # fmt: skip
+    steps: Iterable[Step],
+    store: Store,
+    sink: Sink,
+    jobs: int,
+    progress: Progress | None = None,
+    looks_ahead: bool = True,
+    seals: Seals | None = None,
+    alter: Mapping[str, Alter] | None = None,
+    note: Callable[[Moved], None] | None = None,
+) -> Totals:
     """Moves every step's tiles from a store into a sink.
 
     Args:
@@ -123,8 +133,11 @@ class _Feed:
         self._ahead: deque[Step] = deque()
         self._ahead_nbytes = 0
         self._is_over = False
-        # a store that fetches ahead has its own limit; the earlier it knows the end, the better it spreads what is left
-        self._most_nbytes = _KNOWN_AHEAD_NBYTES if store.capabilities.fetches_ahead else _AHEAD_NBYTES
+        # a store that fetches ahead has its own limit; the earlier it knows the end, the better it
+        # spreads what is left
+        self._most_nbytes = (
+            _KNOWN_AHEAD_NBYTES if store.capabilities.fetches_ahead else _AHEAD_NBYTES
+        )
 
     def take(self) -> Step | None:
         with self._lock:
@@ -136,7 +149,9 @@ class _Feed:
                         self._store.will_read((), is_all=True)
                     break
                 if self._looks_ahead:
-                    self._store.will_read((r.file, r.start, r.nbytes) for t in step.tiles for r in t.reads)
+                    self._store.will_read(
+                        (r.file, r.start, r.nbytes) for t in step.tiles for r in t.reads
+                    )
                 self._ahead.append(step)
                 self._ahead_nbytes += step.read_nbytes + 1
             if not self._ahead:
@@ -171,7 +186,9 @@ class Reader:
         return found
 
     def fill(self, wanted: list[tuple[Tile, Bytes]]) -> int:
-        """Reads all pieces, and returns how many bytes that were: large ones straight into place, small neighbours by way of one window."""
+        """Reads all pieces, and returns how many bytes that were: large ones straight into place,
+        small neighbours by way of one window.
+        """
         small: list[Range] = []
         pieces: list[tuple[Tile, Read, Bytes]] = []
         read_nbytes = 0
@@ -218,16 +235,25 @@ class _Worker:
         self.reader.seen = []
         for tile in step.tiles:
             check_filled(tile)
-        is_cast = [t.tensor.src_dtype is not t.tensor.dst_dtype or t.tensor.fqn in self._alter for t in step.tiles]
+        is_cast = [
+            t.tensor.src_dtype is not t.tensor.dst_dtype or t.tensor.fqn in self._alter
+            for t in step.tiles
+        ]
         views = [None if c else self._view(t) for t, c in zip(step.tiles, is_cast, strict=True)]
-        rooms = [self.sink.room(t) if v is None else v for t, v in zip(step.tiles, views, strict=True)]
-        own_nbytes = [t.dst_nbytes if r is None else 0 for t, r in zip(step.tiles, rooms, strict=True)]
+        rooms = [
+            self.sink.room(t) if v is None else v for t, v in zip(step.tiles, views, strict=True)
+        ]
+        own_nbytes = [
+            t.dst_nbytes if r is None else 0 for t, r in zip(step.tiles, rooms, strict=True)
+        ]
         own = cut(self.reader.room("tiles", sum(own_nbytes)), own_nbytes)
         tiles = [o if r is None else r for o, r in zip(own, rooms, strict=True)]
         raw_nbytes = [t.src_nbytes if c else 0 for t, c in zip(step.tiles, is_cast, strict=True)]
         raw = cut(self.reader.room("raw", sum(raw_nbytes)), raw_nbytes)
         stored = [r if c else t for r, t, c in zip(raw, tiles, is_cast, strict=True)]
-        read_nbytes = self.reader.fill([(t, s) for t, s, v in zip(step.tiles, stored, views, strict=True) if v is None])
+        read_nbytes = self.reader.fill(
+            [(t, s) for t, s, v in zip(step.tiles, stored, views, strict=True) if v is None]
+        )
         read_nbytes += sum(len(v) for v in views if v is not None)
         overflowed: dict[str, int] = {}
         for tile, before, after in zip(step.tiles, stored, tiles, strict=True):
@@ -235,22 +261,32 @@ class _Worker:
                 count = self._cast(tile, before, after)
                 if count:
                     overflowed[tile.tensor.fqn] = overflowed.get(tile.tensor.fqn, 0) + count
-        wrote = self.sink.take(step, tiles, self.reader.room("scratch", max(t.dst_nbytes for t in step.tiles)))
+        wrote = self.sink.take(
+            step, tiles, self.reader.room("scratch", max(t.dst_nbytes for t in step.tiles))
+        )
         return Moved(read_nbytes, overflowed, self.reader.seen, wrote)
 
     def _cast(self, tile: Tile, before: Bytes, after: Bytes) -> int:
-        """Brings a tile's values into the target's type, altered on the way where that was asked for; returns how many overflowed."""
+        """Brings a tile's values into the target's type, altered on the way where that was asked
+        for; returns how many overflowed.
+        """
         alter = self._alter.get(tile.tensor.fqn)
         if alter is None:
             return cast(before, tile.tensor.src_dtype, after, tile.tensor.dst_dtype)
-        singles = self.reader.room("singles", tile.box.numel * _SINGLE.itemsize)[: tile.box.numel * _SINGLE.itemsize]
+        singles = self.reader.room("singles", tile.box.numel * _SINGLE.itemsize)[
+            : tile.box.numel * _SINGLE.itemsize
+        ]
         cast(before, tile.tensor.src_dtype, singles, _SINGLE)
         alter(tile.box, singles.view(np.float32).reshape(tile.box.sizes))
         return cast(singles, _SINGLE, after, tile.tensor.dst_dtype)
 
     def _view(self, tile: Tile) -> Bytes | None:
         """Returns the values where they already lie, if they lie together in memory."""
-        if len(tile.reads) != 1 or tile.reads[0].strides is not None or tile.reads[0].nbytes != tile.src_nbytes:
+        if (
+            len(tile.reads) != 1
+            or tile.reads[0].strides is not None
+            or tile.reads[0].nbytes != tile.src_nbytes
+        ):
             return None
         read = tile.reads[0]
         view = self.store.view(read.file, read.start, read.nbytes)
@@ -269,7 +305,9 @@ def cut(buffer: Bytes, sizes: Iterable[int]) -> list[Bytes]:
 def check_filled(tile: Tile) -> None:
     """Makes sure that no uninitialised byte of a buffer can leave it."""
     if sum(r.box.numel for r in tile.reads) != tile.box.numel:
-        raise CatalogError(f"no source for some elements of {printable(tile.tensor.fqn)!r} {tile.box}")
+        raise CatalogError(
+            f"no source for some elements of {printable(tile.tensor.fqn)!r} {tile.box}"
+        )
 
 
 def _in_place(tile: Tile, read: Read, data: Bytes) -> Bytes | None:

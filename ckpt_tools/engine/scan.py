@@ -20,7 +20,9 @@ from ckpt_tools.ranks.base import Team
 
 
 class Pattern(NamedTuple):
-    """What a float type's special values look like: all bits of `exponent` set; and no bit of `mantissa` for infinity."""
+    """What a float type's special values look like: all bits of `exponent` set; and no bit of
+    `mantissa` for infinity.
+    """
 
     word: str
     exponent: int
@@ -37,11 +39,18 @@ _IEEE = {
     "complex64": Pattern("u4", 0xFF << 23, (1 << 23) - 1),
     "complex32": Pattern("u2", 0x1F << 10, (1 << 10) - 1),
 }
-_NAN_ONLY = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e4m3fnuz": (0x80,), "float8_e5m2fnuz": (0x80,), "float8_e8m0fnu": (0xFF,)}
+_NAN_ONLY = {
+    "float8_e4m3fn": (0x7F, 0xFF),
+    "float8_e4m3fnuz": (0x80,),
+    "float8_e5m2fnuz": (0x80,),
+    "float8_e8m0fnu": (0xFF,),
+}
 
 
 class Finding(NamedTuple):
-    """What is remarkable about a tensor's values: how many are NaN, how many infinite; whether all are the same, or all zero."""
+    """What is remarkable about a tensor's values: how many are NaN, how many infinite; whether all
+    are the same, or all zero.
+    """
 
     fqn: str
     nans: int
@@ -91,7 +100,9 @@ class ScanSink:
             self._seen.setdefault(fqn, _Seen(first=seen.first)).add(seen)
 
     def findings(self, tensors: Iterable[TensorEntry]) -> list[Finding]:
-        """Returns what is remarkable, of these tensors, in their order; one of a single element is constant and says nothing by it."""
+        """Returns what is remarkable, of these tensors, in their order; one of a single element is
+        constant and says nothing by it.
+        """
         found = []
         for tensor in tensors:
             seen = self._seen.get(tensor.fqn)
@@ -99,7 +110,15 @@ class ScanSink:
                 continue
             is_constant = seen.is_constant and tensor.nbytes > tensor.dtype.itemsize
             if seen.nans or seen.infs or is_constant:
-                found.append(Finding(tensor.fqn, seen.nans, seen.infs, is_constant, is_constant and not any(seen.first or b"")))
+                found.append(
+                    Finding(
+                        tensor.fqn,
+                        seen.nans,
+                        seen.infs,
+                        is_constant,
+                        is_constant and not any(seen.first or b""),
+                    )
+                )
         return found
 
 

@@ -1,8 +1,8 @@
 """From a plan to steps: in which order, in how large pieces, from and to which bytes.
 
-Every tensor is cut into tiles: runs of its own row-major order. A tile meets a chunk, however sharded, in one run of that
-chunk, so each read and each write is one range, and only the middle of memory sees strides. Small tiles share a step.
-Pure: takes no store and does no input or output.
+Every tensor is cut into tiles: runs of its own row-major order. A tile meets a chunk, however
+sharded, in one run of that chunk, so each read and each write is one range, and only the middle of
+memory sees strides. Small tiles share a step. Pure: takes no store and does no input or output.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckpt_tools.core.box import Box, BoxIndex, bands, flat_span, flat_start, is_flat, row_major_strides, whole
+from ckpt_tools.core.box import (
+    Box,
+    BoxIndex,
+    bands,
+    flat_span,
+    flat_start,
+    is_flat,
+    row_major_strides,
+    whole,
+)
 from ckpt_tools.core.catalog import Chunk, Extent, ManyChunks
 from ckpt_tools.core.plan import Plan, Slot, TensorPlan, num_cells
 
@@ -22,7 +31,9 @@ _BUFFERS_PER_WORKER = 3
 
 
 class Read(NamedTuple):
-    """Bytes of a source file that hold the elements of `box`: row-major, or with `strides` (in elements)."""
+    """Bytes of a source file that hold the elements of `box`: row-major, or with `strides` (in
+    elements).
+    """
 
     file: str
     start: int
@@ -76,13 +87,17 @@ class Step(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A part of the work of a plan: of the bytes that its tiles write, in their order, those from `low` on and before `high`."""
+    """A part of the work of a plan: of the bytes that its tiles write, in their order, those from
+    `low` on and before `high`.
+    """
 
     low: int
     high: int
 
     def has(self, start: int, nbytes: int) -> bool:
-        """Tells whether a tile is of this share: the one in which it begins, and for an empty one the first."""
+        """Tells whether a tile is of this share: the one in which it begins, and for an empty one
+        the first.
+        """
         return self.low <= start < self.high if nbytes else self.low == 0
 
 
@@ -90,20 +105,28 @@ ALL = Share(0, 1 << 63)
 
 
 def tile_bytes(memory_bytes: int, jobs: int) -> tuple[int, int]:
-    """Returns the usual and the largest size of a tile such that all workers' buffers together stay within a budget."""
+    """Returns the usual and the largest size of a tile such that all workers' buffers together stay
+    within a budget.
+    """
     largest = max(MIN_TILE_BYTES, memory_bytes // (jobs * _BUFFERS_PER_WORKER))
     return min(MAX_TILE_BYTES, largest), largest
 
 
-def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int, share: Share = ALL) -> Iterator[Step]:
+def schedule(
+    plan: Plan,
+    located: Mapping[Extent, Extent],
+    tile_nbytes: int,
+    max_tile_nbytes: int,
+    share: Share = ALL,
+) -> Iterator[Step]:
     """Yields the steps that carry out a plan, in the order of the target.
 
     Args:
         plan: what to copy.
         located: where the payloads of packed extents are, from `Format.locate`.
         tile_nbytes: bytes of a tile, and of a step, as a rule.
-        max_tile_nbytes: bytes of a tile of a tensor that is stored transposed, whose runs are the longer the larger the tile. A
-            single element larger than that runs alone.
+        max_tile_nbytes: bytes of a tile of a tensor that is stored transposed, whose runs are the
+            longer the larger the tile. A single element larger than that runs alone.
         share: which tiles are wanted, see `shares`.
 
     Yields:
@@ -113,7 +136,9 @@ def schedule(plan: Plan, located: Mapping[Extent, Extent], tile_nbytes: int, max
     filled = 0
     is_framed = bool(plan.target.trailers)
     for tensor, start in _starts(plan, share):
-        for tile in _tiles(tensor, located, tile_nbytes, max(tile_nbytes, max_tile_nbytes), is_framed):
+        for tile in _tiles(
+            tensor, located, tile_nbytes, max(tile_nbytes, max_tile_nbytes), is_framed
+        ):
             start += tile.dst_nbytes
             if not share.has(start - tile.dst_nbytes, tile.dst_nbytes):
                 continue
@@ -140,7 +165,9 @@ def in_share(plan: Plan, share: Share) -> list[TensorPlan]:
 
 
 def _tiled_nbytes(tensor: TensorPlan) -> int:
-    numel = whole(tensor.shape).numel if tensor.is_complete else sum(s.box.numel for s in tensor.slots)
+    numel = (
+        whole(tensor.shape).numel if tensor.is_complete else sum(s.box.numel for s in tensor.slots)
+    )
     return numel * tensor.dst_dtype.itemsize
 
 
@@ -160,13 +187,21 @@ def read_nbytes(plan: Plan, tile_nbytes: int, max_tile_nbytes: int) -> int:
 
 
 def _tensor_reads(tensor: TensorPlan, tile_nbytes: int, max_tile_nbytes: int) -> int:
-    if tensor.is_complete and (isinstance(tensor.chunks, ManyChunks) or not any(c.extent.strides for c in tensor.chunks)):
+    if tensor.is_complete and (
+        isinstance(tensor.chunks, ManyChunks) or not any(c.extent.strides for c in tensor.chunks)
+    ):
         return tensor.payload_bytes  # a tile of the whole meets a chunk in one run of it
-    return sum(read.nbytes for tile in _tiles(tensor, {}, tile_nbytes, max_tile_nbytes) for read in tile.reads)
+    return sum(
+        read.nbytes
+        for tile in _tiles(tensor, {}, tile_nbytes, max_tile_nbytes)
+        for read in tile.reads
+    )
 
 
 def by_files(plan: Plan, num_files: int) -> Iterator[Plan]:
-    """Cuts a plan by its target's files, so many at a time: a store that takes streams holds a part of each in memory."""
+    """Cuts a plan by its target's files, so many at a time: a store that takes streams holds a part
+    of each in memory.
+    """
     names = list(plan.target.file_sizes)
     for at in range(0, max(1, len(names)), num_files):
         mine = set(names[at : at + num_files])
@@ -177,9 +212,13 @@ def by_files(plan: Plan, num_files: int) -> Iterator[Plan]:
         for tensor in plan.tensors:
             kept = [i for i, slot in enumerate(tensor.slots) if slot.file in mine]
             renumbered = {old: new for new, old in enumerate(kept)}
-            copies = tuple(c._replace(dst=renumbered[c.dst]) for c in tensor.copies if c.dst in renumbered)
+            copies = tuple(
+                c._replace(dst=renumbered[c.dst]) for c in tensor.copies if c.dst in renumbered
+            )
             if kept:
-                tensors.append(replace(tensor, slots=tuple(tensor.slots[i] for i in kept), copies=copies))
+                tensors.append(
+                    replace(tensor, slots=tuple(tensor.slots[i] for i in kept), copies=copies)
+                )
         yield replace(plan, tensors=tuple(tensors))
 
 
@@ -189,17 +228,30 @@ class Sources:
     def __init__(self, tensor: TensorPlan, located: Mapping[Extent, Extent]) -> None:
         used = tensor.used
         chunks = list(tensor.chunks) if len(used) > 1 else {i: tensor.chunks[i] for i in used}
-        self._chunks = [Chunk(chunks[i].box, located.get(chunks[i].extent, chunks[i].extent)) for i in used]
-        self._index, self._itemsize = BoxIndex([c.box for c in self._chunks]), tensor.src_dtype.itemsize
+        self._chunks = [
+            Chunk(chunks[i].box, located.get(chunks[i].extent, chunks[i].extent)) for i in used
+        ]
+        self._index, self._itemsize = (
+            BoxIndex([c.box for c in self._chunks]),
+            tensor.src_dtype.itemsize,
+        )
         self.is_strided = any(c.extent.strides for c in self._chunks)
 
     def reads(self, box: Box) -> tuple[Read, ...]:
         """Returns what to read for a run of the tensor."""
-        return tuple(r for i, shared in self._index.overlaps(box) for r in _reads(self._chunks[i], shared, self._itemsize))
+        return tuple(
+            r
+            for i, shared in self._index.overlaps(box)
+            for r in _reads(self._chunks[i], shared, self._itemsize)
+        )
 
 
 def _tiles(
-    tensor: TensorPlan, located: Mapping[Extent, Extent], tile_nbytes: int, max_tile_nbytes: int, is_framed: bool = False
+    tensor: TensorPlan,
+    located: Mapping[Extent, Extent],
+    tile_nbytes: int,
+    max_tile_nbytes: int,
+    is_framed: bool = False,
 ) -> Iterator[Tile]:
     sources = Sources(tensor, located)
     itemsize = max(tensor.src_dtype.itemsize, tensor.dst_dtype.itemsize)
@@ -211,11 +263,18 @@ def _tiles(
     targets = BoxIndex([s.box for s in slots])
     for region in regions:
         for box in bands(region, max_numel, cuts):
-            yield Tile(tensor, box, sources.reads(box), tuple(_writes(slots, targets, box, tensor.dst_dtype.itemsize)))
+            yield Tile(
+                tensor,
+                box,
+                sources.reads(box),
+                tuple(_writes(slots, targets, box, tensor.dst_dtype.itemsize)),
+            )
 
 
 def _cuts(slot: Slot, itemsize: int, is_framed: bool) -> Iterator[int]:
-    """Yields where along the first dim no tile may reach across: where a slot begins, and its cells, whose checksums are wanted."""
+    """Yields where along the first dim no tile may reach across: where a slot begins, and its
+    cells, whose checksums are wanted.
+    """
     if slot.box.sizes:
         low, rows = slot.box.offsets[0], slot.box.sizes[0]
         count = num_cells(slot.box, slot.box.numel * itemsize) if is_framed else 0
@@ -223,7 +282,9 @@ def _cuts(slot: Slot, itemsize: int, is_framed: bool) -> Iterator[int]:
 
 
 def _reads(chunk: Chunk, shared: Box, itemsize: int) -> Iterator[Read]:
-    """Yields what to read for the elements that a tile and a chunk share: one run, or few ranges that are mostly wanted."""
+    """Yields what to read for the elements that a tile and a chunk share: one run, or few ranges
+    that are mostly wanted.
+    """
     extent = chunk.extent
     if extent.strides is None and shared == chunk.box:
         yield Read(extent.file, extent.start, shared.numel * itemsize, shared, None)
@@ -236,8 +297,16 @@ def _reads(chunk: Chunk, shared: Box, itemsize: int) -> Iterator[Read]:
     strides = extent.strides or row_major_strides(chunk.box.sizes)
     for part in _dense_parts(inner, strides):
         first = sum(o * s for o, s in zip(part.offsets, strides, strict=True))
-        box = Box(tuple(o + p for o, p in zip(part.offsets, chunk.box.offsets, strict=True)), part.sizes)
-        yield Read(extent.file, extent.start + first * itemsize, _span(part, strides) * itemsize, box, strides)
+        box = Box(
+            tuple(o + p for o, p in zip(part.offsets, chunk.box.offsets, strict=True)), part.sizes
+        )
+        yield Read(
+            extent.file,
+            extent.start + first * itemsize,
+            _span(part, strides) * itemsize,
+            box,
+            strides,
+        )
 
 
 def _span(box: Box, strides: Sequence[int]) -> int:
@@ -246,7 +315,9 @@ def _span(box: Box, strides: Sequence[int]) -> int:
 
 
 def _dense_parts(box: Box, strides: Sequence[int]) -> Iterator[Box]:
-    """Cuts a strided box along its widest strides until each part is at least half of what lies between its ends."""
+    """Cuts a strided box along its widest strides until each part is at least half of what lies
+    between its ends.
+    """
     if _span(box, strides) <= 2 * box.numel:
         yield box
         return

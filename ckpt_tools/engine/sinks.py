@@ -33,7 +33,8 @@ _FINISHERS = 16  # each waits for a store
 
 
 class Handed(NamedTuple):
-    """What was written, by one step or by a member of a team: the pieces of files, and what was noted of tensors.
+    """What was written, by one step or by a member of a team: the pieces of files, and what was
+    noted of tensors.
 
     `sent` has the parts of uploads that another process has begun.
     """
@@ -47,11 +48,14 @@ class Sink(Protocol):
     """Takes the values of tiles, in any order, each tile once."""
 
     def room(self, tile: Tile) -> Bytes | None:
-        """Returns where the tile's values are wanted, if they may be read straight into it; None for a buffer of the run's."""
+        """Returns where the tile's values are wanted, if they may be read straight into it; None
+        for a buffer of the run's.
+        """
         ...
 
     def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> Handed | None:
-        """Consumes a step: `tiles[i]` holds the values of `step.tiles[i]`; `scratch` is room for the largest of them.
+        """Consumes a step: `tiles[i]` holds the values of `step.tiles[i]`; `scratch` is room for
+        the largest of them.
 
         Returns what was written of files, where some was.
         """
@@ -62,7 +66,9 @@ class HashSink:
     """Computes fingerprints and keeps nothing: CRC-64/NVME, the CRC-32 of a zip, or both."""
 
     def __init__(self, *checksums: Checksum) -> None:
-        """Takes `crc64nvme`, which it is where none is given, or `crc32`, or both in the order of what is `found`."""
+        """Takes `crc64nvme`, which it is where none is given, or `crc32`, or both in the order of
+        what is `found`.
+        """
         self._checksums = checksums or (crc64nvme,)
         self.found = tuple(Fingerprints(_JOINS[checksum]) for checksum in self._checksums)
         self._lock = threading.Lock()
@@ -102,17 +108,33 @@ class FillSink:
     def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
         for tile, data in zip(step.tiles, tiles, strict=True):
             for write in tile.writes:
-                values = data if write.nbytes == tile.dst_nbytes else _cut_out(tile, data, write, scratch)
-                into = np.frombuffer(self._memory.view(write.file, write.start, write.nbytes), np.uint8)
+                values = (
+                    data
+                    if write.nbytes == tile.dst_nbytes
+                    else _cut_out(tile, data, write, scratch)
+                )
+                into = np.frombuffer(
+                    self._memory.view(write.file, write.start, write.nbytes), np.uint8
+                )
                 if into.ctypes.data != values.ctypes.data:
                     into[:] = values
 
 
 class WriteSink:
-    """Writes a target's files and knows, at the end, the checksum of each without reading it again."""
+    """Writes a target's files and knows, at the end, the checksum of each without reading it
+    again.
+    """
 
-    def __init__(self, target: Target, store: Shelf, name: Callable[[str], str] = str, whole: Target | None = None) -> None:
-        """Takes what this process writes, where to, under which names, and of what it is a part where others write the rest."""
+    def __init__(
+        self,
+        target: Target,
+        store: Shelf,
+        name: Callable[[str], str] = str,
+        whole: Target | None = None,
+    ) -> None:
+        """Takes what this process writes, where to, under which names, and of what it is a part
+        where others write the rest.
+        """
         self.target, self.store, self._name, self._whole = target, store, name, whole or target
         self.fingerprints = Fingerprints()
         self._runs: dict[str, list[Piece]] = {}
@@ -135,10 +157,14 @@ class WriteSink:
         self._starts = {name: [f.start for f in frames] for name, frames in self._frames.items()}
         for literal in self.target.literals:  # a header; it is there before anything else can be
             if literal.file not in self._frames:
-                self._pieces[literal.file].append(self._put(literal.file, literal.start, literal.data))
+                self._pieces[literal.file].append(
+                    self._put(literal.file, literal.start, literal.data)
+                )
 
     def vouch(self, name: str, slot: Sequence[Piece], sent_nbytes: int) -> None:
-        """Notes the checksums of a slot, piece by piece, of which only so many bytes will pass here, before any does."""
+        """Notes the checksums of a slot, piece by piece, of which only so many bytes will pass
+        here, before any does.
+        """
         self._vouched.setdefault(name, []).append(slot)
         frame = self._frame_of(name, slot[0].start)
         if frame:
@@ -158,7 +184,12 @@ class WriteSink:
             for write in tile.writes:
                 is_all = write.nbytes == tile.dst_nbytes
                 values = data if is_all else _cut_out(tile, data, write, scratch)
-                noted.append((write.file, self._put(write.file, write.start, values.data, crc if is_all else None)))
+                noted.append(
+                    (
+                        write.file,
+                        self._put(write.file, write.start, values.data, crc if is_all else None),
+                    )
+                )
         full: list[tuple[str, Frame]] = []
         files: dict[str, Pieces] = {}
         with self._lock:
@@ -195,19 +226,30 @@ class WriteSink:
         with self._lock:
             self._pieces[name].extend(pieces)
 
-    def _put(self, name: str, start: int, data: memoryview | bytes, crc64: int | None = None) -> Piece:
+    def _put(
+        self, name: str, start: int, data: memoryview | bytes, crc64: int | None = None
+    ) -> Piece:
         self._writers[name].write_at(start, data)
-        return Piece(start, len(data), crc64nvme(data) if crc64 is None else crc64, crc32(data) if name in self._with_crc32 else 0)
+        return Piece(
+            start,
+            len(data),
+            crc64nvme(data) if crc64 is None else crc64,
+            crc32(data) if name in self._with_crc32 else 0,
+        )
 
     def finish(self) -> dict[str, int]:
-        """Writes what frames the payloads, makes every file durable, and returns the CRC-64/NVME of each.
+        """Writes what frames the payloads, makes every file durable, and returns the CRC-64/NVME of
+        each.
 
         Raises:
             StorageError: a file could not be completed.
         """
         if self._is_stream:
             self._surround_rest()
-        literals, trailers = {} if self._is_stream else by_file(self.target.literals), by_file(self._whole.trailers)
+        literals, trailers = (
+            {} if self._is_stream else by_file(self.target.literals),
+            by_file(self._whole.trailers),
+        )
         checksums, boxes = {}, self._long_boxes()
         for name in list(self._pieces):  # a file at a time: there may be a million payloads
             pieces = vouched_for(sorted(self._pieces.pop(name)), self._vouched.get(name, ()))
@@ -226,13 +268,20 @@ class WriteSink:
         return checksums
 
     def runs_of(self, name: str) -> Sequence[Piece]:
-        """Returns the cells of the long payloads of a finished file: what an object store could copy by itself."""
+        """Returns the cells of the long payloads of a finished file: what an object store could
+        copy by itself.
+        """
         return self._runs.get(name, ())
 
     def _long_boxes(self) -> dict[tuple[str, int], Box]:
         """Returns the boxes of slots that may be long enough for cells, by file and start."""
         least = CELL_BYTES // MAX_ITEMSIZE
-        return {(s.file, s.start): s.box for slots in self._whole.slots.values() for s in slots if s.box.numel >= least}
+        return {
+            (s.file, s.start): s.box
+            for slots in self._whole.slots.values()
+            for s in slots
+            if s.box.numel >= least
+        }
 
     def _finish_writers(self) -> None:
         if self._is_stream:
@@ -244,23 +293,38 @@ class WriteSink:
                 writer.finish()
 
     def _surround_rest(self) -> None:
-        """Writes what no slot has brought with it: around empty ones, and objects that are known beforehand."""
+        """Writes what no slot has brought with it: around empty ones, and objects that are known
+        beforehand.
+        """
         for name, frames in self._frames.items():
             for frame in frames:
                 if frame.left == 0:
                     self._surround(name, frame)
-        framed = {(lit.file, lit.start) for frames in self._frames.values() for f in frames for lit in f.before}
+        framed = {
+            (lit.file, lit.start)
+            for frames in self._frames.values()
+            for f in frames
+            for lit in f.before
+        }
         for literal in self.target.literals:
             if literal.file in self._frames and (literal.file, literal.start) not in framed:
-                self._pieces[literal.file].append(self._put(literal.file, literal.start, literal.data))
+                self._pieces[literal.file].append(
+                    self._put(literal.file, literal.start, literal.data)
+                )
 
     def hand_over(self) -> Handed:
-        """Makes durable what was written here and returns it: another process finishes the files that are not this one's alone."""
+        """Makes durable what was written here and returns it: another process finishes the files
+        that are not this one's alone.
+        """
         if self._is_stream:
             self._surround_rest()
         self._finish_writers()
         files = {name: pieces for name, pieces in self._pieces.items() if pieces}
-        sent = {name: writer.sent for name, writer in self._writers.items() if isinstance(writer, Upload)}
+        sent = {
+            name: writer.sent
+            for name, writer in self._writers.items()
+            if isinstance(writer, Upload)
+        }
         return Handed(files, self.fingerprints.noted, sent)
 
     def absorb(self, handed: Handed) -> None:
@@ -301,15 +365,22 @@ def _joined(frames: Iterable[tuple[int, bytes]]) -> Iterable[tuple[int, bytes]]:
 
 
 def _join_file(name: str, pieces: list[Piece], nbytes: int) -> int:
-    """Returns a file's checksum from its pieces, which must tile it: no byte missing, none written twice."""
+    """Returns a file's checksum from its pieces, which must tile it: no byte missing, none written
+    twice.
+    """
     end = 0
     ordered = sorted(pieces)
     for piece in ordered:
         if piece.start != end:
-            raise StorageError(f"a file was not written in full: expected a piece at byte {end}, got {piece.start} ({name})")
+            raise StorageError(
+                f"a file was not written in full: expected a piece at byte {end}, got {piece.start}"
+                f" ({name})"
+            )
         end += piece.nbytes
     if end != nbytes:
-        raise StorageError(f"a file was not written in full: expected {nbytes} bytes, got {end} ({name})")
+        raise StorageError(
+            f"a file was not written in full: expected {nbytes} bytes, got {end} ({name})"
+        )
     return join_crc64((p.crc64, p.nbytes) for p in ordered)
 
 

@@ -1,6 +1,7 @@
 """What stands around the payloads of a file, and the checksums of what is in them.
 
-A literal goes before a payload and trailers go behind it, which hold its CRC-32; a long one is sealed cell by cell. Pure.
+A literal goes before a payload and trailers go behind it, which hold its CRC-32; a long one is
+sealed cell by cell. Pure.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from ckpt_tools.engine.fingerprints import Piece
 
 
 class Frame:
-    """What stands around a slot: literals before it, trailers behind it; written as soon as the slot is full where a file is a stream.
+    """What stands around a slot: literals before it, trailers behind it; written as soon as the
+    slot is full where a file is a stream.
 
-    `left` are the bytes of the slot that have yet to pass, `crc32` is its checksum where that is known beforehand.
+    `left` are the bytes of the slot that have yet to pass, `crc32` is its checksum where that is
+    known beforehand.
     """
 
     def __init__(self, trailers: list[Trailer], before: list[Literal]) -> None:
@@ -31,8 +34,15 @@ class Frame:
 
     def render(self) -> list[tuple[int, bytes]]:
         """Returns what to write, and where."""
-        crc = join_crc32((p.crc32, p.nbytes) for p in sorted(self.pieces)) if self.crc32 is None else self.crc32
-        return [*((lit.start, lit.data) for lit in self.before), *((t.start, t.render(crc)) for t in self.trailers)]
+        crc = (
+            join_crc32((p.crc32, p.nbytes) for p in sorted(self.pieces))
+            if self.crc32 is None
+            else self.crc32
+        )
+        return [
+            *((lit.start, lit.data) for lit in self.before),
+            *((t.start, t.render(crc)) for t in self.trailers),
+        ]
 
 
 P = TypeVar("P", Literal, Trailer)
@@ -47,12 +57,16 @@ def by_file(parts: Iterable[P]) -> dict[str, list[P]]:
 
 
 def _by_slot(trailers: Iterable[Trailer]) -> Iterator[list[Trailer]]:
-    """Yields the trailers of each slot of a file, in its order; the first one begins where the slot ends."""
+    """Yields the trailers of each slot of a file, in its order; the first one begins where the slot
+    ends.
+    """
     ordered = sorted(trailers, key=lambda t: (t.slot_start, t.start))
     return (list(group) for _, group in groupby(ordered, key=lambda t: t.slot_start))
 
 
-def payloads(trailers: Iterable[Trailer], ordered: Sequence[Piece]) -> Iterator[tuple[list[Trailer], Sequence[Piece]]]:
+def payloads(
+    trailers: Iterable[Trailer], ordered: Sequence[Piece]
+) -> Iterator[tuple[list[Trailer], Sequence[Piece]]]:
     """Yields the trailers of every slot of a file, and the pieces that fell into the slot."""
     at = 0
     for behind in _by_slot(trailers):
@@ -66,7 +80,9 @@ def payloads(trailers: Iterable[Trailer], ordered: Sequence[Piece]) -> Iterator[
 
 
 def cells_of(payload: Sequence[Piece], box: Box | None) -> list[Piece]:
-    """Returns the cells of a payload, joined from its pieces; larger ones where those reach across, none for a short one."""
+    """Returns the cells of a payload, joined from its pieces; larger ones where those reach across,
+    none for a short one.
+    """
     nbytes = sum(piece.nbytes for piece in payload)
     count = num_cells(box, nbytes) if box else 0
     if not count:
@@ -75,14 +91,29 @@ def cells_of(payload: Sequence[Piece], box: Box | None) -> list[Piece]:
     while any(low + number * nbytes // count not in starts for number in range(count)):
         count //= 2
     size = nbytes // count
-    groups = (list(group) for _, group in groupby(payload, lambda piece: (piece.start - low) // size))
-    return [Piece(g[0].start, size, join_crc64((p.crc64, p.nbytes) for p in g), join_crc32((p.crc32, p.nbytes) for p in g)) for g in groups]
+    groups = (
+        list(group) for _, group in groupby(payload, lambda piece: (piece.start - low) // size)
+    )
+    return [
+        Piece(
+            g[0].start,
+            size,
+            join_crc64((p.crc64, p.nbytes) for p in g),
+            join_crc32((p.crc32, p.nbytes) for p in g),
+        )
+        for g in groups
+    ]
 
 
 def vouched_for(ordered: list[Piece], slots: Iterable[Sequence[Piece]]) -> list[Piece]:
-    """Returns the pieces of a file with those of each slot that is vouched for, in place of what has passed of it."""
+    """Returns the pieces of a file with those of each slot that is vouched for, in place of what
+    has passed of it.
+    """
     for slot in slots:
-        first, last = (bisect_left(ordered, at, key=lambda p: p.start) for at in (slot[0].start, slot[-1].start + slot[-1].nbytes))
+        first, last = (
+            bisect_left(ordered, at, key=lambda p: p.start)
+            for at in (slot[0].start, slot[-1].start + slot[-1].nbytes)
+        )
         ordered[first:last] = slot
     return ordered
 

@@ -1,12 +1,14 @@
-"""A job's directory in parts, as Accelerate's `save_state` and the Transformers Trainer write it: `checkpoint-100/`.
+"""A job's directory in parts, as Accelerate's `save_state` and the Transformers Trainer write it:
+`checkpoint-100/`.
 
-A model and an optimizer stand side by side, each in a file or, as DCP, in a folder: `pytorch_model_fsdp_0/` and `optimizer_0/` of
-FSDP's sharded state, `pytorch_model_fsdp.bin` and `optimizer.bin` of its full state, `model.safetensors` and `optimizer.bin` or
-`optimizer.pt` of other jobs. All become one catalog: the first model is `model.*`, the first optimizer `optimizer.*`, and others have
-the name of their folder or file.
+A model and an optimizer stand side by side, each in a file or, as DCP, in a folder:
+`pytorch_model_fsdp_0/` and `optimizer_0/` of FSDP's sharded state, `pytorch_model_fsdp.bin` and
+`optimizer.bin` of its full state, `model.safetensors` and `optimizer.bin` or `optimizer.pt` of
+other jobs. All become one catalog: the first model is `model.*`, the first optimizer `optimizer.*`,
+and others have the name of their folder or file.
 
-Source: accelerate 1.15 `utils/fsdp_utils.py`, `checkpointing.py`; transformers 5.23 `trainer.py`; confirmed on directories that they
-wrote.
+Source: accelerate 1.15 `utils/fsdp_utils.py`, `checkpointing.py`; transformers 5.23 `trainer.py`;
+confirmed on directories that they wrote.
 """
 
 from __future__ import annotations
@@ -34,34 +36,55 @@ _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d{1,6})")
 _FULL = re.compile(r"pytorch_model_fsdp(?:_(\d{1,6}))?\.bin")
 _MORE_MODELS = re.compile(r"(?:model|pytorch_model)_(\d{1,6})\.(?:safetensors|bin)")
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d{1,6}))?\.(?:bin|pt)")
-_VALUES = re.compile(r"(?P<key>(?:scheduler|scaler)(?:_\d{1,6})?)\.(?:bin|pt)|(?P<progress>trainer_state)\.json")
+_VALUES = re.compile(
+    r"(?P<key>(?:scheduler|scaler)(?:_\d{1,6})?)\.(?:bin|pt)|(?P<progress>trainer_state)\.json"
+)
 _MAX_JSON_BYTES = 64 << 20
 locate, guess = dcp.locate, dcp.guess
 
 
 def recognise(files: Mapping[str, int]) -> bool:
-    """Tells whether a model of FSDP is among the files below, or any model beside what else a job keeps."""
-    if any(name.startswith("pytorch_model_fsdp_") and name.endswith("/.metadata") for name in files) or any(map(_FULL.fullmatch, files)):
+    """Tells whether a model of FSDP is among the files below, or any model beside what else a job
+    keeps.
+    """
+    if any(
+        name.startswith("pytorch_model_fsdp_") and name.endswith("/.metadata") for name in files
+    ) or any(map(_FULL.fullmatch, files)):
         return True
-    return any(_OPTIMIZER.fullmatch(name) or _VALUES.fullmatch(name) for name in files) and bool(_models(files))
+    return any(_OPTIMIZER.fullmatch(name) or _VALUES.fullmatch(name) for name in files) and bool(
+        _models(files)
+    )
 
 
 def _models(files: Mapping[str, int]) -> dict[str, list[str]]:
-    """Returns the files of each model by its name in the catalog; of the first one, its index where it has one.
+    """Returns the files of each model by its name in the catalog; of the first one, its index where
+    it has one.
 
     Of one model in both formats, the safetensors count, as they do for transformers.
     """
-    own = {name: size for name, size in files.items() if "/" not in name and not _MORE_MODELS.fullmatch(name)}
+    own = {
+        name: size
+        for name, size in files.items()
+        if "/" not in name and not _MORE_MODELS.fullmatch(name)
+    }
     found: dict[str, list[str]] = {}
     full = sorted(filter(_FULL.fullmatch, own))
     if full:
-        return {"model" if name == "pytorch_model_fsdp.bin" else name.removesuffix(".bin"): [name] for name in full}
+        return {
+            "model" if name == "pytorch_model_fsdp.bin" else name.removesuffix(".bin"): [name]
+            for name in full
+        }
     if safetensors.recognise(own):
-        found["model"] = [safetensors.INDEX] if safetensors.INDEX in own else safetensors.data_files(own)
+        found["model"] = (
+            [safetensors.INDEX] if safetensors.INDEX in own else safetensors.data_files(own)
+        )
     elif torch_save.recognise(own):
         found["model"] = [torch_save.INDEX if torch_save.INDEX in own else "pytorch_model.bin"]
     if found:
-        found |= {name.rpartition(".")[0]: [name] for name in sorted(filter(_MORE_MODELS.fullmatch, files))}
+        found |= {
+            name.rpartition(".")[0]: [name]
+            for name in sorted(filter(_MORE_MODELS.fullmatch, files))
+        }
     return found
 
 
@@ -87,7 +110,9 @@ class _Parts:
         """Takes a part, whose names are those of the whole."""
         for name, table in self.tables.items():
             if both := table.keys() & getattr(part, name).keys():
-                raise FormatError(f"two parts hold {printable(next(iter(both)))!r} ({printable(where)})")
+                raise FormatError(
+                    f"two parts hold {printable(next(iter(both)))!r} ({printable(where)})"
+                )
             table |= getattr(part, name)
         self.archives += part.archives
         self.world_size = max(self.world_size or 0, part.world_size or 0) or None
@@ -95,7 +120,14 @@ class _Parts:
     def add_files(self, part: Catalog, key: str, names: Iterable[str]) -> None:
         """Takes what files of one part hold; `key` goes before all names."""
         paths = {n: (key, *(part.paths.get(n) or (n,))) for n in (*part.tensors, *part.objects)}
-        self.add(replace(below(part, "", f"{key}."), paths={f"{key}.{n}": path for n, path in paths.items()}, made={}), key)
+        self.add(
+            replace(
+                below(part, "", f"{key}."),
+                paths={f"{key}.{n}": path for n, path in paths.items()},
+                made={},
+            ),
+            key,
+        )
         self.read.update(names)
 
 
@@ -105,7 +137,9 @@ def read_catalog(store: Store) -> Catalog:
 
 
 def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], dict[str, str]]:
-    """Reads what can be read where shards of the model's safetensors are gone or damaged; see `safetensors.read_readable`."""
+    """Reads what can be read where shards of the model's safetensors are gone or damaged; see
+    `safetensors.read_readable`.
+    """
     model, broken, lost = safetensors.read_readable(store)
     return _read(store, model), broken, {f"model.{fqn}": name for fqn, name in lost.items()}
 
@@ -117,7 +151,9 @@ def _read(store: Store, model: Catalog | None) -> Catalog:
     _read_folders(store, files, parts)
     for key, names in _models(files).items():
         if key == "model" and any(name.startswith("model.") for name in parts.tables["tensors"]):
-            continue  # a folder of DCP has it already: a copy that was merged into the same directory is named as one beside
+            # a folder of DCP has it already: a copy that was merged into the same directory is
+            # named as one beside
+            continue
         catalog = model if key == "model" and model else _read_model(store, names, parts)
         parts.add_files(catalog, key, [*names, *catalog.file_sizes])
     for name in sorted(filter(_OPTIMIZER.fullmatch, files)):
@@ -128,16 +164,30 @@ def _read(store: Store, model: Catalog | None) -> Catalog:
         fqn = join(path)
         parts.read.add(name)
         if fqn not in parts.tables["tensors"]:
-            parts.tables["objects"][fqn], parts.tables["paths"][fqn] = parts.made.value(fqn, value), path
+            parts.tables["objects"][fqn], parts.tables["paths"][fqn] = (
+                parts.made.value(fqn, value),
+                path,
+            )
     tops = {name.partition("/")[0] for name in (*files, *store.folders())}
-    beside = tuple(sorted(name for name in tops if name not in parts.read and name != SHAPES and note_of(name) is None))
+    beside = tuple(
+        sorted(
+            name
+            for name in tops
+            if name not in parts.read and name != SHAPES and note_of(name) is None
+        )
+    )
     parts.tables["unread"] |= parts.unknown.unread
     parts.tables["unknown"] |= parts.unknown.unknown
     extras = ({"beside": ", ".join(map(printable, beside))} if beside else {}) | told(parts.unknown)
     return Catalog(
-        NAME, **parts.tables, world_size=parts.world_size, extras=extras, archives=tuple(parts.archives), beside=beside,
+        NAME,
+        **parts.tables,
+        world_size=parts.world_size,
+        extras=extras,
+        archives=tuple(parts.archives),
+        beside=beside,
         made=parts.made.files,
-    )  # fmt: skip
+    )
 
 
 def _read_folders(store: Store, files: Mapping[str, int], parts: _Parts) -> None:
@@ -163,13 +213,19 @@ def _read_model(store: Store, names: list[str], parts: _Parts) -> Catalog:
 
 
 def key_of(name: str) -> str:
-    """Returns the key under which a file's values are in a catalog, "" for a file that has no values."""
+    """Returns the key under which a file's values are in a catalog, "" for a file that has no
+    values.
+    """
     match = _VALUES.fullmatch(name)
     return (match["key"] or match["progress"]) if match else ""
 
 
-def _values(store: Store, files: Mapping[str, int], unknown: Others) -> Iterator[tuple[str, Path, object]]:
-    """Yields the plain values of schedulers, of a loss scaler, and of the Trainer's progress, each with its file."""
+def _values(
+    store: Store, files: Mapping[str, int], unknown: Others
+) -> Iterator[tuple[str, Path, object]]:
+    """Yields the plain values of schedulers, of a loss scaler, and of the Trainer's progress, each
+    with its file.
+    """
     for name in sorted(files):
         match = _VALUES.fullmatch(name)
         if match is None:
@@ -188,7 +244,11 @@ def _values(store: Store, files: Mapping[str, int], unknown: Others) -> Iterator
             if files[name] > _MAX_JSON_BYTES:
                 raise ValueError(f"{files[name]} bytes")
             values = leaves(parse_json(read(store, name)), name)
-            yield from ((name, (match["progress"], *path), value) for path, value in values if is_value(value))
+            yield from (
+                (name, (match["progress"], *path), value)
+                for path, value in values
+                if is_value(value)
+            )
         except (ValueError, RecursionError) as error:
             raise FormatError(f"malformed: {printable(str(error))} ({name})") from error
 
@@ -196,12 +256,19 @@ def _values(store: Store, files: Mapping[str, int], unknown: Others) -> Iterator
 def lay_out(request: Request) -> Target:
     """Lays the model and each optimizer out as DCP in a folder of its own; see `Format.lay_out`.
 
-    The model's metadata is the index; the optimizers' stand among the data files, and `request.files` beside the folders.
+    The model's metadata is the index; the optimizers' stand among the data files, and
+    `request.files` beside the folders.
     """
-    targets = {folder: _lay_out_part(request, folder) for folder in sorted({_folder(t.fqn) for t in request.tensors})}
+    targets = {
+        folder: _lay_out_part(request, folder)
+        for folder in sorted({_folder(t.fqn) for t in request.tensors})
+    }
     first = targets.pop(_MODEL, None) or targets.pop(min(targets))
     beside = {name: len(data) for name, data in request.files.items()}
-    merged: dict[str, Any] = {"file_sizes": {**first.file_sizes, **beside}, "slots": dict(first.slots)}
+    merged: dict[str, Any] = {
+        "file_sizes": {**first.file_sizes, **beside},
+        "slots": dict(first.slots),
+    }
     literals = [*first.literals, *(Literal(name, 0, data) for name, data in request.files.items())]
     trailers = list(first.trailers)
     for part in targets.values():
@@ -210,14 +277,23 @@ def lay_out(request: Request) -> Target:
         merged["slots"] |= part.slots
         literals += [*part.literals, part.index]
         trailers += part.trailers
-    return Target(NAME, **merged, literals=tuple(literals), trailers=tuple(trailers), index=first.index, world_size=request.world_size)
+    return Target(
+        NAME,
+        **merged,
+        literals=tuple(literals),
+        trailers=tuple(trailers),
+        index=first.index,
+        world_size=request.world_size,
+    )
 
 
 _MODEL = "pytorch_model_fsdp_0"
 
 
 def _folder(fqn: str) -> str:
-    """Returns the folder of an entry: `optimizer.…` of the first optimizer, `optimizer_1.optimizer.…` of the second."""
+    """Returns the folder of an entry: `optimizer.…` of the first optimizer,
+    `optimizer_1.optimizer.…` of the second.
+    """
     match = re.match(r"optimizer(?:_(\d+))?\.", fqn)
     return f"optimizer_{match[1] or 0}" if match else _MODEL
 
@@ -235,7 +311,11 @@ def _lay_out_part(request: Request, folder: str) -> Target:
         request,
         tensors=[replace(t, fqn=inner(t.fqn)) for t in request.tensors if mine(t.fqn)],
         objects={inner(n): size for n, size in request.objects.items() if mine(n)},
-        paths={inner(n): path[1:] if inner(n) != n else path for n, path in request.paths.items() if mine(n)},
+        paths={
+            inner(n): path[1:] if inner(n) != n else path
+            for n, path in request.paths.items()
+            if mine(n)
+        },
     )
     part = dcp.lay_out(own)
     outer = {inner(n): n for n in (*(t.fqn for t in request.tensors), *request.objects) if mine(n)}
@@ -247,7 +327,10 @@ def _lay_out_part(request: Request, folder: str) -> Target:
     return replace(
         part,
         file_sizes={at(n): size for n, size in part.file_sizes.items()},
-        slots={outer[n]: tuple(slot._replace(file=at(slot.file)) for slot in slots) for n, slots in part.slots.items()},
+        slots={
+            outer[n]: tuple(slot._replace(file=at(slot.file)) for slot in slots)
+            for n, slots in part.slots.items()
+        },
         literals=tuple(literal._replace(file=at(literal.file)) for literal in part.literals),
         trailers=tuple(trailer._replace(file=at(trailer.file)) for trailer in part.trailers),
         index=part.index._replace(file=at(part.index.file)),

@@ -21,7 +21,9 @@ from ckpt_tools.storage import Store
 
 @dataclass(frozen=True, slots=True)
 class TargetTensor:
-    """A tensor to be written: `boxes[r]` is what rank (or file) `r` holds of it, None for nothing at all."""
+    """A tensor to be written: `boxes[r]` is what rank (or file) `r` holds of it, None for nothing
+    at all.
+    """
 
     fqn: str
     dtype: DType
@@ -30,7 +32,9 @@ class TargetTensor:
 
 
 class MeshOf(NamedTuple):
-    """The mesh of a job that will load DTensors: a device's type, the name of its one axis ("" for none), and which tensors are sharded."""
+    """The mesh of a job that will load DTensors: a device's type, the name of its one axis ("" for
+    none), and which tensors are sharded.
+    """
 
     device: str
     axis: str
@@ -39,14 +43,16 @@ class MeshOf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be laid out: tensors, objects by their size in bytes, and the keys on the way to each where known.
+    """What is to be laid out: tensors, objects by their size in bytes, and the keys on the way to
+    each where known.
 
-    `file_name` names the one file of a format that has one; `with_index` asks for numbered shards and an index instead. `name` gives the
-    name under which a data file will lie: an object store wants the attempt's id in it. Tensors of fewer than `small_first` bytes stand
-    together at the beginning of a file, so that what lies behind can be copied by the store in long runs. `values` are plain ones, for
-    a format that stores them as such and not as objects. `files` are small ones that are to lie beside; `index`
-    names the one of them whose appearance makes the whole visible, for a format that has no index of its own. `mesh` is for files of
-    ranks with DTensors inside.
+    `file_name` names the one file of a format that has one; `with_index` asks for numbered shards
+    and an index instead. `name` gives the name under which a data file will lie: an object store
+    wants the attempt's id in it. Tensors of fewer than `small_first` bytes stand together at the
+    beginning of a file, so that what lies behind can be copied by the store in long runs. `values`
+    are plain ones, for a format that stores them as such and not as objects. `files` are small ones
+    that are to lie beside; `index` names the one of them whose appearance makes the whole visible,
+    for a format that has no index of its own. `mesh` is for files of ranks with DTensors inside.
     """
 
     tensors: Sequence[TargetTensor]
@@ -90,7 +96,8 @@ class Format(Protocol):
         ...
 
     def locate(self, store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-        """Finds the payload within every packed extent of the tensors, in batches; extents that are RAW are left out.
+        """Finds the payload within every packed extent of the tensors, in batches; extents that are
+        RAW are left out.
 
         Raises:
             FormatError: an item is not what the catalog says: another dtype, shape or length.
@@ -98,7 +105,9 @@ class Format(Protocol):
         ...
 
     def guess(self, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-        """Returns where the payloads of packed extents lie if they were written as usual; unusual and RAW ones are left out."""
+        """Returns where the payloads of packed extents lie if they were written as usual; unusual
+        and RAW ones are left out.
+        """
         ...
 
     def lay_out(self, request: Request) -> Target:
@@ -128,14 +137,17 @@ def attempt_of(file: str) -> str:
 SHAPES = "shapes.json"  # beside files that lack the shapes of parameters, or their order
 PIN = "ckpt.pin"  # a step that holds a file of this name is never removed
 LOCK = ".ckpt.lock"  # who writes to a run, or copies to a prefix of a bucket
-ASIDE = ".aside."  # before the name of what stands aside for a moment, while another takes its place
-MANIFEST, UPLOADS = "manifest", "uploads"  # what an attempt notes beside its data: the result's seal, and what it has begun to send
+# before the name of what stands aside for a moment, while another takes its place
+ASIDE = ".aside."
+# what an attempt notes beside its data: the result's seal, and what it has begun to send
+MANIFEST, UPLOADS = "manifest", "uploads"
 _MAX_NAME_BYTES = 200
 _NOTE = re.compile(r"(?:(.+)\.)?ckpt\.(manifest|uploads)\.[0-9a-f]{8}\.json", re.DOTALL)
 
 
 def short_name(name: str) -> str:
-    """Returns a name that leaves room for a prefix or suffix: of more than 200 bytes, the beginning and a hash of the whole.
+    """Returns a name that leaves room for a prefix or suffix: of more than 200 bytes, the beginning
+    and a hash of the whole.
 
     A file system takes 255 bytes; the longest addition is that of a note.
     """
@@ -146,18 +158,28 @@ def short_name(name: str) -> str:
 
 
 def note_name(kind: str, attempt: str, file: str = "") -> str:
-    """Returns the name of a note: unique per attempt, with the data file's `short_name` in front where it stands beside one."""
-    return f"{short_name(file)}.ckpt.{kind}.{attempt[:8]}.json" if file else f"ckpt.{kind}.{attempt[:8]}.json"
+    """Returns the name of a note: unique per attempt, with the data file's `short_name` in front
+    where it stands beside one.
+    """
+    return (
+        f"{short_name(file)}.ckpt.{kind}.{attempt[:8]}.json"
+        if file
+        else f"ckpt.{kind}.{attempt[:8]}.json"
+    )
 
 
 def note_of(name: str) -> tuple[str, str] | None:
-    """Returns the kind of a note and the `short_name` of the file beside which it stands, "" for a directory; None for any other name."""
+    """Returns the kind of a note and the `short_name` of the file beside which it stands, "" for a
+    directory; None for any other name.
+    """
     match = _NOTE.fullmatch(name)
     return (match[2], match[1] or "") if match else None
 
 
 def is_note(name: str, file: str = "") -> bool:
-    """Tells whether a name is that of a note that stands beside a file, or of one in a directory for all of it."""
+    """Tells whether a name is that of a note that stands beside a file, or of one in a directory
+    for all of it.
+    """
     note = note_of(name)
     return note is not None and note[1] == short_name(file)
 
@@ -175,7 +197,9 @@ def guess_bare(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
 
 
 def recognise_none(files: Mapping[str, int]) -> bool:
-    """`Format.recognise` of files that are read where their own path is given: such lie about beside checkpoints for many reasons."""
+    """`Format.recognise` of files that are read where their own path is given: such lie about
+    beside checkpoints for many reasons.
+    """
     del files
     return False
 
@@ -195,12 +219,18 @@ def whole_tensor(entry: TensorEntry, dtype: DType | None = None) -> TargetTensor
 
 
 def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
-    """Returns a catalog as a part of another one: files in `folder`, if it is not empty; names behind `prefix`, which ends in a dot."""
+    """Returns a catalog as a part of another one: files in `folder`, if it is not empty; names
+    behind `prefix`, which ends in a dot.
+    """
     folder = f"{folder}/" if folder else ""
     tables: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def at(extent: Extent) -> Extent:
-        return extent if extent.file in catalog.made else extent._replace(file=f"{folder}{extent.file}")
+        return (
+            extent
+            if extent.file in catalog.made
+            else extent._replace(file=f"{folder}{extent.file}")
+        )
 
     def moved(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         if not isinstance(chunks, ManyChunks):
@@ -211,9 +241,18 @@ def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
 
     return replace(
         catalog,
-        tensors={prefix + n: replace(t, fqn=prefix + n, chunks=moved(t.chunks)) for n, t in catalog.tensors.items()},
-        objects={prefix + n: BytesEntry(prefix + n, at(o.extent), tuple(map(at, o.replicas))) for n, o in catalog.objects.items()},
-        paths={prefix + n: (prefix.rstrip("."), *path) if prefix else path for n, path in catalog.paths.items()},
+        tensors={
+            prefix + n: replace(t, fqn=prefix + n, chunks=moved(t.chunks))
+            for n, t in catalog.tensors.items()
+        },
+        objects={
+            prefix + n: BytesEntry(prefix + n, at(o.extent), tuple(map(at, o.replicas)))
+            for n, o in catalog.objects.items()
+        },
+        paths={
+            prefix + n: (prefix.rstrip("."), *path) if prefix else path
+            for n, path in catalog.paths.items()
+        },
         file_sizes={f"{folder}{f}": size for f, size in catalog.file_sizes.items()},
         ranks={f"{folder}{f}": rank for f, rank in catalog.ranks.items()},
         archives=tuple(map(at, catalog.archives)),

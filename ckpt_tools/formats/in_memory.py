@@ -1,4 +1,6 @@
-"""Entries made of values that stand in metadata: archives of objects, scalar tensors. They lie in a file that is only in memory."""
+"""Entries made of values that stand in metadata: archives of objects, scalar tensors. They lie in a
+file that is only in memory.
+"""
 
 from __future__ import annotations
 
@@ -45,4 +47,6 @@ class Made:
 
     def scalar(self, fqn: str, value: float) -> TensorEntry:
         """Returns a float32 tensor without dims, as torch's optimizers keep their step."""
-        return TensorEntry(fqn, BY_NAME["float32"], (), (Chunk(whole(()), self.add(struct.pack("<f", value))),))
+        return TensorEntry(
+            fqn, BY_NAME["float32"], (), (Chunk(whole(()), self.add(struct.pack("<f", value))),)
+        )

@@ -1,8 +1,10 @@
 """NumPy's `.npz`: a zip with a `.npy` an array, of `numpy.savez`. Read only.
 
-A `.npy` is a short header and then the values, in C or Fortran order; so an array is a range of bytes here too.
+A `.npy` is a short header and then the values, in C or Fortran order; so an array is a range of
+bytes here too.
 
-Source: numpy 2 `numpy/lib/format.py` (NEP 1), versions 1.0 to 3.0 of the header; confirmed on files that it wrote.
+Source: numpy 2 `numpy/lib/format.py` (NEP 1), versions 1.0 to 3.0 of the header; confirmed on files
+that it wrote.
 """
 
 from __future__ import annotations
@@ -32,11 +34,24 @@ _MAX_DIGITS = 18
 _MAX_NDIM = 64
 _STORED, _ENCRYPTED = 0, 1
 _KINDS = {
-    "f8": "float64", "f4": "float32", "f2": "float16", "i8": "int64", "i4": "int32", "i2": "int16", "i1": "int8", "u8": "uint64",
-    "u4": "uint32", "u2": "uint16", "u1": "uint8", "b1": "bool", "c8": "complex64", "c16": "complex128",
-}  # fmt: skip
+    "f8": "float64",
+    "f4": "float32",
+    "f2": "float16",
+    "i8": "int64",
+    "i4": "int32",
+    "i2": "int16",
+    "i1": "int8",
+    "u8": "uint64",
+    "u4": "uint32",
+    "u2": "uint16",
+    "u1": "uint8",
+    "b1": "bool",
+    "c8": "complex64",
+    "c16": "complex128",
+}
 _HEADER = re.compile(
-    r"\{'descr': (?P<descr>'[^']*'|\[.*\]), 'fortran_order': (?P<order>True|False), 'shape': \((?P<shape>[0-9, ]*)\), \} *\n?"
+    r"\{'descr': (?P<descr>'[^']*'|\[.*\]), 'fortran_order': (?P<order>True|False), 'shape':"
+    r" \((?P<shape>[0-9, ]*)\), \} *\n?"
 )
 locate, guess, recognise = locate_bare, guess_bare, recognise_none
 lay_out = only_read(".npz", hint="write safetensors, and numpy reads it by safetensors.numpy")
@@ -66,7 +81,9 @@ def _records(store: Store, name: str, size: int) -> Iterator[Entry]:
 
 
 def _front_nbytes(entry: Entry, size: int) -> int:
-    """Returns how many bytes from the start of a record are read at once: both headers, as a rule."""
+    """Returns how many bytes from the start of a record are read at once: both headers, as a
+    rule.
+    """
     return max(0, min(size - entry.header, _FRONT_BYTES))
 
 
@@ -74,31 +91,47 @@ def _read_array(store: Store, archive: Extent, entry: Entry, fqn: str) -> Tensor
     """Returns an array, from its record's two headers."""
     where = f"{printable(fqn)!r} in {printable(archive.file)}"
     if entry.method != _STORED or entry.flags & _ENCRYPTED:
-        hint = "numpy.load it and numpy.savez it again: what is compressed has no place of its own to be read from"
-        raise FormatError(f"a compressed array, as numpy.savez_compressed writes it ({where})", hint=hint)
+        hint = (
+            "numpy.load it and numpy.savez it again: what is compressed has no place of its own to"
+            " be read from"
+        )
+        raise FormatError(
+            f"a compressed array, as numpy.savez_compressed writes it ({where})", hint=hint
+        )
     front = read(store, archive.file, entry.header, _front_nbytes(entry, archive.nbytes))
     begin = data_start(front, Record(0, entry.nbytes, 0))
     at = entry.header + begin
     if at + entry.nbytes > archive.nbytes:
-        raise FormatError(f"an array runs past its file: {at + entry.nbytes} of {archive.nbytes} bytes ({where})")
+        raise FormatError(
+            f"an array runs past its file: {at + entry.nbytes} of {archive.nbytes} bytes ({where})"
+        )
 
     def cut(nbytes: int) -> bytes:
-        return front[begin : begin + nbytes] if begin + nbytes <= len(front) else read(store, archive.file, at, nbytes)
+        return (
+            front[begin : begin + nbytes]
+            if begin + nbytes <= len(front)
+            else read(store, archive.file, at, nbytes)
+        )
 
     header = _header(cut, entry.nbytes, where)
     dtype, is_fortran, shape = _parse(header, where)
     nbytes = entry.nbytes - len(header)
     if whole(shape).numel * dtype.itemsize != nbytes:
-        raise FormatError(f"an array has the wrong length: {dtype.name} {list(shape)} in {nbytes} bytes ({where})")
+        raise FormatError(
+            f"an array has the wrong length: {dtype.name} {list(shape)} in {nbytes} bytes ({where})"
+        )
     columns = tuple(accumulate(shape[:-1], mul, initial=1)) if shape else ()
     strides = columns if is_fortran and nbytes and columns != row_major_strides(shape) else None
-    crc = entry.crc ^ crc32_combine(crc32(header), 0, nbytes)  # CRCs are linear: what is left is that of the values
+    # CRCs are linear: what is left is that of the values
+    crc = entry.crc ^ crc32_combine(crc32(header), 0, nbytes)
     extent = Extent(archive.file, at + len(header), nbytes, RAW, strides, crc)
     return TensorEntry(fqn, dtype, shape, (Chunk(whole(shape), extent),))
 
 
 def _header(cut: Callable[[int], bytes], nbytes: int, where: str) -> bytes:
-    """Returns numpy's header; `cut` gives so many bytes from where it starts, of the `nbytes` that there are."""
+    """Returns numpy's header; `cut` gives so many bytes from where it starts, of the `nbytes` that
+    there are.
+    """
     front = cut(min(nbytes, 12))
     if front[:6] != b"\x93NUMPY" or len(front) < 12 or front[6] not in (1, 2, 3):
         raise FormatError(f"not an array of numpy, or of a later version than 3.0 ({where})")
@@ -117,9 +150,14 @@ def _parse(header: bytes, where: str) -> tuple[DType, bool, tuple[int, ...]]:
     descr = found["descr"].strip("'")
     kind = _KINDS.get(descr[1:]) if descr[:1] in "<|=" else None
     if kind is None:
-        raise FormatError(f"arrays of this type are not read: {printable(descr)[:60]}, expected little-endian numbers ({where})")
+        raise FormatError(
+            f"arrays of this type are not read: {printable(descr)[:60]}, expected little-endian"
+            f" numbers ({where})"
+        )
     sizes = [n for n in found["shape"].replace(" ", "").split(",") if n]
     if len(sizes) > _MAX_NDIM or any(len(n) > _MAX_DIGITS for n in sizes):
-        raise FormatError(f"an array has a shape that no array has: ({printable(found['shape'][:60])}) ({where})")
+        raise FormatError(
+            f"an array has a shape that no array has: ({printable(found['shape'][:60])}) ({where})"
+        )
     shape = tuple(map(int, sizes))
     return BY_NAME[kind], found["order"] == "True", shape

@@ -1,6 +1,7 @@
 """The formats, and finding out which one a path is.
 
-`open_source` takes what a user types: a checkpoint, a file, or a directory that holds one somewhere below.
+`open_source` takes what a user types: a checkpoint, a file, or a directory that holds one somewhere
+below.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import Any
 
 from ckpt_tools.core.catalog import RAW, Catalog, Extent, TensorEntry, check_names
 from ckpt_tools.core.coverage import check
-from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, NotACheckpointError, StorageError, printable
+from ckpt_tools.errors import (
+    CatalogError,
+    CheckpointError,
+    FormatError,
+    NotACheckpointError,
+    StorageError,
+    printable,
+)
 from ckpt_tools.formats import accelerate, gguf, npz, safetensors, torch_save
 from ckpt_tools.formats.base import ASIDE, Format, Request, TargetTensor, note_of, whole_tensor
 from ckpt_tools.formats.dcp import format as dcp
@@ -42,8 +50,10 @@ _DIRECTORIES: tuple[Format, ...] = (dcp, accelerate, safetensors, deepspeed, per
 _ARRAYS = (npz, gguf)  # files that are read where their own path is given
 FORMATS: tuple[Format, ...] = (*_DIRECTORIES, torch_save, *_ARRAYS)
 _OF_FILES: dict[str, Format] = {
-    safetensors.SUFFIX: safetensors, **dict.fromkeys(torch_save.SUFFIXES, torch_save), **{form.SUFFIX: form for form in _ARRAYS},
-}  # fmt: skip
+    safetensors.SUFFIX: safetensors,
+    **dict.fromkeys(torch_save.SUFFIXES, torch_save),
+    **{form.SUFFIX: form for form in _ARRAYS},
+}
 _SEARCH_DEPTH = 3
 _MAX_SEEN = 10_000
 _MAX_LISTED = 300  # folders a level, where each costs a request
@@ -51,7 +61,9 @@ _MAX_LISTED = 300  # folders a level, where each costs a request
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened checkpoint: its path or URL, its bytes, its format, and its catalog, proved whole."""
+    """An opened checkpoint: its path or URL, its bytes, its format, and its catalog, proved
+    whole.
+    """
 
     path: str
     store: Store
@@ -61,7 +73,11 @@ class Source:
     @property
     def name(self) -> str:
         """The last segment of the path."""
-        return self.path.rstrip("/").rpartition("/")[2].partition("?" if is_url(self.path) else "\0")[0]
+        return (
+            self.path.rstrip("/")
+            .rpartition("/")[2]
+            .partition("?" if is_url(self.path) else "\0")[0]
+        )
 
     @property
     def local(self) -> Path | None:
@@ -89,24 +105,36 @@ class Source:
         return replace(self, store=Overlay(inner, files) if files else inner)
 
     def assume(self, tensors: Iterable[TensorEntry]) -> dict[Extent, Extent]:
-        """Returns where the payloads of packed extents lie, if they were written as usual; unusual ones are looked for.
+        """Returns where the payloads of packed extents lie, if they were written as usual; unusual
+        ones are looked for.
 
         What is assumed has to be compared with `locate` afterwards.
         """
         tensors = list(tensors)
         guessed = self.format.guess(tensors)
-        unsure = [t for t in tensors if any(c.extent.packing != RAW and c.extent not in guessed for c in t.chunks)]
+        unsure = [
+            t
+            for t in tensors
+            if any(c.extent.packing != RAW and c.extent not in guessed for c in t.chunks)
+        ]
         return {**guessed, **self.format.locate(self.store, unsure)}
 
 
 class _OneFile:
-    """A store that shows one file of a directory, for a source given as a file; without the query of a signed URL."""
+    """A store that shows one file of a directory, for a source given as a file; without the query
+    of a signed URL.
+    """
 
     def __init__(self, inner: Store, name: str, url: str) -> None:
         self.inner, self.url, self._real = inner, url, name
         self.name = name.partition("?")[0] if is_url(url) else name
         self.capabilities, self.traffic = inner.capabilities, inner.traffic
-        self.folders, self.enter, self.create, self.close = inner.folders, inner.enter, inner.create, inner.close
+        self.folders, self.enter, self.create, self.close = (
+            inner.folders,
+            inner.enter,
+            inner.create,
+            inner.close,
+        )
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         del below
@@ -128,18 +156,24 @@ class _OneFile:
         return self.inner.view(self._of(path), start, nbytes)
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
-        self.inner.will_read([(self._of(path), start, nbytes) for path, start, nbytes in ranges], is_all)
+        self.inner.will_read(
+            [(self._of(path), start, nbytes) for path, start, nbytes in ranges], is_all
+        )
 
 
 def folder_of(store: Store) -> tuple[Store, str]:
-    """Returns where a checkpoint's files lie, with whatever else there is, and its name if it is one file, else ""."""
+    """Returns where a checkpoint's files lie, with whatever else there is, and its name if it is
+    one file, else "".
+    """
     if isinstance(store, Overlay):
         return folder_of(store.inner)
     return (store.inner, store.name) if isinstance(store, _OneFile) else (store, "")
 
 
 def detect(
-    path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> tuple[Store, Format]:
     """Finds the one checkpoint at or below a path or URL.
 
@@ -157,7 +191,9 @@ def detect(
     """
     where = local_path(path)
     root, file = _open_remote(where, options) if is_url(where) else _open_local(where)
-    store, form = (_OneFile(root, file, where), _file_format(where, file)) if file else detect_in(root)
+    store, form = (
+        (_OneFile(root, file, where), _file_format(where, file)) if file else detect_in(root)
+    )
     return (Overlay(store, beside, is_listed=True) if beside else store), form
 
 
@@ -173,9 +209,14 @@ def detect_in(root: Store) -> tuple[Store, Format]:
         return found[0]
     if found:
         shown = "\n".join(f"  {printable(s.url)}  ({f.NAME})" for s, f in found[:20])
-        shown += "".join(f"\n  {printable(f'{root.url}/{name}')}" for name in root.list_files() if suffix_of(name))
+        shown += "".join(
+            f"\n  {printable(f'{root.url}/{name}')}"
+            for name in root.list_files()
+            if suffix_of(name)
+        )
         raise NotACheckpointError(
-            f"{len(found)} checkpoints lie below {printable(root.url)}; give the path of one:\n{shown}",
+            f"{len(found)} checkpoints lie below {printable(root.url)}; give the path of"
+            f" one:\n{shown}",
             hint=f"for example: {found[-1][0].url}",
         )
     _refuse_strays(root)
@@ -183,12 +224,14 @@ def detect_in(root: Store) -> tuple[Store, Format]:
 
 
 def _refuse_strays(store: Store) -> None:
-    """Refuses a directory in which a part is a link that is not followed: without it, the rest could be read as if it were all."""
+    """Refuses a directory in which a part is a link that is not followed: without it, the rest
+    could be read as if it were all.
+    """
     for name, target in store.strays().items() if isinstance(store, LocalStore) else ():
         if is_ours(name) or suffix_of(name):
             raise StorageError(
-                f"a file is a link that leads out of the checkpoint, or nowhere: {printable(name)} -> {printable(target)}"
-                f" ({printable(store.url)})",
+                f"a file is a link that leads out of the checkpoint, or nowhere: {printable(name)}"
+                f" -> {printable(target)} ({printable(store.url)})",
                 hint="put the file itself in its place",
             )
 
@@ -197,8 +240,17 @@ def _open_local(path: str) -> tuple[Store, str]:
     """Returns the store of a directory, or that of a file's directory and the file's name."""
     root = Path(path)
     if not root.exists():
-        aside = next(iter(sorted(root.parent.glob(f"{ASIDE}{escape(root.name)}.????????"))), None) if root.name else None
-        hint = f"an --overwrite that was killed left it as {aside}; the next one puts it back, or: mv {aside} {root}" if aside else None
+        aside = (
+            next(iter(sorted(root.parent.glob(f"{ASIDE}{escape(root.name)}.????????"))), None)
+            if root.name
+            else None
+        )
+        hint = (
+            f"an --overwrite that was killed left it as {aside}; the next one puts it back, or: mv"
+            f" {aside} {root}"
+            if aside
+            else None
+        )
         raise NotACheckpointError(f"no such path: {printable(path)}", hint=hint)
     if root.is_dir():
         return LocalStore(root), ""
@@ -223,7 +275,9 @@ def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, st
 def suffix_of(name: str) -> str:
     """Returns the suffix by which a file's format is known, "" for none."""
     bare = name.partition("?")[0]  # a query of a signed URL
-    return next((suffix for suffix in _OF_FILES if name.endswith(suffix) or bare.endswith(suffix)), "")
+    return next(
+        (suffix for suffix in _OF_FILES if name.endswith(suffix) or bare.endswith(suffix)), ""
+    )
 
 
 def _file_format(path: str, name: str) -> Format:
@@ -231,11 +285,12 @@ def _file_format(path: str, name: str) -> Format:
         return _OF_FILES[suffix]
     if name == ".metadata" or name.endswith(".distcp"):
         raise NotACheckpointError(
-            f"a part of a checkpoint: {printable(path)}", hint=f"give the directory: {path.rpartition('/')[0] or '.'}"
+            f"a part of a checkpoint: {printable(path)}",
+            hint=f"give the directory: {path.rpartition('/')[0] or '.'}",
         )
     raise NotACheckpointError(
-        f"not a checkpoint: {printable(path)}; looked for {', '.join(f'*{s}' for s in _OF_FILES)}, or a directory with "
-        + " or ".join(f.LOOKS_FOR for f in _DIRECTORIES)
+        f"not a checkpoint: {printable(path)}; looked for {', '.join(f'*{s}' for s in _OF_FILES)},"
+        " or a directory with " + " or ".join(f.LOOKS_FOR for f in _DIRECTORIES)
     )
 
 
@@ -252,7 +307,12 @@ def _search(root: Store) -> list[tuple[Store, Format]]:
     level = [root]
     limit = _MAX_LISTED if root.capabilities.fetches_ahead else _MAX_SEEN
     for _ in range(_SEARCH_DEPTH):
-        below = [store.enter(name) for store in level for name in store.folders() if not name.startswith(".")]
+        below = [
+            store.enter(name)
+            for store in level
+            for name in store.folders()
+            if not name.startswith(".")
+        ]
         level = []
         for folder in sorted(below[:limit], key=lambda store: _natural(store.url)):
             try:
@@ -280,10 +340,17 @@ def _natural(path: str) -> list[tuple[int, int, str]]:
 
 def _nothing_found(root: Store) -> NotACheckpointError:
     names = sorted([*root.list_files(), *root.folders()])
-    inside = printable(", ".join(names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
+    inside = (
+        printable(", ".join(names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        if names
+        else "nothing"
+    )
     hint = None
     if any(n.endswith(".distcp") for n in names):
-        hint = ".distcp files without .metadata: the save was never finished, or .metadata was not copied along"
+        hint = (
+            ".distcp files without .metadata: the save was never finished, or .metadata was not"
+            " copied along"
+        )
     elif any(n.endswith(torch_save.SUFFIXES) for n in names):
         hint = "give the path of a torch.save file itself"
     elif any(n.endswith(tuple(form.SUFFIX for form in _ARRAYS)) for n in names):
@@ -297,9 +364,12 @@ def _nothing_found(root: Store) -> NotACheckpointError:
 
 
 def open_source(
-    path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Source:
-    """Opens a checkpoint, reads its metadata, and proves that every tensor is there exactly once; arguments as for `detect`.
+    """Opens a checkpoint, reads its metadata, and proves that every tensor is there exactly once;
+    arguments as for `detect`.
 
     Raises:
         NotACheckpointError: see `detect`.
@@ -315,7 +385,11 @@ def open_source(
         return _open(path, options, beside)
 
 
-def _open(path: str | os.PathLike[str], options: Mapping[str, Any] | None, beside: Mapping[str, bytes] | None) -> Source:
+def _open(
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any] | None,
+    beside: Mapping[str, bytes] | None,
+) -> Source:
     store, form = detect(path, options, beside)
     catalog = form.read_catalog(store)
     check_names(catalog)
@@ -324,7 +398,9 @@ def _open(path: str | os.PathLike[str], options: Mapping[str, Any] | None, besid
 
 
 def is_checkpoint_file(folder: Store, name: str) -> bool:
-    """Tells whether a file may be part of what this tool writes, by its name and by what is in it."""
+    """Tells whether a file may be part of what this tool writes, by its name and by what is in
+    it.
+    """
     if not is_ours(name):
         return False
     store = _OneFile(folder, name, f"{folder.url}/{name}")
@@ -336,7 +412,8 @@ def is_checkpoint_file(folder: Store, name: str) -> bool:
 
 
 def prove(store: Store) -> None:
-    """Reads the metadata of the checkpoint in or below a store, and proves it whole, as `open_source` does.
+    """Reads the metadata of the checkpoint in or below a store, and proves it whole, as
+    `open_source` does.
 
     Raises:
         CheckpointError: it is malformed, or something is missing.

@@ -1,7 +1,7 @@
 """safetensors: one file, or shards with `model.safetensors.index.json`.
 
-A file is an 8-byte little-endian header length, a JSON header, then the payloads back to back. The header is parsed here
-rather than by the library, which takes duplicate keys and keeps the last.
+A file is an 8-byte little-endian header length, a JSON header, then the payloads back to back. The
+header is parsed here rather than by the library, which takes duplicate keys and keeps the last.
 
 Files in which torch's DCP has put each rank's part of tensors are read too.
 
@@ -20,7 +20,14 @@ from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.dtypes import by_tag
 from ckpt_tools.core.plan import Literal, Slot, Target
-from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, PlanError, StorageError, printable
+from ckpt_tools.errors import (
+    CatalogError,
+    CheckpointError,
+    FormatError,
+    PlanError,
+    StorageError,
+    printable,
+)
 from ckpt_tools.formats.base import Request, attempt_of, guess_bare, locate_bare
 from ckpt_tools.storage import Store, check_path, read
 
@@ -40,13 +47,16 @@ _SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 
 
 def recognise(files: Mapping[str, int]) -> bool:
-    """Tells whether an index, one `.safetensors` file, or one set of numbered shards is among the files."""
+    """Tells whether an index, one `.safetensors` file, or one set of numbered shards is among the
+    files.
+    """
     return INDEX in files or bool(data_files(files))
 
 
 def data_files(files: Mapping[str, int]) -> list[str]:
     """Returns the one file, or the one set of numbered shards; nothing where there are several."""
-    found = [name for name in files if name.endswith(".safetensors") and not attempt_of(name)]  # those have an index, or no commit
+    # those have an index, or no commit
+    found = [name for name in files if name.endswith(".safetensors") and not attempt_of(name)]
     is_set = len({m[1] if (m := _SHARD.fullmatch(name)) else name for name in found}) == 1
     return found if is_set else []
 
@@ -60,7 +70,8 @@ def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], di
     """Reads the shards that can be read.
 
     Returns:
-        What these hold; why each of the others cannot be read; and what the index places in those, with the file.
+        What these hold; why each of the others cannot be read; and what the index places in those,
+        with the file.
 
     Raises:
         FormatError: none can be read, or the index cannot.
@@ -75,7 +86,11 @@ def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], di
             broken[name] = error
     if len(broken) == len(names):
         raise FormatError(f"no shard can be read: {next(iter(broken.values()), 'there is none')}")
-    catalog = read_files(store, [n for n in names if n not in broken], {f: n for f, n in weight_map.items() if n not in broken})
+    catalog = read_files(
+        store,
+        [n for n in names if n not in broken],
+        {f: n for f, n in weight_map.items() if n not in broken},
+    )
     return catalog, broken, {fqn: name for fqn, name in weight_map.items() if name in broken}
 
 
@@ -85,18 +100,29 @@ def _shards_of(store: Store) -> tuple[list[str], dict[str, str]]:
     if INDEX not in files:
         return data_files(files), {}
     weight_map = read_index(store, INDEX)
-    renamed = {name: found for name in set(weight_map.values()) - files.keys() if (found := _of_ranks(name, files))}
+    renamed = {
+        name: found
+        for name in set(weight_map.values()) - files.keys()
+        if (found := _of_ranks(name, files))
+    }
     names = {name for at in weight_map.values() for name in renamed.get(at, [at])}
     return sorted(names), {fqn: renamed.get(at, [at])[0] for fqn, at in weight_map.items()}
 
 
 def _of_ranks(name: str, files: Iterable[str]) -> list[str]:
-    """Returns the files that torch's HuggingFaceStorageWriter has written where its index has the name of the consolidated one."""
-    return sorted(file for file in files if _RANK.fullmatch(file) and file.partition("-")[2].partition("-")[2] == name)
+    """Returns the files that torch's HuggingFaceStorageWriter has written where its index has the
+    name of the consolidated one.
+    """
+    return sorted(
+        file
+        for file in files
+        if _RANK.fullmatch(file) and file.partition("-")[2].partition("-")[2] == name
+    )
 
 
 def read_files(store: Store, names: Sequence[str], weight_map: Mapping[str, str]) -> Catalog:
-    """Reads the headers of some files of a directory; `weight_map` has the file of each tensor where an index says so.
+    """Reads the headers of some files of a directory; `weight_map` has the file of each tensor
+    where an index says so.
 
     Raises:
         FormatError, CatalogError: see `Format.read_catalog`.
@@ -114,18 +140,32 @@ def read_files(store: Store, names: Sequence[str], weight_map: Mapping[str, str]
             elif fqn in tensors or fqn in pieces:
                 first = tensors.get(fqn) or pieces[fqn][0]
                 raise FormatError(
-                    f"a tensor stands in two shards: {printable(fqn)!r} ({printable(first.chunks[0].extent.file)}, {printable(name)})"
+                    f"a tensor stands in two shards: {printable(fqn)!r}"
+                    f" ({printable(first.chunks[0].extent.file)}, {printable(name)})"
                 )
             else:
                 tensors[fqn] = entry
     tensors |= {fqn: _whole(fqn, parts) for fqn, parts in pieces.items()}
     compare_index(weight_map, tensors, INDEX)
-    ranks = {name: int(m[1]) - 1 for name in names if (m := _RANK.fullmatch(name))} if pieces else {}
-    return Catalog(NAME, tensors, file_sizes=sizes, extras=extras, ranks=ranks, world_size=max(ranks.values()) + 1 if ranks else None)
+    ranks = (
+        {name: int(m[1]) - 1 for name in names if (m := _RANK.fullmatch(name))} if pieces else {}
+    )
+    return Catalog(
+        NAME,
+        tensors,
+        file_sizes=sizes,
+        extras=extras,
+        ranks=ranks,
+        world_size=max(ranks.values()) + 1 if ranks else None,
+    )
 
 
-def _read_shard(store: Store, name: str) -> tuple[int, dict[str, str], dict[str, tuple[int, ...]], dict[str, TensorEntry]]:
-    """Returns a file's bytes, what its header says for people, where its parts of tensors begin, and its tensors."""
+def _read_shard(
+    store: Store, name: str
+) -> tuple[int, dict[str, str], dict[str, tuple[int, ...]], dict[str, TensorEntry]]:
+    """Returns a file's bytes, what its header says for people, where its parts of tensors begin,
+    and its tensors.
+    """
     size = size_of(store, name)
     header = _read_header(store, name, size)
     more = _read_extras(header.pop("__metadata__", {}), name)
@@ -134,12 +174,19 @@ def _read_shard(store: Store, name: str) -> tuple[int, dict[str, str], dict[str,
 
 
 def _read_offsets(text: str, name: str) -> dict[str, tuple[int, ...]]:
-    """Returns where a file's parts of tensors begin in the whole, as torch's HuggingFaceStorageWriter notes it; of other files nothing."""
+    """Returns where a file's parts of tensors begin in the whole, as torch's
+    HuggingFaceStorageWriter notes it; of other files nothing.
+    """
     offsets = {}
-    for fqn, about in _parse_json(text.encode("utf-8", "surrogatepass"), f"{_SHARDING} of {printable(name)}").items():
+    for fqn, about in _parse_json(
+        text.encode("utf-8", "surrogatepass"), f"{_SHARDING} of {printable(name)}"
+    ).items():
         found = about.get("saved_offsets") if isinstance(about, dict) else None
         if not isinstance(found, list) or not _are_sizes(found):
-            raise FormatError(f"saved_offsets of a tensor's part are not counts ({printable(name)}, {printable(fqn)!r})")
+            raise FormatError(
+                f"saved_offsets of a tensor's part are not counts ({printable(name)},"
+                f" {printable(fqn)!r})"
+            )
         offsets[fqn] = tuple(found)
     return offsets
 
@@ -148,7 +195,8 @@ def _piece(entry: TensorEntry, offsets: tuple[int, ...], name: str) -> TensorEnt
     """Returns a part of a tensor as that: the shape goes as far as the part does."""
     if len(offsets) != len(entry.shape):
         raise FormatError(
-            f"a tensor's part has {len(entry.shape)} dims and {len(offsets)} offsets ({printable(name)}, {printable(entry.fqn)!r})"
+            f"a tensor's part has {len(entry.shape)} dims and {len(offsets)} offsets"
+            f" ({printable(name)}, {printable(entry.fqn)!r})"
         )
     box = Box(offsets, entry.shape)
     return TensorEntry(entry.fqn, entry.dtype, box.ends, (Chunk(box, entry.chunks[0].extent),))
@@ -157,9 +205,14 @@ def _piece(entry: TensorEntry, offsets: tuple[int, ...], name: str) -> TensorEnt
 def _whole(fqn: str, parts: list[TensorEntry]) -> TensorEntry:
     """Joins a tensor's parts; its shape is written nowhere, so that it is as far as they go."""
     if len({(part.dtype, len(part.shape)) for part in parts}) > 1:
-        raise FormatError(f"parts of a tensor are of several types: {printable(fqn)!r}, {', '.join(sorted({p.dtype.name for p in parts}))}")
+        raise FormatError(
+            f"parts of a tensor are of several types: {printable(fqn)!r},"
+            f" {', '.join(sorted({p.dtype.name for p in parts}))}"
+        )
     shape = tuple(map(max, zip(*(part.shape for part in parts), strict=True)))
-    return TensorEntry(fqn, parts[0].dtype, shape, tuple(chunk for part in parts for chunk in part.chunks))
+    return TensorEntry(
+        fqn, parts[0].dtype, shape, tuple(chunk for part in parts for chunk in part.chunks)
+    )
 
 
 def size_of(store: Store, name: str) -> int:
@@ -173,10 +226,14 @@ def size_of(store: Store, name: str) -> int:
     except StorageError as error:
         if not error.is_missing:
             raise
-        raise CatalogError(f"a data file is missing: {printable(name)} (named by the index)") from error
+        raise CatalogError(
+            f"a data file is missing: {printable(name)} (named by the index)"
+        ) from error
 
 
-def compare_index(weight_map: Mapping[str, str], tensors: Mapping[str, TensorEntry], index: str) -> None:
+def compare_index(
+    weight_map: Mapping[str, str], tensors: Mapping[str, TensorEntry], index: str
+) -> None:
     """Makes sure that every tensor is where an index says.
 
     Raises:
@@ -184,7 +241,9 @@ def compare_index(weight_map: Mapping[str, str], tensors: Mapping[str, TensorEnt
     """
     for fqn, name in weight_map.items():
         if fqn not in tensors or all(chunk.extent.file != name for chunk in tensors[fqn].chunks):
-            raise FormatError(f"{index} places {printable(fqn)!r} in {printable(name)}, which does not hold it")
+            raise FormatError(
+                f"{index} places {printable(fqn)!r} in {printable(name)}, which does not hold it"
+            )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -215,7 +274,9 @@ def read_index(store: Store, index: str) -> dict[str, str]:
     """
     size = store.size(index)
     if size > _MAX_INDEX_BYTES:
-        raise FormatError(f"an index is too long: expected at most {_MAX_INDEX_BYTES} bytes, got {size} ({index})")
+        raise FormatError(
+            f"an index is too long: expected at most {_MAX_INDEX_BYTES} bytes, got {size} ({index})"
+        )
     weight_map = _parse_json(read(store, index), index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise FormatError(f"weight_map: expected file names by tensor ({index})")
@@ -227,13 +288,23 @@ def read_index(store: Store, index: str) -> dict[str, str]:
 def _read_header(store: Store, name: str, size: int) -> dict[str, Any]:
     where = printable(name)
     if size < 8:
-        raise FormatError(f"a safetensors file is truncated: expected at least 8 bytes, got {size} ({where})")
+        raise FormatError(
+            f"a safetensors file is truncated: expected at least 8 bytes, got {size} ({where})"
+        )
     nbytes = int.from_bytes(read(store, name, 0, 8), "little")
     if nbytes > MAX_HEADER_BYTES:
-        raise FormatError(f"a safetensors header is too long: expected at most {MAX_HEADER_BYTES} bytes, got {nbytes} ({where})")
+        raise FormatError(
+            f"a safetensors header is too long: expected at most {MAX_HEADER_BYTES} bytes, got"
+            f" {nbytes} ({where})"
+        )
     if 8 + nbytes > size:
-        raise FormatError(f"a safetensors header runs past its file: expected at most {size - 8} bytes, got {nbytes} ({where})")
-    return _parse_json(read(store, name, 8, nbytes), f"header of {where}") | {"__header_bytes__": 8 + nbytes}
+        raise FormatError(
+            f"a safetensors header runs past its file: expected at most {size - 8} bytes, got"
+            f" {nbytes} ({where})"
+        )
+    return _parse_json(read(store, name, 8, nbytes), f"header of {where}") | {
+        "__header_bytes__": 8 + nbytes
+    }
 
 
 def _read_extras(value: object, name: str) -> dict[str, str]:
@@ -243,42 +314,65 @@ def _read_extras(value: object, name: str) -> dict[str, str]:
 
 
 def _entries(header: dict[str, Any], name: str, size: int) -> dict[str, TensorEntry]:
-    """Returns the tensors of one file; payloads must follow each other without gap from the header to the end."""
+    """Returns the tensors of one file; payloads must follow each other without gap from the header
+    to the end.
+    """
     base = header.pop("__header_bytes__")
     entries: dict[str, TensorEntry] = {}
     for fqn, fields in header.items():
         where = f"{printable(name)}, {printable(fqn)!r}"
         if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-            raise FormatError(f"a tensor's header: expected dtype, shape and data_offsets ({where})")
+            raise FormatError(
+                f"a tensor's header: expected dtype, shape and data_offsets ({where})"
+            )
         shape, offsets = fields["shape"], fields["data_offsets"]
         if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > 64:
-            raise FormatError(f"a tensor's shape or data_offsets are not counts: {printable(str((shape, offsets)))} ({where})")
-        entry = TensorEntry(fqn, by_tag(str(fields["dtype"]), where), _in_bytes(fields["dtype"], shape, where), ())
+            raise FormatError(
+                "a tensor's shape or data_offsets are not counts:"
+                f" {printable(str((shape, offsets)))} ({where})"
+            )
+        entry = TensorEntry(
+            fqn, by_tag(str(fields["dtype"]), where), _in_bytes(fields["dtype"], shape, where), ()
+        )
         if offsets[1] - offsets[0] != entry.nbytes:
-            raise FormatError(f"data_offsets do not fit the shape: expected {entry.nbytes} bytes, got {offsets} ({where})")
+            raise FormatError(
+                f"data_offsets do not fit the shape: expected {entry.nbytes} bytes, got {offsets}"
+                f" ({where})"
+            )
         extent = Extent(name, base + offsets[0], entry.nbytes)
-        entries[fqn] = TensorEntry(fqn, entry.dtype, entry.shape, (Chunk(whole(entry.shape), extent),))
+        entries[fqn] = TensorEntry(
+            fqn, entry.dtype, entry.shape, (Chunk(whole(entry.shape), extent),)
+        )
     end = base
-    for extent in sorted((e.chunks[0].extent for e in entries.values()), key=lambda x: (x.start, x.nbytes)):
+    for extent in sorted(
+        (e.chunks[0].extent for e in entries.values()), key=lambda x: (x.start, x.nbytes)
+    ):
         if extent.start != end:
             raise FormatError(
-                f"payloads leave a gap or overlap: expected one to start at byte {end}, got {extent.start} ({printable(name)})"
+                f"payloads leave a gap or overlap: expected one to start at byte {end}, got"
+                f" {extent.start} ({printable(name)})"
             )
         end = extent.start + extent.nbytes
     if end != size:
         raise FormatError(
-            f"a safetensors file has the wrong length: expected {end} bytes, got {size} ({printable(name)})",
+            f"a safetensors file has the wrong length: expected {end} bytes, got {size}"
+            f" ({printable(name)})",
             hint="it was truncated, or appended to",
         )
     return entries
 
 
 def _in_bytes(tag: str, shape: Sequence[int], where: str) -> tuple[int, ...]:
-    """Returns the shape of a tensor as torch has it: an element of it holds two values of four bits, and the file counts values."""
+    """Returns the shape of a tensor as torch has it: an element of it holds two values of four
+    bits, and the file counts values.
+    """
     if tag != _PAIRS:
         return tuple(shape)
     if not shape or shape[-1] % 2:
-        raise FormatError(f"values of four bits go in pairs: expected an even last dim, got {list(shape)} ({where})")
+        raise FormatError(
+            f"values of four bits go in pairs: expected an even last dim, got {list(shape)}"
+            f" ({where})"
+        )
     return (*shape[:-1], shape[-1] // 2)
 
 
@@ -286,7 +380,7 @@ def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < _MAX_SIZE for n in value)
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def lay_out(request: Request) -> Target:
@@ -296,11 +390,17 @@ def lay_out(request: Request) -> Target:
         PlanError: a dtype has no safetensors tag, or a tensor is split.
     """
     if any(t.fqn == "__metadata__" for t in request.tensors):
-        raise PlanError("safetensors cannot hold a tensor named '__metadata__'", hint="leave it out with --exclude __metadata__")
-    untagged = [t for t in request.tensors if t.dtype.tag is None or (t.dtype.tag == _PAIRS and not t.shape)]
+        raise PlanError(
+            "safetensors cannot hold a tensor named '__metadata__'",
+            hint="leave it out with --exclude __metadata__",
+        )
+    untagged = [
+        t for t in request.tensors if t.dtype.tag is None or (t.dtype.tag == _PAIRS and not t.shape)
+    ]
     if untagged:
         raise PlanError(
-            "safetensors cannot hold " + ", ".join(f"{printable(t.fqn)!r} ({t.dtype.name})" for t in untagged[:8]),
+            "safetensors cannot hold "
+            + ", ".join(f"{printable(t.fqn)!r} ({t.dtype.name})" for t in untagged[:8]),
             hint="leave them out with --exclude GLOB",
         )
     count = request.world_size
@@ -309,7 +409,8 @@ def lay_out(request: Request) -> Target:
     literals, slots, sizes, weight_map = [], {}, {}, {}
     for number, name in enumerate(names):
         mine = [t for t in request.tensors if t.boxes[number] is not None]
-        mine.sort(key=lambda t: whole(t.shape).numel * t.dtype.itemsize >= request.small_first)  # stable
+        # stable
+        mine.sort(key=lambda t: whole(t.shape).numel * t.dtype.itemsize >= request.small_first)
         header = _render_header(mine)
         literals.append(Literal(name, 0, header))
         at = len(header)
@@ -326,7 +427,13 @@ def lay_out(request: Request) -> Target:
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     data = json.dumps(index, indent=2).encode() + b"\n"
     own = Literal(request.index, 0, request.files[request.index]) if request.index else None
-    return Target(NAME, sizes, slots, tuple(literals), index=Literal(INDEX, 0, data) if request.with_index else own)
+    return Target(
+        NAME,
+        sizes,
+        slots,
+        tuple(literals),
+        index=Literal(INDEX, 0, data) if request.with_index else own,
+    )
 
 
 def _render_header(tensors: Iterable[Any]) -> bytes:
@@ -334,9 +441,18 @@ def _render_header(tensors: Iterable[Any]) -> bytes:
     at = 0
     for tensor in tensors:
         nbytes = whole(tensor.shape).numel * tensor.dtype.itemsize
-        shape = [*tensor.shape[:-1], 2 * tensor.shape[-1]] if tensor.dtype.tag == _PAIRS else list(tensor.shape)
-        table[tensor.fqn] = {"dtype": tensor.dtype.tag, "shape": shape, "data_offsets": [at, at + nbytes]}
+        shape = (
+            [*tensor.shape[:-1], 2 * tensor.shape[-1]]
+            if tensor.dtype.tag == _PAIRS
+            else list(tensor.shape)
+        )
+        table[tensor.fqn] = {
+            "dtype": tensor.dtype.tag,
+            "shape": shape,
+            "data_offsets": [at, at + nbytes],
+        }
         at += nbytes
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-(len(text) + 8) % _PAGE_BYTES)  # so that whole pages are written, and mapped tensors lie on pages
+    # so that whole pages are written, and mapped tensors lie on pages
+    text += b" " * (-(len(text) + 8) % _PAGE_BYTES)
     return len(text).to_bytes(8, "little") + text

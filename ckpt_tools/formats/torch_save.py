@@ -1,8 +1,10 @@
-"""`torch.save` files: one zip of a (nested) state dict, `.pt`, `.pth` or `.bin`; or Hugging Face's `.bin` shards with an index.
+"""`torch.save` files: one zip of a (nested) state dict, `.pt`, `.pth` or `.bin`; or Hugging Face's
+`.bin` shards with an index.
 
-`data.pkl` tells how tensors lie in storages, each of which is a record of the zip; so a tensor is a range of bytes here too, a
-view of a shared storage included. Plain values become objects, as DCP would have stored them; what is of a type that this reader
-does not know is counted, and nothing of it runs.
+`data.pkl` tells how tensors lie in storages, each of which is a record of the zip; so a tensor is a
+range of bytes here too, a view of a shared storage included. Plain values become objects, as DCP
+would have stored them; what is of a type that this reader does not know is counted, and nothing of
+it runs.
 
 Source: torch 2.13 `torch/serialization.py`; confirmed on files that it wrote.
 """
@@ -52,13 +54,20 @@ locate, guess = locate_bare, guess_bare
 _MAX_PICKLE_BYTES = 256 << 20
 _TAIL_BYTES = 1536
 _MAX_HOLES = 10_000
-_ALL_RANKS = "give the directory with the files of all ranks, named …rank_0.pt, …rank_1.pt and so on"
+_ALL_RANKS = (
+    "give the directory with the files of all ranks, named …rank_0.pt, …rank_1.pt and so on"
+)
 
-_STATE_DICT = "a whole module needs its own code to be read: load it where that code is, and save its state_dict()"
+_STATE_DICT = (
+    "a whole module needs its own code to be read: load it where that code is, and save its"
+    " state_dict()"
+)
 
 
 def recognise(files: Mapping[str, int]) -> bool:
-    """Tells whether the index of `.bin` shards, or `pytorch_model.bin` alone, is among the files."""
+    """Tells whether the index of `.bin` shards, or `pytorch_model.bin` alone, is among the
+    files.
+    """
     return INDEX in files or "pytorch_model.bin" in files
 
 
@@ -70,7 +79,9 @@ def read_catalog(store: Store) -> Catalog:
     return read_files(store, names, weight_map, Made())
 
 
-def read_files(store: Store, names: Sequence[str], weight_map: Mapping[str, str], made: Made) -> Catalog:
+def read_files(
+    store: Store, names: Sequence[str], weight_map: Mapping[str, str], made: Made
+) -> Catalog:
     """Reads some files of a directory.
 
     Args:
@@ -92,31 +103,53 @@ def read_files(store: Store, names: Sequence[str], weight_map: Mapping[str, str]
         for path, value, extents in read_leaves(store, name, sizes[name], others):
             fqn = join(path)
             if fqn in paths:
-                raise FormatError(f"two tensors have one name: {printable(fqn)!r} ({printable(name)})")
+                raise FormatError(
+                    f"two tensors have one name: {printable(fqn)!r} ({printable(name)})"
+                )
             if isinstance(value, (Sharded, Pieces)):
-                raise FormatError(f"a part of a tensor, as one rank has it: {printable(fqn)!r} ({printable(name)})", hint=_ALL_RANKS)
+                raise FormatError(
+                    f"a part of a tensor, as one rank has it: {printable(fqn)!r}"
+                    f" ({printable(name)})",
+                    hint=_ALL_RANKS,
+                )
             paths[fqn] = path
             if isinstance(value, View):
-                tensors[fqn] = TensorEntry(fqn, value.dtype, value.sizes, (Chunk(whole(value.sizes), extents[0]),))
+                tensors[fqn] = TensorEntry(
+                    fqn, value.dtype, value.sizes, (Chunk(whole(value.sizes), extents[0]),)
+                )
             else:
                 objects[fqn] = made.value(fqn, value)
     unknown = [printable(kind) for kind in others if "." in kind]
     if unknown and not tensors and not others.tensors:
         raise FormatError(
-            f"no tensors of a type that is known here, but {', '.join(unknown[:5])} ({', '.join(map(printable, names))})",
-            hint=_STATE_DICT if any(kind.startswith(("torch.nn.", "__main__.")) for kind in unknown) else _ALL_RANKS,
+            f"no tensors of a type that is known here, but {', '.join(unknown[:5])}"
+            f" ({', '.join(map(printable, names))})",
+            hint=(
+                _STATE_DICT
+                if any(kind.startswith(("torch.nn.", "__main__.")) for kind in unknown)
+                else _ALL_RANKS
+            ),
         )
     compare_index(weight_map, tensors, INDEX)
     is_nested = any(len(path) > 1 for path in paths.values())
     archives = tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items())
     return Catalog(
-        NAME, tensors, objects, paths if is_nested else {}, sizes, extras=told(others), archives=archives, made=made.files,
-        unread=others.unread, unknown=others.unknown,
-    )  # fmt: skip
+        NAME,
+        tensors,
+        objects,
+        paths if is_nested else {},
+        sizes,
+        extras=told(others),
+        archives=archives,
+        made=made.files,
+        unread=others.unread,
+        unknown=others.unknown,
+    )
 
 
 class Others(Counter[str]):
-    """What files hold and this reader does not read: the number of values by type; tensors and values by place, each with its kind.
+    """What files hold and this reader does not read: the number of values by type; tensors and
+    values by place, each with its kind.
 
     Attributes:
         tensors, foreign: tensors and other values by their places.
@@ -149,12 +182,19 @@ class Others(Counter[str]):
 
 def told(others: Counter[str]) -> dict[str, str]:
     """Returns what a catalog says of values of types that are not known here."""
-    kinds = ", ".join(f"{printable(kind)} ({count:,})" if count else printable(kind) for kind, count in others.most_common(8))
-    numbers = {"NumPy numbers": f"{len(others.numpy):,}, read as Python's"} if isinstance(others, Others) and others.numpy else {}
+    kinds = ", ".join(
+        f"{printable(kind)} ({count:,})" if count else printable(kind)
+        for kind, count in others.most_common(8)
+    )
+    numbers = (
+        {"NumPy numbers": f"{len(others.numpy):,}, read as Python's"}
+        if isinstance(others, Others) and others.numpy
+        else {}
+    )
     return ({"other values": kinds} if kinds else {}) | numbers
 
 
-# ---- one file ------------------------------------------------------------------------------------------------------------
+# ---- one file ------------------------------------------------------------------------------------
 
 
 def join(path: Path) -> str:
@@ -163,7 +203,9 @@ def join(path: Path) -> str:
 
 
 class Opened:
-    """A `torch.save` file of which `data.pkl` and the zip's directory have been read; `root` is what was saved."""
+    """A `torch.save` file of which `data.pkl` and the zip's directory have been read; `root` is
+    what was saved.
+    """
 
     def __init__(self, store: Store, name: str, size: int, others: Counter[str]) -> None:
         """Reads; `others` counts types that are not known.
@@ -177,18 +219,28 @@ class Opened:
         head = read(store, name, 0, min(2, size))
         if head != b"PK":
             hint = (
-                "files of torch before 1.6 are no zips: load and save it again with torch, if you trust it" if head[:1] == b"\x80" else None
+                "files of torch before 1.6 are no zips: load and save it again with torch, if you"
+                " trust it"
+                if head[:1] == b"\x80"
+                else None
             )
             raise FormatError(f"not a torch.save archive: {where} begins with {head!r}", hint=hint)
         tail = min(size, _TAIL_BYTES)
         try:
-            self._records, self._directory = read_directory(store, extent, read(store, name, size - tail, tail))
+            self._records, self._directory = read_directory(
+                store, extent, read(store, name, size - tail, tail)
+            )
         except struct.error as error:
             raise FormatError(f"a zip is truncated ({where})") from error
         if "data.pkl" not in self._records:
-            raise FormatError(f"not a torch.save archive: {where} has no data.pkl", hint="TorchScript and torch.export files are programs")
+            raise FormatError(
+                f"not a torch.save archive: {where} has no data.pkl",
+                hint="TorchScript and torch.export files are programs",
+            )
         if self._records["data.pkl"].nbytes > _MAX_PICKLE_BYTES:
-            raise FormatError(f"a pickle is too long: {self._records['data.pkl'].nbytes} bytes ({where})")
+            raise FormatError(
+                f"a pickle is too long: {self._records['data.pkl'].nbytes} bytes ({where})"
+            )
         self._places: dict[str, tuple[int, Record]] = {}
         at = self._start(self._records["data.pkl"])
         data = read(store, name, at, self._records["data.pkl"].nbytes)
@@ -196,7 +248,9 @@ class Opened:
         self.root = unpickled(data, where, lambda kind: others.update({kind: 0}))
 
     def find(self, views: Iterable[View]) -> None:
-        """Looks up where the storages of tensors begin; a store in a network does it for all of them at once."""
+        """Looks up where the storages of tensors begin; a store in a network does it for all of
+        them at once.
+        """
         used = {key for view in views if (key := f"data/{view.storage.key}") not in self._places}
         missing = sorted(used - self._records.keys())
         if missing:
@@ -221,15 +275,25 @@ class Opened:
     def _start(self, record: Record) -> int:
         """Returns where a record's data begins, from its local header."""
         if not 0 <= record.header <= self._size - LOCAL.size:
-            raise FormatError(f"a record stands where none belongs: at byte {record.header} ({self._where})")
-        start = record.header + data_start(read(self._store, self.name, record.header, LOCAL.size), Record(0, record.nbytes, 0))
+            raise FormatError(
+                f"a record stands where none belongs: at byte {record.header} ({self._where})"
+            )
+        start = record.header + data_start(
+            read(self._store, self.name, record.header, LOCAL.size), Record(0, record.nbytes, 0)
+        )
         if start + record.nbytes > self._size:
-            raise FormatError(f"a record runs past its file: {start + record.nbytes} of {self._size} bytes ({self._where})")
+            raise FormatError(
+                f"a record runs past its file: {start + record.nbytes} of {self._size} bytes"
+                f" ({self._where})"
+            )
         return start
 
 
-def read_leaves(store: Store, name: str, size: int, others: Others) -> Iterator[tuple[Path, object, tuple[Extent, ...]]]:
-    """Yields tensors and plain values of a file: the keys on the way, what the pickle says, and where a tensor's parts lie.
+def read_leaves(
+    store: Store, name: str, size: int, others: Others
+) -> Iterator[tuple[Path, object, tuple[Extent, ...]]]:
+    """Yields tensors and plain values of a file: the keys on the way, what the pickle says, and
+    where a tensor's parts lie.
 
     Args:
         store: where the file is.
@@ -260,25 +324,49 @@ def views_of(value: object) -> tuple[View, ...]:
     """Returns the parts of a tensor that are in the file; none of what is no tensor."""
     if isinstance(value, Pieces):
         return tuple(view for view, _ in value.parts)
-    return (value.local,) if isinstance(value, Sharded) else (value,) if isinstance(value, View) else ()
+    return (
+        (value.local,)
+        if isinstance(value, Sharded)
+        else (value,)
+        if isinstance(value, View)
+        else ()
+    )
 
 
 def _extent(file: str, fqn: str, view: View, start: int, nbytes: int, crc: int) -> Extent:
     itemsize, numel = view.dtype.itemsize, math.prod(view.sizes)
-    last = view.offset + sum((n - 1) * s for n, s in zip(view.sizes, view.strides, strict=True)) if numel else view.offset - 1
+    last = (
+        view.offset + sum((n - 1) * s for n, s in zip(view.sizes, view.strides, strict=True))
+        if numel
+        else view.offset - 1
+    )
     if (last + 1) * itemsize > nbytes:
-        raise FormatError(f"a tensor exceeds its storage: {printable(fqn)!r}, element {last} of {nbytes // itemsize} ({printable(file)})")
-    is_flat = all(n == 1 or s == r for n, s, r in zip(view.sizes, view.strides, row_major_strides(view.sizes), strict=True))
+        raise FormatError(
+            f"a tensor exceeds its storage: {printable(fqn)!r}, element {last} of"
+            f" {nbytes // itemsize} ({printable(file)})"
+        )
+    is_flat = all(
+        n == 1 or s == r
+        for n, s, r in zip(view.sizes, view.strides, row_major_strides(view.sizes), strict=True)
+    )
     count = (last + 1 - view.offset) * itemsize
     known = crc if crc and is_flat and count == nbytes else None
-    return Extent(file, start + view.offset * itemsize, count, RAW, None if is_flat or not numel else view.strides, known)
+    return Extent(
+        file,
+        start + view.offset * itemsize,
+        count,
+        RAW,
+        None if is_flat or not numel else view.strides,
+        known,
+    )
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def lay_out(request: Request) -> Target:
-    """Lays one file out, with tensors and plain values nested as their paths say; see `Format.lay_out`.
+    """Lays one file out, with tensors and plain values nested as their paths say; see
+    `Format.lay_out`.
 
     Raises:
         PlanError: a path leads through something that is no dict.
@@ -289,14 +377,19 @@ def lay_out(request: Request) -> Target:
     name, slots = request.file_name, {}
     for tensor in request.tensors:
         box = whole(tensor.shape)
-        slots[tensor.fqn] = (Slot(box, name, archive.room(keys[tensor.fqn], box.numel * tensor.dtype.itemsize)),)
+        slots[tensor.fqn] = (
+            Slot(box, name, archive.room(keys[tensor.fqn], box.numel * tensor.dtype.itemsize)),
+        )
     archive.finish()
     literals, trailers = archive.around(name)
-    return Target(NAME, {name: archive.nbytes}, slots, tuple(literals), tuple(trailers), world_size=1)
+    return Target(
+        NAME, {name: archive.nbytes}, slots, tuple(literals), tuple(trailers), world_size=1
+    )
 
 
 def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
-    """Returns values by flat name as nested dicts, lists and tuples; one without a path stands at the top under its name.
+    """Returns values by flat name as nested dicts, lists and tuples; one without a path stands at
+    the top under its name.
 
     What an optimizer numbers by itself, `state.0`, gets numbers for keys again.
 
@@ -310,7 +403,10 @@ def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
         for depth, key in enumerate(path[:-1]):
             owner = owner.setdefault(_key(path, depth, key), {})
             if not isinstance(owner, dict):
-                raise PlanError(f"two entries cannot stand in one state dict: {printable(fqn)!r} leads through a value")
+                raise PlanError(
+                    f"two entries cannot stand in one state dict: {printable(fqn)!r} leads through"
+                    " a value"
+                )
         if owner.setdefault(_key(path, len(path) - 1, path[-1]), value) is not value:
             raise PlanError(f"two entries have one name: {printable(fqn)!r}")
     return _with_lists(root)
@@ -321,11 +417,17 @@ def _key(path: Path, depth: int, key: str | int) -> Any:
         return _TupleIndex(key) if isinstance(key, TupleItem) else _Index(key)
     if isinstance(key, Key):
         return key.original
-    return int(key) if is_number(key) and depth and path[depth - 1] == "state" and depth + 1 < len(path) else key
+    return (
+        int(key)
+        if is_number(key) and depth and path[depth - 1] == "state" and depth + 1 < len(path)
+        else key
+    )
 
 
 class _Index(int):
-    """A position in a list, told from a number that is a dict's key by its type; both are the same number to a dict."""
+    """A position in a list, told from a number that is a dict's key by its type; both are the same
+    number to a dict.
+    """
 
 
 class _TupleIndex(_Index):
@@ -340,5 +442,6 @@ def _with_lists(value: Any) -> Any:
         if max(items) - len(items) > _MAX_HOLES:
             raise PlanError(f"a list lacks {max(items) - len(items)} of its items")
         kind = tuple if all(isinstance(key, _TupleIndex) for key in items) else list
-        return kind(items.get(number) for number in range(max(items) + 1))  # None where a value is left behind
+        # None where a value is left behind
+        return kind(items.get(number) for number in range(max(items) + 1))
     return {int(key) if isinstance(key, _Index) else key: item for key, item in items.items()}

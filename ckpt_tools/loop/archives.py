@@ -1,4 +1,5 @@
-"""Plain values as `torch.save` archives: `pack` writes them, `unpack` reads them, `ReadBack` proves that the one reads the other.
+"""Plain values as `torch.save` archives: `pack` writes them, `unpack` reads them, `ReadBack` proves
+that the one reads the other.
 
 Imports torch.
 """
@@ -14,7 +15,14 @@ from typing import Any
 
 import torch
 
-from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError, PlanError, UnsafePickleError, printable
+from ckpt_tools.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    PlanError,
+    UnsafePickleError,
+    printable,
+)
 from ckpt_tools.formats.pickle.state import View
 from ckpt_tools.formats.torch_save import Others, read_leaves
 from ckpt_tools.loop.objects import Key, Structure, decode, encode
@@ -34,7 +42,9 @@ def pack(value: Any, path: Key = ()) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(data: bytes, name: str, trust_pickle: bool, tensor: Callable[[str], Any] | None = None) -> Any:
+def unpack(
+    data: bytes, name: str, trust_pickle: bool, tensor: Callable[[str], Any] | None = None
+) -> Any:
     """Returns a value from its archive, after its checksums were compared.
 
     Args:
@@ -55,10 +65,14 @@ def unpack(data: bytes, name: str, trust_pickle: bool, tensor: Callable[[str], A
             damaged = archive.testzip() if any(i.CRC for i in archive.infolist()) else None
     except Exception as error:  # zipfile has many for bytes that it did not expect
         raise IntegrityError(
-            f"an object's archive is damaged: {printable(str(error) or type(error).__name__)} ({printable(name)!r})"
+            f"an object's archive is damaged: {printable(str(error) or type(error).__name__)}"
+            f" ({printable(name)!r})"
         ) from error
     if damaged:
-        raise IntegrityError(f"an object was damaged since it was written: {printable(damaged)} ({printable(name)!r})")
+        raise IntegrityError(
+            f"an object was damaged since it was written: {printable(damaged)}"
+            f" ({printable(name)!r})"
+        )
     if not trust_pickle:
         _check_archive(data, name)
     try:
@@ -67,23 +81,32 @@ def unpack(data: bytes, name: str, trust_pickle: bool, tensor: Callable[[str], A
         if trust_pickle:
             raise
         lines: Sequence[str] = str(error).splitlines()
-        reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
+        reason = next(
+            (line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0]
+        )
         raise UnsafePickleError(
-            f"refused an object of the checkpoint: {printable(reason.strip())} ({printable(name)!r})",
+            f"refused an object of the checkpoint: {printable(reason.strip())}"
+            f" ({printable(name)!r})",
             hint="no code of it was run; if you wrote the file, pass trust_pickle=True",
         ) from error
     return decode(value, tensor)
 
 
 def _check_archive(data: bytes, name: str) -> None:
-    """Reads an archive without running anything, before torch does: what it would take more memory for than it has bytes is refused.
+    """Reads an archive without running anything, before torch does: what it would take more memory
+    for than it has bytes is refused.
 
     Raises:
         FormatError: it is malformed, or asks for lengths that nothing in it has.
     """
     for _, value, _ in read_leaves(MemoryStore({name: data}), name, len(data), Others()):
-        if isinstance(value, View) and math.prod(value.sizes) * value.dtype.itemsize > _EXPANDED * len(data):
-            raise FormatError(f"a tensor of an object is far larger than its archive: {list(value.sizes)} ({printable(name)!r})")
+        if isinstance(value, View) and math.prod(
+            value.sizes
+        ) * value.dtype.itemsize > _EXPANDED * len(data):
+            raise FormatError(
+                f"a tensor of an object is far larger than its archive: {list(value.sizes)}"
+                f" ({printable(name)!r})"
+            )
 
 
 def check_value(value: Any, path: Key) -> None:
@@ -110,7 +133,10 @@ def check_loadable(data: bytes, name: str, hint: str | None = None) -> None:
     try:
         unpack(data, name, False, tensor=lambda stored: stored)
     except CheckpointError as error:
-        raise PlanError(f"cannot save {printable(name)!r}: it could not be loaded again: {error}", hint=hint or error.hint) from error
+        raise PlanError(
+            f"cannot save {printable(name)!r}: it could not be loaded again: {error}",
+            hint=hint or error.hint,
+        ) from error
 
 
 class ReadBack:
@@ -120,7 +146,8 @@ class ReadBack:
         self._proved: dict[str, bytes] = {}  # a digest of each object of the save before
 
     def check(self, objects: Mapping[str, bytes]) -> None:
-        """Reads archives as a resume does; those that are as they were in the save before are proved.
+        """Reads archives as a resume does; those that are as they were in the save before are
+        proved.
 
         Raises:
             PlanError: one could not be loaded.

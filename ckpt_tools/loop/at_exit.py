@@ -1,4 +1,5 @@
-"""Closes open managers when the process ends, while threads can still be started. A failure becomes the exit status.
+"""Closes open managers when the process ends, while threads can still be started. A failure becomes
+the exit status.
 
 Imports nothing of the package.
 """
@@ -19,7 +20,9 @@ _failed: list[BaseException] = []
 
 
 def register(close: Callable[[], object]) -> None:
-    """Has something closed when the process ends, if `unregister` is not called before. A forked child closes nothing."""
+    """Has something closed when the process ends, if `unregister` is not called before. A forked
+    child closes nothing.
+    """
     _open.append(close)
 
 
@@ -39,7 +42,9 @@ def _close_all() -> None:
 
 
 def _end() -> None:
-    """Gives the process an exit status, after the handlers that were registered later: Python has no other way than at once."""
+    """Gives the process an exit status, after the handlers that were registered later: Python has
+    no other way than at once.
+    """
     if _failed:
         logging.shutdown()
         sys.stdout.flush()
@@ -48,6 +53,7 @@ def _end() -> None:
 
 
 atexit.register(_end)
-# An executor takes no work any more when `atexit` calls its handlers; CPython's own executors use this, too.
+# An executor takes no work any more when `atexit` calls its handlers; CPython's own executors use
+# this, too.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
 os.register_at_fork(after_in_child=_open.clear)

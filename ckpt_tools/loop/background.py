@@ -1,4 +1,6 @@
-"""Writes steps in one thread beside the training, tries again in an outage, and ends rollbacks, feeds mirrors and prunes after a commit."""
+"""Writes steps in one thread beside the training, tries again in an outage, and ends rollbacks,
+feeds mirrors and prunes after a commit.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from ckpt_tools.storage import is_url
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A step to be written: the layout that the ranks agreed on, the memory of this rank's pieces, its objects as archives."""
+    """A step to be written: the layout that the ranks agreed on, the memory of this rank's pieces,
+    its objects as archives.
+    """
 
     step: int
     layout: Layout
@@ -86,20 +90,33 @@ class Writer:
 
     def target(self, step: int) -> Destination:
         """Returns where a step is, or will be."""
-        return open_destination(f"{os.fspath(self.root).rstrip('/')}/{step_name(step)}", self.options)
+        return open_destination(
+            f"{os.fspath(self.root).rstrip('/')}/{step_name(step)}", self.options
+        )
 
     def exists(self, step: int) -> bool:
-        """Tells whether a disk has a step that no save may replace. A store is not asked: its commit refuses such a save."""
-        is_left = self.candidates.branch is not None and step_name(step) in self.candidates.branch[1]
+        """Tells whether a disk has a step that no save may replace. A store is not asked: its
+        commit refuses such a save.
+        """
+        is_left = (
+            self.candidates.branch is not None and step_name(step) in self.candidates.branch[1]
+        )
         target = self.target(step)
-        return not is_url(self.root) and not is_left and target.url not in self.candidates.passed and target.exists()
+        return (
+            not is_url(self.root)
+            and not is_left
+            and target.url not in self.candidates.passed
+            and target.exists()
+        )
 
     def submit(self, save: Save, group: Group) -> None:
         """Has a step written in the background."""
         self._running = self._background().submit(self.write, save, group)
 
     def _background(self) -> ThreadPoolExecutor:
-        """Returns the one thread that writes, and removes old steps: freeing a gigabyte of page cache takes a sixth of a second."""
+        """Returns the one thread that writes, and removes old steps: freeing a gigabyte of page
+        cache takes a sixth of a second.
+        """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "ckpt-save")
         return self._pool
@@ -123,10 +140,16 @@ class Writer:
             if is_last or self._failures >= self.max_failures:
                 self._failures = 0
                 raise
-            log.warning("a save failed, %d of at most %d in a row: %s", self._failures, self.max_failures - 1, told(error))
+            log.warning(
+                "a save failed, %d of at most %d in a row: %s",
+                self._failures,
+                self.max_failures - 1,
+                told(error),
+            )
 
     def write(self, save: Save, group: Group) -> SaveReport:
-        """Writes and commits a step, again and again while the store cannot be reached; called by all ranks.
+        """Writes and commits a step, again and again while the store cannot be reached; called by
+        all ranks.
 
         Raises:
             CheckpointError: it failed; nothing is visible then.
@@ -157,7 +180,8 @@ class Writer:
             self._read_back.check(save.objects)
             if group.rank == 0:
                 self._check_lock()
-                is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]  # its reply was lost in an outage
+                # its reply was lost in an outage
+                is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]
                 if self.candidates.branch is not None and not is_there:
                     note = Note(what, attempts[-1], *self.candidates.branch)
                     write_note(self.root, note, self.options)
@@ -165,7 +189,18 @@ class Writer:
         if group.broadcast(is_there, f"begin {what}"):
             return SaveReport(target.url, 0)
         overwrite = save.overwrite or target.url in self.candidates.passed
-        return write(group, target, save.step, save.layout, save.memory, save.objects, self.jobs, attempts[-1], self._check_lock, overwrite)
+        return write(
+            group,
+            target,
+            save.step,
+            save.layout,
+            save.memory,
+            save.objects,
+            self.jobs,
+            attempts[-1],
+            self._check_lock,
+            overwrite,
+        )
 
     def _check_lock(self) -> None:
         if self.lock is not None:
@@ -178,14 +213,20 @@ class Writer:
             try:
                 rollback.complete(self.root, self.options, keeps_notes=not is_url(self.root))
             except (CheckpointError, OSError) as error:
-                log.warning("could not set aside the steps of the branch before; the next start does: %s", told(error))
+                log.warning(
+                    "could not set aside the steps of the branch before; the next start does: %s",
+                    told(error),
+                )
         if self.mirror is not None:
             self.mirror.offer(step, Path(path))
         self._background().submit(self._retain)
 
     def _retain(self) -> None:
         """Lets old steps go; a failure to do so is a warning, the save is committed."""
-        kept = [*([self.resumed] if self.resumed else []), *(self.mirror.needed() if self.mirror else [])]
+        kept = [
+            *([self.resumed] if self.resumed else []),
+            *(self.mirror.needed() if self.mirror else []),
+        ]
         if retain(self.root, self.keep, kept, self.options, self._told):
             self.resumed = None  # a newer one is committed
 
@@ -196,8 +237,11 @@ class Writer:
             self._pool = None
 
 
-def tries_again(group: Group, error: BaseException, deadline: float, what: str, num_tries: int) -> bool:
-    """Tells, on all ranks alike, whether what has failed is tried again, because a store could not be reached; waits before that.
+def tries_again(
+    group: Group, error: BaseException, deadline: float, what: str, num_tries: int
+) -> bool:
+    """Tells, on all ranks alike, whether what has failed is tried again, because a store could not
+    be reached; waits before that.
 
     Args:
         group: all ranks; each has an error.
@@ -215,7 +259,9 @@ def tries_again(group: Group, error: BaseException, deadline: float, what: str, 
     if not outages or passing < group.size or on_time < group.size:
         return False
     if group.rank == 0:
-        log.warning("%s: %s; trying again for %.0f s", what, told(error), deadline - time.monotonic())
+        log.warning(
+            "%s: %s; trying again for %.0f s", what, told(error), deadline - time.monotonic()
+        )
     time.sleep(pause_of(num_tries - 1))
     return True
 

@@ -1,4 +1,6 @@
-"""Which step a job resumes from: the newest sound one of root and mirror, or the one that was asked for."""
+"""Which step a job resumes from: the newest sound one of root and mirror, or the one that was asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,24 @@ class Candidates:
 
     Attributes:
         root, options: of the run.
-        passed: paths of steps that were found to be of no use: when the job gets there again, they are replaced.
-        branch: a rollback that no save has completed yet: the step resumed from, and the newer ones, each with its attempt.
+        passed: paths of steps that were found to be of no use: when the job gets there again, they
+            are replaced.
+        branch: a rollback that no save has completed yet: the step resumed from, and the newer
+            ones, each with its attempt.
     """
 
-    def __init__(self, root: Path | str, mirror_url: str | None, options: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, root: Path | str, mirror_url: str | None, options: Mapping[str, Any] | None
+    ) -> None:
         self.root, self._mirror_url, self.options = root, mirror_url, options
         self.passed: set[str] = set()
         self.branch: tuple[int, Mapping[str, str]] | None = None
 
-    def choose(self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path | str]) -> Chosen:
-        """Returns the number and the place of the step to resume from, None where there is nothing yet.
+    def choose(
+        self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path | str]
+    ) -> Chosen:
+        """Returns the number and the place of the step to resume from, None where there is nothing
+        yet.
 
         Args:
             step: this one, and no other.
@@ -65,7 +74,9 @@ class Candidates:
         self.passed.add(os.fspath(step))
 
     def _newest(self, damaged: Sequence[Path | str]) -> Latest:
-        """Finds the newest step of root and mirror; of the root alone where the mirror cannot be read."""
+        """Finds the newest step of root and mirror; of the root alone where the mirror cannot be
+        read.
+        """
         if not self._mirror_url:
             return latest_of([self.root], damaged, self.options)
         try:
@@ -74,11 +85,16 @@ class Candidates:
             choice = latest_of([self.root], damaged)
             if choice.step is None:
                 raise
-            log.warning("the mirror cannot be read, and may have a newer step: %s; resuming from the disk", told(error))
+            log.warning(
+                "the mirror cannot be read, and may have a newer step: %s; resuming from the disk",
+                told(error),
+            )
             return choice
 
     def _by_number(self, number: int) -> Path | str:
-        """Finds one step, in the root or else in the mirror. The newer steps belong to a branch that the job leaves."""
+        """Finds one step, in the root or else in the mirror. The newer steps belong to a branch
+        that the job leaves.
+        """
         steps = list_steps(self.root, self.options)
         found = next((s for s in steps if s.number == number), None)
         newer = rollback.newer_than(steps, number)
@@ -90,12 +106,20 @@ class Candidates:
                 there = []
             newer = rollback.newer_than(there, number) | newer
             steps = [*steps, *there]
-            found = found if found is not None and not found.problem else next((s for s in there if s.number == number), found)
+            found = (
+                found
+                if found is not None and not found.problem
+                else next((s for s in there if s.number == number), found)
+            )
         if found is None:
             shown = ", ".join(str(n) for n in sorted({s.number for s in steps})) or "none"
-            raise NotACheckpointError(f"no step {number} in {printable(str(self.root))}; there are: {shown}")
+            raise NotACheckpointError(
+                f"no step {number} in {printable(str(self.root))}; there are: {shown}"
+            )
         if found.problem:
-            raise NotACheckpointError(f"step {number} is not complete: {found.problem} ({printable(str(found.path))})")
+            raise NotACheckpointError(
+                f"step {number} is not complete: {found.problem} ({printable(str(found.path))})"
+            )
         self._leave(number, newer)
         return found.path
 
@@ -103,4 +127,8 @@ class Candidates:
         """Notes the newer steps, which the first new one supersedes."""
         if newer:
             self.branch = number, newer
-            log.warning("resuming from step %d: when a new step is committed, these are set aside: %s", number, ", ".join(sorted(newer)))
+            log.warning(
+                "resuming from step %d: when a new step is committed, these are set aside: %s",
+                number,
+                ", ".join(sorted(newer)),
+            )

@@ -1,4 +1,5 @@
-"""For those who stay with `dcp.save`, `dcp.async_save` and `dcp.load`: the same engine below them, the same files.
+"""For those who stay with `dcp.save`, `dcp.async_save` and `dcp.load`: the same engine below them,
+the same files.
 
     dcp.save(state, storage_writer=StorageWriter("run/step-500"))
     dcp.load(state, storage_reader=StorageReader("run/step-500"))
@@ -30,7 +31,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -70,9 +79,11 @@ class _Wrote(NamedTuple):
 
 
 class StorageWriter(storage.StorageWriter):
-    """Writes one checkpoint: one file a rank, committed by one rename after every byte is durable, with a manifest.
+    """Writes one checkpoint: one file a rank, committed by one rename after every byte is durable,
+    with a manifest.
 
-    For `dcp.save` and `dcp.async_save` (thread or process). The memory of contiguous CPU tensors is written as it lies.
+    For `dcp.save` and `dcp.async_save` (thread or process). The memory of contiguous CPU tensors is
+    written as it lies.
     """
 
     def __init__(
@@ -87,10 +98,12 @@ class StorageWriter(storage.StorageWriter):
         """Takes the directory to be.
 
         Args:
-            path: a path or a URL; it must not exist, unless `overwrite`; `checkpoint_id` of `dcp.save` takes its place.
+            path: a path or a URL; it must not exist, unless `overwrite`; `checkpoint_id` of
+                `dcp.save` takes its place.
             overwrite: replace a checkpoint there; the old one stays until the new one is complete.
             jobs: threads on each rank.
-            trust_pickle: save values that cannot be loaded without running a pickle's code; the reader then needs the same.
+            trust_pickle: save values that cannot be loaded without running a pickle's code; the
+                reader then needs the same.
             storage_options: of the object store, as fsspec takes them.
         """
         super().__init__()
@@ -130,14 +143,23 @@ class StorageWriter(storage.StorageWriter):
             StorageError: the destination exists or cannot be written to.
             PlanError: the ranks save without collectives, and nobody would commit.
         """
-        if not self._is_collective and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise PlanError("saving without collectives has no commit: one rank must know that all have written")
+        if (
+            not self._is_collective
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
+        ):
+            raise PlanError(
+                "saving without collectives has no commit: one rank must know that all have written"
+            )
         target = self._target()
         target.check(self.overwrite)
         attempt, self._num_ranks = str(uuid.uuid4()), len(plans)
         self._stack = ExitStack()
         self._place = self._stack.enter_context(target.stage(attempt, self.overwrite))
-        return [dataclasses.replace(plan, storage_data=_Order(attempt, rank)) for rank, plan in enumerate(plans)]
+        return [
+            dataclasses.replace(plan, storage_data=_Order(attempt, rank))
+            for rank, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items.
@@ -158,7 +180,14 @@ class StorageWriter(storage.StorageWriter):
                 check_loadable(value.getvalue(), item.index.fqn, _TRUST)
         memory = self._stage.live([v.detach() for v in values if isinstance(v, torch.Tensor)])
         file = plan_file(order.rank, pieces)
-        part = write_part(file, target, place, memory, [v.getvalue() for v in values if isinstance(v, io.BytesIO)], self.jobs)
+        part = write_part(
+            file,
+            target,
+            place,
+            memory,
+            [v.getvalue() for v in values if isinstance(v, io.BytesIO)],
+            self.jobs,
+        )
         name = target.name(dcp.data_file_name(order.rank), order.attempt)
         shares = dict(part.shares)  # that of all pieces of a tensor goes with the first of them
         told = [
@@ -170,7 +199,11 @@ class StorageWriter(storage.StorageWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [
-                WriteResult(item.index, nbytes, _Wrote(_StorageInfo(name, start, nbytes), share, None if number else alone))
+                WriteResult(
+                    item.index,
+                    nbytes,
+                    _Wrote(_StorageInfo(name, start, nbytes), share, None if number else alone),
+                )
                 for number, (item, start, nbytes, share) in enumerate(told)
             ]
         )
@@ -180,7 +213,8 @@ class StorageWriter(storage.StorageWriter):
         """Commits, on the coordinator.
 
         Raises:
-            StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is visible then.
+            StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is
+                visible then.
         """
         assert self._place is not None
         parts = [NOTHING] * self._num_ranks
@@ -195,12 +229,23 @@ class StorageWriter(storage.StorageWriter):
         metadata.version = _VERSION
         metadata.storage_meta = StorageMeta(checkpoint_id="", save_id=self._place.attempt)
         tensors = {
-            fqn: SealedTensor(str(m.properties.dtype).removeprefix("torch."), tuple(m.size), f"{prints.get(fqn, 0):016x}")
+            fqn: SealedTensor(
+                str(m.properties.dtype).removeprefix("torch."),
+                tuple(m.size),
+                f"{prints.get(fqn, 0):016x}",
+            )
             for fqn, m in metadata.state_dict_metadata.items()
             if isinstance(m, TensorStorageMetadata)
         }
         try:
-            commit(self._target(), self._place, pickle.dumps(metadata, protocol=4), parts, tensors, None)
+            commit(
+                self._target(),
+                self._place,
+                pickle.dumps(metadata, protocol=4),
+                parts,
+                tensors,
+                None,
+            )
         finally:
             self._close()
 
@@ -218,12 +263,16 @@ def _offer(item: WriteItem) -> Offer:
     assert data is not None
     dtype = str(data.properties.dtype).removeprefix("torch.")
     if dtype not in BY_NAME:
-        raise PlanError(f"a tensor of this kind cannot be stored: {dtype} ({printable(item.index.fqn)!r})")
+        raise PlanError(
+            f"a tensor of this kind cannot be stored: {dtype} ({printable(item.index.fqn)!r})"
+        )
     return Offer(item.index.fqn, dtype, tuple(data.size), _box(data.chunk))
 
 
 class StorageReader(storage.StorageReader):
-    """Reads any checkpoint that `ckpt` reads, for `dcp.load`: straight into the tensors' memory, and without running its pickles."""
+    """Reads any checkpoint that `ckpt` reads, for `dcp.load`: straight into the tensors' memory,
+    and without running its pickles.
+    """
 
     def __init__(
         self,
@@ -238,13 +287,20 @@ class StorageReader(storage.StorageReader):
 
         Args:
             path: `checkpoint_id` of `dcp.load` takes its place.
-            cast: let floating-point tensors change their type on the way; stock readers do so without a word.
+            cast: let floating-point tensors change their type on the way; stock readers do so
+                without a word.
             trust_pickle: run the code that objects of the checkpoint ask for.
             jobs: threads on each rank.
             storage_options: of the object store, as fsspec takes them.
         """
         super().__init__()
-        self.path, self.cast, self.trust_pickle, self.jobs, self._options = path, cast, trust_pickle, jobs, storage_options
+        self.path, self.cast, self.trust_pickle, self.jobs, self._options = (
+            path,
+            cast,
+            trust_pickle,
+            jobs,
+            storage_options,
+        )
         self.report = LoadReport(str(path))
         self._source: Source | None = None
 
@@ -282,7 +338,9 @@ class StorageReader(storage.StorageReader):
         paths = {fqn: plain_path(path) for fqn, path in catalog.paths.items()}
         return Metadata(entries, planner_data=paths or {fqn: (fqn,) for fqn in entries})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Needs nothing: every rank opens the checkpoint for itself."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -305,16 +363,26 @@ class StorageReader(storage.StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 extent = self.source.catalog.objects[item.storage_index.fqn].extent
                 data = read(self.source.store, extent.file, extent.start, extent.nbytes)
-                if not self.trust_pickle:  # a planner unpickles whatever it gets: so it gets our own
+                # a planner unpickles whatever it gets: so it gets our own
+                if not self.trust_pickle:
                     data = _archive(unpack(data, item.storage_index.fqn, False))
                 planner.load_bytes(item, io.BytesIO(data))
                 continue
             tensor = planner.resolve_tensor(item).detach()
             chunk = item.storage_index.offset or (0,) * len(item.lengths)
-            box = Box(tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True)), tuple(item.lengths))
+            box = Box(
+                tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True)),
+                tuple(item.lengths),
+            )
             shards.append(self._shard(item.storage_index.fqn, box, tensor))
             tensors.append((item, tensor))
-        fill(self.source, [s for s in shards if s.box.numel], self.jobs, DEFAULT_MEMORY_BYTES, self.report)
+        fill(
+            self.source,
+            [s for s in shards if s.box.numel],
+            self.jobs,
+            DEFAULT_MEMORY_BYTES,
+            self.report,
+        )
         for item, tensor in tensors:
             planner.commit_tensor(item, tensor)
         done: Future[None] = Future()
@@ -324,9 +392,12 @@ class StorageReader(storage.StorageReader):
     def _shard(self, fqn: str, box: Box, tensor: torch.Tensor) -> Shard:
         entry = self.source.catalog.tensors[fqn]
         dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
-        if dtype is not entry.dtype and not (self.cast and dtype.is_castable and entry.dtype.is_castable):
+        if dtype is not entry.dtype and not (
+            self.cast and dtype.is_castable and entry.dtype.is_castable
+        ):
             raise PlanError(
-                f"types differ: the checkpoint has {entry.dtype.name}, the state {dtype.name} ({printable(fqn)!r})",
+                f"types differ: the checkpoint has {entry.dtype.name}, the state {dtype.name}"
+                f" ({printable(fqn)!r})",
                 hint="StorageReader(…, cast=True) converts between floating-point types on the way",
             )
         return Shard(fqn, dtype, entry.shape, box, tensor)

@@ -1,6 +1,7 @@
 """Who reads what of the bytes that several ranks need: areas of stored chunks, dealt out in rounds.
 
-Every rank knows what all of them need, so all come to the same division without asking again. Imports torch by way of these.
+Every rank knows what all of them need, so all come to the same division without asking again.
+Imports torch by way of these.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Wanted(NamedTuple):
 
 
 class Area(NamedTuple):
-    """What is needed of a stored chunk: the smallest box around it, and by whom which part; `dtype` is the type in memory."""
+    """What is needed of a stored chunk: the smallest box around it, and by whom which part; `dtype`
+    is the type in memory.
+    """
 
     entry: TensorEntry
     dtype: DType
@@ -70,9 +73,16 @@ class Division:
     size: int
 
     def rounds(self) -> Iterator[Round]:
-        """Yields the rounds, the same on every rank; each reads a run of pieces in each, and about as much as the others."""
-        share_nbytes = -(-sum(area.box.numel * area.dtype.itemsize for area in self.areas) // self.size)
-        most_nbytes, piece_nbytes = min(_ROUND_BYTES, share_nbytes), min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, share_nbytes // 4))
+        """Yields the rounds, the same on every rank; each reads a run of pieces in each, and about
+        as much as the others.
+        """
+        share_nbytes = -(
+            -sum(area.box.numel * area.dtype.itemsize for area in self.areas) // self.size
+        )
+        most_nbytes, piece_nbytes = (
+            min(_ROUND_BYTES, share_nbytes),
+            min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, share_nbytes // 4)),
+        )
         reader, end, found = 0, 0, self._nothing()
         for area in self.areas:
             for box in bands(area.box, piece_nbytes // area.dtype.itemsize):
@@ -90,7 +100,13 @@ class Division:
         return [[] for _ in range(self.size)]
 
 
-def divide(group: Ranks, catalog: Catalog, shards: Sequence[Shard], names: Mapping[str, str], gap_nbytes: int) -> Division:
+def divide(
+    group: Ranks,
+    catalog: Catalog,
+    shards: Sequence[Shard],
+    names: Mapping[str, str],
+    gap_nbytes: int,
+) -> Division:
     """Decides what is read together; called by all ranks of the group.
 
     Args:
@@ -98,7 +114,8 @@ def divide(group: Ranks, catalog: Catalog, shards: Sequence[Shard], names: Mappi
         catalog: of the checkpoint.
         shards: what this rank needs.
         names: those that are stored under another name.
-        gap_nbytes: holes up to this are read along where a rank reads alone, because that is cheaper than to ask twice.
+        gap_nbytes: holes up to this are read along where a rank reads alone, because that is
+            cheaper than to ask twice.
     """
     mine = [(names.get(s.fqn, s.fqn), s.dtype.name, s.box) for s in shards]
     wanted: dict[str, list[Wanted]] = {}
@@ -117,7 +134,11 @@ def divide(group: Ranks, catalog: Catalog, shards: Sequence[Shard], names: Mappi
         if alone > _WORTH * sum(_read_nbytes(a.box, a, gap_nbytes) for a in found):
             areas += found
             together.add(name)
-    return Division(frozenset(i for i, (name, _, _) in enumerate(mine) if name not in together), areas, group.size)
+    return Division(
+        frozenset(i for i, (name, _, _) in enumerate(mine) if name not in together),
+        areas,
+        group.size,
+    )
 
 
 def _areas(entry: TensorEntry, dtype: DType, wanted: Sequence[Wanted]) -> list[Area]:
@@ -126,7 +147,10 @@ def _areas(entry: TensorEntry, dtype: DType, wanted: Sequence[Wanted]) -> list[A
     found: dict[int, list[Wanted]] = {}
     for copy in plan.tensors[0].copies:
         found.setdefault(copy.src, []).append(wanted[copy.dst]._replace(box=copy.box))
-    return [Area(entry, dtype, entry.chunks[n], _around([w.box for w in parts]), tuple(parts)) for n, parts in sorted(found.items())]
+    return [
+        Area(entry, dtype, entry.chunks[n], _around([w.box for w in parts]), tuple(parts))
+        for n, parts in sorted(found.items())
+    ]
 
 
 def _around(boxes: Sequence[Box]) -> Box:
@@ -136,8 +160,14 @@ def _around(boxes: Sequence[Box]) -> Box:
 
 
 def _read_nbytes(box: Box, area: Area, gap_nbytes: int) -> int:
-    """Returns how many bytes are read for a box of a chunk: with what lies between its runs, where the holes are small."""
-    inner, full, itemsize = box.within(area.chunk.box), area.chunk.box.sizes, area.entry.dtype.itemsize
+    """Returns how many bytes are read for a box of a chunk: with what lies between its runs, where
+    the holes are small.
+    """
+    inner, full, itemsize = (
+        box.within(area.chunk.box),
+        area.chunk.box.sizes,
+        area.entry.dtype.itemsize,
+    )
     if is_flat(inner, full):
         return box.numel * itemsize
     dim, run = len(full) - 1, 1

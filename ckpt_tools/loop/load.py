@@ -1,7 +1,8 @@
-"""Loading a checkpoint into a live state: each rank reads the bytes that its shards need, straight into their memory.
+"""Loading a checkpoint into a live state: each rank reads the bytes that its shards need, straight
+into their memory.
 
-Any saved layout into any present one: a load is a copy plan from the checkpoint's catalog into memory. What does not fit is
-told in one table before a byte is read. Imports torch.
+Any saved layout into any present one: a load is a copy plan from the checkpoint's catalog into
+memory. What does not fit is told in one table before a byte is read. Imports torch.
 """
 
 from __future__ import annotations
@@ -26,14 +27,32 @@ from ckpt_tools.formats.pickle.state import plain_path
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.loop.archives import unpack
 from ckpt_tools.loop.divide import divide
-from ckpt_tools.loop.match import LoadRequest, Match, OnMismatch, check_unread, int_keys, match, places_above, root_of, stored_state
+from ckpt_tools.loop.match import (
+    LoadRequest,
+    Match,
+    OnMismatch,
+    check_unread,
+    int_keys,
+    match,
+    places_above,
+    root_of,
+    stored_state,
+)
 from ckpt_tools.loop.numbers import name_numbers
 from ckpt_tools.loop.objects import Key
 from ckpt_tools.loop.rename import parameter_renamer, renamed, substituter
 from ckpt_tools.loop.restore import restore, set_state_of_rank
 from ckpt_tools.loop.shards import Shard, Stage, alias_key, has_bytes, local_shards
 from ckpt_tools.loop.shared_read import read_together
-from ckpt_tools.loop.state_dict import STRUCTURE, OfRank, PerRank, export, holders_of, join, name_of_rank
+from ckpt_tools.loop.state_dict import (
+    STRUCTURE,
+    OfRank,
+    PerRank,
+    export,
+    holders_of,
+    join,
+    name_of_rank,
+)
 from ckpt_tools.publish.manifest import of_source
 from ckpt_tools.ranks.gloo import Group
 from ckpt_tools.storage import MemoryStore, read
@@ -49,10 +68,11 @@ class LoadReport:
     Attributes:
         path: the checkpoint.
         num_tensors, num_objects: how many of the state's entries were loaded.
-        read_nbytes, needed_nbytes, received_nbytes: bytes read, those of them that were wanted, here or by another rank, and bytes that
-            came from other ranks.
+        read_nbytes, needed_nbytes, received_nbytes: bytes read, those of them that were wanted,
+            here or by another rank, and bytes that came from other ranks.
         num_proved: chunks that were read in full and whose checksum was right.
-        notes: what did not carry over and what became of it; names that were mapped; what was left out.
+        notes: what did not carry over and what became of it; names that were mapped; what was left
+            out.
     """
 
     path: str
@@ -80,18 +100,25 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout_s: float = 600.0,
 ) -> LoadReport:
-    """Loads any checkpoint into a live state, without a run's directory: pretrained weights into a sharded model, say.
+    """Loads any checkpoint into a live state, without a run's directory: pretrained weights into a
+    sharded model, say.
 
     Args:
-        path: what `ckpt` reads: safetensors (a file, or shards with an index), DCP, Accelerate's directory; a path or a URL.
-        state: `{"model": model}`, with whatever else is wanted of it; plain values in it are replaced.
-        storage_options: of the object store, as fsspec takes them; the rest is its own configuration's.
-        process_group: the ranks that load together; all where None. One process where torch.distributed is not initialised.
-        timeout_s: how long ranks wait for each other before the missing one is named.
-        select, strict, cast, trust_pickle, rename, on_mismatch, read_once: as in `CheckpointManager.resume`.
+        path: what `ckpt` reads: safetensors (a file, or shards with an index), DCP, Accelerate's
+            directory; a path or a URL.
+        state: `{"model": model}`, with whatever else is wanted of it; plain values in it are
+            replaced.
+        storage_options: of the object store, as fsspec takes them; the rest is its own
+            configuration's.
+        process_group: the ranks that load together; all where None. One process where
+            torch.distributed is not initialised.
+        timeout_s: how long ranks wait for each other before the missing one is named. select,
+            strict, cast, trust_pickle, rename, on_mismatch, read_once: as in
+            `CheckpointManager.resume`.
 
     Raises:
-        PlanError: the checkpoint does not fit the state; the message is a table of everything that does not.
+        PlanError: the checkpoint does not fit the state; the message is a table of everything that
+            does not.
         CheckpointError: it is damaged or cannot be read; or another rank failed.
     """
     request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
@@ -118,13 +145,14 @@ def load_into(
         state: as it was given to `save`; plain values in it are replaced.
         group: the ranks that load together.
         request: what of it, and how.
-        read_once: of what several ranks need, one reads and sends: among all ranks, or among nobody; None, from an object store among
-            those of a host.
+        read_once: of what several ranks need, one reads and sends: among all ranks, or among
+            nobody; None, from an object store among those of a host.
         storage_options: of the object store, as fsspec takes them.
         jobs: threads.
 
     Raises:
-        PlanError: the checkpoint does not fit the state; the message is a table of everything that does not.
+        PlanError: the checkpoint does not fit the state; the message is a table of everything that
+            does not.
         CheckpointError: it is damaged or cannot be read; or another rank failed.
     """
     job = _Load(state, group, request, jobs or min(4, max(1, (os.cpu_count() or 1))))
@@ -147,47 +175,87 @@ class _Load:
     found: Match
     report: LoadReport
 
-    def __init__(self, state: MutableMapping[str, Any], group: Group, request: LoadRequest, jobs: int) -> None:
+    def __init__(
+        self, state: MutableMapping[str, Any], group: Group, request: LoadRequest, jobs: int
+    ) -> None:
         self.state, self.group, self.request, self.jobs = state, group, request, jobs
         self.made: dict[str, torch.Tensor] = {}  # for tensors that the state does not have yet
-        self.by_hand: dict[str, OnMismatch] = {}  # tensors that functions of the user fit to another shape
+        # tensors that functions of the user fit to another shape
+        self.by_hand: dict[str, OnMismatch] = {}
         self.values: dict[str, Any] = {}
         self.of_rank: dict[str, tuple[Any] | None] = {}
 
-    def open(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> list[Shard]:
-        """Opens the checkpoint, pairs its names with the state's, and returns the shards to read."""
+    def open(
+        self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+    ) -> list[Shard]:
+        """Opens the checkpoint, pairs its names with the state's, and returns the shards to
+        read.
+        """
         source = open_source(path, storage_options)
         self.as_stored = source.catalog
         catalog = renamed(source.catalog, self.request.rename)
         values = replace(source, catalog=catalog)
         self.named = name_numbers(
-            catalog, holders_of(self.state), lambda name: _read_object(values, name, self.request.trust_pickle), self.request.wants
+            catalog,
+            holders_of(self.state),
+            lambda name: _read_object(values, name, self.request.trust_pickle),
+            self.request.wants,
         )
         self.source = source = replace(source, catalog=self.named.catalog)
         check_unread(source.catalog, self.state, self.request)
         self.exported = exported = export(self.state, stored_state(source.catalog))
         self.found = found = match(exported, source.catalog, self.request, str(source.path))
-        unread = [f"{printable(n)} is {printable(kind)}, which is not read" for n, kind in source.catalog.unread.items()]
+        unread = [
+            f"{printable(n)} is {printable(kind)}, which is not read"
+            for n, kind in source.catalog.unread.items()
+        ]
         self.report = LoadReport(str(source.path), notes=[*self.named.notes, *found.notes, *unread])
-        self.made = {n: _make(source.catalog.tensors[n]) for n in found.new if n in source.catalog.tensors}
+        self.made = {
+            n: _make(source.catalog.tensors[n]) for n in found.new if n in source.catalog.tensors
+        }
         self.by_hand = {n: how for n, how in found.resized.items() if callable(how)}
-        tensors = {n: exported.tensors[n] for n in found.tensors if n not in self.by_hand} | self.made
+        tensors = {
+            n: exported.tensors[n] for n in found.tensors if n not in self.by_hand
+        } | self.made
         self.report.num_tensors = len(tensors) + len(self.by_hand)
         self.tensors = tensors
-        return _distinct([_cut(s, source.catalog.tensors[found.tensors.get(s.fqn, s.fqn)]) for s in local_shards(tensors)])
+        return _distinct(
+            [
+                _cut(s, source.catalog.tensors[found.tensors.get(s.fqn, s.fqn)])
+                for s in local_shards(tensors)
+            ]
+        )
 
     def read(self, shards: Sequence[Shard]) -> None:
         """Reads the bytes of shards into their memory, and the objects."""
         source, found, exported, request = self.source, self.found, self.exported, self.request
         _read_shards(source, shards, found.tensors, self.jobs, DEFAULT_MEMORY_BYTES, self.report)
         for name, how in self.by_hand.items():
-            _fit_by_hand(source, found.tensors[name], name, exported.tensors[name], how, request.cast, self.jobs, self.report)
-        by_stored = {found.tensors.get(n, n): value for n, value in exported.tensors.items()} | self.made
+            _fit_by_hand(
+                source,
+                found.tensors[name],
+                name,
+                exported.tensors[name],
+                how,
+                request.cast,
+                self.jobs,
+                self.report,
+            )
+        by_stored = {
+            found.tensors.get(n, n): value for n, value in exported.tensors.items()
+        } | self.made
         wanted = found.objects | {n: n for n in found.new if n in source.catalog.objects}
-        self.values = {n: _read_object(source, stored, request.trust_pickle, by_stored) for n, stored in wanted.items()}
+        self.values = {
+            n: _read_object(source, stored, request.trust_pickle, by_stored)
+            for n, stored in wanted.items()
+        }
         if request.rename:
-            _rename_params(self.values, source, parameter_renamer(self.as_stored, substituter(request.rename)))
-        self.values |= {n: self.named.params[s] for n, s in wanted.items() if s in self.named.params}
+            _rename_params(
+                self.values, source, parameter_renamer(self.as_stored, substituter(request.rename))
+            )
+        self.values |= {
+            n: self.named.params[s] for n, s in wanted.items() if s in self.named.params
+        }
         _check_alike(source, found)
         self.report.num_objects = len(self.values)
         self.of_rank = {
@@ -203,14 +271,23 @@ class _Load:
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
         names = [*current, *self.made, *self.values]
         plain_values = {join(path) for path in exported.plain}
-        replaced = {n for n in names if n in stored and places_above(n, plain_values)}  # they become what was stored
-        paths = {n: (stored[n] if n in replaced else exported.paths.get(n) or stored.get(n) or tuple(n.split("."))) for n in names}
+        # they become what was stored
+        replaced = {n for n in names if n in stored and places_above(n, plain_values)}
+        paths = {
+            n: (
+                stored[n]
+                if n in replaced
+                else exported.paths.get(n) or stored.get(n) or tuple(n.split("."))
+            )
+            for n in names
+        }
         touched = {root_of(n, paths) for n in (*self.tensors, *self.values, *self.by_hand)}
         left = self.found.gone | self._idle(paths)
         given = {n: v for n, v in current.items() if root_of(n, paths) in touched and n not in left}
         given |= self.made | self.values
         manifest = of_source(self.source)
-        if manifest is None or manifest.operation != "save" or manifest.step is None:  # the manager keeps keys as they are
+        # the manager keeps keys as they are
+        if manifest is None or manifest.operation != "save" or manifest.step is None:
             int_keys(exported, given, paths, report.notes)
         restore(self.state, given, paths)
         for name, value in self.of_rank.items():
@@ -219,40 +296,73 @@ class _Load:
         kept = [n for n in exported.kept if root_of(n, paths) in touched]
         if kept:
             shown = ", ".join(kept[:8]) + (" …" if len(kept) > 8 else "")
-            report.notes.append(f"{len(kept)} buffers are not persistent, are in no checkpoint and keep what they have: {shown}")
+            report.notes.append(
+                f"{len(kept)} buffers are not persistent, are in no checkpoint and keep what they"
+                f" have: {shown}"
+            )
 
     def _idle(self, paths: Mapping[str, Key]) -> set[str]:
-        """Returns names of optimizer state for which there was memory only, and that was not loaded."""
+        """Returns names of optimizer state for which there was memory only, and that was not
+        loaded.
+        """
         fresh = {join(path) for path in self.exported.fresh}
         loaded = {*self.tensors, *self.by_hand}
-        return {n for n in self.exported.tensors if n not in loaded and join(paths[n][:-1]) in fresh}
+        return {
+            n for n in self.exported.tensors if n not in loaded and join(paths[n][:-1]) in fresh
+        }
 
 
 def _cut(shard: Shard, entry: TensorEntry) -> Shard:
     """Returns the part of a shard that the checkpoint has, where its tensor was smaller."""
     if shard.shape == entry.shape:
         return shard
-    box = shard.box.intersect(whole(entry.shape)) or Box(shard.box.offsets, (0,) * len(shard.box.sizes))
-    inner = tuple(slice(o - p, o - p + n) for o, p, n in zip(box.offsets, shard.box.offsets, box.sizes, strict=True))
+    box = shard.box.intersect(whole(entry.shape)) or Box(
+        shard.box.offsets, (0,) * len(shard.box.sizes)
+    )
+    inner = tuple(
+        slice(o - p, o - p + n)
+        for o, p, n in zip(box.offsets, shard.box.offsets, box.sizes, strict=True)
+    )
     offsets = box.offsets if box.numel else (0,) * len(box.offsets)
     return Shard(shard.fqn, shard.dtype, entry.shape, Box(offsets, box.sizes), shard.tensor[inner])
 
 
 def _fit_by_hand(
-    source: Source, stored: str, name: str, tensor: torch.Tensor, how: OnMismatch, cast: bool, jobs: int, report: LoadReport
+    source: Source,
+    stored: str,
+    name: str,
+    tensor: torch.Tensor,
+    how: OnMismatch,
+    cast: bool,
+    jobs: int,
+    report: LoadReport,
 ) -> None:
-    """Reads a whole tensor and has a function of the user make one of the shape that the state has."""
+    """Reads a whole tensor and has a function of the user make one of the shape that the state
+    has.
+    """
     entry = source.catalog.tensors[stored]
     read_whole_tensor = _make(entry)
-    _read_shards(source, local_shards({name: read_whole_tensor}), {name: stored}, jobs, DEFAULT_MEMORY_BYTES, report)
+    _read_shards(
+        source,
+        local_shards({name: read_whole_tensor}),
+        {name: stored},
+        jobs,
+        DEFAULT_MEMORY_BYTES,
+        report,
+    )
     assert callable(how)
     made = how(read_whole_tensor, tuple(tensor.shape))
     if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
         got = list(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
-        raise PlanError(f"the function of on_mismatch returned {got} for {printable(name)!r}: expected {list(tensor.shape)}")
+        raise PlanError(
+            f"the function of on_mismatch returned {got} for {printable(name)!r}: expected"
+            f" {list(tensor.shape)}"
+        )
     if made.dtype != tensor.dtype and not cast:
         raise PlanError(
-            f"the function of on_mismatch returned {made.dtype} for {printable(name)!r}: expected {tensor.dtype}", hint="pass cast=True"
+            f"the function of on_mismatch returned {made.dtype} for {printable(name)!r}: expected"
+            f" {tensor.dtype}",
+            hint="pass cast=True",
         )
     for shard in local_shards({name: tensor}):
         inner = tuple(slice(o, e) for o, e in zip(shard.box.offsets, shard.box.ends, strict=True))
@@ -263,14 +373,27 @@ def _rename_params(values: dict[str, Any], source: Source, new_name: Callable[[s
     """Renames the parameters in the lists of optimizers' groups, as their states are renamed."""
     for name, value in values.items():
         path = plain_path(source.catalog.paths.get(name, ())) or tuple(name.split("."))
-        if path[-1] == "params" and len(path) > 2 and path[-3] == "param_groups" and isinstance(value, list):
+        if (
+            path[-1] == "params"
+            and len(path) > 2
+            and path[-3] == "param_groups"
+            and isinstance(value, list)
+        ):
             value[:] = [new_name(item) if isinstance(item, str) else item for item in value]
 
 
 def _share(
-    group: Group, source: Source, shards: list[Shard], names: Mapping[str, str], read_once: bool | None, jobs: int, report: LoadReport
+    group: Group,
+    source: Source,
+    shards: list[Shard],
+    names: Mapping[str, str],
+    read_once: bool | None,
+    jobs: int,
+    report: LoadReport,
 ) -> list[Shard]:
-    """Reads together with other ranks what is worth it; returns the shards that this one is to read by itself."""
+    """Reads together with other ranks what is worth it; returns the shards that this one is to read
+    by itself.
+    """
     is_remote = source.store.capabilities.fetches_ahead
     if group.size == 1 or not (is_remote if read_once is None else read_once):
         return shards
@@ -287,7 +410,7 @@ def _share(
     return [shard for number, shard in enumerate(shards) if number in division.alone]
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def _make(entry: TensorEntry) -> torch.Tensor:
@@ -295,20 +418,37 @@ def _make(entry: TensorEntry) -> torch.Tensor:
 
 
 def _read_shards(
-    source: Source, shards: Sequence[Shard], names: Mapping[str, str], jobs: int, memory_bytes: int, report: LoadReport
+    source: Source,
+    shards: Sequence[Shard],
+    names: Mapping[str, str],
+    jobs: int,
+    memory_bytes: int,
+    report: LoadReport,
 ) -> None:
     """Fills shards; `names` has those that are stored under another name."""
-    entries = {n: replace(source.catalog.tensors[names.get(n, n)], fqn=n) for n in {s.fqn for s in shards}}
-    fill(replace(source, catalog=replace(source.catalog, tensors=entries)), shards, jobs, memory_bytes, report)
+    entries = {
+        n: replace(source.catalog.tensors[names.get(n, n)], fqn=n) for n in {s.fqn for s in shards}
+    }
+    fill(
+        replace(source, catalog=replace(source.catalog, tensors=entries)),
+        shards,
+        jobs,
+        memory_bytes,
+        report,
+    )
 
 
-def fill(source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, report: LoadReport) -> None:
+def fill(
+    source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, report: LoadReport
+) -> None:
     """Reads the bytes of shards, each from wherever they lie, straight into the shards' memory.
 
-    What lies on a device goes through host memory, `_BATCH_BYTES` at a time: one batch is read while the one before is copied.
+    What lies on a device goes through host memory, `_BATCH_BYTES` at a time: one batch is read
+    while the one before is copied.
 
     Args:
-        source: its catalog has all of the shards' names; values are cast where a shard's type is another.
+        source: its catalog has all of the shards' names; values are cast where a shard's type is
+            another.
         shards: their memory must not overlap.
         jobs, memory_bytes: threads, and the budget of their buffers.
         report: gets the figures.
@@ -328,15 +468,22 @@ def fill(source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, 
 
 
 def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[list[Shard]]:
-    """Divides shards where they need other memory on their way: tensor by tensor, in the order in which they are stored."""
+    """Divides shards where they need other memory on their way: tensor by tensor, in the order in
+    which they are stored.
+    """
     nbytes: dict[str, int] = {}
     by_tensor: dict[str, list[Shard]] = {}
     for shard in shards:
-        nbytes[shard.fqn] = nbytes.get(shard.fqn, 0) + (0 if has_bytes(shard.tensor) else shard.nbytes)
+        nbytes[shard.fqn] = nbytes.get(shard.fqn, 0) + (
+            0 if has_bytes(shard.tensor) else shard.nbytes
+        )
         by_tensor.setdefault(shard.fqn, []).append(shard)
     batches: list[list[Shard]] = [[]]
     room = _BATCH_BYTES
-    for fqn in sorted(by_tensor, key=lambda n: min((c.extent[:2] for c in catalog.tensors[n].chunks), default=("", 0))):
+    for fqn in sorted(
+        by_tensor,
+        key=lambda n: min((c.extent[:2] for c in catalog.tensors[n].chunks), default=("", 0)),
+    ):
         if nbytes[fqn] > max(room, 0) and room < _BATCH_BYTES:
             batches.append([])
             room = _BATCH_BYTES
@@ -345,14 +492,25 @@ def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[list[Shard]]:
     return batches
 
 
-def _fill(source: Source, shards: Sequence[Shard], views: Sequence[memoryview], jobs: int, memory_bytes: int, report: LoadReport) -> None:
+def _fill(
+    source: Source,
+    shards: Sequence[Shard],
+    views: Sequence[memoryview],
+    jobs: int,
+    memory_bytes: int,
+    report: LoadReport,
+) -> None:
     catalog = source.catalog
     slots: dict[str, list[Slot]] = {}
     for number, shard in enumerate(shards):
         slots.setdefault(shard.fqn, []).append(Slot(shard.box, str(number), 0))
     memory = MemoryStore({str(number): view for number, view in enumerate(views)})
     target = Target("memory", memory.list_files(), {n: tuple(s) for n, s in slots.items()})
-    plan = plan_transfer(replace(catalog, tensors={n: catalog.tensors[n] for n in slots}), target, {s.fqn: s.dtype for s in shards})
+    plan = plan_transfer(
+        replace(catalog, tensors={n: catalog.tensors[n] for n in slots}),
+        target,
+        {s.fqn: s.dtype for s in shards},
+    )
     try:
         _read(source, plan, memory, jobs, memory_bytes, report)
     except IntegrityError:
@@ -363,28 +521,56 @@ def _fill(source: Source, shards: Sequence[Shard], views: Sequence[memoryview], 
     report.needed_nbytes += plan.payload_bytes
 
 
-def _read(source: Source, plan: Plan, memory: MemoryStore, jobs: int, memory_bytes: int, report: LoadReport) -> None:
-    """Reads in one sweep, from where payloads lie if they were written as usual, and then proves that they do.
+def _read(
+    source: Source,
+    plan: Plan,
+    memory: MemoryStore,
+    jobs: int,
+    memory_bytes: int,
+    report: LoadReport,
+) -> None:
+    """Reads in one sweep, from where payloads lie if they were written as usual, and then proves
+    that they do.
 
-    Looking first would leave scattered pages in the page cache, which cost a cold file half of its read-ahead. Where a guess
-    was wrong, the tensor is read again.
+    Looking first would leave scattered pages in the page cache, which cost a cold file half of its
+    read-ahead. Where a guess was wrong, the tensor is read again.
     """
-    used = {t.fqn: _used(source.catalog.tensors[t.fqn], {c.src for c in t.copies}) for t in plan.tensors}
+    used = {
+        t.fqn: _used(source.catalog.tensors[t.fqn], {c.src for c in t.copies}) for t in plan.tensors
+    }
     assumed = source.assume(used.values())
     is_remote = source.store.capabilities.fetches_ahead
     if not is_remote:  # a disk reads best what it knows to be read from front to back
-        files = {c.extent.file for t in used.values() for c in t.chunks if c.extent.file in source.catalog.file_sizes}
+        files = {
+            c.extent.file
+            for t in used.values()
+            for c in t.chunks
+            if c.extent.file in source.catalog.file_sizes
+        }
         source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
     steps = schedule(plan, assumed, *tile_bytes(memory_bytes, jobs))
     seals = Seals(read_whole(plan, assumed))
-    report.read_nbytes += run(steps, source.store, FillSink(memory), jobs, looks_ahead=is_remote, seals=seals).read_nbytes
+    report.read_nbytes += run(
+        steps, source.store, FillSink(memory), jobs, looks_ahead=is_remote, seals=seals
+    ).read_nbytes
     found = source.format.locate(source.store, used.values())
-    wrong = {t.fqn for t in used.values() for c in t.chunks if c.extent in found and found[c.extent][:5] != assumed[c.extent][:5]}
+    wrong = {
+        t.fqn
+        for t in used.values()
+        for c in t.chunks
+        if c.extent in found and found[c.extent][:5] != assumed[c.extent][:5]
+    }
     report.num_proved += seals.prove(known_crcs(assumed, found))
     if wrong:
         again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
         late = Seals(read_whole(again, found))
-        run(schedule(again, found, *tile_bytes(memory_bytes, jobs)), source.store, FillSink(memory), jobs, seals=late)
+        run(
+            schedule(again, found, *tile_bytes(memory_bytes, jobs)),
+            source.store,
+            FillSink(memory),
+            jobs,
+            seals=late,
+        )
         report.num_proved += late.prove(known_crcs(found, found))
 
 
@@ -398,11 +584,18 @@ def _used(entry: TensorEntry, numbers: set[int]) -> TensorEntry:
     return replace(entry, chunks=tuple(entry.chunks[i] for i in sorted(numbers)))
 
 
-def _read_object(source: Source, name: str, trust_pickle: bool, tensors: Mapping[str, Any] | None = None) -> Any:
+def _read_object(
+    source: Source, name: str, trust_pickle: bool, tensors: Mapping[str, Any] | None = None
+) -> Any:
     """Reads an object; `tensors` has those that a value may refer to, by their stored names."""
     extent = source.catalog.objects[name].extent
     data = read(source.store, extent.file, extent.start, extent.nbytes)
-    return unpack(data, name, trust_pickle, tensors.__getitem__ if tensors and name.endswith(f".{STRUCTURE}") else None)
+    return unpack(
+        data,
+        name,
+        trust_pickle,
+        tensors.__getitem__ if tensors and name.endswith(f".{STRUCTURE}") else None,
+    )
 
 
 def _check_alike(source: Source, found: Match) -> None:
@@ -413,25 +606,46 @@ def _check_alike(source: Source, found: Match) -> None:
         different = [n for n, data in zip(names[1:], others, strict=True) if data != first]
         if different:
             raise PlanError(
-                f"parameters of one group were saved with different options: {printable(names[0])!r} and {printable(different[0])!r}",
-                hint=f"group the parameters as they were when they were saved ({printable(ours)!r})",
+                "parameters of one group were saved with different options:"
+                f" {printable(names[0])!r} and {printable(different[0])!r}",
+                hint=(
+                    f"group the parameters as they were when they were saved ({printable(ours)!r})"
+                ),
             )
 
 
-def _per_rank(source: Source, name: str, wrapper: PerRank, group: Group, request: LoadRequest, report: LoadReport) -> tuple[Any] | None:
+def _per_rank(
+    source: Source,
+    name: str,
+    wrapper: PerRank,
+    group: Group,
+    request: LoadRequest,
+    report: LoadReport,
+) -> tuple[Any] | None:
     """Returns this rank's state of a per-rank value, None where it keeps what it has."""
     stored = 0
     while name_of_rank(name, stored) in source.catalog.objects:
         stored += 1
     if stored == group.size:
         return (_read_object(source, name_of_rank(name, group.rank), request.trust_pickle),)
-    what = f"{name}: the checkpoint has the states of {stored} rank{'s' * (stored != 1)}, this job has {group.size}"
+    what = (
+        f"{name}: the checkpoint has the states of {stored} rank{'s' * (stored != 1)}, this job has"
+        f" {group.size}"
+    )
     if callable(wrapper.on_resize) and stored:
-        states = [_read_object(source, name_of_rank(name, r), request.trust_pickle) for r in range(stored)]
+        states = [
+            _read_object(source, name_of_rank(name, r), request.trust_pickle) for r in range(stored)
+        ]
         report.notes.append(f"{what}; redistributed")
         return (wrapper.on_resize(states, group.rank, group.size),)
     if wrapper.on_resize == "refuse":
-        raise PlanError(what, hint="PerRank(value, on_resize='reset') keeps each rank's own; a function can deal them out again")
+        raise PlanError(
+            what,
+            hint=(
+                "PerRank(value, on_resize='reset') keeps each rank's own; a function can deal them"
+                " out again"
+            ),
+        )
     report.notes.append(f"{what}; reset: every rank keeps its own")
     return None
 
@@ -439,7 +653,11 @@ def _per_rank(source: Source, name: str, wrapper: PerRank, group: Group, request
 def _set_per_rank(state: Any, held: OfRank, value: Any) -> None:
     holder = state
     for key in held.path:
-        holder = holder[next(k for k in holder if str(k) == key)] if isinstance(holder, Mapping) else holder[key]
+        holder = (
+            holder[next(k for k in holder if str(k) == key)]
+            if isinstance(holder, Mapping)
+            else holder[key]
+        )
     inner = holder.value if isinstance(holder, PerRank) else holder
     made = set_state_of_rank(inner, value, held.path)
     if isinstance(holder, PerRank):

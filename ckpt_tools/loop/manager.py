@@ -26,7 +26,15 @@ import torch
 import torch.distributed as dist
 
 from ckpt_tools.core.logs import log
-from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, IntegrityError, PeerError, StorageError, printable
+from ckpt_tools.errors import (
+    CatalogError,
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    PeerError,
+    StorageError,
+    printable,
+)
 from ckpt_tools.loop import at_exit, rollback
 from ckpt_tools.loop.archives import check_value, pack
 from ckpt_tools.loop.background import Save, Writer, tries_again
@@ -50,13 +58,16 @@ _MAX_STEP = 10**18
 
 
 class CheckpointManager:
-    """The checkpoints of one run under one directory. Made, and every method called, by all ranks alike.
+    """The checkpoints of one run under one directory. Made, and every method called, by all ranks
+    alike.
 
-    `save` leaves a committed `root/step-00000500/`: stock DCP files and a manifest. Until that instant the step does not
-    exist, and from then on it is whole; an error on one rank is an error on all, and the steps before stay as they are.
+    `save` leaves a committed `root/step-00000500/`: stock DCP files and a manifest. Until that
+    instant the step does not exist, and from then on it is whole; an error on one rank is an error
+    on all, and the steps before stay as they are.
 
-    A manager that nobody closes is closed when the process ends. If a save in the background has failed by then, the error is
-    logged and the exit status is 1. `del` alone closes nothing, and `os._exit` ends a save that is being written.
+    A manager that nobody closes is closed when the process ends. If a save in the background has
+    failed by then, the error is logged and the exit status is 1. `del` alone closes nothing, and
+    `os._exit` ends a save that is being written.
     """
 
     def __init__(
@@ -81,40 +92,65 @@ class CheckpointManager:
         """Claims a directory for this job, and removes what dead ones left half-written in it.
 
         Args:
-            root: a directory that all ranks share, made if it is not there; or a URL, `s3://bucket/run`. One job at a time has it:
-                by a locked file on a disk, by a lease in an object store.
+            root: a directory that all ranks share, made if it is not there; or a URL,
+                `s3://bucket/run`. One job at a time has it: by a locked file on a disk, by a lease
+                in an object store.
             keep_last: how many of the newest complete steps stay; all where None.
             keep_every: steps whose number is a multiple of this stay for good.
             asynchronous: copy to host memory and write in the background.
-            when_busy: what a save does while the one before is still being written: `"wait"` for it, or `"skip"`.
-            process_group: the ranks that save together; all where None. One process where torch.distributed is not initialised.
+            when_busy: what a save does while the one before is still being written: `"wait"` for
+                it, or `"skip"`.
+            process_group: the ranks that save together; all where None. One process where
+                torch.distributed is not initialised.
             timeout_s: how long ranks wait for each other before the missing one is named.
-            jobs: threads a rank writes and reads with; its share of the machine's processors, at most 4, where None.
-            read_once: of what several ranks need (DDP, HSDP, columns of rows), one reads and sends: among all ranks, or among nobody;
-                None, from an object store among the ranks of a host.
-            handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once. Where the loop does not call
-                it, and at a second signal, what would have happened without a manager happens.
-            mirror: a URL to which complete steps are copied in the background; they outlive the machine, and `resume` takes the
-                newest of both. Where it cannot be reached, the steps on the disk are used, with a warning.
+            jobs: threads a rank writes and reads with; its share of the machine's processors, at
+                most 4, where None.
+            read_once: of what several ranks need (DDP, HSDP, columns of rows), one reads and sends:
+                among all ranks, or among nobody; None, from an object store among the ranks of a
+                host.
+            handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once.
+                Where the loop does not call it, and at a second signal, what would have happened
+                without a manager happens.
+            mirror: a URL to which complete steps are copied in the background; they outlive the
+                machine, and `resume` takes the newest of both. Where it cannot be reached, the
+                steps on the disk are used, with a warning.
             mirror_every: steps whose number is a multiple of this are copied; all where None.
-            retry_s: for how long a save, a start or a resume is tried again while the object store cannot be reached.
-            max_failures: how many saves in the background may fail in a row: this one raises, those before are warnings.
+            retry_s: for how long a save, a start or a resume is tried again while the object store
+                cannot be reached.
+            max_failures: how many saves in the background may fail in a row: this one raises, those
+                before are warnings.
             storage_options: of the object store, as fsspec takes them.
 
         Raises:
-            StorageError: another job holds the directory, it cannot be written to, or not all ranks see it.
+            StorageError: another job holds the directory, it cannot be written to, or not all ranks
+                see it.
         """
         _check(root, keep_last, when_busy, mirror, max_failures)
-        self.root = root if is_url(root) else Path(local_path(root)).absolute()  # the job may change its directory
+        # the job may change its directory
+        self.root = root if is_url(root) else Path(local_path(root)).absolute()
         self._options, self._mirror_url = storage_options, mirror
-        self.keep_last, self.keep_every, self.asynchronous, self.when_busy = keep_last, keep_every, asynchronous, when_busy
-        self.read_once, self.retry_s, self.max_failures = read_once, min(retry_s, timeout_s * 0.8), max_failures
+        self.keep_last, self.keep_every, self.asynchronous, self.when_busy = (
+            keep_last,
+            keep_every,
+            asynchronous,
+            when_busy,
+        )
+        self.read_once, self.retry_s, self.max_failures = (
+            read_once,
+            min(retry_s, timeout_s * 0.8),
+            max_failures,
+        )
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
         self._jobs = jobs or min(4, max(1, (os.cpu_count() or 1) // ranks_here))
-        self._group, self._writers = Group(timeout_s, process_group), Group(timeout_s, process_group)
+        self._group, self._writers = (
+            Group(timeout_s, process_group),
+            Group(timeout_s, process_group),
+        )
         self._stage, self._pid = Stage(), os.getpid()
         self._candidates = Candidates(self.root, mirror, storage_options)
-        self._writer = Writer(self._candidates, self._jobs, self.retry_s, max_failures, (keep_last, keep_every))
+        self._writer = Writer(
+            self._candidates, self._jobs, self.retry_s, max_failures, (keep_last, keep_every)
+        )
         try:
             self._claim(mirror_every)
         except BaseException:
@@ -134,7 +170,13 @@ class CheckpointManager:
             if self._group.rank == 0:
                 retry_outage(f"cannot open {self.root}", self._open_root, self.retry_s)
                 if self._mirror_url is not None:
-                    self._mirror = Mirror(self._mirror_url, mirror_every, self.keep_last, self.keep_every, self._options)
+                    self._mirror = Mirror(
+                        self._mirror_url,
+                        mirror_every,
+                        self.keep_last,
+                        self.keep_every,
+                        self._options,
+                    )
                     self._writer.mirror = self._mirror
                     self._mirror.start(Path(self.root))
         if is_url(self.root):
@@ -147,40 +189,58 @@ class CheckpointManager:
 
     def _open_root(self) -> None:
         if self._writer.lock is None:
-            self._writer.lock = Lease(self.root, self._options) if is_url(self.root) else FileLock(Path(self.root))
+            self._writer.lock = (
+                Lease(self.root, self._options) if is_url(self.root) else FileLock(Path(self.root))
+            )
         for left in remove_leftovers(self.root, options=self._options):
             log.info("removed what a dead job left: %s", left.url)
         rollback.complete(self.root, self._options, keeps_notes=not is_url(self.root))
 
-    # ---- saving --------------------------------------------------------------------------------------------------------
+    # ---- saving ----------------------------------------------------------------------------------
 
-    def save(self, step: int, state: Mapping[str, Any], asynchronous: bool | None = None, *, overwrite: bool = False) -> bool:
-        """Saves a step. Returns once the state may change again: at once after a copy, or with the step committed.
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        asynchronous: bool | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> bool:
+        """Saves a step. Returns once the state may change again: at once after a copy, or with the
+        step committed.
 
         Args:
-            step: its number, at least 0. A step that is there already is refused, but for one that `resume` passed over: it is
-                replaced. The very step that this manager saved last, or resumed from, is not saved again; that is logged.
-            state: dicts, lists and tuples of modules, optimizers, anything with `state_dict`, `RngState`, `PerRank`, generators,
-                tensors and plain values.
+            step: its number, at least 0. A step that is there already is refused, but for one that
+                `resume` passed over: it is replaced. The very step that this manager saved last, or
+                resumed from, is not saved again; that is logged.
+            state: dicts, lists and tuples of modules, optimizers, anything with `state_dict`,
+                `RngState`, `PerRank`, generators, tensors and plain values.
             asynchronous: instead of what the manager was made with.
-            overwrite: replace the step if it is there; the old one stays until the new one is complete.
+            overwrite: replace the step if it is there; the old one stays until the new one is
+                complete.
 
         Returns:
             False where `when_busy="skip"` and the save before is still being written.
 
         Raises:
             PlanError: something in the state could not be loaded again; the message has its place.
-            CheckpointError: this save failed, or the one before in the background, with its own traceback.
+            CheckpointError: this save failed, or the one before in the background, with its own
+                traceback.
         """
         step = _check_step(step)
         self._check_open("save")
         is_background = self.asynchronous if asynchronous is None else asynchronous
-        call = f"save({step}{'' if is_background else ', asynchronous=False'}{', overwrite=True' if overwrite else ''})"
-        if self._group.meet("save", call, (self._writer.is_busy and self.when_busy == "skip", 0))[0]:
+        changed = ", asynchronous=False" * (not is_background) + ", overwrite=True" * overwrite
+        call = f"save({step}{changed})"
+        if self._group.meet("save", call, (self._writer.is_busy and self.when_busy == "skip", 0))[
+            0
+        ]:
             return False
         self.wait()
         if step == self._writer.last_step and not overwrite:
-            log.warning("step %d is saved already, and not saved again; overwrite=True replaces it", step)
+            log.warning(
+                "step %d is saved already, and not saved again; overwrite=True replaces it", step
+            )
             return True
         what = step_name(step)
         with torch.no_grad():
@@ -188,14 +248,19 @@ class CheckpointManager:
                 if self._group.rank == 0 and not overwrite and self._writer.exists(step):
                     raise StorageError(
                         f"step {step} is there already: {printable(self._writer.target(step).url)}",
-                        hint="a step is saved once: pass overwrite=True to replace it, or move it away",
+                        hint=(
+                            "a step is saved once: pass overwrite=True to replace it, or move it"
+                            " away"
+                        ),
                     )
                 exported = export(state)
                 shards = local_shards(exported.tensors)
                 objects, paths = self._objects(exported)
                 values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
             offers = offers_of(shards)
-            self._layout = layout = agree(self._group, self._layout, offers, tuple(objects), values, paths)
+            self._layout = layout = agree(
+                self._group, self._layout, offers, tuple(objects), values, paths
+            )
             with self._group.phase(f"copy the state for {what}"):
                 tensors = [shards[i].tensor for i in layout.task.offers]
                 memory = self._stage.copy(tensors) if is_background else self._stage.live(tensors)
@@ -209,35 +274,52 @@ class CheckpointManager:
     def _check_open(self, method: str) -> None:
         if os.getpid() != self._pid:
             raise CheckpointError(
-                f"{method} was called in a process that was forked from that of the manager ({self._pid})",
+                f"{method} was called in a process that was forked from that of the manager"
+                f" ({self._pid})",
                 hint="call it in the parent, or make a manager",
             )
         if not self._is_open:
-            raise CheckpointError(f"{method} was called on a manager that is closed ({printable(str(self.root))})", hint="make a new one")
+            raise CheckpointError(
+                f"{method} was called on a manager that is closed ({printable(str(self.root))})",
+                hint="make a new one",
+            )
 
-    def _objects(self, exported: Exported) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
-        """Returns the objects that this rank writes, as archives, and the keys on the way to each of its entries."""
+    def _objects(
+        self, exported: Exported
+    ) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
+        """Returns the objects that this rank writes, as archives, and the keys on the way to each
+        of its entries.
+        """
         rank = self._group.rank
         found = {name: (value, exported.paths[name]) for name, value in exported.objects.items()}
         if rank:
             for value, path in found.values():
-                check_value(value, path)  # rank 0 stores them; what it could not store is refused on every rank
+                # rank 0 stores them; what it could not store is refused on every rank
+                check_value(value, path)
             found = {}
         for name, (wrapper, path) in exported.per_rank.items():
-            found[name_of_rank(name, rank)] = state_of_rank(wrapper.value, path), (*path, f"rank_{rank}")
-        paths = {name: exported.paths[name] for name in exported.tensors} | {name: path for name, (_, path) in found.items()}
+            found[name_of_rank(name, rank)] = (
+                state_of_rank(wrapper.value, path),
+                (
+                    *path,
+                    f"rank_{rank}",
+                ),
+            )
+        paths = {name: exported.paths[name] for name in exported.tensors} | {
+            name: path for name, (_, path) in found.items()
+        }
         return {name: pack(value, path) for name, (value, path) in found.items()}, paths
 
     def wait(self) -> None:
         """Waits until the save in the background is committed.
 
         Raises:
-            CheckpointError: it failed; raised once, with its own traceback. With `max_failures=n`, at the n-th failure in a row;
-                those before are logged.
+            CheckpointError: it failed; raised once, with its own traceback. With `max_failures=n`,
+                at the n-th failure in a row; those before are logged.
         """
         self._writer.wait()
 
-    # ---- resuming ------------------------------------------------------------------------------------------------------
+    # ---- resuming --------------------------------------------------------------------------------
 
     def resume(
         self,
@@ -255,31 +337,45 @@ class CheckpointManager:
         """Loads the newest complete step into a state, on any number of ranks.
 
         Args:
-            state: as given to `save`. Modules and optimizers are loaded in place, plain values are replaced.
-            step: this one instead of the newest. When the first new step is committed, newer ones are set aside under the names
-                `step-….superseded-…`, and are no longer candidates for anything.
-            path: a checkpoint anywhere instead, a path or a URL: of another run, of stock DCP, torchtitan.
-            select: globs of names to load, such as `["model.*"]`; everything where empty. The rest keeps what it has.
-            strict: refuse where the checkpoint lacks something of the state or has more under the same keys.
+            state: as given to `save`. Modules and optimizers are loaded in place, plain values are
+                replaced.
+            step: this one instead of the newest. When the first new step is committed, newer ones
+                are set aside under the names `step-….superseded-…`, and are no longer candidates
+                for anything.
+            path: a checkpoint anywhere instead, a path or a URL: of another run, of stock DCP,
+                torchtitan.
+            select: globs of names to load, such as `["model.*"]`; everything where empty. The rest
+                keeps what it has.
+            strict: refuse where the checkpoint lacks something of the state or has more under the
+                same keys.
             cast: let floating-point tensors change their type; nothing is cast unless asked.
-            trust_pickle: run the code that objects in the checkpoint ask for; never needed for what this tool saved.
+            trust_pickle: run the code that objects in the checkpoint ask for; never needed for what
+                this tool saved.
             rename: regular expressions to what replaces them in the checkpoint's names, in order.
-            on_mismatch: globs of the state's names. Each says how to load tensors whose shape in the checkpoint differs. `"grow"` loads
-                the elements that both have. `"skip"` keeps the tensor. A function `(stored, shape) -> tensor` makes the new tensor
-                from the whole stored one.
+            on_mismatch: globs of the state's names. Each says how to load tensors whose shape in
+                the checkpoint differs. `"grow"` loads the elements that both have. `"skip"` keeps
+                the tensor. A function `(stored, shape) -> tensor` makes the new tensor from the
+                whole stored one.
 
         Returns:
-            The number of the step; 0 where there is none, and for a `path` that tells none by manifest or name.
+            The number of the step; 0 where there is none, and for a `path` that tells none by
+            manifest or name.
 
         Raises:
-            PlanError: the checkpoint does not fit the state; the message is a table. Or a glob matches nothing.
+            PlanError: the checkpoint does not fit the state; the message is a table. Or a glob
+                matches nothing.
             NotACheckpointError: there is no such step.
-            IntegrityError: it is damaged. Without `step` and `path`, the next older step is loaded instead, and that is logged.
+            IntegrityError: it is damaged. Without `step` and `path`, the next older step is loaded
+                instead, and that is logged.
             CheckpointError: it cannot be read; or another rank failed.
         """
         self._check_open("resume")
         request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
-        words = [f"{name}={str(value)!r}" for name, value in (("step", step), ("path", path)) if value is not None]
+        words = [
+            f"{name}={str(value)!r}"
+            for name, value in (("step", step), ("path", path))
+            if value is not None
+        ]
         self._group.meet("resume", f"resume({', '.join(filter(None, (*words, str(request))))})")
         self.wait()
         damaged: list[Path | str] = []
@@ -289,16 +385,24 @@ class CheckpointManager:
                 chosen: tuple[int, Path | str | None] = (0, None)
                 if self._group.rank == 0:
                     left = max(0.0, deadline - time.monotonic())
-                    chosen = retry_outage("cannot find the step to resume", lambda: self._candidates.choose(step, path, damaged), left)
+                    chosen = retry_outage(
+                        "cannot find the step to resume",
+                        lambda: self._candidates.choose(step, path, damaged),
+                        left,
+                    )
             number, found = self._group.broadcast(chosen, "find the step to resume")
             if found is None:
                 return 0
             num_tries += 1
             try:
-                report = load_into(found, state, self._group, request, self.read_once, self._options, self._jobs)
+                report = load_into(
+                    found, state, self._group, request, self.read_once, self._options, self._jobs
+                )
                 break
             except BaseException as error:
-                if tries_again(self._group, error, deadline, f"cannot load step {number}", num_tries):
+                if tries_again(
+                    self._group, error, deadline, f"cannot load step {number}", num_tries
+                ):
                     continue
                 if step is not None or path is not None or not self._is_damage(found, error):
                     raise
@@ -308,22 +412,31 @@ class CheckpointManager:
         self.last_load = report
         for note in report.notes if self._group.rank == 0 else ():
             log.warning("%s: %s", os.path.basename(found), note)
-        self._writer.resumed, self._writer.last_step = (found, number) if path is None else (None, None)
+        self._writer.resumed, self._writer.last_step = (
+            (found, number) if path is None else (None, None)
+        )
         if self._mirror is not None:
             self._mirror.resumed = self._writer.resumed
         return number
 
     def _is_damage(self, found: Path | str, error: BaseException) -> bool:
-        """Tells, on all ranks alike, whether damaged bytes were what made a load fail on any of them.
+        """Tells, on all ranks alike, whether damaged bytes were what made a load fail on any of
+        them.
 
-        Damage may look like anything: a value of another type, a header that makes no sense. So rank 0 reads the whole step.
+        Damage may look like anything: a value of another type, a header that makes no sense. So
+        rank 0 reads the whole step.
         """
         try:
-            reasons = [isinstance(error, IntegrityError), isinstance(error, FormatError | CatalogError | IntegrityError)]
+            reasons = [
+                isinstance(error, IntegrityError),
+                isinstance(error, FormatError | CatalogError | IntegrityError),
+            ]
             known, suspected = self._group.sum(reasons, "find out whether the step is damaged")
             if known or not suspected:
                 return bool(known)
-            is_bad = self._group.rank == 0 and bool(damage(find_step(_folder_of(found), os.path.basename(found), self._options)))
+            is_bad = self._group.rank == 0 and bool(
+                damage(find_step(_folder_of(found), os.path.basename(found), self._options))
+            )
             return self._group.broadcast(is_bad, "find out whether the step is damaged")
         except PeerError:
             return False
@@ -341,19 +454,22 @@ class CheckpointManager:
         """Returns the newest complete step."""
         return latest(self.root, options=self._options).step
 
-    # ---- signals and the end ---------------------------------------------------------------------------------------------
+    # ---- signals and the end ---------------------------------------------------------------------
 
     def preempted(self) -> int:
-        """Tells, on all ranks alike, whether any of them got SIGTERM or SIGUSR1: the number of the signal, or 0.
+        """Tells, on all ranks alike, whether any of them got SIGTERM or SIGUSR1: the number of the
+        signal, or 0.
 
-        Call it after each step. Then save with `asynchronous=False` and exit with 128 + the number (143, 138): torchrun and
-        Slurm start the job again, and `resume` goes on from there.
+        Call it after each step. Then save with `asynchronous=False` and exit with 128 + the number
+        (143, 138): torchrun and Slurm start the job again, and `resume` goes on from there.
         """
         self._check_open("preempted")
         number = 0
         if self._signals is not None:
             self._signals.was_asked, number = True, self._signals.number
-        term, user = self._group.meet("preempted", "preempted()", (number == signal.SIGTERM, number == signal.SIGUSR1))
+        term, user = self._group.meet(
+            "preempted", "preempted()", (number == signal.SIGTERM, number == signal.SIGUSR1)
+        )
         return signal.SIGTERM if term else signal.SIGUSR1 if user else 0
 
     def close(self) -> None:
@@ -387,7 +503,12 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None or os.getpid() != self._pid:
             self.close()
             return
@@ -414,14 +535,22 @@ def _check_step(step: int) -> int:
     return number
 
 
-def _check(root: str | os.PathLike[str], keep_last: int | None, when_busy: str, mirror: str | None, max_failures: int) -> None:
+def _check(
+    root: str | os.PathLike[str],
+    keep_last: int | None,
+    when_busy: str,
+    mirror: str | None,
+    max_failures: int,
+) -> None:
     for place in (root, mirror):
         if is_url(place):
             check_url(place)
     if mirror is not None and (is_url(root) or not is_url(mirror)):
         raise ValueError(f"mirror is a URL, for a run on a disk, got {str(root)!r} and {mirror!r}")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-        raise ValueError(f"keep_last: expected at least 1, or None to keep all steps, got {keep_last!r}")
+        raise ValueError(
+            f"keep_last: expected at least 1, or None to keep all steps, got {keep_last!r}"
+        )
     if when_busy not in ("wait", "skip"):
         raise ValueError(f"when_busy: expected 'wait' or 'skip', got {when_busy!r}")
     if type(max_failures) is not int or max_failures < 1:

@@ -1,4 +1,5 @@
-"""What of a checkpoint goes where in a live state: names paired, and everything that does not fit told in one table.
+"""What of a checkpoint goes where in a live state: names paired, and everything that does not fit
+told in one table.
 
 Imports torch.
 """
@@ -14,7 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_tools.core.catalog import Catalog, TensorEntry, check_globs, find_model, matcher, refuse_unread, strip_wrappers
+from ckpt_tools.core.catalog import (
+    Catalog,
+    TensorEntry,
+    check_globs,
+    find_model,
+    matcher,
+    refuse_unread,
+    strip_wrappers,
+)
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.objects import Key
 from ckpt_tools.loop.optimizers import StoredTensor
@@ -27,7 +36,9 @@ OnMismatch = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A request to load a checkpoint or a part of it. `CheckpointManager.resume` describes every field."""
+    """A request to load a checkpoint or a part of it. `CheckpointManager.resume` describes every
+    field.
+    """
 
     select: Sequence[str] = ()
     strict: bool = True
@@ -37,20 +48,34 @@ class LoadRequest:
     on_mismatch: Mapping[str, OnMismatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, kind in (("select", (list, tuple)), ("rename", Mapping), ("on_mismatch", Mapping)):
+        for name, kind in (
+            ("select", (list, tuple)),
+            ("rename", Mapping),
+            ("on_mismatch", Mapping),
+        ):
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name}: expected {'a list of globs' if name == 'select' else 'a dict'}, got {getattr(self, name)!r}")
+                raise TypeError(
+                    f"{name}: expected {'a list of globs' if name == 'select' else 'a dict'}, got"
+                    f" {getattr(self, name)!r}"
+                )
         for glob, how in self.on_mismatch.items():
             if how not in ("grow", "skip") and not callable(how):
-                raise ValueError(f"on_mismatch[{glob!r}]: expected 'grow', 'skip' or a function, got {how!r}")
+                raise ValueError(
+                    f"on_mismatch[{glob!r}]: expected 'grow', 'skip' or a function, got {how!r}"
+                )
 
     def __str__(self) -> str:
         """Returns what differs from a plain load, so that ranks can compare it."""
         shown = {"select": list(self.select), "rename": dict(self.rename)}
-        shown["on_mismatch"] = {glob: how if isinstance(how, str) else "a function" for glob, how in self.on_mismatch.items()}
+        shown["on_mismatch"] = {
+            glob: how if isinstance(how, str) else "a function"
+            for glob, how in self.on_mismatch.items()
+        }
         words = [f"{name}={value!r}" for name, value in shown.items() if value]
         words += [
-            f"{name}={getattr(self, name)}" for name, usual in (("strict", True), ("cast", False)) if getattr(self, name) is not usual
+            f"{name}={getattr(self, name)}"
+            for name, usual in (("strict", True), ("cast", False))
+            if getattr(self, name) is not usual
         ]
         return ", ".join(words)
 
@@ -66,10 +91,11 @@ class Match(NamedTuple):
     Attributes:
         tensors, objects: our name to the stored name.
         new: stored names below free values, which become whatever was stored.
-        gone: our names that are left out for that reason, or because the checkpoint has no optimizer state of that parameter.
+        gone: our names that are left out for that reason, or because the checkpoint has no
+            optimizer state of that parameter.
         notes: remarks for the report.
-        alike: stored names that must hold the same as one of `objects`: an option that a flattened optimizer keeps for every
-            parameter of a group.
+        alike: stored names that must hold the same as one of `objects`: an option that a flattened
+            optimizer keeps for every parameter of a group.
         resized: what becomes of tensors whose shape in the checkpoint is another.
     """
 
@@ -99,7 +125,9 @@ def root_of(name: str, paths: Mapping[str, Key]) -> str:
 
 
 def stored_state(catalog: Catalog) -> dict[str, dict[str, StoredTensor]]:
-    """Returns what a checkpoint has of the state of each parameter, by the parameter's plain name and key."""
+    """Returns what a checkpoint has of the state of each parameter, by the parameter's plain name
+    and key.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, entry in catalog.tensors.items():
         if ".state." not in f".{name}":
@@ -111,7 +139,9 @@ def stored_state(catalog: Catalog) -> dict[str, dict[str, StoredTensor]]:
         if is_state:
             fqn, key = strip_wrappers(rest.rpartition(".")[0]), rest.rpartition(".")[2]
             is_like = entry.shape == shapes[fqn] if fqn in shapes else bool(entry.shape)
-            found.setdefault(fqn, {})[key] = StoredTensor(entry.shape, getattr(torch, entry.dtype.name), is_like)
+            found.setdefault(fqn, {})[key] = StoredTensor(
+                entry.shape, getattr(torch, entry.dtype.name), is_like
+            )
     return found
 
 
@@ -135,14 +165,27 @@ def match(exported: Exported, catalog: Catalog, request: LoadRequest, where: str
     tensors = {n: names.get(n, n) for n in exported.tensors if wanted(n)}
     objects = {n: names.get(n, n) for n in exported.objects if wanted(n)}
     kinds = _kinds(catalog, tensors, objects, free)
-    missing = [n for n, stored in tensors.items() if stored not in catalog.tensors and n not in kinds]
-    missing_objects = [n for n, stored in objects.items() if stored not in catalog.objects and n not in kinds]
+    missing = [
+        n for n, stored in tensors.items() if stored not in catalog.tensors and n not in kinds
+    ]
+    missing_objects = [
+        n for n, stored in objects.items() if stored not in catalog.objects and n not in kinds
+    ]
     tied = _tied(exported, missing, tensors, catalog)
     stateless = set(_stateless(missing, catalog, names, exported))
     below = {f: [n for n in names_below if wanted(n)] for f, names_below in below.items()}
-    gone = {n for n in (*missing, *missing_objects) if any(below[f] for f in places_above(n, free))} | stateless
-    empty = {n for n in missing_objects if isinstance(exported.objects[n], Mapping) and not exported.objects[n]}  # DCP stores none
-    absent = [n for n in (*missing, *missing_objects) if n not in tied | settled | empty and n not in gone]
+    gone = {
+        n for n in (*missing, *missing_objects) if any(below[f] for f in places_above(n, free))
+    } | stateless
+    # DCP stores none
+    empty = {
+        n
+        for n in missing_objects
+        if isinstance(exported.objects[n], Mapping) and not exported.objects[n]
+    }
+    absent = [
+        n for n in (*missing, *missing_objects) if n not in tied | settled | empty and n not in gone
+    ]
     fitting = {n: s for n, s in tensors.items() if s in catalog.tensors and n not in kinds}
     fitting_objects = {n: s for n, s in objects.items() if s in catalog.objects and n not in kinds}
     used = {*fitting.values(), *fitting_objects.values(), *(names.get(n, n) for n in kinds)}
@@ -150,22 +193,51 @@ def match(exported: Exported, catalog: Catalog, request: LoadRequest, where: str
     new = [n for names_below in below.values() for n in names_below if n not in used]
     extra = _extra(exported, catalog, {*used, *new}, wanted) if request.strict else []
     resized = _resized(exported, catalog, fitting, request)
-    skipped = {path[:-1] for n, how in resized.items() if how == "skip" and "state" in (path := exported.paths[n])}
-    fitting = {n: s for n, s in fitting.items() if resized.get(n) != "skip" and exported.paths[n][:-1] not in skipped}
+    skipped = {
+        path[:-1]
+        for n, how in resized.items()
+        if how == "skip" and "state" in (path := exported.paths[n])
+    }
+    fitting = {
+        n: s
+        for n, s in fitting.items()
+        if resized.get(n) != "skip" and exported.paths[n][:-1] not in skipped
+    }
     new = [n for n in new if not places_above(n, {join(path) for path in skipped})]
-    shapes = [n for n, s in fitting.items() if n not in resized and tuple(exported.tensors[n].shape) != catalog.tensors[s].shape]
-    types = [n for n, s in fitting.items() if not _fits_type(exported.tensors[n], catalog.tensors[s], request.cast)]
+    shapes = [
+        n
+        for n, s in fitting.items()
+        if n not in resized and tuple(exported.tensors[n].shape) != catalog.tensors[s].shape
+    ]
+    types = [
+        n
+        for n, s in fitting.items()
+        if not _fits_type(exported.tensors[n], catalog.tensors[s], request.cast)
+    ]
     misfit = _Misfit(absent, extra, shapes, types, kinds)
     if shapes or types or (request.strict and (absent or extra or kinds)):
-        raise PlanError(_table(exported, catalog, names, misfit, where), hint=_hint(misfit, request.strict))
+        raise PlanError(
+            _table(exported, catalog, names, misfit, where), hint=_hint(misfit, request.strict)
+        )
     if stateless:
-        notes.append(f"{len(stateless)} entries of optimizer state are not in the checkpoint: those parameters start without")
+        notes.append(
+            f"{len(stateless)} entries of optimizer state are not in the checkpoint: those"
+            " parameters start without"
+        )
     if absent or kinds:
-        notes.append(f"{len(absent) + len(kinds)} entries are not in the checkpoint and keep what they have: {_some([*absent, *kinds])}")
+        notes.append(
+            f"{len(absent) + len(kinds)} entries are not in the checkpoint and keep what they have:"
+            f" {_some([*absent, *kinds])}"
+        )
     notes += _turned(exported, catalog, new, gone, free)
     notes += [_told(n, how, exported, catalog.tensors[tensors[n]]) for n, how in resized.items()]
     stored_roots = {root_of(n, catalog.paths) for n in (*catalog.tensors, *catalog.objects)}
-    left = sorted(stored_roots - exported.roots - {root_of(s, catalog.paths) for s in names.values()} - {root_of(s, {}) for s in used})
+    left = sorted(
+        stored_roots
+        - exported.roots
+        - {root_of(s, catalog.paths) for s in names.values()}
+        - {root_of(s, {}) for s in used}
+    )
     if left and not any(names):
         notes.append(f"not asked for and left out: {_some(left)}")
     notes += _tied_apart(exported, catalog, fitting)
@@ -179,9 +251,16 @@ def check_unread(catalog: Catalog, state: Mapping[str, Any], request: LoadReques
         PlanError: with its name and kind.
     """
     roots = set(map(str, state))
-    mine = {n: kind for n, kind in catalog.unread.items() if root_of(n, catalog.paths) in roots and request.wants(n)}
+    mine = {
+        n: kind
+        for n, kind in catalog.unread.items()
+        if root_of(n, catalog.paths) in roots and request.wants(n)
+    }
     if request.strict:
-        refuse_unread(replace(catalog, unread=mine), "pass select=[…] for the rest, or strict=False to go on without them")
+        refuse_unread(
+            replace(catalog, unread=mine),
+            "pass select=[…] for the rest, or strict=False to go on without them",
+        )
 
 
 def _stored_below(catalog: Catalog, free: set[str]) -> dict[str, list[str]]:
@@ -193,25 +272,44 @@ def _stored_below(catalog: Catalog, free: set[str]) -> dict[str, list[str]]:
     return below
 
 
-def _kinds(catalog: Catalog, tensors: Mapping[str, str], objects: Mapping[str, str], free: set[str]) -> list[str]:
-    """Returns our names of tensors that were stored as values, and of values of modules and optimizers stored as tensors.
+def _kinds(
+    catalog: Catalog, tensors: Mapping[str, str], objects: Mapping[str, str], free: set[str]
+) -> list[str]:
+    """Returns our names of tensors that were stored as values, and of values of modules and
+    optimizers stored as tensors.
 
-    A plain value of the state becomes what was stored, also a tensor; a tensor stays one, because others may refer to it.
+    A plain value of the state becomes what was stored, also a tensor; a tensor stays one, because
+    others may refer to it.
     """
     found = [n for n, stored in tensors.items() if stored in catalog.objects]
-    return found + [n for n, stored in objects.items() if stored in catalog.tensors and not places_above(n, free)]
+    return found + [
+        n
+        for n, stored in objects.items()
+        if stored in catalog.tensors and not places_above(n, free)
+    ]
 
 
-def _turned(exported: Exported, catalog: Catalog, new: Sequence[str], gone: set[str], free: set[str]) -> list[str]:
+def _turned(
+    exported: Exported, catalog: Catalog, new: Sequence[str], gone: set[str], free: set[str]
+) -> list[str]:
     """Returns notes on plain values that become something of another kind."""
-    turned = [n for n in new if n in exported.objects and n in catalog.tensors and not n.endswith("._extra_state")]
-    notes = [f"{printable(n)}: a tensor was stored, and replaces a value that is none" for n in turned]
+    turned = [
+        n
+        for n in new
+        if n in exported.objects and n in catalog.tensors and not n.endswith("._extra_state")
+    ]
+    notes = [
+        f"{printable(n)}: a tensor was stored, and replaces a value that is none" for n in turned
+    ]
     lost: dict[str, list[str]] = {}
     for name in sorted(gone & exported.tensors.keys()):
         for place in places_above(name, free):
             lost.setdefault(place, []).append(name)
     for place, names in lost.items():
-        notes.append(f"{printable(place)}: {len(names)} tensors of the state are replaced by what was stored: {_some(names)}")
+        notes.append(
+            f"{printable(place)}: {len(names)} tensors of the state are replaced by what was"
+            f" stored: {_some(names)}"
+        )
     return notes
 
 
@@ -220,24 +318,40 @@ def _tied_apart(exported: Exported, catalog: Catalog, fitting: Mapping[str, str]
     names: dict[Any, str] = {}
     notes = []
     for shard in local_shards({n: exported.tensors[n] for n in fitting}):
-        first = names.setdefault(key, shard.fqn) if (key := alias_key(shard)) is not None else shard.fqn
-        if first != shard.fqn and catalog.tensors[fitting[first]].chunks != catalog.tensors[fitting[shard.fqn]].chunks:
-            what = f"{printable(first)} and {printable(shard.fqn)} are one tensor here, and two in the checkpoint"
+        first = (
+            names.setdefault(key, shard.fqn) if (key := alias_key(shard)) is not None else shard.fqn
+        )
+        if (
+            first != shard.fqn
+            and catalog.tensors[fitting[first]].chunks != catalog.tensors[fitting[shard.fqn]].chunks
+        ):
+            what = (
+                f"{printable(first)} and {printable(shard.fqn)} are one tensor here, and two in the"
+                " checkpoint"
+            )
             notes.append(f"{what}: the value of the first is loaded, that of the second is not")
     return notes
 
 
-def _resized(exported: Exported, catalog: Catalog, fitting: Mapping[str, str], request: LoadRequest) -> dict[str, OnMismatch]:
+def _resized(
+    exported: Exported, catalog: Catalog, fitting: Mapping[str, str], request: LoadRequest
+) -> dict[str, OnMismatch]:
     """Returns what becomes of tensors whose shape differs, where the request says it."""
     found: dict[str, OnMismatch] = {}
     rules = [(matcher([glob]), how) for glob, how in request.on_mismatch.items()]
     for name, stored in fitting.items():
         mine, theirs = tuple(exported.tensors[name].shape), catalog.tensors[stored].shape
         how = next((how for fits, how in rules if fits(name)), None) if mine != theirs else None
-        if how == "grow" and (len(mine) != len(theirs) or any(a < b for a, b in zip(mine, theirs, strict=True))):
+        if how == "grow" and (
+            len(mine) != len(theirs) or any(a < b for a, b in zip(mine, theirs, strict=True))
+        ):
             raise PlanError(
-                f"on_mismatch cannot grow {printable(name)!r}: the checkpoint has {list(theirs)}, the state {list(mine)}",
-                hint="every dim of the state must be at least that of the checkpoint; pass 'skip', or a function",
+                f"on_mismatch cannot grow {printable(name)!r}: the checkpoint has {list(theirs)},"
+                f" the state {list(mine)}",
+                hint=(
+                    "every dim of the state must be at least that of the checkpoint; pass 'skip',"
+                    " or a function"
+                ),
             )
         if how is not None:
             found[name] = how
@@ -245,23 +359,47 @@ def _resized(exported: Exported, catalog: Catalog, fitting: Mapping[str, str], r
 
 
 def _told(name: str, how: OnMismatch, exported: Exported, entry: TensorEntry) -> str:
-    what = {"grow": "its elements are loaded, the others keep what they have", "skip": "it keeps what it has"}
-    done = what[how] if isinstance(how, str) else "made from the stored one by the function of on_mismatch"
-    return f"{printable(name)}: the checkpoint has {list(entry.shape)}, the state {list(exported.tensors[name].shape)}: {done}"
+    what = {
+        "grow": "its elements are loaded, the others keep what they have",
+        "skip": "it keeps what it has",
+    }
+    done = (
+        what[how]
+        if isinstance(how, str)
+        else "made from the stored one by the function of on_mismatch"
+    )
+    return (
+        f"{printable(name)}: the checkpoint has {list(entry.shape)}, the state"
+        f" {list(exported.tensors[name].shape)}: {done}"
+    )
 
 
-def int_keys(exported: Exported, values: dict[str, Any], paths: Mapping[str, Key], notes: list[str]) -> None:
-    """Gives dicts with integers as keys these keys back, where the writer, as stock DCP, made texts of them."""
+def int_keys(
+    exported: Exported, values: dict[str, Any], paths: Mapping[str, Key], notes: list[str]
+) -> None:
+    """Gives dicts with integers as keys these keys back, where the writer, as stock DCP, made texts
+    of them.
+    """
     for name, value in exported.objects.items():
-        if not isinstance(value, Mapping) or not value or not all(type(key) is int for key in value) or name in values:
+        if (
+            not isinstance(value, Mapping)
+            or not value
+            or not all(type(key) is int for key in value)
+            or name in values
+        ):
             continue
         depth = len(exported.paths[name])
         below = {n: paths[n] for n in values if paths[n][:depth] == exported.paths[name]}
-        if below and all(len(path) == depth + 1 and re.fullmatch(r"-?\d{1,18}", str(path[-1])) for path in below.values()):
+        if below and all(
+            len(path) == depth + 1 and re.fullmatch(r"-?\d{1,18}", str(path[-1]))
+            for path in below.values()
+        ):
             made: Any = {int(path[-1]): values.pop(n) for n, path in below.items()}
             kind: Any = type(value)
             values[name] = kind(made)
-            notes.append(f"{printable(name)}: its keys were stored as texts, and are integers again")
+            notes.append(
+                f"{printable(name)}: its keys were stored as texts, and are integers again"
+            )
 
 
 def places_above(name: str, places: set[str]) -> list[str]:
@@ -271,7 +409,9 @@ def places_above(name: str, places: set[str]) -> list[str]:
 
 
 def _mapping(exported: Exported, catalog: Catalog, notes: list[str]) -> dict[str, str]:
-    """Returns stored names for those of the state's keys of which nothing is there under its own name."""
+    """Returns stored names for those of the state's keys of which nothing is there under its own
+    name.
+    """
     plain: dict[str, str] = {}
     for stored in catalog.tensors:
         plain.setdefault(strip_wrappers(stored), stored)
@@ -289,22 +429,33 @@ def _mapping(exported: Exported, catalog: Catalog, notes: list[str]) -> dict[str
             if sum(map(bool, candidate.values())) * 2 > len(ours):
                 result |= {n: s for n, s in candidate.items() if s}
                 notes.append(
-                    f"{root}.* was stored as {prefix}*" if prefix != f"{root}." else f"{root}.* was stored with the prefixes of wrappers"
+                    f"{root}.* was stored as {prefix}*"
+                    if prefix != f"{root}."
+                    else f"{root}.* was stored with the prefixes of wrappers"
                 )
                 break
     return result
 
 
-def _groups_by_parameter(exported: Exported, catalog: Catalog) -> tuple[dict[str, list[str]], set[str]]:
-    """Pairs the options of param_groups with those of a flattened optimizer, which keeps them per parameter (torchtitan).
+def _groups_by_parameter(
+    exported: Exported, catalog: Catalog
+) -> tuple[dict[str, list[str]], set[str]]:
+    """Pairs the options of param_groups with those of a flattened optimizer, which keeps them per
+    parameter (torchtitan).
 
     Returns:
-        For each of our options all stored names; and the names of our groups' lists of parameters, which have nothing stored.
+        For each of our options all stored names; and the names of our groups' lists of parameters,
+        which have nothing stored.
     """
     alike: dict[str, list[str]] = {}
     settled: set[str] = set()
     for name, path in exported.paths.items():
-        if len(path) < 4 or path[-3] != "param_groups" or name in catalog.objects or name in catalog.tensors:
+        if (
+            len(path) < 4
+            or path[-3] != "param_groups"
+            or name in catalog.objects
+            or name in catalog.tensors
+        ):
             continue
         *root, _, option = map(str, path)
         members = exported.objects.get(".".join((*map(str, path[:-1]), "params")), ())
@@ -315,7 +466,9 @@ def _groups_by_parameter(exported: Exported, catalog: Catalog) -> tuple[dict[str
     return alike, settled
 
 
-def _tied(exported: Exported, missing: Sequence[str], tensors: Mapping[str, str], catalog: Catalog) -> set[str]:
+def _tied(
+    exported: Exported, missing: Sequence[str], tensors: Mapping[str, str], catalog: Catalog
+) -> set[str]:
     """Returns the missing names that are the same memory as a name that is there."""
     if not missing:
         return set()
@@ -324,47 +477,78 @@ def _tied(exported: Exported, missing: Sequence[str], tensors: Mapping[str, str]
     return {n for n in missing if keys.get(n) in there}
 
 
-def _stateless(missing: Sequence[str], catalog: Catalog, names: Mapping[str, str], exported: Exported) -> list[str]:
-    """Returns the missing names that are state of a parameter for which the checkpoint has no optimizer state at all."""
+def _stateless(
+    missing: Sequence[str], catalog: Catalog, names: Mapping[str, str], exported: Exported
+) -> list[str]:
+    """Returns the missing names that are state of a parameter for which the checkpoint has no
+    optimizer state at all.
+    """
     with_state = {name.rpartition(".")[0] for name in catalog.tensors}
-    optimizers = {path[: path.index("param_groups")] for path in exported.paths.values() if "param_groups" in path}
+    optimizers = {
+        path[: path.index("param_groups")]
+        for path in exported.paths.values()
+        if "param_groups" in path
+    }
 
     def is_state(path: Key) -> bool:
         return len(path) > 3 and path[-3] == "state" and path[:-3] in optimizers
 
-    return [n for n in missing if is_state(exported.paths[n]) and names.get(n, n).rpartition(".")[0] not in with_state]
+    return [
+        n
+        for n in missing
+        if is_state(exported.paths[n]) and names.get(n, n).rpartition(".")[0] not in with_state
+    ]
 
 
-def _extra(exported: Exported, catalog: Catalog, used: set[str], wanted: Callable[[str], bool]) -> list[str]:
+def _extra(
+    exported: Exported, catalog: Catalog, used: set[str], wanted: Callable[[str], bool]
+) -> list[str]:
     roots = exported.roots
     known = tuple(f"{name}." for name in exported.per_rank)
     return [
         n
         for n in (*catalog.tensors, *catalog.objects)
-        if root_of(n, catalog.paths) in roots and n not in used and wanted(n) and not n.startswith(known or ("\0",))
+        if root_of(n, catalog.paths) in roots
+        and n not in used
+        and wanted(n)
+        and not n.startswith(known or ("\0",))
     ]
 
 
 def _fits_type(tensor: torch.Tensor, entry: TensorEntry, cast: bool) -> bool:
     name = str(tensor.dtype).removeprefix("torch.")
-    return name == entry.dtype.name or (cast and tensor.dtype.is_floating_point and entry.dtype.is_castable)
+    return name == entry.dtype.name or (
+        cast and tensor.dtype.is_floating_point and entry.dtype.is_castable
+    )
 
 
-def _table(exported: Exported, catalog: Catalog, names: Mapping[str, str], misfit: _Misfit, where: str) -> str:
+def _table(
+    exported: Exported, catalog: Catalog, names: Mapping[str, str], misfit: _Misfit, where: str
+) -> str:
     def ours(name: str) -> str:
         value = exported.tensors.get(name)
-        return "" if value is None else f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        return (
+            ""
+            if value is None
+            else f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        )
 
     def theirs(name: str) -> str:
         entry = catalog.tensors.get(names.get(name, name))
         return "" if entry is None else f"{entry.dtype.name} {list(entry.shape)}"
 
     def both(name: str) -> str:
-        return f"state {ours(name) or 'a plain value'}, checkpoint {theirs(name) or 'a plain value'}"
+        return (
+            f"state {ours(name) or 'a plain value'}, checkpoint {theirs(name) or 'a plain value'}"
+        )
 
     lines = [f"the checkpoint does not fit the state ({printable(where)})"]
     for title, group, describe in (
-        ("missing from the checkpoint", misfit.absent, lambda n: ours(n) + _nearest(n, misfit.extra)),
+        (
+            "missing from the checkpoint",
+            misfit.absent,
+            lambda n: ours(n) + _nearest(n, misfit.extra),
+        ),
         ("in the checkpoint, but not in the state", misfit.extra, theirs),
         ("shapes differ", misfit.shapes, both),
         ("types differ", [n for n in misfit.types if n not in set(misfit.shapes)], both),
@@ -388,9 +572,15 @@ def _hint(misfit: _Misfit, strict: bool) -> str:
     if absent and len(absent) == len(extra):
         ours, theirs = _difference(absent[0], extra[0])
         if {ours + n.removeprefix(theirs) for n in extra} == set(absent):
-            return f"the names differ by a prefix only: {printable(theirs)!r} in the checkpoint, {printable(ours)!r} in the state"
+            return (
+                f"the names differ by a prefix only: {printable(theirs)!r} in the checkpoint,"
+                f" {printable(ours)!r} in the state"
+            )
     if misfit.shapes:
-        return f"say what becomes of other shapes: on_mismatch={{{misfit.shapes[0]!r}: 'grow' or 'skip'}}, or a function"
+        return (
+            f"say what becomes of other shapes: on_mismatch={{{misfit.shapes[0]!r}: 'grow' or"
+            " 'skip'}, or a function"
+        )
     if misfit.types and (not strict or not (absent or extra or misfit.kinds)):
         return "pass cast=True to convert on the way"
     return "pass strict=False to load what fits and keep the rest, or select=[…] to load a part"
@@ -398,9 +588,18 @@ def _hint(misfit: _Misfit, strict: bool) -> str:
 
 def _difference(ours: str, theirs: str) -> tuple[str, str]:
     """Returns what stands before the longest common end of two names."""
-    same = next((i for i, (a, b) in enumerate(zip(reversed(ours), reversed(theirs), strict=False)) if a != b), min(len(ours), len(theirs)))
+    same = next(
+        (
+            i
+            for i, (a, b) in enumerate(zip(reversed(ours), reversed(theirs), strict=False))
+            if a != b
+        ),
+        min(len(ours), len(theirs)),
+    )
     return ours[: len(ours) - same], theirs[: len(theirs) - same]
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(printable(n) for n in names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(printable(n) for n in names[:_SHOWN]) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )

@@ -1,4 +1,5 @@
-"""The second tier of a run: steps that are complete on the disk, copied to an object store in the background.
+"""The second tier of a run: steps that are complete on the disk, copied to an object store in the
+background.
 
 One process copies, one step at a time, and always the newest that is waiting.
 """
@@ -26,10 +27,17 @@ from ckpt_tools.storage import LocalStore
 
 
 class Mirror:
-    """Copies the steps of a run to a URL. A failure is logged, and told by `close`; the next step is another try."""
+    """Copies the steps of a run to a URL. A failure is logged, and told by `close`; the next step
+    is another try.
+    """
 
     def __init__(
-        self, url: str, every: int | None, keep_last: int | None, keep_every: int | None, options: Mapping[str, Any] | None
+        self,
+        url: str,
+        every: int | None,
+        keep_last: int | None,
+        keep_every: int | None,
+        options: Mapping[str, Any] | None,
     ) -> None:
         """Takes what there is to know; asks the store for nothing yet.
 
@@ -39,7 +47,13 @@ class Mirror:
             keep_last, keep_every: as for the manager.
             options: of the store, as fsspec takes them.
         """
-        self.url, self.every, self.keep_last, self.keep_every, self.options = url.rstrip("/"), every, keep_last, keep_every, options
+        self.url, self.every, self.keep_last, self.keep_every, self.options = (
+            url.rstrip("/"),
+            every,
+            keep_last,
+            keep_every,
+            options,
+        )
         self.error: CheckpointError | None = None
         self.resumed: Path | str | None = None
         self._root: Path | None = None
@@ -51,8 +65,9 @@ class Mirror:
         self._lock = threading.Lock()
 
     def start(self, root: Path) -> None:
-        """Has the store looked at in the background: dead jobs' leftovers are removed, and the newest complete step is copied if it
-        is missing, since the job that wrote it may have died before.
+        """Has the store looked at in the background: dead jobs' leftovers are removed, and the
+        newest complete step is copied if it is missing, since the job that wrote it may have died
+        before.
         """
         self._root = root
         with self._lock:
@@ -69,14 +84,24 @@ class Mirror:
             log.info("removed what a dead job left: %s", left.url)
         rollback.complete(self.url, self.options)
         self._is_known = True
-        wanted = [s for s in list_steps(self._root or "") if not s.problem and not (self.every and s.number % self.every)]
+        wanted = [
+            s
+            for s in list_steps(self._root or "")
+            if not s.problem and not (self.every and s.number % self.every)
+        ]
         there = latest(self.url, options=self.options).step
         with self._lock:
-            if wanted and self._waiting is None and (there is None or there.number < wanted[-1].number or self._has_news()):
+            if (
+                wanted
+                and self._waiting is None
+                and (there is None or there.number < wanted[-1].number or self._has_news())
+            ):
                 self._waiting = Path(wanted[-1].path)
 
     def _has_news(self) -> bool:
-        """Tells whether a rollback has taken effect on the disk that the mirror has not heard of."""
+        """Tells whether a rollback has taken effect on the disk that the mirror has not heard
+        of.
+        """
         return any(is_in_effect for _, is_in_effect in rollbacks(self._root or ""))
 
     def offer(self, number: int, path: Path) -> None:
@@ -97,7 +122,9 @@ class Mirror:
             try:
                 self._begin()
             except (CheckpointError, OSError) as error:
-                self.error = error if isinstance(error, CheckpointError) else StorageError(str(error))
+                self.error = (
+                    error if isinstance(error, CheckpointError) else StorageError(str(error))
+                )
                 log.warning("the mirror cannot be looked at: %s", told(error))
         while True:
             with self._lock:
@@ -110,7 +137,9 @@ class Mirror:
                 self._copy(path)
                 self.error = None
             except (CheckpointError, OSError) as error:
-                self.error = error if isinstance(error, CheckpointError) else StorageError(str(error))
+                self.error = (
+                    error if isinstance(error, CheckpointError) else StorageError(str(error))
+                )
                 log.warning("could not mirror %s: %s", path, told(error))
                 continue
             self._retain()
@@ -118,15 +147,35 @@ class Mirror:
     def _copy(self, path: Path) -> None:
         """Copies a step, and with it what rollbacks on the disk have superseded."""
         manifest = find(LocalStore(path))
-        notes = [note for note, is_in_effect in rollbacks(path.parent) if is_in_effect and manifest is not None]
+        notes = [
+            note
+            for note, is_in_effect in rollbacks(path.parent)
+            if is_in_effect and manifest is not None
+        ]
         for note in notes:
             write_note(
-                self.url, replace(note, step=path.name, attempt=manifest.attempt if manifest else "", is_committed=False), self.options
+                self.url,
+                replace(
+                    note,
+                    step=path.name,
+                    attempt=manifest.attempt if manifest else "",
+                    is_committed=False,
+                ),
+                self.options,
             )
         there = find_step(self.url, path.name, self.options)
-        if there is not None and manifest is not None and there.manifest is not None and there.manifest.attempt != manifest.attempt:
+        if (
+            there is not None
+            and manifest is not None
+            and there.manifest is not None
+            and there.manifest.attempt != manifest.attempt
+        ):
             where = rollback.set_aside(self.url, there, manifest.attempt, self.options)
-            log.warning("%s was saved anew: the copy in the mirror is set aside as %s", printable(str(path)), printable(where))
+            log.warning(
+                "%s was saved anew: the copy in the mirror is set aside as %s",
+                printable(str(path)),
+                printable(where),
+            )
         result = copy(path, f"{self.url}/{path.name}", storage_options=self.options)
         log.info("mirrored %s in %.1f s", result.destination, result.seconds)
         if notes:
@@ -136,7 +185,9 @@ class Mirror:
 
     def _retain(self) -> None:
         """Lets old steps go, but none whose original is pinned; a failure to do so is a warning."""
-        pinned = [f"{self.url}/{step.name}" for step in list_steps(self._root or "") if step.is_pinned]
+        pinned = [
+            f"{self.url}/{step.name}" for step in list_steps(self._root or "") if step.is_pinned
+        ]
         kept = [*([self.resumed] if self.resumed else []), *pinned]
         if retain(self.url, (self.keep_last, self.keep_every), kept, self.options, self._told):
             self.resumed = None
@@ -147,7 +198,11 @@ class Mirror:
         while (thread := self._thread) is not None:
             thread.join(wait_s)
             if thread.is_alive():
-                log.warning("waiting for a step to be mirrored to %s, for %.0f s so far", printable(self.url), time.monotonic() - began)
+                log.warning(
+                    "waiting for a step to be mirrored to %s, for %.0f s so far",
+                    printable(self.url),
+                    time.monotonic() - began,
+                )
                 wait_s = NEXT_WORD_S
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Gives the numbers of a stored optimizer the names of the live optimizer's parameters.
 
-`Optimizer.state_dict()` numbers its parameters, and `load_state_dict` pairs them by position. A load does the same, and checks the
-shapes; where the checkpoint has `param_names`, these decide. Imports torch.
+`Optimizer.state_dict()` numbers its parameters, and `load_state_dict` pairs them by position. A
+load does the same, and checks the shapes; where the checkpoint has `param_names`, these decide.
+Imports torch.
 
 Source: torch 2.13 `torch/optim/optimizer.py`.
 """
@@ -40,65 +41,111 @@ class Named:
     notes: list[str] = field(default_factory=list)
 
 
-def name_numbers(catalog: Catalog, holders: Holders, read_value: Callable[[str], Any], wants: Callable[[str], bool]) -> Named:
+def name_numbers(
+    catalog: Catalog,
+    holders: Holders,
+    read_value: Callable[[str], Any],
+    wants: Callable[[str], bool],
+) -> Named:
     """Returns the catalog with names for the numbers of optimizers.
 
     Args:
         catalog: of the checkpoint.
         holders: what the live state holds.
         read_value: reads a stored object by its name.
-        wants: tells whether a name is to be loaded; an optimizer of which nothing is keeps its numbers.
+        wants: tells whether a name is to be loaded; an optimizer of which nothing is keeps its
+            numbers.
 
     Raises:
-        PlanError: a checkpoint's optimizer has another number of parameters than the live one, or other shapes.
+        PlanError: a checkpoint's optimizer has another number of parameters than the live one, or
+            other shapes.
     """
     result = Named(catalog)
     for path, optimizer in holders.optimizers:
         prefix = f"{join(path)}."
         state = _state(catalog, f"{prefix}state.")
         names = parameter_names(optimizer, holders, path) if state else None
-        if names is None or all(map(is_number, names)) or not _is_wanted(prefix, state, names, wants):
+        if (
+            names is None
+            or all(map(is_number, names))
+            or not _is_wanted(prefix, state, names, wants)
+        ):
             continue
         _name_one(result, prefix, state, optimizer, path, names, read_value)
     return result
 
 
 def _state(catalog: Catalog, above: str) -> dict[str, tuple[int, str]]:
-    """Returns the number and key of each entry of an optimizer's state, nothing where one has a name."""
+    """Returns the number and key of each entry of an optimizer's state, nothing where one has a
+    name.
+    """
     found: dict[str, tuple[int, str]] = {}
     for name in (*catalog.tensors, *catalog.objects):
         if name.startswith(above):
             number, _, key = name[len(above) :].partition(".")
-            if not is_number(number) or not key or "." in key:  # `0.weight.exp_avg` has the name 0.weight
+            # `0.weight.exp_avg` has the name 0.weight
+            if not is_number(number) or not key or "." in key:
                 return {}
             found[name] = int(number), key
     return found
 
 
-def _is_wanted(prefix: str, state: Mapping[str, tuple[int, str]], names: Sequence[str], wants: Callable[[str], bool]) -> bool:
-    """Tells whether any state is to be loaded, by its number or by a name that the number may mean."""
+def _is_wanted(
+    prefix: str,
+    state: Mapping[str, tuple[int, str]],
+    names: Sequence[str],
+    wants: Callable[[str], bool],
+) -> bool:
+    """Tells whether any state is to be loaded, by its number or by a name that the number may
+    mean.
+    """
     keys = {key for _, key in state.values()}
-    return any(map(wants, state)) or any(wants(f"{prefix}state.{name}.{key}") for name in names for key in keys)
+    return any(map(wants, state)) or any(
+        wants(f"{prefix}state.{name}.{key}") for name in names for key in keys
+    )
 
 
 def _name_one(
-    result: Named, prefix: str, state: Mapping[str, tuple[int, str]], optimizer: Optimizer, path: Key, names: Sequence[str],
+    result: Named,
+    prefix: str,
+    state: Mapping[str, tuple[int, str]],
+    optimizer: Optimizer,
+    path: Key,
+    names: Sequence[str],
     read_value: Callable[[str], Any],
-) -> None:  # fmt: skip
+) -> None:
     stored, own = _groups(result.catalog, prefix, read_value)
-    numbers = [number for group in stored.values() for number in group] or sorted({number for number, _ in state.values()})
+    numbers = [number for group in stored.values() for number in group] or sorted(
+        {number for number, _ in state.values()}
+    )
     if len(numbers) != len(names) or not {number for number, _ in state.values()} <= set(numbers):
         raise PlanError(
-            f"the optimizer at {join(path)!r} has {len(names)} parameters, and the one in the checkpoint numbers {len(numbers)}",
-            hint="make the optimizer as it was made for the save, or load the model alone: select=['model*']",
+            f"the optimizer at {join(path)!r} has {len(names)} parameters, and the one in the"
+            f" checkpoint numbers {len(numbers)}",
+            hint=(
+                "make the optimizer as it was made for the save, or load the model alone:"
+                " select=['model*']"
+            ),
         )
     by_name = _as_named(own, names)
     name_of = dict(zip(numbers, by_name or names, strict=True))
-    _check_shapes(result.catalog, state, name_of, dict(zip(names, _parameters(optimizer), strict=True)))
-    new = {name: (*_path(prefix), "state", name_of[number], key) for name, (number, key) in state.items()}
-    result.catalog = moved(result.catalog, {n: new.get(n) or result.catalog.paths.get(n) or (n,) for n in _all(result.catalog)})
+    _check_shapes(
+        result.catalog, state, name_of, dict(zip(names, _parameters(optimizer), strict=True))
+    )
+    new = {
+        name: (*_path(prefix), "state", name_of[number], key)
+        for name, (number, key) in state.items()
+    }
+    result.catalog = moved(
+        result.catalog,
+        {n: new.get(n) or result.catalog.paths.get(n) or (n,) for n in _all(result.catalog)},
+    )
     result.params |= {name: [name_of[number] for number in group] for name, group in stored.items()}
-    how = "its param_names name them" if by_name else "they are taken in the order of this job's optimizer"
+    how = (
+        "its param_names name them"
+        if by_name
+        else "they are taken in the order of this job's optimizer"
+    )
     how += ", since its param_names are not those of this job" if own and not by_name else ""
     result.notes.append(f"{printable(prefix)}state was stored by numbers of parameters: {how}")
 
@@ -115,8 +162,12 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _groups(catalog: Catalog, prefix: str, read_value: Callable[[str], Any]) -> tuple[dict[str, list[int]], list[str]]:
-    """Returns the numbers of each group by the name of the list, and the names that the file gives for all of them, if it does."""
+def _groups(
+    catalog: Catalog, prefix: str, read_value: Callable[[str], Any]
+) -> tuple[dict[str, list[int]], list[str]]:
+    """Returns the numbers of each group by the name of the list, and the names that the file gives
+    for all of them, if it does.
+    """
     stored: dict[str, list[int]] = {}
     own: list[str] = []
     while (name := f"{prefix}param_groups.{len(stored)}.params") in catalog.objects:
@@ -130,20 +181,25 @@ def _groups(catalog: Catalog, prefix: str, read_value: Callable[[str], Any]) -> 
 
 
 def _as_named(own: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the names of the file as the live optimizer has them, nothing where they are others."""
+    """Returns the names of the file as the live optimizer has them, nothing where they are
+    others.
+    """
     bare = {strip_wrappers(name): name for name in names}
     found = [bare.get(strip_wrappers(str(name)), "") for name in own]
     return found if len(set(found)) == len(names) and all(found) else []
 
 
 def _check_shapes(
-    catalog: Catalog, state: Mapping[str, tuple[int, str]], name_of: Mapping[int, str], parameters: Mapping[str, Tensor]
+    catalog: Catalog,
+    state: Mapping[str, tuple[int, str]],
+    name_of: Mapping[int, str],
+    parameters: Mapping[str, Tensor],
 ) -> None:
     for stored, (number, key) in state.items():
         parameter, entry = parameters[name_of[number]], catalog.tensors.get(stored)
         if key in LIKE_PARAMETER and entry is not None and entry.shape != tuple(parameter.shape):
             raise PlanError(
-                f"parameter {number} of the stored optimizer is not {printable(name_of[number])!r}: {key} has {list(entry.shape)},"
-                f" the parameter {list(parameter.shape)}",
+                f"parameter {number} of the stored optimizer is not {printable(name_of[number])!r}:"
+                f" {key} has {list(entry.shape)}, the parameter {list(parameter.shape)}",
                 hint="make the optimizer with its parameters in the order of the save",
             )

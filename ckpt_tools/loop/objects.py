@@ -1,8 +1,9 @@
 """Plain values of a state in types that load without running code, and back: `encode` and `decode`.
 
-`torch.load(weights_only=True)` reads numbers, texts, lists, tuples, dicts and tensors. Any other supported type is stored as a
-dict with the key `__ckpt_tools__`, which names the type; `docs/formats/objects.md` lists them. A type that is not supported is
-refused when it is saved, never when it is loaded.
+`torch.load(weights_only=True)` reads numbers, texts, lists, tuples, dicts and tensors. Any other
+supported type is stored as a dict with the key `__ckpt_tools__`, which names the type;
+`docs/formats/objects.md` lists them. A type that is not supported is refused when it is saved,
+never when it is loaded.
 
 Imports torch.
 """
@@ -38,29 +39,45 @@ MAX_DEPTH = 64
 _INT64 = range(-(1 << 63), 1 << 63)
 _SCALARS = frozenset({type(None), bool, float, str})
 _NUMBERS = _SCALARS | {int}
-_NATIVE = (complex, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)  # torch's own reader knows them
+# torch's own reader knows them
+_NATIVE = (complex, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
 _NUMPY_KINDS = "biufcSUmM?"
-_FACTORIES = {factory.__name__: factory for factory in (int, float, str, bool, list, dict, set, tuple)}
+_FACTORIES = {
+    factory.__name__: factory for factory in (int, float, str, bool, list, dict, set, tuple)
+}
 Replace = Callable[[torch.Tensor, Key], Any]
 Take = Callable[[Any, Key], dict[str, Any]]
 
 
 def place(path: Key) -> str:
     """Returns how a user writes the place of a value: `state['data']['sampler'][0]`."""
-    return "state" + "".join(f"[{printable(key)!r}]" if isinstance(key, str) else f"[{key}]" for key in path)
+    return "state" + "".join(
+        f"[{printable(key)!r}]" if isinstance(key, str) else f"[{key}]" for key in path
+    )
 
 
 def has_only_scalars(value: Any) -> bool:
-    """Tells whether a list or tuple holds numbers and texts only: a long history is walked by nobody then."""
+    """Tells whether a list or tuple holds numbers and texts only: a long history is walked by
+    nobody then.
+    """
     return isinstance(value, (list, tuple)) and set(map(type, value)) <= _NUMBERS
 
 
-# ---- generators ----------------------------------------------------------------------------------------------------------
+# ---- generators ----------------------------------------------------------------------------------
 
 
 def is_generator(value: object) -> bool:
     """Tells whether a value is a random generator, whose state is saved and set in place."""
-    return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random))
+    return isinstance(
+        value,
+        (
+            torch.Generator,
+            np.random.Generator,
+            np.random.RandomState,
+            np.random.BitGenerator,
+            random.Random,
+        ),
+    )
 
 
 def generator_state(generator: Any) -> Any:
@@ -71,7 +88,11 @@ def generator_state(generator: Any) -> Any:
         return {"numpy": generator.bit_generator.state}
     if isinstance(generator, np.random.RandomState):
         return {"numpy": generator.get_state(legacy=False)}
-    return {"numpy": generator.state} if isinstance(generator, np.random.BitGenerator) else {"python": generator.getstate()}
+    return (
+        {"numpy": generator.state}
+        if isinstance(generator, np.random.BitGenerator)
+        else {"python": generator.getstate()}
+    )
 
 
 def set_generator_state(generator: Any, state: Mapping[str, Any], path: Key) -> None:
@@ -93,12 +114,13 @@ def set_generator_state(generator: Any, state: Mapping[str, Any], path: Key) -> 
             generator.setstate(state["python"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise PlanError(
-            f"{place(path)} holds a {type(generator).__name__}, and the checkpoint has the state of another generator: {error}",
+            f"{place(path)} holds a {type(generator).__name__}, and the checkpoint has the state of"
+            f" another generator: {error}",
             hint="make the same kind of generator as the job that saved",
         ) from error
 
 
-# ---- to plain values -----------------------------------------------------------------------------------------------------
+# ---- to plain values -----------------------------------------------------------------------------
 
 
 def encode(value: Any, path: Key, replace: Replace | None = None) -> Any:
@@ -116,9 +138,14 @@ def encode(value: Any, path: Key, replace: Replace | None = None) -> Any:
     if kind in _SCALARS or (kind is int and value in _INT64):
         return value
     if len(path) > MAX_DEPTH:
-        raise PlanError(f"cannot save {place(path[:4])}…: it is nested more than {MAX_DEPTH} deep, or contains itself")
+        raise PlanError(
+            f"cannot save {place(path[:4])}…: it is nested more than {MAX_DEPTH} deep, or contains"
+            " itself"
+        )
     if kind in (list, tuple):
-        if (kinds := set(map(type, value))) <= _SCALARS or (kinds == {int} and min(value) in _INT64 and max(value) in _INT64):
+        if (kinds := set(map(type, value))) <= _SCALARS or (
+            kinds == {int} and min(value) in _INT64 and max(value) in _INT64
+        ):
             return value
         return kind(encode(item, (*path, number), replace) for number, item in enumerate(value))
     if kind is dict and TAG not in value and all(type(key) is str for key in value):
@@ -128,33 +155,62 @@ def encode(value: Any, path: Key, replace: Replace | None = None) -> Any:
     if kind in _NATIVE and value != b"":  # of no bytes pickle makes a call that torch refuses
         return value
     found = next(
-        (_ENCODERS[k] for k in (kind, np.generic, pathlib.PurePath) if k in _ENCODERS and (k is kind or isinstance(value, k))), None
+        (
+            _ENCODERS[k]
+            for k in (kind, np.generic, pathlib.PurePath)
+            if k in _ENCODERS and (k is kind or isinstance(value, k))
+        ),
+        None,
     )
     if found is None:
         raise PlanError(f"cannot save {place(path)}: {_describe(value)}", hint=_advice(value))
     return _tagged(value, path, replace, *found)
 
 
-def _tagged(value: Any, path: Key, replace: Replace | None, name: str, take: Take) -> dict[str, Any]:
+def _tagged(
+    value: Any, path: Key, replace: Replace | None, name: str, take: Take
+) -> dict[str, Any]:
     """Returns the dict with a tag that stands for a value."""
-    fields = {k: v if k == "data" else encode(v, path, replace) for k, v in take(value, path).items()}
+    fields = {
+        k: v if k == "data" else encode(v, path, replace) for k, v in take(value, path).items()
+    }
     if isinstance(value, Mapping):
-        fields["items"] = [[encode(k, path, replace), encode(v, (*path, str(k)), replace)] for k, v in value.items()]
+        fields["items"] = [
+            [encode(k, path, replace), encode(v, (*path, str(k)), replace)]
+            for k, v in value.items()
+        ]
     return {TAG: name} | fields
 
 
 def _tensor(value: torch.Tensor, path: Key) -> torch.Tensor:
     if isinstance(value, (DTensor, ShardedTensor)):
-        raise PlanError(f"cannot save {place(path)}: a sharded tensor in a value of one rank", hint="put it into a dict or a list")
-    if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or value.layout is not torch.strided or value.is_meta:
-        raise PlanError(f"cannot save {place(path)}: a tensor of this kind: {type(value).__name__}, {value.layout}, {value.device}")
+        raise PlanError(
+            f"cannot save {place(path)}: a sharded tensor in a value of one rank",
+            hint="put it into a dict or a list",
+        )
+    if (
+        type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        or value.layout is not torch.strided
+        or value.is_meta
+    ):
+        raise PlanError(
+            f"cannot save {place(path)}: a tensor of this kind: {type(value).__name__},"
+            f" {value.layout}, {value.device}"
+        )
     plain = value.detach().cpu()
-    return plain.clone() if plain.untyped_storage().nbytes() > plain.nbytes or plain.data_ptr() == value.data_ptr() else plain
+    return (
+        plain.clone()
+        if plain.untyped_storage().nbytes() > plain.nbytes or plain.data_ptr() == value.data_ptr()
+        else plain
+    )
 
 
 def _describe(value: Any) -> str:
     kind = type(value)
-    return f"values of the type {kind.__module__}.{kind.__qualname__} cannot be stored without a pickle that runs code"
+    return (
+        f"values of the type {kind.__module__}.{kind.__qualname__} cannot be stored without a"
+        " pickle that runs code"
+    )
 
 
 def _advice(value: Any) -> str:
@@ -165,11 +221,17 @@ def _advice(value: Any) -> str:
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return "save value._asdict(), and make the named tuple again from the dict"
     if hasattr(value, "state_dict"):
-        return "an object with state_dict and load_state_dict stands in dicts, lists and tuples of the state, nowhere else"
+        return (
+            "an object with state_dict and load_state_dict stands in dicts, lists and tuples of the"
+            " state, nowhere else"
+        )
     if isinstance(value, (str, int, float, dict, list, tuple, set)):
         base = next(b for b in (str, int, float, dict, list, tuple, set) if isinstance(value, b))
         return f"save {base.__name__}(value)"
-    return "give its class state_dict and load_state_dict, or save numbers, texts, lists, dicts, tensors and arrays"
+    return (
+        "give its class state_dict and load_state_dict, or save numbers, texts, lists, dicts,"
+        " tensors and arrays"
+    )
 
 
 def _dict(_: Any, __: Key) -> dict[str, Any]:
@@ -182,7 +244,11 @@ def _namespace(value: Any, _: Key) -> dict[str, Any]:
 
 def _array(value: Any, path: Key) -> dict[str, Any]:
     array = np.asarray(value)
-    if array.dtype.kind not in _NUMPY_KINDS or array.dtype.hasobject or type(value) is np.ma.MaskedArray:
+    if (
+        array.dtype.kind not in _NUMPY_KINDS
+        or array.dtype.hasobject
+        or type(value) is np.ma.MaskedArray
+    ):
         raise PlanError(f"cannot save {place(path)}: a NumPy array of this type: {array.dtype}")
     return {"dtype": array.dtype.str, "shape": list(array.shape), "data": _raw(array.tobytes())}
 
@@ -199,14 +265,20 @@ def _bytes(data: torch.Tensor | None) -> bytes:
 def _datetime(value: Any, path: Key) -> dict[str, Any]:
     zone = value.tzinfo
     if zone is not None and not isinstance(zone, (dt.timezone, zoneinfo.ZoneInfo)):
-        raise PlanError(f"cannot save {place(path)}: a time with a zone of the type {type(zone).__name__}", hint="use datetime.UTC")
+        raise PlanError(
+            f"cannot save {place(path)}: a time with a zone of the type {type(zone).__name__}",
+            hint="use datetime.UTC",
+        )
     return {"text": value.replace(tzinfo=None).isoformat(), "fold": value.fold, "zone": zone}
 
 
 def _defaultdict(value: Any, path: Key) -> dict[str, Any]:
     factory = value.default_factory
     if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
-        raise PlanError(f"cannot save {place(path)}: a defaultdict that calls {factory!r}", hint="save dict(value)")
+        raise PlanError(
+            f"cannot save {place(path)}: a defaultdict that calls {factory!r}",
+            hint="save dict(value)",
+        )
     return {"factory": factory and factory.__name__}
 
 
@@ -256,10 +328,12 @@ _ENCODERS: dict[type, tuple[str, Take]] = {
     io.BytesIO: ("BytesIO", lambda v, _: {"data": _raw(v.getvalue()), "at": v.tell()}),
     type(np.dtype("f4")): ("numpy.dtype", lambda v, _: {"text": v.str}),
 }
-_ENCODERS |= {type(np.dtype(code)): _ENCODERS[type(np.dtype("f4"))] for code in "?bhilqBHILQefdgFDGSUmM"}
+_ENCODERS |= {
+    type(np.dtype(code)): _ENCODERS[type(np.dtype("f4"))] for code in "?bhilqBHILQefdgFDGSUmM"
+}
 
 
-# ---- from plain values ---------------------------------------------------------------------------------------------------
+# ---- from plain values ---------------------------------------------------------------------------
 
 
 def decode(value: Any, tensor: Callable[[str], Any] | None = None) -> Any:
@@ -290,7 +364,8 @@ def decode(value: Any, tensor: Callable[[str], Any] | None = None) -> Any:
         raise
     except Exception as error:  # whatever a malformed field makes a constructor raise
         raise FormatError(
-            f"an object of the checkpoint is malformed, or written by a newer version: {printable(str(name))}: {printable(repr(error))}"
+            "an object of the checkpoint is malformed, or written by a newer version:"
+            f" {printable(str(name))}: {printable(repr(error))}"
         ) from error
 
 
@@ -300,7 +375,11 @@ def _pairs(fields: Mapping[str, Any]) -> dict[Any, Any]:
 
 def _make_array(fields: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     dtype, shape = np.dtype(fields["dtype"]), tuple(fields["shape"])
-    if dtype.kind not in _NUMPY_KINDS or dtype.hasobject or any(type(n) is not int or n < 0 for n in shape):
+    if (
+        dtype.kind not in _NUMPY_KINDS
+        or dtype.hasobject
+        or any(type(n) is not int or n < 0 for n in shape)
+    ):
         raise ValueError(f"not an array: {dtype} {shape}")
     data = _bytes(fields["data"])
     return np.frombuffer(data, dtype).reshape(shape).copy() if data else np.empty(shape, dtype)
@@ -308,9 +387,20 @@ def _make_array(fields: Mapping[str, Any]) -> np.ndarray[Any, Any]:
 
 def _make_path(fields: Mapping[str, Any]) -> pathlib.PurePath:
     name = fields["class"]
-    if name not in ("PurePath", "PurePosixPath", "PureWindowsPath", "Path", "PosixPath", "WindowsPath"):
+    if name not in (
+        "PurePath",
+        "PurePosixPath",
+        "PureWindowsPath",
+        "Path",
+        "PosixPath",
+        "WindowsPath",
+    ):
         raise ValueError(f"not a path: {name}")
-    return pathlib.Path(fields["text"]) if not name.startswith("Pure") else getattr(pathlib, name)(fields["text"])
+    return (
+        pathlib.Path(fields["text"])
+        if not name.startswith("Pure")
+        else getattr(pathlib, name)(fields["text"])
+    )
 
 
 def _make_time(kind: type[dt.datetime] | type[dt.time]) -> Callable[[Mapping[str, Any]], Any]:
@@ -368,6 +458,8 @@ _DECODERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 @dataclass(slots=True)
 class Structure:
-    """A value whose tensors are entries of their own: the rest of it, encoded, with the entries' names in their places."""
+    """A value whose tensors are entries of their own: the rest of it, encoded, with the entries'
+    names in their places.
+    """
 
     encoded: Any

@@ -1,7 +1,7 @@
 """Optimizers by the names of their parameters, and back.
 
-torch's state-dict functions know one module with all parameters of an optimizer. Here parameters may also belong to several
-modules, or be tensors in dicts and lists of the state. Imports torch.
+torch's state-dict functions know one module with all parameters of an optimizer. Here parameters
+may also belong to several modules, or be tensors in dicts and lists of the state. Imports torch.
 
 Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `torch/optim/optimizer.py`.
 """
@@ -32,7 +32,9 @@ _OWN = ("state", "param_groups")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a parameter's state in a checkpoint; `is_like` tells that it has the shape that the parameter had."""
+    """A tensor of a parameter's state in a checkpoint; `is_like` tells that it has the shape that
+    the parameter had.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,7 +45,9 @@ Stored = Mapping[str, Mapping[str, StoredTensor]]  # by parameter and key
 
 
 class Exported(NamedTuple):
-    """An optimizer's state by name; parameters whose state is memory that nothing has filled yet; those whose state may have any form."""
+    """An optimizer's state by name; parameters whose state is memory that nothing has filled yet;
+    those whose state may have any form.
+    """
 
     values: dict[str, Any]
     fresh: list[str]
@@ -51,7 +55,9 @@ class Exported(NamedTuple):
 
 
 class Holders(NamedTuple):
-    """What a state holds that an optimizer's parameters may belong to, and the optimizers; each with its place."""
+    """What a state holds that an optimizer's parameters may belong to, and the optimizers; each
+    with its place.
+    """
 
     modules: Sequence[tuple[Key, nn.Module]]
     tensors: Sequence[tuple[Key, torch.Tensor]]
@@ -59,15 +65,23 @@ class Holders(NamedTuple):
 
 
 def is_container(optimizer: Optimizer) -> bool:
-    """Tells whether an optimizer has a state dict of its own form, as torchtitan's OptimizersContainer: it loads that itself."""
-    return type(optimizer).state_dict is not Optimizer.state_dict and not set(_OWN) <= optimizer.state_dict().keys()
+    """Tells whether an optimizer has a state dict of its own form, as torchtitan's
+    OptimizersContainer: it loads that itself.
+    """
+    return (
+        type(optimizer).state_dict is not Optimizer.state_dict
+        and not set(_OWN) <= optimizer.state_dict().keys()
+    )
 
 
-def export_optimizer(optimizer: Optimizer, holders: Holders, path: Key, stored: Stored | None) -> Exported:
+def export_optimizer(
+    optimizer: Optimizer, holders: Holders, path: Key, stored: Stored | None
+) -> Exported:
     """Returns an optimizer's state by parameter name, and the keys that its class adds.
 
-    An optimizer that is loaded, and that has no state for a parameter yet, gets tensors for it as the checkpoint has them. It takes
-    no step for that: a step would call hooks, and could change parameters. FSDP1 alone has torch do so.
+    An optimizer that is loaded, and that has no state for a parameter yet, gets tensors for it as
+    the checkpoint has them. It takes no step for that: a step would call hooks, and could change
+    parameters. FSDP1 alone has torch do so.
 
     Raises:
         PlanError: a parameter belongs to nothing in the state.
@@ -78,19 +92,41 @@ def export_optimizer(optimizer: Optimizer, holders: Holders, path: Key, stored: 
     names, state = _names(optimizer, holders, owner, path), optimizer.state_dict()
     numbers = list(chain.from_iterable(group["params"] for group in state["param_groups"]))
     name_of = dict(zip(numbers, names, strict=True))
-    groups = [{**group, "params": [name_of[n] for n in group["params"]]} for group in state["param_groups"]]
+    groups = [
+        {**group, "params": [name_of[n] for n in group["params"]]}
+        for group in state["param_groups"]
+    ]
     values: dict[str, Any] = {name_of[n]: found for n, found in state["state"].items() if found}
-    free = [name for name, found in values.items() if any(isinstance(v, (list, tuple, dict)) for v in found.values())]
-    parameters = dict(zip(names, chain.from_iterable(group["params"] for group in optimizer.param_groups), strict=True))
+    free = [
+        name
+        for name, found in values.items()
+        if any(isinstance(v, (list, tuple, dict)) for v in found.values())
+    ]
+    parameters = dict(
+        zip(
+            names,
+            chain.from_iterable(group["params"] for group in optimizer.param_groups),
+            strict=True,
+        )
+    )
     fresh = [name for name in parameters if name not in values] if stored is not None else []
     for name in fresh:
-        like = {key: _room(parameters[name], tensor) for key, tensor in (stored or {}).get(name, {}).items()}
+        like = {
+            key: _room(parameters[name], tensor)
+            for key, tensor in (stored or {}).get(name, {}).items()
+        }
         values |= {name: like} if like else {}
-    return Exported({**({"state": values} if values else {}), "param_groups": groups, **extra_of(optimizer)}, fresh, [*free, *fresh])
+    return Exported(
+        {**({"state": values} if values else {}), "param_groups": groups, **extra_of(optimizer)},
+        fresh,
+        [*free, *fresh],
+    )
 
 
 def _room(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Returns memory for a tensor of a parameter's state: sharded as the parameter is, where it has its shape."""
+    """Returns memory for a tensor of a parameter's state: sharded as the parameter is, where it has
+    its shape.
+    """
     if stored.is_like or stored.shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
     return torch.zeros(stored.shape, dtype=stored.dtype, device="cpu")
@@ -99,8 +135,8 @@ def _room(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
 def _export_fsdp1(optimizer: Optimizer, owner: nn.Module, for_loading: bool) -> Exported:
     """Returns the state of an optimizer of flat parameters, as torch translates it.
 
-    torch gives one that has taken no step a state by taking a step of length 0, which would count from then on. So the state is
-    removed again, unless a checkpoint is loaded into it next.
+    torch gives one that has taken no step a state by taking a step of length 0, which would count
+    from then on. So the state is removed again, unless a checkpoint is loaded into it next.
     """
     is_fresh = not optimizer.state
     exported: dict[str, Any] = dict(get_optimizer_state_dict(owner, optimizer))
@@ -119,14 +155,20 @@ def extra_of(optimizer: Optimizer) -> dict[str, Any]:
     return {key: value for key, value in optimizer.state_dict().items() if key not in _OWN}
 
 
-def load_optimizer(optimizer: Optimizer, given: Mapping[str, Any], holders: Holders, path: Key) -> None:
-    """Loads what `export_optimizer` returned. A parameter whose state is left out is left without any."""
+def load_optimizer(
+    optimizer: Optimizer, given: Mapping[str, Any], holders: Holders, path: Key
+) -> None:
+    """Loads what `export_optimizer` returned. A parameter whose state is left out is left without
+    any.
+    """
     extra = {key: value for key, value in given.items() if key not in _OWN}
     state = {"state": {}} | {key: value for key, value in given.items() if key in _OWN}
     owner = _owner(optimizer, holders.modules)
     with _adding(optimizer, extra):
         if owner is not None and _is_fsdp1(owner):
-            set_optimizer_state_dict(owner, optimizer, state, options=StateDictOptions(strict=False))
+            set_optimizer_state_dict(
+                owner, optimizer, state, options=StateDictOptions(strict=False)
+            )
         else:
             _load_by_name(optimizer, state, _names(optimizer, holders, owner, path))
 
@@ -148,7 +190,9 @@ def _adding(optimizer: Optimizer, extra: Mapping[str, Any]) -> Iterator[None]:
 def _owner(optimizer: Optimizer, modules: Sequence[tuple[Key, nn.Module]]) -> nn.Module | None:
     """Returns the module that has all parameters of an optimizer, None where there is none."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return next((module for _, module in modules if wanted <= {id(p) for p in module.parameters()}), None)
+    return next(
+        (module for _, module in modules if wanted <= {id(p) for p in module.parameters()}), None
+    )
 
 
 def _is_fsdp1(module: nn.Module) -> bool:
@@ -156,11 +200,14 @@ def _is_fsdp1(module: nn.Module) -> bool:
 
 
 def _names(optimizer: Optimizer, holders: Holders, owner: nn.Module | None, path: Key) -> list[str]:
-    """Returns the names of an optimizer's parameters, in its own order: within the module that has all of them, or in the state."""
+    """Returns the names of an optimizer's parameters, in its own order: within the module that has
+    all of them, or in the state.
+    """
     known: dict[int, str] = {}
     for at, module in holders.modules if owner is None else [((), owner)]:
         if owner is None and _is_fsdp1(module):
-            continue  # its optimizer is translated by torch, which wants one module with all parameters
+            # its optimizer is translated by torch, which wants one module with all parameters
+            continue
         for name, parameter in module.named_parameters():
             (plain,) = _get_fqns(module, name)
             known.setdefault(id(parameter), ".".join((*map(str, at), plain)))
@@ -170,31 +217,42 @@ def _names(optimizer: Optimizer, holders: Holders, owner: nn.Module | None, path
     missing = next((number for number, p in enumerate(parameters) if id(p) not in known), None)
     if missing is not None:
         raise PlanError(
-            f"the optimizer at {place(path)} has parameters that are nowhere in the state: its parameter {missing}"
-            f" of {len(parameters)}, {list(parameters[missing].shape)}",
-            hint="put the module that holds them into the state, or a dict with the tensors themselves; FSDP1 wants one module with all",
+            f"the optimizer at {place(path)} has parameters that are nowhere in the state: its"
+            f" parameter {missing} of {len(parameters)}, {list(parameters[missing].shape)}",
+            hint=(
+                "put the module that holds them into the state, or a dict with the tensors"
+                " themselves; FSDP1 wants one module with all"
+            ),
         )
     return [known[id(p)] for p in parameters]
 
 
 def parameter_names(optimizer: Optimizer, holders: Holders, path: Key) -> list[str] | None:
-    """Returns the names of an optimizer's parameters in its own order; None where torch translates its state (FSDP1).
+    """Returns the names of an optimizer's parameters in its own order; None where torch translates
+    its state (FSDP1).
 
     Raises:
         PlanError: a parameter belongs to nothing in the state.
     """
     owner = _owner(optimizer, holders.modules)
-    return None if owner is not None and _is_fsdp1(owner) else _names(optimizer, holders, owner, path)
+    return (
+        None if owner is not None and _is_fsdp1(owner) else _names(optimizer, holders, owner, path)
+    )
 
 
 def _load_by_name(optimizer: Optimizer, given: Mapping[str, Any], names: Sequence[str]) -> None:
     numbers = {name: number for number, name in enumerate(names)}
     state = {numbers[name]: values for name, values in given["state"].items() if name in numbers}
-    groups = [_options(group, given.get("param_groups", ()), names) for group in optimizer.state_dict()["param_groups"]]
+    groups = [
+        _options(group, given.get("param_groups", ()), names)
+        for group in optimizer.state_dict()["param_groups"]
+    ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _options(group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+def _options(
+    group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Any]:
     """Returns a group with the options that its parameters were saved with.
 
     Raises:
@@ -204,7 +262,8 @@ def _options(group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]], name
     found = [other for other in stored if mine & set(other.get("params", ()))]
     if len(found) > 1:
         raise PlanError(
-            f"parameters of one group were saved in {len(found)} groups, such as {printable(min(mine))!r}",
+            f"parameters of one group were saved in {len(found)} groups, such as"
+            f" {printable(min(mine))!r}",
             hint="group the parameters as they were when they were saved",
         )
     return {**group, **(found[0] if found else {}), "params": group["params"]}

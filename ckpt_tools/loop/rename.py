@@ -1,4 +1,6 @@
-"""Other names for what a checkpoint holds: the regular expressions of `resume(rename=…)`, applied to its catalog."""
+"""Other names for what a checkpoint holds: the regular expressions of `resume(rename=…)`, applied
+to its catalog.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.objects import Key
 from ckpt_tools.loop.state_dict import join
 
-SWAP = "rules apply one after the other; to swap two names, go by a third: a to TMP, b to a, TMP to b"
+SWAP = (
+    "rules apply one after the other; to swap two names, go by a third: a to TMP, b to a, TMP to b"
+)
 E = TypeVar("E", TensorEntry, BytesEntry)
 
 
@@ -21,8 +25,8 @@ def renamed(catalog: Catalog, rules: Mapping[str, str]) -> Catalog:
 
     Args:
         catalog: of the checkpoint.
-        rules: what replaces each regular expression, wherever it matches in a name; in order. In an optimizer, names of
-            parameters are meant, not those of options.
+        rules: what replaces each regular expression, wherever it matches in a name; in order. In an
+            optimizer, names of parameters are meant, not those of options.
 
     Raises:
         PlanError: a rule matches nothing, or two entries would get one name.
@@ -49,13 +53,18 @@ def renamed(catalog: Catalog, rules: Mapping[str, str]) -> Catalog:
 
 
 def _resplit(path: Key, new: str) -> Key:
-    """Returns a new name as a path that is cut where the old one is: `a.w` stays one key, `a` and `w` stay two."""
+    """Returns a new name as a path that is cut where the old one is: `a.w` stays one key, `a` and
+    `w` stay two.
+    """
     head, tail = 0, 0
     while head < len(path) - 1 and new.startswith(f"{join(path[: head + 1])}."):
         head += 1
     while tail < len(path) - head - 1 and new.endswith(f".{join(path[len(path) - tail - 1 :])}"):
         tail += 1
-    start, end = len(join(path[:head])) + bool(head), len(new) - (len(join(path[len(path) - tail :])) + 1 if tail else 0)
+    start, end = (
+        len(join(path[:head])) + bool(head),
+        len(new) - (len(join(path[len(path) - tail :])) + 1 if tail else 0),
+    )
     if start > end:  # the rule took away what both ends share
         return tuple(new.split("."))
     middle = new[start:end]
@@ -72,19 +81,32 @@ def moved(catalog: Catalog, places: Mapping[str, Key]) -> Catalog:
     taken: dict[str, str] = {}
     for name, path in places.items():
         if (other := taken.setdefault(join(path), name)) != name:
-            raise PlanError(f"rename gives two entries one name: {printable(other)!r} and {printable(name)!r}", hint=SWAP)
+            raise PlanError(
+                f"rename gives two entries one name: {printable(other)!r} and {printable(name)!r}",
+                hint=SWAP,
+            )
         if "" in path:
-            raise PlanError(f"rename leaves nothing of a part of a name: {printable(name)!r} becomes {printable(join(path))!r}")
+            raise PlanError(
+                f"rename leaves nothing of a part of a name: {printable(name)!r} becomes"
+                f" {printable(join(path))!r}"
+            )
     paths = {join(path): path for name, path in places.items() if name in catalog.paths}
     new_names = {name: join(path) for name, path in places.items()}
-    return replace(catalog, tensors=_moved(catalog.tensors, new_names), objects=_moved(catalog.objects, new_names), paths=paths)
+    return replace(
+        catalog,
+        tensors=_moved(catalog.tensors, new_names),
+        objects=_moved(catalog.objects, new_names),
+        paths=paths,
+    )
 
 
 def _check(rules: Mapping[str, str], names: Sequence[str]) -> None:
     try:
         compiled = [re.compile(pattern) for pattern in rules]
     except re.error as error:
-        raise PlanError(f"rename: not a regular expression: {printable(str(error.pattern))!r}: {error.msg}") from error
+        raise PlanError(
+            f"rename: not a regular expression: {printable(str(error.pattern))!r}: {error.msg}"
+        ) from error
     now = list(names)
     for pattern, new in zip(compiled, rules.values(), strict=True):
         if not any(map(pattern.search, now)):
@@ -96,7 +118,9 @@ def _check(rules: Mapping[str, str], names: Sequence[str]) -> None:
 
 
 def parameter_renamer(catalog: Catalog, substitute: Callable[[str], str]) -> Callable[[str], str]:
-    """Returns what renames a parameter as an optimizer has it: a rule may be of that name, or of the name in the checkpoint."""
+    """Returns what renames a parameter as an optimizer has it: a rule may be of that name, or of
+    the name in the checkpoint.
+    """
     roots = sorted({name.partition(".")[0] for name in catalog.tensors})
 
     def new_name(fqn: str) -> str:

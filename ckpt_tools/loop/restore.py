@@ -15,11 +15,28 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.optim import Optimizer
 
 from ckpt_tools.errors import PlanError
-from ckpt_tools.loop.objects import Key, Structure, decode, generator_state, is_generator, place, set_generator_state
+from ckpt_tools.loop.objects import (
+    Key,
+    Structure,
+    decode,
+    generator_state,
+    is_generator,
+    place,
+    set_generator_state,
+)
 from ckpt_tools.loop.optimizers import Holders, is_container, load_optimizer
-from ckpt_tools.loop.state_dict import STRUCTURE, PerRank, RngState, calling, has_state, holders_of, is_plain, loads_itself
+from ckpt_tools.loop.state_dict import (
+    STRUCTURE,
+    PerRank,
+    RngState,
+    calling,
+    has_state,
+    holders_of,
+    is_plain,
+    loads_itself,
+)
 
-# ---- values of one rank --------------------------------------------------------------------------------------------------
+# ---- values of one rank --------------------------------------------------------------------------
 
 
 def state_of_rank(value: Any, path: Key) -> Any:
@@ -37,7 +54,8 @@ def state_of_rank(value: Any, path: Key) -> Any:
 
 
 def set_state_of_rank(value: Any, state: Any, path: Key) -> Any:
-    """Sets the state of what a `PerRank` holds, and returns what it holds then: itself, or the new value of a plain one.
+    """Sets the state of what a `PerRank` holds, and returns what it holds then: itself, or the new
+    value of a plain one.
 
     Raises:
         PlanError: its containers are others than when it was saved.
@@ -51,37 +69,56 @@ def set_state_of_rank(value: Any, state: Any, path: Key) -> Any:
         return value
     if is_plain(value):
         return state
-    given = state if isinstance(value, Mapping) else dict(enumerate(state)) if isinstance(state, list) else {}
+    given = (
+        state
+        if isinstance(value, Mapping)
+        else dict(enumerate(state))
+        if isinstance(state, list)
+        else {}
+    )
     keys = list(value) if isinstance(value, Mapping) else list(range(len(value)))
     if not isinstance(given, Mapping) or list(given) != keys:
         raise PlanError(
-            f"{place(path)} holds {len(keys)} values, and the checkpoint has others", hint="keep the containers as they were saved"
+            f"{place(path)} holds {len(keys)} values, and the checkpoint has others",
+            hint="keep the containers as they were saved",
         )
-    made = {key: set_state_of_rank(value[key], given[key], (*path, key if isinstance(key, int) else str(key))) for key in keys}
+    made = {
+        key: set_state_of_rank(
+            value[key], given[key], (*path, key if isinstance(key, int) else str(key))
+        )
+        for key in keys
+    }
     if isinstance(value, (MutableMapping, list)):
         for key, item in made.items():
             value[key] = item
     return value
 
 
-# ---- restore -------------------------------------------------------------------------------------------------------------
+# ---- restore -------------------------------------------------------------------------------------
 
 
-def restore(state: MutableMapping[str, Any], values: Mapping[str, Any], paths: Mapping[str, Key]) -> None:
-    """Hands values back: modules, optimizers and the like take theirs in place, plain values are put into `state`.
+def restore(
+    state: MutableMapping[str, Any], values: Mapping[str, Any], paths: Mapping[str, Key]
+) -> None:
+    """Hands values back: modules, optimizers and the like take theirs in place, plain values are
+    put into `state`.
 
     Args:
         state: as it was given to `export`.
-        values: by flat name. An optimizer's parameter whose state is left out is left without any; for the rest, what is
-            given at all must be given whole.
+        values: by flat name. An optimizer's parameter whose state is left out is left without any;
+            for the rest, what is given at all must be given whole.
         paths: from `export`.
     """
     whole, at = _join_structures(values, {name: paths[name] for name in values})
     _Restorer(holders_of(state)).visit(state, unflatten_state_dict(whole, at), ())
 
 
-def _join_structures(values: Mapping[str, Any], paths: Mapping[str, Key]) -> tuple[dict[str, Any], dict[str, Key]]:
-    """Returns values and paths with every `Structure` and its tensors as the one value that they are."""
+def _join_structures(
+    values: Mapping[str, Any], paths: Mapping[str, Key]
+) -> tuple[dict[str, Any], dict[str, Key]]:
+    """Returns values and paths with every `Structure` and its tensors as the one value that they
+    are.
+    """
     places = {path[:-1]: name for name, path in paths.items() if path[-1] == STRUCTURE}
     if not places:
         return dict(values), dict(paths)
@@ -90,7 +127,9 @@ def _join_structures(values: Mapping[str, Any], paths: Mapping[str, Key]) -> tup
     for name, path in paths.items():
         if path[:-1] in places and path[-1] == STRUCTURE:
             found = values[name]
-            whole[name] = decode(found.encoded, values.__getitem__) if isinstance(found, Structure) else found
+            whole[name] = (
+                decode(found.encoded, values.__getitem__) if isinstance(found, Structure) else found
+            )
             at[name] = path[:-1]
         elif not any(path[: len(p)] == p for p in places):
             whole[name], at[name] = values[name], path
@@ -125,7 +164,9 @@ class _Restorer:
                 value.load_state_dict(new)
         elif not is_plain(value):
             self.visit(value, new, path)
-        elif isinstance(value, MutableMapping) and (type(value) is type(new) or {type(value), type(new)} <= {dict, OrderedDict}):
+        elif isinstance(value, MutableMapping) and (
+            type(value) is type(new) or {type(value), type(new)} <= {dict, OrderedDict}
+        ):
             value.clear()
             value.update(new)
         else:

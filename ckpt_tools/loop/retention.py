@@ -1,4 +1,6 @@
-"""Removes old steps of a run: which may go, which stay and why, and how one is removed without ever showing half of it."""
+"""Removes old steps of a run: which may go, which stay and why, and how one is removed without ever
+showing half of it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Pruned:
     Attributes:
         removed: steps, oldest first.
         kept: path of each step that the numbers let go and that stays, with the reason.
-        damaged: path of each step that was read, found damaged, and neither counted nor removed, with what is wrong.
+        damaged: path of each step that was read, found damaged, and neither counted nor removed,
+            with what is wrong.
         failed: path of each step that could not be removed, with the error.
     """
 
@@ -41,11 +44,18 @@ class Pruned:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def removable(steps: Iterable[Step], keep_last: int | None, keep_every: int | None, kept: Iterable[Path | str] = ()) -> list[Step]:
-    """Returns the steps that the numbers let go: never one of the newest `keep_last` complete ones, never the only one.
+def removable(
+    steps: Iterable[Step],
+    keep_last: int | None,
+    keep_every: int | None,
+    kept: Iterable[Path | str] = (),
+) -> list[Step]:
+    """Returns the steps that the numbers let go: never one of the newest `keep_last` complete ones,
+    never the only one.
 
     Args:
-        steps: from `list_steps`. Those that are incomplete, superseded or without a manifest, and links, are neither counted nor removed.
+        steps: from `list_steps`. Those that are incomplete, superseded or without a manifest, and
+            links, are neither counted nor removed.
         keep_last: how many of the newest complete ones stay, at least 1; all where None.
         keep_every: steps whose number is a multiple of this stay for good.
         kept: paths that stay whatever the rules say.
@@ -55,12 +65,23 @@ def removable(steps: Iterable[Step], keep_last: int | None, keep_every: int | No
     kept = {str(path) for path in kept}
     complete = [s for s in steps if _counts(s)]
     stay = kept | {str(s.path) for s in complete[-max(1, keep_last) :]}
-    return [s for s in complete if s.is_ours and str(s.path) not in stay and not (keep_every and s.number % keep_every == 0)]
+    return [
+        s
+        for s in complete
+        if s.is_ours and str(s.path) not in stay and not (keep_every and s.number % keep_every == 0)
+    ]
 
 
 def _counts(step: Step) -> bool:
-    """Tells whether a step is one that must stay for others to go: sealed, and complete. Nothing proves one that has no manifest."""
-    return step.manifest is not None and not step.problem and not step.superseded_by and not os.path.islink(step.path)
+    """Tells whether a step is one that must stay for others to go: sealed, and complete. Nothing
+    proves one that has no manifest.
+    """
+    return (
+        step.manifest is not None
+        and not step.problem
+        and not step.superseded_by
+        and not os.path.islink(step.path)
+    )
 
 
 def prune(
@@ -72,18 +93,21 @@ def prune(
     options: Options = None,
     reads: bool | None = None,
 ) -> Pruned:
-    """Removes the steps that retention lets go, oldest first, and goes on where one cannot be removed.
+    """Removes the steps that retention lets go, oldest first, and goes on where one cannot be
+    removed.
 
-    These stay, whatever the numbers say: a step with a pin, one that a link of the run leads to, one with files that no save wrote, and the
-    first step of a new branch until the old one's steps have been set aside.
+    These stay, whatever the numbers say: a step with a pin, one that a link of the run leads to,
+    one with files that no save wrote, and the first step of a new branch until the old one's steps
+    have been set aside.
 
     Args:
         root: of the run, a path or a URL.
         keep_last, keep_every, kept: as for `removable`.
         dry_run: remove nothing.
         options: of the object store, as fsspec takes them.
-        reads: whether the steps that are counted are read first, and the next older one counted for each that is damaged. Where None, the
-            newest is read if it is the only complete step that would stay.
+        reads: whether the steps that are counted are read first, and the next older one counted for
+            each that is damaged. Where None, the newest is read if it is the only complete step
+            that would stay.
 
     Raises:
         NotACheckpointError: there is no such directory.
@@ -92,11 +116,21 @@ def prune(
     if not is_url(root) and not os.path.isdir(root):
         raise NotACheckpointError(f"not a directory: {printable(str(root))}")
     steps, needed = survey(root, options)
-    victims, damaged = _choose(steps, lambda counted: removable(counted, keep_last, keep_every, kept), keep_last or 1, reads, options)
+    victims, damaged = _choose(
+        steps,
+        lambda counted: removable(counted, keep_last, keep_every, kept),
+        keep_last or 1,
+        reads,
+        options,
+    )
     result = Pruned(damaged=damaged)
     links = _links(root) if victims else []
     for step in victims:
-        if reason := "the first step of a new branch" if step.name in needed else _reason_to_stay(step, links):
+        if reason := (
+            "the first step of a new branch"
+            if step.name in needed
+            else _reason_to_stay(step, links)
+        ):
             result.kept[str(step.path)] = reason
             continue
         try:
@@ -108,10 +142,17 @@ def prune(
     return result
 
 
-def retain(root: Root, keep: tuple[int | None, int | None], kept: Iterable[Path | str], options: Options, told: set[str]) -> bool:
+def retain(
+    root: Root,
+    keep: tuple[int | None, int | None],
+    kept: Iterable[Path | str],
+    options: Options,
+    told: set[str],
+) -> bool:
     """Prunes beside a training, logs what happens, and returns whether it was possible.
 
-    No step is read first: this very run has just written the newest one, and compared its bytes on the way.
+    No step is read first: this very run has just written the newest one, and compared its bytes on
+    the way.
 
     Args:
         root, kept, options: as for `prune`.
@@ -135,9 +176,15 @@ def retain(root: Root, keep: tuple[int | None, int | None], kept: Iterable[Path 
 
 
 def _choose(
-    steps: Sequence[Step], rule: Callable[[list[Step]], list[Step]], keep_last: int, reads: bool | None, options: Options
+    steps: Sequence[Step],
+    rule: Callable[[list[Step]], list[Step]],
+    keep_last: int,
+    reads: bool | None,
+    options: Options,
 ) -> tuple[list[Step], dict[str, str]]:
-    """Returns what the rule lets go of the steps that are sound, and what is wrong with those that are not; see `prune`."""
+    """Returns what the rule lets go of the steps that are sound, and what is wrong with those that
+    are not; see `prune`.
+    """
     damaged: dict[str, str] = {}
     sound: set[str] = set()
     while True:
@@ -158,13 +205,15 @@ def _find_problem(step: Step, options: Options) -> str:
     if step.manifest is not None:
         return damage(step)
     try:
-        problems = verify(step.path, storage_options=options if is_url(step.path) else None).problems
+        problems = verify(
+            step.path, storage_options=options if is_url(step.path) else None
+        ).problems
     except CheckpointError as error:
         return str(error)
     return str(problems[0]) if problems else ""
 
 
-# ---- what stays ------------------------------------------------------------------------------------------------------------
+# ---- what stays ----------------------------------------------------------------------------------
 
 
 def _links(root: Root) -> list[tuple[str, str]]:
@@ -173,8 +222,13 @@ def _links(root: Root) -> list[tuple[str, str]]:
         return []
     top = os.path.realpath(local_path(root))
     try:
-        places = [top, *(entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False))]
-        links = [entry.path for place in places for entry in os.scandir(place) if entry.is_symlink()]
+        places = [
+            top,
+            *(entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)),
+        ]
+        links = [
+            entry.path for place in places for entry in os.scandir(place) if entry.is_symlink()
+        ]
     except OSError as error:
         raise failed("list", top, error) from error
     return [(link, os.path.realpath(link)) for link in links]
@@ -190,23 +244,30 @@ def _reason_to_stay(step: Step, links: Sequence[tuple[str, str]]) -> str:
             return f"the link {printable(os.path.relpath(link, Path(own).parent))} leads to it"
     if foreign := _foreign_files(step):
         more = f" and {len(foreign) - _MAX_NAMES} more" if len(foreign) > _MAX_NAMES else ""
-        return f"it holds files that no save wrote: {printable(', '.join(foreign[:_MAX_NAMES]))}{more}; move them to let it go"
+        return (
+            "it holds files that no save wrote:"
+            f" {printable(', '.join(foreign[:_MAX_NAMES]))}{more}; move them to let it go"
+        )
     return ""
 
 
 def _foreign_files(step: Step) -> list[str]:
-    """Returns the files of a step that its manifest does not name; in a bucket, parts of other attempts at it are none."""
+    """Returns the files of a step that its manifest does not name; in a bucket, parts of other
+    attempts at it are none.
+    """
     assert step.manifest is not None
     listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
     if isinstance(step.store, RemoteStore):
-        return sorted(n for n in step.store.list_deep() if n not in listed and not is_ours(n) and n != LOCK)
+        return sorted(
+            n for n in step.store.list_deep() if n not in listed and not is_ours(n) and n != LOCK
+        )
     top, found = str(step.path), []
     for folder, _, names in os.walk(top):
         found += [os.path.relpath(os.path.join(folder, name), top) for name in names]
     return sorted(name for name in found if name not in listed and not note_of(name))
 
 
-# ---- pins ------------------------------------------------------------------------------------------------------------------
+# ---- pins ----------------------------------------------------------------------------------------
 
 
 def pin(path: Path | str, options: Options = None, removes: bool = False) -> bool:
@@ -222,10 +283,16 @@ def pin(path: Path | str, options: Options = None, removes: bool = False) -> boo
         StorageError: it cannot be written to.
     """
     where = os.fspath(path).rstrip("/")
-    root, _, name = where.rpartition("/") if is_url(where) else os.path.abspath(local_path(where)).rpartition("/")
+    root, _, name = (
+        where.rpartition("/")
+        if is_url(where)
+        else os.path.abspath(local_path(where)).rpartition("/")
+    )
     step = find_step(root, name, options if is_url(where) else None)
     if step is None:
-        raise NotACheckpointError(f"no step of a run: {printable(where)}", hint="a step is named like RUN/step-00000100")
+        raise NotACheckpointError(
+            f"no step of a run: {printable(where)}", hint="a step is named like RUN/step-00000100"
+        )
     if step.is_pinned is not removes:
         return False
     _remove_pin(step) if removes else _write_pin(step)
@@ -233,7 +300,10 @@ def pin(path: Path | str, options: Options = None, removes: bool = False) -> boo
 
 
 def _write_pin(step: Step) -> None:
-    text = b"This step is pinned: ckpt prune and retention never remove it. Delete this file to let it go.\n"
+    text = (
+        b"This step is pinned: ckpt prune and retention never remove it. Delete this file to let it"
+        b" go.\n"
+    )
     if isinstance(step.store, RemoteStore):
         write_file(step.store, PIN, text)
         return
@@ -257,7 +327,7 @@ def _remove_pin(step: Step) -> None:
         raise failed("let go of", step.path, error) from error
 
 
-# ---- removal ---------------------------------------------------------------------------------------------------------------
+# ---- removal -------------------------------------------------------------------------------------
 
 
 def remove(step: Step) -> None:

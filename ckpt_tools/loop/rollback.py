@@ -1,7 +1,7 @@
 """Leaving a branch of a run: the steps that a rollback superseded get another name, and stay.
 
-`step-00000300` becomes `step-00000300.superseded-1a2b3c4d`: on a disk by a rename, in an object store by a copy within the store.
-Nothing removes them but their owner.
+`step-00000300` becomes `step-00000300.superseded-1a2b3c4d`: on a disk by a rename, in an object
+store by a copy within the store. Nothing removes them but their owner.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ def make_way(root: Root, note: Note, options: Options) -> None:
         StorageError: it cannot be moved.
     """
     for step in list_steps(root, options):
-        if step.name == note.step and note.victims.get(step.name) == (step.manifest.attempt if step.manifest else ""):
+        if step.name == note.step and note.victims.get(step.name) == (
+            step.manifest.attempt if step.manifest else ""
+        ):
             _set_aside(root, step, note, options)
 
 
 def complete(root: Root, options: Options, keeps_notes: bool = False) -> None:
-    """Sets aside what rollbacks in effect superseded, and removes the notes of those that never were.
+    """Sets aside what rollbacks in effect superseded, and removes the notes of those that never
+    were.
 
     Args:
         root: of the run, a path or a URL.
         options: of the object store, as fsspec takes them.
-        keeps_notes: the notes are still needed: on a disk, for a mirror that has not heard of the rollback yet.
+        keeps_notes: the notes are still needed: on a disk, for a mirror that has not heard of the
+            rollback yet.
 
     Raises:
         StorageError: a step cannot be moved; the next call tries again.
@@ -58,7 +62,9 @@ def complete(root: Root, options: Options, keeps_notes: bool = False) -> None:
         if not note.is_committed:
             write_note(root, note.committed, options)
         for step in list_steps(root, options, with_superseded=True):
-            if step.name in note.victims and note.victims[step.name] == (step.manifest.attempt if step.manifest else ""):
+            if step.name in note.victims and note.victims[step.name] == (
+                step.manifest.attempt if step.manifest else ""
+            ):
                 _set_aside(root, step, note, options)
         if not keeps_notes:
             remove_note(root, note, options)
@@ -66,7 +72,12 @@ def complete(root: Root, options: Options, keeps_notes: bool = False) -> None:
 
 def _set_aside(root: Root, step: Step, note: Note, options: Options) -> None:
     where = set_aside(root, step, note.attempt, options)
-    log.warning("set aside %s: superseded by %s, which goes on from step %d", printable(where), note.step, note.resumed)
+    log.warning(
+        "set aside %s: superseded by %s, which goes on from step %d",
+        printable(where),
+        note.step,
+        note.resumed,
+    )
 
 
 def set_aside(root: Root, step: Step, attempt: str, options: Options) -> str:
@@ -93,7 +104,8 @@ def _move(root: Root, old: str, new: str, options: Options) -> None:
         return
     copy(old, new, storage_options=options)
     source, target = RemoteStore(old, options), RemoteStore(new, options)
-    for name in sorted(source.list_deep().keys() - target.list_deep().keys()):  # deeper than a checkpoint goes
+    # deeper than a checkpoint goes
+    for name in sorted(source.list_deep().keys() - target.list_deep().keys()):
         source.carry(name, target)
     remove_files(source)
 

@@ -1,7 +1,9 @@
-"""Saving a live state: the ranks agree once on who writes what, then each writes its shards from memory, and one commits.
+"""Saving a live state: the ranks agree once on who writes what, then each writes its shards from
+memory, and one commits.
 
-What was agreed is kept: as long as no rank's layout changes, a save exchanges a few bytes a file, and an exclusive-or of the
-tensors' checksums. The files are what stock `dcp.save` writes, and the manifest.
+What was agreed is kept: as long as no rank's layout changes, a save exchanges a few bytes a file,
+and an exclusive-or of the tensors' checksums. The files are what stock `dcp.save` writes, and the
+manifest.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Task(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What only rank 0 keeps: the metadata but for the objects, and what is sealed of each tensor but for its fingerprint."""
+    """What only rank 0 keeps: the metadata but for the objects, and what is sealed of each tensor
+    but for its fingerprint.
+    """
 
     template: Template
     tensors: tuple[tuple[str, SealedTensor], ...]
@@ -58,7 +62,9 @@ class Layout:
 
 @dataclass(slots=True)
 class SaveReport:
-    """What a save wrote: path, bytes of this rank's file, and of all files (on rank 0); and remarks."""
+    """What a save wrote: path, bytes of this rank's file, and of all files (on rank 0); and
+    remarks.
+    """
 
     path: str
     own_nbytes: int
@@ -67,7 +73,7 @@ class SaveReport:
     notes: Sequence[str] = ()
 
 
-# ---- agreeing --------------------------------------------------------------------------------------------------------------
+# ---- agreeing ------------------------------------------------------------------------------------
 
 
 def offers_of(shards: Sequence[Shard]) -> tuple[Offer, ...]:
@@ -77,7 +83,15 @@ def offers_of(shards: Sequence[Shard]) -> tuple[Offer, ...]:
     for shard in shards:
         key = alias_key(shard)
         first = shard.fqn if key is None else seen.setdefault(key, shard.fqn)
-        offers.append(Offer(shard.fqn, shard.dtype.name, shard.shape, shard.box, "" if first == shard.fqn else first))
+        offers.append(
+            Offer(
+                shard.fqn,
+                shard.dtype.name,
+                shard.shape,
+                shard.box,
+                "" if first == shard.fqn else first,
+            )
+        )
     return tuple(offers)
 
 
@@ -95,13 +109,19 @@ def agree(
         group: all ranks.
         known: what the last save returned.
         offers, objects: this rank's pieces, and the names of the objects that it writes.
-        values: the names of all values in this rank's state that are no tensors; rank 0 writes those that are not per rank.
+        values: the names of all values in this rank's state that are no tensors; rank 0 writes
+            those that are not per rank.
         paths: the keys on the way to every name, from rank 0's point of view.
 
     Raises:
-        PlanError: ranks disagree about a tensor, have other values, or pieces leave a hole; on every rank.
+        PlanError: ranks disagree about a tensor, have other values, or pieces leave a hole; on
+            every rank.
     """
-    changed = known is None or (known.offers, known.objects, known.values) != (offers, objects, values)
+    changed = known is None or (known.offers, known.objects, known.values) != (
+        offers,
+        objects,
+        values,
+    )
     if not group.sum([changed], "agree on the layout")[0]:
         assert known is not None
         return known
@@ -112,14 +132,19 @@ def agree(
         if group.rank == 0:
             _check_values([g[3] for g in gathered], {offer.fqn for g in gathered for offer in g[0]})
             tasks, head = assign(
-                [g[0] for g in gathered], [g[1] for g in gathered], {k: v for g in reversed(gathered) for k, v in g[2].items()}
+                [g[0] for g in gathered],
+                [g[1] for g in gathered],
+                {k: v for g in reversed(gathered) for k, v in g[2].items()},
             )
     task = group.scatter(tasks, "agree on the layout")
-    return Layout(offers, objects, values, task, plan_file(group.rank, [offers[i] for i in task.offers]), head)
+    return Layout(
+        offers, objects, values, task, plan_file(group.rank, [offers[i] for i in task.offers]), head
+    )
 
 
 def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
-    """Refuses states whose values differ between ranks: only rank 0's would be stored, and no rank could load the others.
+    """Refuses states whose values differ between ranks: only rank 0's would be stored, and no rank
+    could load the others.
 
     Raises:
         PlanError: with the first name that differs.
@@ -129,17 +154,27 @@ def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
         if differing:
             name = differing[0]
             holder = 0 if name in values[0] else rank
-            who = "a tensor on one rank and a value on another" if name in tensors else f"in the state of rank {holder} only"
+            who = (
+                "a tensor on one rank and a value on another"
+                if name in tensors
+                else f"in the state of rank {holder} only"
+            )
             raise PlanError(
                 f"the states of rank 0 and rank {rank} differ: {printable(name)!r} is {who}",
-                hint="give every rank the same keys; a value of which each rank has its own goes into a PerRank",
+                hint=(
+                    "give every rank the same keys; a value of which each rank has its own goes"
+                    " into a PerRank"
+                ),
             )
 
 
 def assign(
-    offers: Sequence[Sequence[Offer]], objects: Sequence[tuple[str, ...]], paths: Mapping[str, tuple[str | int, ...]]
+    offers: Sequence[Sequence[Offer]],
+    objects: Sequence[tuple[str, ...]],
+    paths: Mapping[str, tuple[str | int, ...]],
 ) -> tuple[list[Task], Head]:
-    """Decides who writes what: every piece once, replicas spread so that all ranks write about as much.
+    """Decides who writes what: every piece once, replicas spread so that all ranks write about as
+    much.
 
     Args:
         offers: per rank.
@@ -161,28 +196,43 @@ def assign(
             known, known_rank = first.setdefault(offer.fqn, (offer, rank))
             if (known.dtype, known.shape) != (offer.dtype, offer.shape):
                 raise PlanError(
-                    f"ranks disagree about {printable(offer.fqn)!r}: rank {known_rank} has {known.dtype} {list(known.shape)},"
-                    f" rank {rank} has {offer.dtype} {list(offer.shape)}"
+                    f"ranks disagree about {printable(offer.fqn)!r}: rank {known_rank} has"
+                    f" {known.dtype} {list(known.shape)}, rank {rank} has {offer.dtype}"
+                    f" {list(offer.shape)}"
                 )
-            key = (offer.fqn, offer.box.offsets)  # DCP keeps one chunk per offset: of several empty ones the first
+            # DCP keeps one chunk per offset: of several empty ones the first
+            key = (offer.fqn, offer.box.offsets)
             if boxes.setdefault(key, offer.box).numel < offer.box.numel:
                 boxes[key], holders[key] = offer.box, []
             if boxes[key] == offer.box:
                 holders.setdefault(key, []).append((rank, number))
             if offer.box.numel:
                 partners.setdefault(offer.fqn, set()).add(offer.alias)
-    aliases = {fqn: next(iter(found)) for fqn, found in partners.items() if len(found) == 1 and found != {""}}  # tied on every rank
+    # tied on every rank
+    aliases = {
+        fqn: next(iter(found))
+        for fqn, found in partners.items()
+        if len(found) == 1 and found != {""}
+    }
     return _spread(offers, objects, paths, first, holders, boxes, aliases)
 
 
 def _spread(
-    offers: Sequence[Sequence[Offer]], objects: Sequence[tuple[str, ...]], paths: Mapping[str, tuple[str | int, ...]],
-    first: Mapping[str, tuple[Offer, int]], holders: Mapping[tuple[str, tuple[int, ...]], list[tuple[int, int]]],
-    boxes: Mapping[tuple[str, tuple[int, ...]], Box], aliases: Mapping[str, str],
-) -> tuple[list[Task], Head]:  # fmt: skip
+    offers: Sequence[Sequence[Offer]],
+    objects: Sequence[tuple[str, ...]],
+    paths: Mapping[str, tuple[str | int, ...]],
+    first: Mapping[str, tuple[Offer, int]],
+    holders: Mapping[tuple[str, tuple[int, ...]], list[tuple[int, int]]],
+    boxes: Mapping[tuple[str, tuple[int, ...]], Box],
+    aliases: Mapping[str, str],
+) -> tuple[list[Task], Head]:
     load = [0] * len(offers)
     chosen: list[list[int]] = [[] for _ in offers]
-    pieces = [(boxes[key].numel * BY_NAME[first[key[0]][0].dtype].itemsize, key) for key in holders if key[0] not in aliases]
+    pieces = [
+        (boxes[key].numel * BY_NAME[first[key[0]][0].dtype].itemsize, key)
+        for key in holders
+        if key[0] not in aliases
+    ]
     shared = [p for p in pieces if len(holders[p[1]]) > 1]
     for nbytes, key in (p for p in pieces if len(holders[p[1]]) == 1):
         rank, number = holders[key][0]
@@ -194,15 +244,28 @@ def _spread(
         chosen[rank].append(number)
     names = [fqn for fqn in first if fqn not in aliases]
     numbers = {fqn: i for i, fqn in enumerate(names)}
-    tasks = [Task(tuple(sorted(mine)), tuple(numbers[offers[r][i].fqn] for i in sorted(mine)), len(names)) for r, mine in enumerate(chosen)]
-    return tasks, _head(offers, tasks, objects, paths, {fqn: offer for fqn, (offer, _) in first.items()}, aliases)
+    tasks = [
+        Task(
+            tuple(sorted(mine)), tuple(numbers[offers[r][i].fqn] for i in sorted(mine)), len(names)
+        )
+        for r, mine in enumerate(chosen)
+    ]
+    return tasks, _head(
+        offers, tasks, objects, paths, {fqn: offer for fqn, (offer, _) in first.items()}, aliases
+    )
 
 
 def _head(
-    offers: Sequence[Sequence[Offer]], tasks: Sequence[Task], objects: Sequence[tuple[str, ...]],
-    paths: Mapping[str, tuple[str | int, ...]], first: Mapping[str, Offer], aliases: Mapping[str, str],
-) -> Head:  # fmt: skip
-    """Lays every rank's file out, proves that the pieces make every tensor whole, and renders the metadata."""
+    offers: Sequence[Sequence[Offer]],
+    tasks: Sequence[Task],
+    objects: Sequence[tuple[str, ...]],
+    paths: Mapping[str, tuple[str | int, ...]],
+    first: Mapping[str, Offer],
+    aliases: Mapping[str, str],
+) -> Head:
+    """Lays every rank's file out, proves that the pieces make every tensor whole, and renders the
+    metadata.
+    """
     placed: dict[str, list[tuple[Box, Place]]] = {fqn: [] for fqn in first}
     sizes: dict[str, int] = {}
     for rank, (mine, task) in enumerate(zip(offers, tasks, strict=True)):
@@ -220,22 +283,36 @@ def _head(
         found = sorted(placed[fqn], key=lambda p: p[0].offsets)
         metadata.tensors[fqn] = TensorMeta(offer.dtype, offer.shape, [box for box, _ in found])
         metadata.places |= {(fqn, box.offsets): place for box, place in found}
-        chunks = tuple(Chunk(box, Extent(place.file, place.start, place.nbytes, TORCH_ZIP)) for box, place in found)
+        chunks = tuple(
+            Chunk(box, Extent(place.file, place.start, place.nbytes, TORCH_ZIP))
+            for box, place in found
+        )
         entries[fqn] = TensorEntry(fqn, BY_NAME[offer.dtype], offer.shape, chunks)
     check(Catalog(dcp.NAME, entries, file_sizes=sizes))
     metadata.objects = [name for names in objects for name in names]
-    tensors = tuple((fqn, SealedTensor(o.dtype, o.shape, "")) for fqn, o in first.items() if fqn not in aliases)
+    tensors = tuple(
+        (fqn, SealedTensor(o.dtype, o.shape, "")) for fqn, o in first.items() if fqn not in aliases
+    )
     return Head(Template(metadata), tensors, aliases, tuple(objects))
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def write(
-    group: Group, target: Destination, step: int, layout: Layout, memory: Sequence[memoryview], objects: Mapping[str, bytes], jobs: int,
-    attempt: str, before_commit: Callable[[], None], overwrite: bool = False,
-) -> SaveReport:  # fmt: skip
-    """Writes one checkpoint and makes it visible; called by all ranks, from the layout that they agreed on.
+    group: Group,
+    target: Destination,
+    step: int,
+    layout: Layout,
+    memory: Sequence[memoryview],
+    objects: Mapping[str, bytes],
+    jobs: int,
+    attempt: str,
+    before_commit: Callable[[], None],
+    overwrite: bool = False,
+) -> SaveReport:
+    """Writes one checkpoint and makes it visible; called by all ranks, from the layout that they
+    agreed on.
 
     Args:
         group: all ranks.
@@ -250,7 +327,8 @@ def write(
         overwrite: replace what is there, once all is written; rank 0's.
 
     Raises:
-        CheckpointError: this rank's error, or PeerError with another's; nothing is then visible at `target`.
+        CheckpointError: this rank's error, or PeerError with another's; nothing is then visible at
+            `target`.
     """
     what, began = target.url.rpartition("/")[2], time.monotonic()
     notes: list[str] = []
@@ -270,13 +348,19 @@ def write(
                 assert layout.head is not None
                 places = {
                     fqn: Place(dcp.data_file_name(rank), *at)
-                    for rank, (names, found) in enumerate(zip(layout.head.objects, parts, strict=True))
+                    for rank, (names, found) in enumerate(
+                        zip(layout.head.objects, parts, strict=True)
+                    )
                     for fqn, at in zip(names, found.objects, strict=True)
                 }
-                index = layout.head.template.render(places, attempt, lambda file: target.name(file, attempt))
+                index = layout.head.template.render(
+                    places, attempt, lambda file: target.name(file, attempt)
+                )
                 before_commit()
                 notes = commit(target, place, index, parts, _seal(layout.head, prints), step)
-    return SaveReport(target.url, part.nbytes, sum(p.nbytes for p in parts), time.monotonic() - began, notes)
+    return SaveReport(
+        target.url, part.nbytes, sum(p.nbytes for p in parts), time.monotonic() - began, notes
+    )
 
 
 def _prints(layout: Layout, shares: Mapping[str, int]) -> list[int]:
@@ -288,5 +372,10 @@ def _prints(layout: Layout, shares: Mapping[str, int]) -> list[int]:
 
 
 def _seal(head: Head, prints: Sequence[int]) -> dict[str, SealedTensor]:
-    tensors = {fqn: sealed._replace(fingerprint=f"{value:016x}") for (fqn, sealed), value in zip(head.tensors, prints, strict=True)}
-    return tensors | {fqn: tensors[other] for fqn, other in head.aliases.items() if other in tensors}
+    tensors = {
+        fqn: sealed._replace(fingerprint=f"{value:016x}")
+        for (fqn, sealed), value in zip(head.tensors, prints, strict=True)
+    }
+    return tensors | {
+        fqn: tensors[other] for fqn, other in head.aliases.items() if other in tensors
+    }

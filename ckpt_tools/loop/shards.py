@@ -24,7 +24,9 @@ _ALIGNMENT = 64
 
 
 class Shard(NamedTuple):
-    """A piece of a tensor that this rank holds: `tensor` has the elements of `box`, on any device, with any strides."""
+    """A piece of a tensor that this rank holds: `tensor` has the elements of `box`, on any device,
+    with any strides.
+    """
 
     fqn: str
     dtype: DType
@@ -39,10 +41,12 @@ class Shard(NamedTuple):
 
 
 def local_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
-    """Returns this rank's pieces of all tensors, in their order; none for a tensor whose mesh leaves this rank out.
+    """Returns this rank's pieces of all tensors, in their order; none for a tensor whose mesh
+    leaves this rank out.
 
     Raises:
-        PlanError: a tensor cannot be stored: partial sums, a sparse or quantized layout, an unknown element type.
+        PlanError: a tensor cannot be stored: partial sums, a sparse or quantized layout, an unknown
+            element type.
     """
     known: dict[Any, Box] = {}
     return [
@@ -52,10 +56,17 @@ def local_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
     ]
 
 
-def _pieces(fqn: str, value: torch.Tensor, known: dict[Any, Box]) -> Sequence[tuple[Box, torch.Tensor]]:
-    """Returns this rank's parts of a tensor; `known` has the box of every shape, mesh and placements that there were before."""
+def _pieces(
+    fqn: str, value: torch.Tensor, known: dict[Any, Box]
+) -> Sequence[tuple[Box, torch.Tensor]]:
+    """Returns this rank's parts of a tensor; `known` has the box of every shape, mesh and
+    placements that there were before.
+    """
     if isinstance(value, ShardedTensor):
-        return [(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach()) for s in value.local_shards()]
+        return [
+            (Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
+            for s in value.local_shards()
+        ]
     if not isinstance(value, DTensor):
         _check_own_memory(fqn, value)
         return [(whole(value.shape), value.detach())]
@@ -66,18 +77,24 @@ def _pieces(fqn: str, value: torch.Tensor, known: dict[Any, Box]) -> Sequence[tu
     if box is None:
         if any(isinstance(p, Partial) for p in placements):
             raise PlanError(
-                f"a tensor is a partial sum and cannot be stored: {placements} ({printable(fqn)!r})", hint="redistribute it first"
+                f"a tensor is a partial sum and cannot be stored: {placements}"
+                f" ({printable(fqn)!r})",
+                hint="redistribute it first",
             )
         sizes, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
         box = known[key] = Box(tuple(offsets), tuple(sizes))
-    return [(box, value._local_tensor.detach())]  # to_local() would wait for a collective and record a gradient
+    # to_local() would wait for a collective and record a gradient
+    return [(box, value._local_tensor.detach())]
 
 
 def _check_own_memory(fqn: str, value: torch.Tensor) -> None:
     """Refuses a tensor into which nothing can be loaded, because elements of it share memory."""
-    if value.layout is torch.strided and any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+    if value.layout is torch.strided and any(
+        step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)
+    ):
         raise PlanError(
-            f"a tensor has elements that share memory: {list(value.shape)}, strides {list(value.stride())} ({printable(fqn)!r})",
+            f"a tensor has elements that share memory: {list(value.shape)}, strides"
+            f" {list(value.stride())} ({printable(fqn)!r})",
             hint="it was expanded, and nothing could be loaded into it: call clone() on it first",
         )
 
@@ -85,13 +102,21 @@ def _check_own_memory(fqn: str, value: torch.Tensor) -> None:
 def _dtype(fqn: str, value: torch.Tensor) -> DType:
     name = str(value.dtype).removeprefix("torch.")
     if name not in BY_NAME or value.layout is not torch.strided:
-        raise PlanError(f"a tensor of this kind cannot be stored: {value.dtype}, {value.layout} ({printable(fqn)!r})")
+        raise PlanError(
+            f"a tensor of this kind cannot be stored: {value.dtype}, {value.layout}"
+            f" ({printable(fqn)!r})"
+        )
     return BY_NAME[name]
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:
     """Tells whether a tensor's elements lie in the host's memory in row-major order."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview | None:
@@ -109,25 +134,34 @@ class _Room(NamedTuple):
 
 
 class Stage:
-    """Host memory beside tensors that cannot be written from, or read into, as they lie: made once and used again; pinned for CUDA."""
+    """Host memory beside tensors that cannot be written from, or read into, as they lie: made once
+    and used again; pinned for CUDA.
+    """
 
     def __init__(self) -> None:
         self._buffer = _pageable(0)
         self._is_pinned = False
-        self._kept: tuple[list[tuple[Any, ...]], list[_Room]] = ([], [])  # the last use's, which as a rule is the next one's
+        # the last use's, which as a rule is the next one's
+        self._kept: tuple[list[tuple[Any, ...]], list[_Room]] = ([], [])
         self._busy: list[torch.cuda.Event] = []
 
     def __reduce__(self) -> tuple[type[Stage], tuple[()]]:
         return Stage, ()  # another process makes its own
 
     def live(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-        """Returns the memory of tensors itself where it can be written from as it lies, and copies of the others."""
+        """Returns the memory of tensors itself where it can be written from as it lies, and copies
+        of the others.
+        """
         views = [as_bytes(t) for t in tensors]
-        copies = iter(self.copy([t for t, view in zip(tensors, views, strict=True) if view is None]))
+        copies = iter(
+            self.copy([t for t, view in zip(tensors, views, strict=True) if view is None])
+        )
         return [next(copies) if view is None else view for view in views]
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-        """Copies tensors side by side, and returns once all of them are there; the views hold until the next use."""
+        """Copies tensors side by side, and returns once all of them are there; the views hold until
+        the next use.
+        """
         rooms = self._rooms(tensors)
         for room, tensor in zip(rooms, tensors, strict=True):
             room.tensor.copy_(tensor, non_blocking=tensor.is_cuda)
@@ -137,9 +171,11 @@ class Stage:
 
     @contextmanager
     def fill(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[memoryview]]:
-        """Yields memory in which the elements of tensors are to be put, row-major; what cannot be their own is copied to them at the end.
+        """Yields memory in which the elements of tensors are to be put, row-major; what cannot be
+        their own is copied to them at the end.
 
-        Copies to CUDA may still be on their way afterwards: whatever is queued behind them finds them done, and so does `settle`.
+        Copies to CUDA may still be on their way afterwards: whatever is queued behind them finds
+        them done, and so does `settle`.
         """
         views = [as_bytes(t) for t in tensors]
         away = [t for t, view in zip(tensors, views, strict=True) if view is None]
@@ -167,12 +203,27 @@ class Stage:
         key = [(t.shape, t.dtype) for t in tensors]
         if key == self._kept[0] and (self._is_pinned or not wants_pin):
             return self._kept[1]
-        ends = list(accumulate((-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for t in tensors), initial=0))
+        ends = list(
+            accumulate(
+                (-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for t in tensors),
+                initial=0,
+            )
+        )
         if len(self._buffer) < ends[-1] or (wants_pin and not self._is_pinned):
-            self._kept, self._buffer = ([], []), _pageable(0)  # the old one goes before the new one comes
-            self._buffer, self._is_pinned = (_pinned if wants_pin else _pageable)(max(ends[-1], 1)), wants_pin
-        parts = [self._buffer[start : start + t.numel() * t.element_size()] for start, t in zip(ends, tensors, strict=False)]
-        rooms = [_Room(part.view(t.dtype).view(t.shape), part.numpy().data) for part, t in zip(parts, tensors, strict=True)]
+            # the old one goes before the new one comes
+            self._kept, self._buffer = ([], []), _pageable(0)
+            self._buffer, self._is_pinned = (
+                (_pinned if wants_pin else _pageable)(max(ends[-1], 1)),
+                wants_pin,
+            )
+        parts = [
+            self._buffer[start : start + t.numel() * t.element_size()]
+            for start, t in zip(ends, tensors, strict=False)
+        ]
+        rooms = [
+            _Room(part.view(t.dtype).view(t.shape), part.numpy().data)
+            for part, t in zip(parts, tensors, strict=True)
+        ]
         self._kept = key, rooms
         return rooms
 
@@ -182,7 +233,9 @@ def _pageable(nbytes: int) -> torch.Tensor:
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
-    """Returns pinned memory, of that size, that is given back with the tensor: torch's own takes the next power of two, and keeps it."""
+    """Returns pinned memory, of that size, that is given back with the tensor: torch's own takes
+    the next power of two, and keeps it.
+    """
     buffer, runtime = _pageable(nbytes), torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)) == 0:
         weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
@@ -193,7 +246,9 @@ def _pinned(nbytes: int) -> torch.Tensor:
 
 
 def alias_key(shard: Shard) -> Any:
-    """Returns what two shards have in common that are the same memory (tied weights); None for one without memory."""
+    """Returns what two shards have in common that are the same memory (tied weights); None for one
+    without memory.
+    """
     tensor = shard.tensor
     if not shard.nbytes:
         return None

@@ -1,7 +1,8 @@
 """Of what several ranks need, each byte is read once and sent to whoever needs it.
 
-For stores that are slower than what is between the ranks. It goes in rounds: while the parts of one are sent around the next are being
-read, so that memory is that of two rounds, whatever is loaded. Imports torch.
+For stores that are slower than what is between the ranks. It goes in rounds: while the parts of one
+are sent around the next are being read, so that memory is that of two rounds, whatever is loaded.
+Imports torch.
 """
 
 from __future__ import annotations
@@ -35,15 +36,21 @@ _BUFFERS = range(2)
 
 
 class _RoundSink(FillSink):
-    """Takes what is read into the buffers of two rounds, and lets nobody write into one before it has been sent."""
+    """Takes what is read into the buffers of two rounds, and lets nobody write into one before it
+    has been sent.
+    """
 
     def __init__(self, rounds: Sequence[int]) -> None:
         """Takes the bytes of each round."""
         self._left, self._num_free, self._is_over = list(rounds), len(_BUFFERS), False
         self._changed = threading.Condition()
         buffers = [empty_bytes(max(rounds, default=0)) for _ in _BUFFERS]
-        self.buffers = [buffers[number % len(buffers)][:nbytes] for number, nbytes in enumerate(rounds)]
-        super().__init__(MemoryStore({str(number): buffer.data for number, buffer in enumerate(self.buffers)}))
+        self.buffers = [
+            buffers[number % len(buffers)][:nbytes] for number, nbytes in enumerate(rounds)
+        ]
+        super().__init__(
+            MemoryStore({str(number): buffer.data for number, buffer in enumerate(self.buffers)})
+        )
 
     def room(self, tile: Tile) -> Bytes | None:
         self._wait(tile)
@@ -85,7 +92,9 @@ class _RoundSink(FillSink):
 
 
 class Together(NamedTuple):
-    """What a common reading did on this rank: bytes read, bytes of pieces, bytes from other ranks, chunks proved."""
+    """What a common reading did on this rank: bytes read, bytes of pieces, bytes from other ranks,
+    chunks proved.
+    """
 
     read_nbytes: int
     needed_nbytes: int
@@ -94,7 +103,12 @@ class Together(NamedTuple):
 
 
 def read_together(
-    group: Ranks, source: Source, division: Division, shards: Mapping[int, Shard], jobs: int, memory_bytes: int
+    group: Ranks,
+    source: Source,
+    division: Division,
+    shards: Mapping[int, Shard],
+    jobs: int,
+    memory_bytes: int,
 ) -> Together | None:
     """Reads this rank's pieces and sends them around; called by all ranks of the group.
 
@@ -106,7 +120,8 @@ def read_together(
         jobs, memory_bytes: threads, and the budget of their buffers.
 
     Returns:
-        What was done; None on all ranks where bytes were wrong, or lay elsewhere than they were assumed to: each had better read by itself.
+        What was done; None on all ranks where bytes were wrong, or lay elsewhere than they were
+        assumed to: each had better read by itself.
 
     Raises:
         CheckpointError: it cannot be read; or another rank failed.
@@ -131,21 +146,38 @@ def read_together(
 class _Reading:
     """This rank's part of it, in a thread of its own."""
 
-    def __init__(self, group: Ranks, source: Source, division: Division, jobs: int, memory_bytes: int) -> None:
+    def __init__(
+        self, group: Ranks, source: Source, division: Division, jobs: int, memory_bytes: int
+    ) -> None:
         self._group, self._source, self._division = group, source, division
         mine = [pieces[group.rank] for pieces in division.rounds()]
         areas = {piece.area.chunk.extent: piece.area for pieces in mine for piece in pieces}
         self._entries = _entries(areas.values())
         self._assumed = source.assume(self._entries)
-        places = {self._assumed.get(extent, extent): (extent, area) for extent, area in areas.items()}
-        self._seals = Seals({p: a.entry.fqn for p, (stored, a) in places.items() if a.box == a.chunk.box and is_watched(stored, p)})
-        self.needed_nbytes = sum(p.box.numel * p.area.entry.dtype.itemsize for pieces in mine for p in pieces)
+        places = {
+            self._assumed.get(extent, extent): (extent, area) for extent, area in areas.items()
+        }
+        self._seals = Seals(
+            {
+                p: a.entry.fqn
+                for p, (stored, a) in places.items()
+                if a.box == a.chunk.box and is_watched(stored, p)
+            }
+        )
+        self.needed_nbytes = sum(
+            p.box.numel * p.area.entry.dtype.itemsize for pieces in mine for p in pieces
+        )
         self.sink = _RoundSink([sum(piece.nbytes for piece in pieces) for pieces in mine])
         self.is_spoiled = False
         tiles = tile_bytes(memory_bytes, jobs)
-        steps = chain.from_iterable(schedule(_plan(pieces, str(number)), self._assumed, *tiles) for number, pieces in enumerate(mine))
+        steps = chain.from_iterable(
+            schedule(_plan(pieces, str(number)), self._assumed, *tiles)
+            for number, pieces in enumerate(mine)
+        )
         self._thread = ThreadPoolExecutor(1, "ckpt-together")
-        self._future = self._thread.submit(run, steps, source.store, self.sink, jobs, seals=self._seals)
+        self._future = self._thread.submit(
+            run, steps, source.store, self.sink, jobs, seals=self._seals
+        )
 
     def get(self, number: int) -> Bytes:
         """Returns the buffer of a round once it is full; where bytes were wrong, as it is."""
@@ -168,13 +200,19 @@ class _Reading:
         return self._future.result()
 
     def prove(self) -> int:
-        """Looks whether payloads lie where they were read, and compares checksums, also of what several ranks have read together."""
+        """Looks whether payloads lie where they were read, and compares checksums, also of what
+        several ranks have read together.
+        """
         crcs: dict[Extent, int] = {}
         parts: list[Part] = []
         with self._group.phase("look at what was read"):
             if not self.is_spoiled:
                 found = self._source.format.locate(self._source.store, self._entries)
-                self.is_spoiled = any(extent[:5] != self._assumed[at][:5] for at, extent in found.items() if at in self._assumed)
+                self.is_spoiled = any(
+                    extent[:5] != self._assumed[at][:5]
+                    for at, extent in found.items()
+                    if at in self._assumed
+                )
                 crcs = known_crcs(self._assumed, found)
                 parts = self._seals.hand_over(crcs) if self._group.rank else []
         for theirs in self._group.gather(parts, "gather checksums"):
@@ -201,9 +239,15 @@ def _plan(pieces: Sequence[Piece], file: str) -> Plan:
     slots: dict[str, list[Slot]] = {}
     for piece in pieces:
         slots.setdefault(piece.area.entry.fqn, []).append(Slot(piece.box, file, piece.start))
-    target = Target("memory", {file: sum(p.nbytes for p in pieces)}, {name: tuple(s) for name, s in slots.items()})
+    target = Target(
+        "memory",
+        {file: sum(p.nbytes for p in pieces)},
+        {name: tuple(s) for name, s in slots.items()},
+    )
     entries = {entry.fqn: entry for entry in _entries(p.area for p in pieces)}
-    return plan_transfer(Catalog("pieces", entries), target, {p.area.entry.fqn: p.area.dtype for p in pieces})
+    return plan_transfer(
+        Catalog("pieces", entries), target, {p.area.entry.fqn: p.area.dtype for p in pieces}
+    )
 
 
 class _Room:
@@ -215,22 +259,39 @@ class _Room:
         self._memory = None if memory is None else np.frombuffer(memory, np.uint8)
 
     def flat(self, box: Box) -> Bytes | None:
-        """Returns the memory of the elements of `box` where it is the host's and they lie together."""
+        """Returns the memory of the elements of `box` where it is the host's and they lie
+        together.
+        """
         return None if self._memory is None else _flat(self._memory, self.box, box, self._itemsize)
 
     def take(self, data: Bytes, frame: Box, box: Box) -> None:
         """Copies the elements of `box` from those of `frame`, a row-major buffer."""
         if self._memory is not None:
             start = flat_start(box.within(frame), frame.sizes) * self._itemsize
-            scatter(data[start:], box, self._memory, self.box, self._itemsize, row_major_strides(frame.sizes))
+            scatter(
+                data[start:],
+                box,
+                self._memory,
+                self.box,
+                self._itemsize,
+                row_major_strides(frame.sizes),
+            )
             return
-        values = torch.from_numpy(_packed(data, frame, box, self._itemsize)).view(self._tensor.dtype).view(box.sizes)
+        values = (
+            torch.from_numpy(_packed(data, frame, box, self._itemsize))
+            .view(self._tensor.dtype)
+            .view(box.sizes)
+        )
         inner = box.within(self.box)
-        self._tensor[tuple(slice(o, e) for o, e in zip(inner.offsets, inner.ends, strict=True))].copy_(values)
+        self._tensor[
+            tuple(slice(o, e) for o, e in zip(inner.offsets, inner.ends, strict=True))
+        ].copy_(values)
 
 
 def _send_around(group: Ranks, pieces: Round, buffer: Bytes, rooms: Mapping[int, _Room]) -> int:
-    """Brings the parts of a round's pieces to those that need them; returns the bytes that came from other ranks."""
+    """Brings the parts of a round's pieces to those that need them; returns the bytes that came
+    from other ranks.
+    """
     sends: list[tuple[int, int, torch.Tensor]] = []
     receives: list[tuple[int, int, torch.Tensor]] = []
     packed: list[tuple[Bytes, Box, _Room]] = []
@@ -250,7 +311,9 @@ def _send_around(group: Ranks, pieces: Round, buffer: Bytes, rooms: Mapping[int,
                 packed.append((there, box, room))
             receives.append((reader, tag, torch.from_numpy(there)))
         elif data is not None:
-            sends.append((wanted.rank, tag, torch.from_numpy(_packed(data, piece.box, box, itemsize))))
+            sends.append(
+                (wanted.rank, tag, torch.from_numpy(_packed(data, piece.box, box, itemsize)))
+            )
     group.exchange(sends, receives, "send what was read")
     for values, box, room in packed:
         room.take(values, box, box)

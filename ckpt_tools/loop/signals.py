@@ -1,7 +1,7 @@
 """SIGTERM and SIGUSR1, noted for training loops that ask for them.
 
-One handler serves all managers of a process. Where nobody asks, and at a second signal, it does what would have happened without
-it. Imports nothing of the package.
+One handler serves all managers of a process. Where nobody asks, and at a second signal, it does
+what would have happened without it. Imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -60,7 +60,15 @@ def _handle(number: int, frame: FrameType | None) -> None:
     is_second, is_asked = number in _first, any(watch.was_asked for watch in _watches)
     _first[number] = now
     if is_second or not is_asked:
-        log.warning("got %s%s", name, " again" if is_second else ", and the training loop does not call preempted(): it is not handled")
+        log.warning(
+            "got %s%s",
+            name,
+            (
+                " again"
+                if is_second
+                else ", and the training loop does not call preempted(): it is not handled"
+            ),
+        )
         _as_before(number, frame)
         return
     log.warning("got %s: preempted() tells the training loop; a second one is not handled", name)

@@ -1,7 +1,9 @@
-"""What a training loop keeps, as names and values: modules, optimizers, anything with `state_dict`, plain values.
+"""What a training loop keeps, as names and values: modules, optimizers, anything with `state_dict`,
+plain values.
 
-`export` turns a user's dict into flat names, the same as `dcp.save(get_state_dict(…))` would store. FSDP,
-DDP, `torch.compile` and activation checkpointing never show in a name: torch's own state-dict functions take care of that.
+`export` turns a user's dict into flat names, the same as `dcp.save(get_state_dict(…))` would store.
+FSDP, DDP, `torch.compile` and activation checkpointing never show in a name: torch's own state-dict
+functions take care of that.
 
 Imports torch.
 """
@@ -22,8 +24,25 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from ckpt_tools.errors import CheckpointError, PlanError, printable
-from ckpt_tools.loop.objects import MAX_DEPTH, TAG, Key, Structure, encode, generator_state, has_only_scalars, is_generator, place
-from ckpt_tools.loop.optimizers import WRAPPERS, Holders, Stored, export_optimizer, extra_of, is_container
+from ckpt_tools.loop.objects import (
+    MAX_DEPTH,
+    TAG,
+    Key,
+    Structure,
+    encode,
+    generator_state,
+    has_only_scalars,
+    is_generator,
+    place,
+)
+from ckpt_tools.loop.optimizers import (
+    WRAPPERS,
+    Holders,
+    Stored,
+    export_optimizer,
+    extra_of,
+    is_container,
+)
 
 STRUCTURE = "__structure__"  # last key of a value whose tensors are entries of their own
 _RANK = "rank_"
@@ -32,27 +51,37 @@ _RANK = "rank_"
 class PerRank:
     """A value of which every rank has its own: a dataloader's position, a random generator.
 
-    Its states are stored side by side, and each goes back to its own rank. When the number of ranks has changed, `on_resize`
-    says what happens: `"refuse"` (an error), `"reset"` (every rank keeps what it has, and the report says so), or a function
-    `(states, rank, world_size) -> state` that deals the old ranks' states out again.
+    Its states are stored side by side, and each goes back to its own rank. When the number of ranks
+    has changed, `on_resize` says what happens: `"refuse"` (an error), `"reset"` (every rank keeps
+    what it has, and the report says so), or a function `(states, rank, world_size) -> state` that
+    deals the old ranks' states out again.
     """
 
-    def __init__(self, value: Any, on_resize: str | Callable[[Sequence[Any], int, int], Any] = "refuse") -> None:
+    def __init__(
+        self, value: Any, on_resize: str | Callable[[Sequence[Any], int, int], Any] = "refuse"
+    ) -> None:
         if on_resize not in ("refuse", "reset") and not callable(on_resize):
-            raise ValueError(f"on_resize: expected 'refuse', 'reset' or a function, got {on_resize!r}")
+            raise ValueError(
+                f"on_resize: expected 'refuse', 'reset' or a function, got {on_resize!r}"
+            )
         self.value, self.on_resize = value, on_resize
 
 
 class RngState:
-    """The random generators of this rank: Python's, NumPy's, torch's on the CPU and on the current CUDA device.
+    """The random generators of this rank: Python's, NumPy's, torch's on the CPU and on the current
+    CUDA device.
 
-    `{"rng": RngState()}` is stored per rank; on another number of ranks every rank keeps the generators it has.
+    `{"rng": RngState()}` is stored per rank; on another number of ranks every rank keeps the
+    generators it has.
     """
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states as ints and tensors, which load without running any code."""
         version, words, gauss = random.getstate()
-        state: dict[str, Any] = {"python": (version, list(words), gauss), "torch": torch.get_rng_state()}
+        state: dict[str, Any] = {
+            "python": (version, list(words), gauss),
+            "torch": torch.get_rng_state(),
+        }
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
         import numpy as np
@@ -83,13 +112,15 @@ class OfRank(NamedTuple):
 
 @dataclass(slots=True)
 class Exported:
-    """A state under flat names: tensors as they live (DTensors and all), other values, and the keys on the way to each.
+    """A state under flat names: tensors as they live (DTensors and all), other values, and the keys
+    on the way to each.
 
-    `per_rank` has the names under which each rank has a value of its own. `free` has the places of values whose structure may
-    have changed since (a history, a scheduler): what was stored below them is what they become; `plain` has those of them that
-    belong to no module and no optimizer. `kept` names what no
-    checkpoint holds: non-persistent buffers of modules. `roots` has the state's own keys. `fresh` has
-    the places of optimizer state that is memory only, until something is loaded into it.
+    `per_rank` has the names under which each rank has a value of its own. `free` has the places of
+    values whose structure may have changed since (a history, a scheduler): what was stored below
+    them is what they become; `plain` has those of them that belong to no module and no optimizer.
+    `kept` names what no checkpoint holds: non-persistent buffers of modules. `roots` has the
+    state's own keys. `fresh` has the places of optimizer state that is memory only, until something
+    is loaded into it.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -113,7 +144,7 @@ def name_of_rank(name: str, rank: int) -> str:
     return f"{name}.{_RANK}{rank}"
 
 
-# ---- what is in a state --------------------------------------------------------------------------------------------------
+# ---- what is in a state --------------------------------------------------------------------------
 
 
 def _items(value: Any) -> Iterable[tuple[str | int, Any]]:
@@ -129,7 +160,11 @@ def has_state(value: Any) -> bool:
 
 def loads_itself(value: Any) -> bool:
     """Tells whether something of a state is asked for its state, and loads it in place."""
-    return isinstance(value, (nn.Module, Optimizer, PerRank, RngState)) or is_generator(value) or has_state(value)
+    return (
+        isinstance(value, (nn.Module, Optimizer, PerRank, RngState))
+        or is_generator(value)
+        or has_state(value)
+    )
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
@@ -157,7 +192,11 @@ def holders_of(state: Mapping[str, Any]) -> Holders:
             tensors.append((path, value))
         elif isinstance(value, Optimizer) and not is_container(value):
             optimizers.append((path, value))
-        elif isinstance(value, (Mapping, list, tuple)) and len(path) <= MAX_DEPTH and not has_only_scalars(value):
+        elif (
+            isinstance(value, (Mapping, list, tuple))
+            and len(path) <= MAX_DEPTH
+            and not has_only_scalars(value)
+        ):
             for key, item in _items(value):
                 visit(item, (*path, key))
 
@@ -189,20 +228,22 @@ def calling(method: str, value: Any, path: Key) -> Iterator[None]:
         raise
 
 
-# ---- export --------------------------------------------------------------------------------------------------------------
+# ---- export --------------------------------------------------------------------------------------
 
 
 def export(state: Mapping[str, Any], stored: Stored | None = None) -> Exported:
-    """Returns a user's state under flat names. The tensors are the live ones: nothing is copied or gathered.
+    """Returns a user's state under flat names. The tensors are the live ones: nothing is copied or
+    gathered.
 
     Args:
-        state: dicts, lists and tuples (nested at will) of modules, optimizers, objects with `state_dict`, generators,
-            tensors and plain values.
-        stored: what a checkpoint that is loaded next has of the state of each parameter; None for saving.
+        state: dicts, lists and tuples (nested at will) of modules, optimizers, objects with
+            `state_dict`, generators, tensors and plain values.
+        stored: what a checkpoint that is loaded next has of the state of each parameter; None for
+            saving.
 
     Raises:
-        PlanError: two entries have one name, an optimizer's parameters belong to nothing of the state, or a tensor is on the
-            meta device.
+        PlanError: two entries have one name, an optimizer's parameters belong to nothing of the
+            state, or a tensor is on the meta device.
     """
     _check_nesting(state, (), ())
     exporter = _Exporter(holders_of(state), stored)
@@ -213,11 +254,16 @@ def export(state: Mapping[str, Any], stored: Stored | None = None) -> Exported:
 
 
 def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
-    """Refuses containers that hold themselves, and very deep ones: no walk through them would end."""
+    """Refuses containers that hold themselves, and very deep ones: no walk through them would
+    end.
+    """
     if not isinstance(value, (Mapping, list, tuple)):
         return
     if len(above) > MAX_DEPTH or id(value) in above:
-        raise PlanError(f"cannot save {place(path[:4])}: it is nested more than {MAX_DEPTH} deep, or contains itself")
+        raise PlanError(
+            f"cannot save {place(path[:4])}: it is nested more than {MAX_DEPTH} deep, or contains"
+            " itself"
+        )
     if not has_only_scalars(value):
         for key, item in _items(value):
             _check_nesting(item, (*path, key), (*above, id(value)))
@@ -245,7 +291,9 @@ class _Exporter:
         elif isinstance(value, Optimizer) and not is_container(value):
             with calling("state_dict", value, path):
                 found = export_optimizer(value, self.holders, path, self.stored)
-            self.result.free += [(*path, key) for key in extra_of(value)] + [(*path, "state", name) for name in found.free]
+            self.result.free += [(*path, key) for key in extra_of(value)] + [
+                (*path, "state", name) for name in found.free
+            ]
             self.result.fresh += [(*path, "state", name) for name in found.fresh]
             self.emit(found.values, path, is_root=True)
         elif isinstance(value, (Mapping, list, tuple)) and not is_plain(value):
@@ -254,7 +302,9 @@ class _Exporter:
             self._visit_value(value, path)
 
     def _free_extra(self, exported: dict[str, Any], path: Key) -> None:
-        """Takes a module's extra state out of what is loaded in place: it becomes what was stored, of whatever form."""
+        """Takes a module's extra state out of what is loaded in place: it becomes what was stored,
+        of whatever form.
+        """
         for name in [n for n in exported if n.rpartition(".")[2] == "_extra_state"]:
             self.result.free.append((*path, name))
             self._leaf(exported.pop(name), (*path, name))
@@ -264,7 +314,8 @@ class _Exporter:
         for key, item in _items(value):
             if isinstance(value, tuple) and is_plain(item):
                 raise PlanError(
-                    f"cannot load into {place((*path, key))}: a plain value within a tuple cannot be replaced",
+                    f"cannot load into {place((*path, key))}: a plain value within a tuple cannot"
+                    " be replaced",
                     hint="use a list, or a dict",
                 )
             self.visit(item, (*path, key))
@@ -276,7 +327,10 @@ class _Exporter:
             self._leaf(generator_state(value), path)
         elif has_state(value):
             if not hasattr(value, "load_state_dict"):
-                raise PlanError(f"cannot load into {place(path)}: {type(value).__name__} has state_dict, and no load_state_dict")
+                raise PlanError(
+                    f"cannot load into {place(path)}: {type(value).__name__} has state_dict, and no"
+                    " load_state_dict"
+                )
             with calling("state_dict", value, path):
                 exported = value.state_dict()
             self.emit(exported, path)
@@ -284,7 +338,9 @@ class _Exporter:
             self.emit(value, path)
 
     def emit(self, value: Any, path: Key, is_root: bool = False) -> None:
-        """Names the leaves of what was exported, as DCP does; what DCP would not give back as it was is kept as a `Structure`."""
+        """Names the leaves of what was exported, as DCP does; what DCP would not give back as it
+        was is kept as a `Structure`.
+        """
         if isinstance(value, torch.Tensor):
             self.result.tensors[self._name(path)] = value
         elif isinstance(value, Mapping) and (value or is_root) and _is_walked(value):
@@ -315,8 +371,12 @@ class _Exporter:
         name = join(path)
         if (other := self.result.paths.setdefault(name, path)) is not path:
             raise PlanError(
-                f"two entries of the state have one name: {printable(name)!r}: {place(other)} and {place(path)}",
-                hint="keys are joined by dots, and numbers as keys are written as texts: choose other keys",
+                f"two entries of the state have one name: {printable(name)!r}: {place(other)} and"
+                f" {place(path)}",
+                hint=(
+                    "keys are joined by dots, and numbers as keys are written as texts: choose"
+                    " other keys"
+                ),
             )
         return name
 
@@ -328,22 +388,37 @@ class _Exporter:
         """
         without = [name for name, tensor in self.result.tensors.items() if tensor.is_meta]
         if without:
-            kept = f", then give first values to what no checkpoint holds: {', '.join(self.result.kept[:4])}" if self.result.kept else ""
+            kept = (
+                ", then give first values to what no checkpoint holds:"
+                f" {', '.join(self.result.kept[:4])}"
+                if self.result.kept
+                else ""
+            )
             raise PlanError(
-                f"{len(without)} tensors are on the meta device and have no memory: {', '.join(map(printable, without[:3]))}",
+                f"{len(without)} tensors are on the meta device and have no memory:"
+                f" {', '.join(map(printable, without[:3]))}",
                 hint=f"call model.to_empty(device=…) first{kept}",
             )
 
 
 def _is_walked(value: Mapping[Any, Any]) -> bool:
     """Tells whether a dict is one level of names."""
-    return type(value) in (dict, OrderedDict) and STRUCTURE not in value and all(type(key) is str for key in value)
+    return (
+        type(value) in (dict, OrderedDict)
+        and STRUCTURE not in value
+        and all(type(key) is str for key in value)
+    )
 
 
 def _is_walked_list(value: Any) -> bool:
     if has_only_scalars(value):
         return False
-    return any((isinstance(v, Mapping) and v) or (type(v) is list and _is_walked_list(v)) or _holds_tensor(v) for v in value)
+    return any(
+        (isinstance(v, Mapping) and v)
+        or (type(v) is list and _is_walked_list(v))
+        or _holds_tensor(v)
+        for v in value
+    )
 
 
 def _tied(model: nn.Module, exported: dict[str, Any]) -> dict[str, Any]:
@@ -365,14 +440,19 @@ def _plain(name: str) -> str:
 
 
 def _tied_in_flat(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yields the names of tied weights in the flat parameters of FSDP1 without `use_orig_params`, each with the first one's name."""
+    """Yields the names of tied weights in the flat parameters of FSDP1 without `use_orig_params`,
+    each with the first one's name.
+    """
     for name, module in model.named_modules():
         flat = getattr(module, "_flat_param", None)
         inside = f"{_plain(name)}." if _plain(name) else ""
         for info in getattr(flat, "_shared_param_infos", None) or ():
             plain, original = (
                 _plain(f"{inside}{prefix}.{parameter}" if prefix else f"{inside}{parameter}")
-                for prefix, parameter in ((info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name))
+                for prefix, parameter in (
+                    (info.module_name, info.param_name),
+                    (info.prim_module_name, info.prim_param_name),
+                )
             )
             yield plain, original
 

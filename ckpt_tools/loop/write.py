@@ -1,4 +1,5 @@
-"""A rank's part of a save: its pieces from memory into one `.distcp`; and, on one rank, the commit of all parts.
+"""A rank's part of a save: its pieces from memory into one `.distcp`; and, on one rank, the commit
+of all parts.
 
 Imports nothing of torch.
 """
@@ -30,7 +31,9 @@ _MANIFEST_ROOM_BYTES = 1 << 20
 
 
 class Offer(NamedTuple):
-    """A piece that a rank holds: FQN, type, global shape, box, and the FQN whose memory it shares ("" for none)."""
+    """A piece that a rank holds: FQN, type, global shape, box, and the FQN whose memory it shares
+    ("" for none).
+    """
 
     fqn: str
     dtype: str
@@ -40,7 +43,8 @@ class Offer(NamedTuple):
 
 
 class FilePlan(NamedTuple):
-    """A rank's file, planned once for as long as its pieces stay the same: objects come behind them.
+    """A rank's file, planned once for as long as its pieces stay the same: objects come behind
+    them.
 
     `places` has, piece by piece, its archive.
     """
@@ -71,7 +75,9 @@ NOTHING = Part(0, 0, (), (), {})
 
 
 def plan_file(rank: int, pieces: Sequence[Offer]) -> FilePlan:
-    """Lays a rank's file out, and plans the copies into it from memory in which piece number `i` is the file called `i`."""
+    """Lays a rank's file out, and plans the copies into it from memory in which piece number `i` is
+    the file called `i`.
+    """
     file = dcp.DataFile(dcp.data_file_name(rank))
     slots: dict[str, list[Slot]] = {}
     chunks: dict[str, list[Chunk]] = {}
@@ -81,15 +87,32 @@ def plan_file(rank: int, pieces: Sequence[Offer]) -> FilePlan:
         slot, place = file.add_chunk(piece.box, wrap(dtype, piece.box.sizes))
         places.append(place)
         slots.setdefault(piece.fqn, []).append(slot)
-        chunks.setdefault(piece.fqn, []).append(Chunk(piece.box, Extent(str(number), 0, piece.box.numel * dtype.itemsize)))
-    entries = {p.fqn: TensorEntry(p.fqn, BY_NAME[p.dtype], p.shape, tuple(chunks[p.fqn])) for p in pieces}
-    target = Target(dcp.NAME, {file.name: file.nbytes}, {f: tuple(s) for f, s in slots.items()}, tuple(file.literals), tuple(file.trailers))
-    steps = schedule(plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2))
+        chunks.setdefault(piece.fqn, []).append(
+            Chunk(piece.box, Extent(str(number), 0, piece.box.numel * dtype.itemsize))
+        )
+    entries = {
+        p.fqn: TensorEntry(p.fqn, BY_NAME[p.dtype], p.shape, tuple(chunks[p.fqn])) for p in pieces
+    }
+    target = Target(
+        dcp.NAME,
+        {file.name: file.nbytes},
+        {f: tuple(s) for f, s in slots.items()},
+        tuple(file.literals),
+        tuple(file.trailers),
+    )
+    steps = schedule(
+        plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2)
+    )
     return FilePlan(target, tuple(steps), tuple(places))
 
 
 def write_part(
-    plan: FilePlan, target: Destination, place: Staged, memory: Sequence[memoryview], objects: Sequence[bytes], jobs: int
+    plan: FilePlan,
+    target: Destination,
+    place: Staged,
+    memory: Sequence[memoryview],
+    objects: Sequence[bytes],
+    jobs: int,
 ) -> Part:
     """Writes a rank's file and makes it durable.
 
@@ -117,7 +140,12 @@ def write_part(
     sink = WriteSink(whole_file, place.shelf, lambda file: target.name(file, place.attempt))
     try:
         sink.open()
-        run(plan.steps, MemoryStore({str(number): view for number, view in enumerate(memory)}), sink, jobs)
+        run(
+            plan.steps,
+            MemoryStore({str(number): view for number, view in enumerate(memory)}),
+            sink,
+            jobs,
+        )
         checksums = sink.finish()
     finally:
         sink.abort()
@@ -145,19 +173,38 @@ def commit(
         step: for the manifest.
 
     Raises:
-        StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is visible then.
+        StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is
+            visible then.
     """
     files: dict[str, Sealed] = {}
-    found = place.sizes_of([target.name(dcp.data_file_name(rank), place.attempt) for rank, part in enumerate(parts) if part.nbytes])
+    found = place.sizes_of(
+        [
+            target.name(dcp.data_file_name(rank), place.attempt)
+            for rank, part in enumerate(parts)
+            if part.nbytes
+        ]
+    )
     for rank, part in enumerate(parts):
         name = target.name(dcp.data_file_name(rank), place.attempt)
         if not part.nbytes:
             continue
         if found.get(name, 0) != part.nbytes:
-            raise StorageError(f"a file is not what its rank wrote: expected {part.nbytes} bytes, got {found.get(name, 0)} ({name})")
+            raise StorageError(
+                f"a file is not what its rank wrote: expected {part.nbytes} bytes, got"
+                f" {found.get(name, 0)} ({name})"
+            )
         files[name] = seal_file(part.nbytes, part.crc64, part.runs)
     manifest = Manifest.now(
-        place.attempt, "save", dcp.NAME, {}, world_size=len(parts), files=files,
-        index=(".metadata", Sealed(len(index), hex64(crc64nvme(index)))), tensors=tensors, step=step,
-    )  # fmt: skip
-    return place.publish(Literal(file_name(place.attempt), 0, manifest.render()), Literal(".metadata", 0, index))
+        place.attempt,
+        "save",
+        dcp.NAME,
+        {},
+        world_size=len(parts),
+        files=files,
+        index=(".metadata", Sealed(len(index), hex64(crc64nvme(index)))),
+        tensors=tensors,
+        step=step,
+    )
+    return place.publish(
+        Literal(file_name(place.attempt), 0, manifest.render()), Literal(".metadata", 0, index)
+    )

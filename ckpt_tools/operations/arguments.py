@@ -1,4 +1,6 @@
-"""Checks the arguments of the public functions: a misspelt keyword must not be ignored, nor a value of a wrong type be half used."""
+"""Checks the arguments of the public functions: a misspelt keyword must not be ignored, nor a value
+of a wrong type be half used.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def _is_path(value: Any) -> bool:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, str) for item in value)
+    return isinstance(value, (list, tuple, set, frozenset)) and all(
+        isinstance(item, str) for item in value
+    )
 
 
 def _is_dtype(value: Any) -> bool:
@@ -54,8 +58,23 @@ _TOLERANCE = _Kind("a number, at least 0 and finite", _is_tolerance)
 _REQUIRED = ("src", "dst", "a", "b", "to", "to_ranks")
 _KINDS = {
     **dict.fromkeys(("src", "dst", "a", "b", "lora", "key_map", "base", "shapes"), _PATH),
-    **dict.fromkeys(("jobs", "memory_bytes", "to_ranks", "from_ranks", "ranks", "max_shard_bytes"), _COUNT),
-    **dict.fromkeys(("overwrite", "dry_run", "resume", "keep_prefix", "model_only", "check", "quick", "deep", "read_all"), _FLAG),
+    **dict.fromkeys(
+        ("jobs", "memory_bytes", "to_ranks", "from_ranks", "ranks", "max_shard_bytes"), _COUNT
+    ),
+    **dict.fromkeys(
+        (
+            "overwrite",
+            "dry_run",
+            "resume",
+            "keep_prefix",
+            "model_only",
+            "check",
+            "quick",
+            "deep",
+            "read_all",
+        ),
+        _FLAG,
+    ),
     **dict.fromkeys(("select", "exclude", "keep_dtype", "rename"), _TEXTS),
     **dict.fromkeys(("to", "optimizer", "mesh"), _TEXT),
     **dict.fromkeys(("storage_options", "to_storage_options", "settings"), _TABLE),
@@ -71,13 +90,16 @@ def checked(options: type | None = None) -> Callable[[Callable[P, T]], Callable[
         options: the TypedDict that the function's `**options` are.
 
     Raises:
-        TypeError: by the decorated function, for a keyword that it does not have; the nearest one is named.
+        TypeError: by the decorated function, for a keyword that it does not have; the nearest one
+            is named.
         PlanError: by the decorated function, for a value of a wrong type.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         parameters = inspect.signature(function).parameters
-        names = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD] + list(options.__annotations__ if options else ())
+        names = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD] + list(
+            options.__annotations__ if options else ()
+        )
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -103,4 +125,7 @@ def _check(function: str, name: str, value: Any) -> None:
         return
     got = printable(repr(value)[:80])
     hint = f"pass {name}=[{got}]" if kind is _TEXTS and isinstance(value, str) else None
-    raise PlanError(f"{function}: {name} must be {kind.text}; got {got} of type {type(value).__name__}", hint=hint)
+    raise PlanError(
+        f"{function}: {name} must be {kind.text}; got {got} of type {type(value).__name__}",
+        hint=hint,
+    )

@@ -1,7 +1,8 @@
 """Files in batches: what several steps of a check look at is read from an object store once.
 
-An archive's first and last bytes say where its records lie, and only then can those be compared. On a disk the second look costs nothing.
-In an object store, where small holes are fetched along, it would fetch everything again.
+An archive's first and last bytes say where its records lie, and only then can those be compared. On
+a disk the second look costs nothing. In an object store, where small holes are fetched along, it
+would fetch everything again.
 """
 
 from __future__ import annotations
@@ -48,13 +49,22 @@ class _Group:
         self.nbytes += span[2]
 
 
-def one_batch(store: Store, sizes: Mapping[str, int], archives: Sequence[Extent]) -> Iterator[Batch]:
-    """Yields all files as one batch that is not held: of a disk, or where several processes share the work."""
-    yield Batch(store, [(name, 0, nbytes) for name, nbytes in sizes.items()], archives, is_held=False)
+def one_batch(
+    store: Store, sizes: Mapping[str, int], archives: Sequence[Extent]
+) -> Iterator[Batch]:
+    """Yields all files as one batch that is not held: of a disk, or where several processes share
+    the work.
+    """
+    yield Batch(
+        store, [(name, 0, nbytes) for name, nbytes in sizes.items()], archives, is_held=False
+    )
 
 
-def cut_batches(store: Store, sizes: Mapping[str, int], archives: Sequence[Extent], only_archives: bool = False) -> Iterator[Batch]:
-    """Yields the bytes of files, each in one batch of about 32 MiB. The next batch is fetched while one is looked at.
+def cut_batches(
+    store: Store, sizes: Mapping[str, int], archives: Sequence[Extent], only_archives: bool = False
+) -> Iterator[Batch]:
+    """Yields the bytes of files, each in one batch of about 32 MiB. The next batch is fetched while
+    one is looked at.
 
     An archive that is larger than a batch is one by itself, which is not held.
 
@@ -74,11 +84,18 @@ def cut_batches(store: Store, sizes: Mapping[str, int], archives: Sequence[Exten
             announce(store, following.spans, WINDOW_BYTES)
         elif following is None:
             store.will_read((), is_all=True)
-        yield Batch(hold(store, group.spans, WINDOW_BYTES) if group.is_held else store, group.spans, group.archives, group.is_held)
+        yield Batch(
+            hold(store, group.spans, WINDOW_BYTES) if group.is_held else store,
+            group.spans,
+            group.archives,
+            group.is_held,
+        )
         group = following
 
 
-def _groups(sizes: Mapping[str, int], archives: Sequence[Extent], only_archives: bool) -> Iterator[_Group]:
+def _groups(
+    sizes: Mapping[str, int], archives: Sequence[Extent], only_archives: bool
+) -> Iterator[_Group]:
     of_file: dict[str, list[Extent]] = {name: [] for name in sorted(sizes)}
     for archive in sorted(archives):
         of_file.setdefault(archive.file, []).append(archive)
@@ -100,8 +117,12 @@ def _groups(sizes: Mapping[str, int], archives: Sequence[Extent], only_archives:
         yield group
 
 
-def _spans(name: str, nbytes: int, archives: Iterable[Extent]) -> Iterator[tuple[Span, list[Extent], bool]]:
-    """Cuts a file at the edges of archives, and in long runs between them; yields each range with its archives, and whether to hold it."""
+def _spans(
+    name: str, nbytes: int, archives: Iterable[Extent]
+) -> Iterator[tuple[Span, list[Extent], bool]]:
+    """Cuts a file at the edges of archives, and in long runs between them; yields each range with
+    its archives, and whether to hold it.
+    """
     begin = end = 0  # of the range that grows
     inside: list[Extent] = []
     for archive in archives:
@@ -122,7 +143,9 @@ def _spans(name: str, nbytes: int, archives: Iterable[Extent]) -> Iterator[tuple
     yield from _held(name, begin, max(nbytes, end), inside)
 
 
-def _held(name: str, begin: int, end: int, inside: list[Extent]) -> Iterator[tuple[Span, list[Extent], bool]]:
+def _held(
+    name: str, begin: int, end: int, inside: list[Extent]
+) -> Iterator[tuple[Span, list[Extent], bool]]:
     """Yields a range: up to the end of its last archive, and the rest in pieces."""
     stop = max((archive.start + archive.nbytes for archive in inside), default=begin)
     if inside:

@@ -1,6 +1,8 @@
-"""Copy: every file of a checkpoint as it is, from disk or store to disk or store; only what is missing, committed last.
+"""Copy: every file of a checkpoint as it is, from disk or store to disk or store; only what is
+missing, committed last.
 
-A file is carried as an object, so this is one more plan for the same engine; within one S3 the store copies by itself.
+A file is carried as an object, so this is one more plan for the same engine; within one S3 the
+store copies by itself.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class CopyResult:
         source, destination: from where, to where.
         files: bytes of every file of the checkpoint.
         kept_nbytes: bytes that were there already, and right.
-        client_nbytes, store_nbytes: bytes that went through this process, and that the store copied by itself.
+        client_nbytes, store_nbytes: bytes that went through this process, and that the store copied
+            by itself.
         notes: remarks.
         seconds: wall-clock time.
         is_dry_run: whether nothing was written.
@@ -68,27 +71,40 @@ class CopyResult:
 
 
 @checked(Options)
-def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None = None, **options: Unpack[Options]) -> CopyResult:
-    """Copies a checkpoint as it is. A second run transfers what is missing or differs; nothing is visible before everything is there.
+def copy(
+    src: Path_,
+    dst: Path_,
+    *,
+    to_storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[Options],
+) -> CopyResult:
+    """Copies a checkpoint as it is. A second run transfers what is missing or differs; nothing is
+    visible before everything is there.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
         dst: the directory (or file) to be; a path or a URL.
         to_storage_options: of the destination's store, where they are not the source's.
-        **options: see `Options`; a checkpoint that is there is never replaced, so `overwrite` is refused.
+        **options: see `Options`; a checkpoint that is there is never replaced, so `overwrite` is
+            refused.
 
     Raises:
         IntegrityError: the source's bytes are not what its manifest says.
-        CheckpointError: see the tree in `errors`. What has been transferred is kept for the next run.
+        CheckpointError: see the tree in `errors`. What has been transferred is kept for the next
+            run.
     """
     began = time.monotonic()
     if options.get("overwrite"):
-        raise PlanError("a copy replaces nothing", hint="copy to another place, or remove what is there first")
+        raise PlanError(
+            "a copy replaces nothing", hint="copy to another place, or remove what is there first"
+        )
     team = options.get("team") or ALONE
     with team.phase("look at both"):
         source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
         check_needed(options.get("shapes"), source.catalog)
-        to_options = options.get("storage_options") if to_storage_options is None else to_storage_options
+        to_options = (
+            options.get("storage_options") if to_storage_options is None else to_storage_options
+        )
         target = open_destination(dst, to_options)
         check_apart(source.path, target.url)
         _check_suffix(source, target.url)
@@ -99,12 +115,32 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
     agree(team, (sorted(work.files.items()), there))
     if there == "all":
         kept, note = sum(work.files.values()), "it is there already"
-        return CopyResult(redacted(source.path), redacted(target.url), work.shown, kept, 0, 0, (note,), time.monotonic() - began)
+        return CopyResult(
+            redacted(source.path),
+            redacted(target.url),
+            work.shown,
+            kept,
+            0,
+            0,
+            (note,),
+            time.monotonic() - began,
+        )
     if there == "another":
-        raise StorageError(f"the destination exists: {printable(target.url)}", hint="choose another, or remove it first")
+        raise StorageError(
+            f"the destination exists: {printable(target.url)}",
+            hint="choose another, or remove it first",
+        )
     if options.get("dry_run"):
         return CopyResult(
-            redacted(source.path), redacted(target.url), work.shown, 0, sum(work.files.values()), 0, (), time.monotonic() - began, True
+            redacted(source.path),
+            redacted(target.url),
+            work.shown,
+            0,
+            sum(work.files.values()),
+            0,
+            (),
+            time.monotonic() - began,
+            True,
         )
     with team.phase("look at the room"):
         target.check_room(sum(work.files.values()))
@@ -117,8 +153,21 @@ def copy(src: Path_, dst: Path_, *, to_storage_options: Mapping[str, Any] | None
         notes = work.do()
     source.store.close()
     moved = sum(work.missing.values())
-    kept, client, within = sum(work.data.values()) - moved, 0 if work.is_within else moved, moved if work.is_within else 0
-    return CopyResult(redacted(source.path), redacted(target.url), work.shown, kept, client, within, notes, time.monotonic() - began)
+    kept, client, within = (
+        sum(work.data.values()) - moved,
+        0 if work.is_within else moved,
+        moved if work.is_within else 0,
+    )
+    return CopyResult(
+        redacted(source.path),
+        redacted(target.url),
+        work.shown,
+        kept,
+        client,
+        within,
+        notes,
+        time.monotonic() - began,
+    )
 
 
 def _check_suffix(source: Source, url: str) -> None:
@@ -128,20 +177,43 @@ def _check_suffix(source: Source, url: str) -> None:
         PlanError: it has another suffix than the source.
     """
     suffix = os.path.splitext(source.name)[1] if source.is_file else ""
-    if source.is_file and os.path.splitext(url.partition("?")[0] if is_url(url) else url)[1] != suffix:
+    if (
+        source.is_file
+        and os.path.splitext(url.partition("?")[0] if is_url(url) else url)[1] != suffix
+    ):
         raise PlanError(
-            f"a copy of a file is known by its suffix: expected a name that ends in {printable(suffix)}, got {printable(url)}",
+            "a copy of a file is known by its suffix: expected a name that ends in"
+            f" {printable(suffix)}, got {printable(url)}",
             hint=f"give the whole name: {printable(url.rstrip('/'))}/{printable(source.name)}",
         )
 
 
 class _Work:
-    """One copy, or a process's part of it: which files there are, what their checksums are, and which of them have to move."""
+    """One copy, or a process's part of it: which files there are, what their checksums are, and
+    which of them have to move.
+    """
 
-    def __init__(self, source: Source, target: Destination, options: Options, to_options: Mapping[str, Any] | None, team: Team) -> None:
-        self.source, self.target, self.options, self.to_options, self.team = source, target, options, to_options, team
+    def __init__(
+        self,
+        source: Source,
+        target: Destination,
+        options: Options,
+        to_options: Mapping[str, Any] | None,
+        team: Team,
+    ) -> None:
+        self.source, self.target, self.options, self.to_options, self.team = (
+            source,
+            target,
+            options,
+            to_options,
+            team,
+        )
         self.manifest = of_source(source)
-        files = {name: nbytes for name, nbytes in source.store.list_files(below=True).items() if name != LOCK}
+        files = {
+            name: nbytes
+            for name, nbytes in source.store.list_files(below=True).items()
+            if name != LOCK
+        }
         if self.manifest:
             files = {name: nbytes for name, nbytes in files.items() if not self._is_stale(name)}
         self.index = self._last_file(files)
@@ -149,12 +221,19 @@ class _Work:
         self.single = target.url.rpartition("/")[2] if source.is_file else ""
         if not self.index and not source.is_file and is_url(target.url):
             raise PlanError(
-                f"an object store would show it before it is whole: no single small file makes it a checkpoint ({printable(source.path)})",
+                "an object store would show it before it is whole: no single small file makes it a"
+                f" checkpoint ({printable(source.path)})",
                 hint="copy it to a disk, or reshard it into the bucket",
             )
         self.files = files
-        self.data = {name: nbytes for name, nbytes in files.items() if name not in (self.index, self.seal)}
-        self.crcs = {name: int(s.crc64nvme, 16) for name, s in self.manifest.files.items()} if self.manifest else {}
+        self.data = {
+            name: nbytes for name, nbytes in files.items() if name not in (self.index, self.seal)
+        }
+        self.crcs = (
+            {name: int(s.crc64nvme, 16) for name, s in self.manifest.files.items()}
+            if self.manifest
+            else {}
+        )
         if self.single and not self.crcs and source.remote is not None:
             crc = source.remote.about(next(iter(files))).crc64
             self.crcs = {} if crc is None else {next(iter(files)): crc}
@@ -162,14 +241,25 @@ class _Work:
         self.is_within = False
 
     def _last_file(self, files: Mapping[str, int]) -> str:
-        """Returns the file that comes last: the index, else a small one without which the rest is no checkpoint; "" for none."""
+        """Returns the file that comes last: the index, else a small one without which the rest is
+        no checkpoint; "" for none.
+        """
         found = next((name for name in INDEXES if name in files), "")
         if found or self.source.is_file:
             return found
         if sum(name.rpartition("/")[2] in INDEXES for name in files) > 1:
             return ""  # each makes its own folder a checkpoint, and only one can be the last
-        small = sorted((nbytes, name) for name, nbytes in files.items() if nbytes <= _MAX_LAST_BYTES)
-        return next((name for _, name in small if not self.source.format.recognise({n: s for n, s in files.items() if n != name})), "")
+        small = sorted(
+            (nbytes, name) for name, nbytes in files.items() if nbytes <= _MAX_LAST_BYTES
+        )
+        return next(
+            (
+                name
+                for _, name in small
+                if not self.source.format.recognise({n: s for n, s in files.items() if n != name})
+            ),
+            "",
+        )
 
     def _is_stale(self, name: str) -> bool:
         assert self.manifest is not None
@@ -185,10 +275,25 @@ class _Work:
     def notes(self) -> list[str]:
         """Remarks on what stays behind."""
         store = self.source.folder
-        left = [] if self.source.is_file else sorted(f"{a}/{b}/" for a in store.folders() for b in store.enter(a).folders())
-        links = [] if self.source.is_file or not isinstance(store, LocalStore) else sorted(store.strays())
-        notes = [f"folders two levels down stay behind: {printable(', '.join(left[:5]))}"] if left else []
-        return notes + ([f"links that lead out of the checkpoint stay behind: {printable(', '.join(links[:5]))}"] if links else [])
+        left = (
+            []
+            if self.source.is_file
+            else sorted(f"{a}/{b}/" for a in store.folders() for b in store.enter(a).folders())
+        )
+        links = (
+            []
+            if self.source.is_file or not isinstance(store, LocalStore)
+            else sorted(store.strays())
+        )
+        notes = (
+            [f"folders two levels down stay behind: {printable(', '.join(left[:5]))}"]
+            if left
+            else []
+        )
+        if links:
+            names = printable(", ".join(links[:5]))
+            notes.append(f"links that lead out of the checkpoint stay behind: {names}")
+        return notes
 
     def name(self, file: str) -> str:
         """Returns the name of a file at the destination."""
@@ -196,7 +301,9 @@ class _Work:
 
     @property
     def attempt(self) -> str:
-        """The id under which this very checkpoint is copied, every time: so that one copy knows what another of it has left."""
+        """The id under which this very checkpoint is copied, every time: so that one copy knows
+        what another of it has left.
+        """
         if self.single:
             return str(uuid.uuid4())
         if self.manifest:
@@ -205,32 +312,49 @@ class _Work:
         return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{last} {sorted(self.data.items())}"))
 
     def look_at(self, options: Mapping[str, Any] | None) -> str:
-        """Tells what is there: "all" of this very checkpoint, files that look "alike", a "part" that is not committed, or "another"."""
+        """Tells what is there: "all" of this very checkpoint, files that look "alike", a "part"
+        that is not committed, or "another".
+        """
         url = self.target.url
         if self.single:
             folder = self._single_folder(options)
-            return "alike" if folder.list_files().get(self.single) == sum(self.files.values()) else "another"
+            return (
+                "alike"
+                if folder.list_files().get(self.single) == sum(self.files.values())
+                else "another"
+            )
         store = RemoteStore(url, options) if is_url(url) else LocalStore(url)
         files = store.list_files(below=True)
         if isinstance(store, RemoteStore) and self.index not in files:
             others = [name for name in files if name not in self.files and name != LOCK]
             self._check_own(store, [name for name in files if name in self.files])
-            return "part" if all(map(is_ours, others)) and all(a.is_marked for a in store.about_all(others).values()) else "another"
+            return (
+                "part"
+                if all(map(is_ours, others))
+                and all(a.is_marked for a in store.about_all(others).values())
+                else "another"
+            )
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
         if self.manifest is None:
             return "alike" if is_same and not names_in(store) else "another"
         return "all" if is_same and find(store) == self.manifest else "another"
 
     def _check_own(self, store: RemoteStore, names: Sequence[str]) -> None:
-        """Refuses to write over objects that this tool did not write, and that are not what is to be there.
+        """Refuses to write over objects that this tool did not write, and that are not what is to
+        be there.
 
         Raises:
             StorageError: there is one.
         """
         for name, about in store.about_all(names).items():
-            if store.s3 is not None and not about.is_marked and (about.crc64 is None or about.crc64 != self.crcs.get(name)):
+            if (
+                store.s3 is not None
+                and not about.is_marked
+                and (about.crc64 is None or about.crc64 != self.crcs.get(name))
+            ):
                 raise StorageError(
-                    f"the destination has a file of that name, which no copy wrote: {printable(name)} ({printable(store.url)})",
+                    "the destination has a file of that name, which no copy wrote:"
+                    f" {printable(name)} ({printable(store.url)})",
                     hint="choose another destination, or move it away",
                 )
 
@@ -239,18 +363,38 @@ class _Work:
         return RemoteStore(folder, options) if is_url(folder) else LocalStore(folder or ".")
 
     def is_same_there(self, options: Mapping[str, Any] | None) -> bool:
-        """Reads both and tells whether the destination's files have the same bytes; a store is asked for the checksums that it keeps."""
+        """Reads both and tells whether the destination's files have the same bytes; a store is
+        asked for the checksums that it keeps.
+        """
         url = self.target.url
-        there: Store = self._single_folder(options) if self.single else RemoteStore(url, options) if is_url(url) else LocalStore(url)
+        there: Store = (
+            self._single_folder(options)
+            if self.single
+            else RemoteStore(url, options)
+            if is_url(url)
+            else LocalStore(url)
+        )
         jobs, memory = self.options.get("jobs"), self.options.get("memory_bytes")
-        with (self.options.get("progress") or no_bar)("compare", 2 * sum(self.files.values())) as advance:
+        with (self.options.get("progress") or no_bar)(
+            "compare", 2 * sum(self.files.values())
+        ) as advance:
             mine, theirs = (
-                hash_files(store, files, jobs, memory, lambda nbytes: advance(nbytes * self.team.size), self.team)
-                for store, files in ((self.source.store, self.files), (there, {self.name(n): size for n, size in self.files.items()}))
+                hash_files(
+                    store,
+                    files,
+                    jobs,
+                    memory,
+                    lambda nbytes: advance(nbytes * self.team.size),
+                    self.team,
+                )
+                for store, files in (
+                    (self.source.store, self.files),
+                    (there, {self.name(n): size for n, size in self.files.items()}),
+                )
             )
         return all(mine[name] == theirs[self.name(name)] for name in self.files)
 
-    # ---- moving --------------------------------------------------------------------------------------------------------
+    # ---- moving ----------------------------------------------------------------------------------
 
     def do(self) -> list[str]:
         """Moves what is missing and commits; returns remarks."""
@@ -258,18 +402,32 @@ class _Work:
         attempt = team.broadcast(self.attempt, "begin")
         with (
             self._claimed() as claim,
-            staged(team, self.target, attempt, self.single, keeps="*" if self.crcs and not self.single else "") as place,
+            staged(
+                team,
+                self.target,
+                attempt,
+                self.single,
+                keeps="*" if self.crcs and not self.single else "",
+            ) as place,
         ):
             crcs = {self.name(name): crc for name, crc in self.crcs.items()}
             right: set[str] = set()
             with team.phase("look at what is there"):
-                if team.rank == 0 or is_url(self.target.url):  # the latter says how objects may be written
-                    right = place.expect({self.name(name): nbytes for name, nbytes in self.data.items()}, crcs)
+                # the latter says how objects may be written
+                if team.rank == 0 or is_url(self.target.url):
+                    right = place.expect(
+                        {self.name(name): nbytes for name, nbytes in self.data.items()}, crcs
+                    )
             right = team.broadcast(right, "what is there")
             self.missing = {name: nbytes for name, nbytes in self.data.items() if name not in right}
             with bar("copy", sum(self.missing.values())) as advance:
-                has_names = not any("%" in name for name in self.missing)  # see RemoteStore.can_copy_from
-                within = copies_within(place, self.source.remote) if has_names and (self.crcs or not self.single) else None
+                # see RemoteStore.can_copy_from
+                has_names = not any("%" in name for name in self.missing)
+                within = (
+                    copies_within(place, self.source.remote)
+                    if has_names and (self.crcs or not self.single)
+                    else None
+                )
                 if within:
                     self.is_within = True
                     with team.phase("copy"):
@@ -285,7 +443,8 @@ class _Work:
 
     @contextmanager
     def _claimed(self) -> Iterator[Lease | None]:
-        """Makes sure that of several copies to one prefix of a bucket one goes on, and that the others have written nothing.
+        """Makes sure that of several copies to one prefix of a bucket one goes on, and that the
+        others have written nothing.
 
         Raises:
             StorageError: another copy is at work there, or has just come to its end.
@@ -316,14 +475,21 @@ class _Work:
             return seal, Literal(self.index, 0, read(store, self.index)) if self.index else None
         (nbytes,) = self.files.values()
         manifest = Manifest.now(
-            attempt, "copy", self.source.format.NAME, {"name": self.source.name, "format": self.source.format.NAME}, world_size=None,
-            files={self.single: Sealed(nbytes, hex64(crcs[self.single]))}, index=None,
+            attempt,
+            "copy",
+            self.source.format.NAME,
+            {"name": self.source.name, "format": self.source.format.NAME},
+            world_size=None,
+            files={self.single: Sealed(nbytes, hex64(crcs[self.single]))},
+            index=None,
             tensors=self.manifest.tensors if self.manifest else {},
-        )  # fmt: skip
+        )
         return Literal(file_name(attempt, self.single), 0, manifest.render()), None
 
     def _through(self, place: Place, advance: Callable[[int], None]) -> dict[str, int]:
-        """Moves files through this process, and returns their checksums by their new names, of a team on member 0."""
+        """Moves files through this process, and returns their checksums by their new names, of a
+        team on member 0.
+        """
         team, checksums = self.team, dict[str, int]()
         jobs = self.options.get("jobs") or min(8, os.cpu_count() or 1)
         tiles = tile_bytes(self.options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
@@ -349,21 +515,29 @@ class _Work:
         return checksums
 
     def _records(self) -> dict[Extent, str]:
-        """Returns the records of archives whose CRC-32 the bytes are compared with on their way, where no manifest has better ones.
+        """Returns the records of archives whose CRC-32 the bytes are compared with on their way,
+        where no manifest has better ones.
 
         Raises:
             IntegrityError: an archive is damaged around its records.
         """
         if self.manifest is not None:
             return {}
-        reading: Reading = {"storage_options": self.options.get("storage_options"), "shapes": self.options.get("shapes")}
+        reading: Reading = {
+            "storage_options": self.options.get("storage_options"),
+            "shapes": self.options.get("shapes"),
+        }
         work = Verification(self.source.path, reading)
         found: dict[Extent, str] = {}
-        for batch in work.batches({name: nbytes for name, nbytes in work.sizes.items() if name in self.missing}, is_one=True):
+        for batch in work.batches(
+            {name: nbytes for name, nbytes in work.sizes.items() if name in self.missing},
+            is_one=True,
+        ):
             problems, _, records = work.look_at_archives(batch)
             if problems:
                 raise IntegrityError(
-                    f"a damaged checkpoint is not copied: {problems[0]}", hint="ckpt verify names everything; ckpt salvage"
+                    f"a damaged checkpoint is not copied: {problems[0]}",
+                    hint="ckpt verify names everything; ckpt salvage",
                 )
             found |= {record.extent: key for key, record in records.items()}
         work.store.close()
@@ -375,8 +549,12 @@ class _Work:
             if checksums.get(self.name(name), crc) != crc:
                 raise IntegrityError(
                     f"bytes were damaged since they were written: expected CRC-64 {hex64(crc)}, got"
-                    f" {hex64(checksums[self.name(name)])} ({printable(name)} in {printable(self.source.path)})",
-                    hint="try again in case the network did it, else restore the file or take another step",
+                    f" {hex64(checksums[self.name(name)])} ({printable(name)} in"
+                    f" {printable(self.source.path)})",
+                    hint=(
+                        "try again in case the network did it, else restore the file or take"
+                        " another step"
+                    ),
                 )
 
     def _within(self, place: RemotePlace, advance: Callable[[int], None]) -> None:
@@ -389,5 +567,8 @@ class _Work:
             advance(self.missing[name] * self.team.size)
 
         with ThreadPoolExecutor(_ASKERS, "ckpt-copy") as pool:
-            for done in [pool.submit(one, name) for name in sorted(self.missing)[self.team.rank :: self.team.size]]:
+            for done in [
+                pool.submit(one, name)
+                for name in sorted(self.missing)[self.team.rank :: self.team.size]
+            ]:
                 done.result()

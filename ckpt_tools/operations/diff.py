@@ -1,7 +1,8 @@
-"""Diff: what two checkpoints hold that is not the same, whatever their formats, layouts, stores and world sizes.
+"""Diff: what two checkpoints hold that is not the same, whatever their formats, layouts, stores and
+world sizes.
 
-Fingerprints first: where both manifests have the same one, nothing is read. The rest is one plan for the engine, with a sink
-that reads the other side.
+Fingerprints first: where both manifests have the same one, nothing is read. The rest is one plan
+for the engine, with a sink that reads the other side.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, Unpack
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import Catalog, Chunk, TensorEntry, check_globs, chooser, keep, refuse_unread
+from ckpt_tools.core.catalog import (
+    Catalog,
+    Chunk,
+    TensorEntry,
+    check_globs,
+    chooser,
+    keep,
+    refuse_unread,
+)
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import plan_values
 from ckpt_tools.engine.compare import CompareSink, Tally
@@ -32,7 +41,9 @@ from ckpt_tools.transfer.transfer import Path_, Reading, no_bar
 
 
 class Change(NamedTuple):
-    """A tensor whose shape or element type is another one in b, or an object of another length in bytes."""
+    """A tensor whose shape or element type is another one in b, or an object of another length in
+    bytes.
+    """
 
     fqn: str
     a_shape: tuple[int, ...]
@@ -72,7 +83,8 @@ class DiffResult:
     Attributes:
         a, b: their paths.
         only_a, only_b: names that only one of them has.
-        changes: tensors of another shape or dtype; those of another dtype alone are compared by value as well.
+        changes: tensors of another shape or dtype; those of another dtype alone are compared by
+            value as well.
         differences: what has other values.
         num_equal: tensors and objects whose values are the same.
         num_by_fingerprint: those of them that two manifests vouch for, so that nothing was read.
@@ -104,18 +116,27 @@ _SHOWN = 12
 
 @checked(Reading)
 def diff(
-    a: Path_, b: Path_, *, select: Sequence[str] = (), exclude: Sequence[str] = (), atol: float = 0.0, rtol: float = 0.0,
-    read_all: bool = False, **options: Unpack[Reading],
-) -> DiffResult:  # fmt: skip
+    a: Path_,
+    b: Path_,
+    *,
+    select: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    read_all: bool = False,
+    **options: Unpack[Reading],
+) -> DiffResult:
     """Compares two checkpoints by names, shapes, types and values.
 
-    Where they have no name in common, they are compared by the names that `merge` would give: the model without its key and wrappers.
+    Where they have no name in common, they are compared by the names that `merge` would give: the
+    model without its key and wrappers.
 
     Args:
         a, b: checkpoints, or directories with one below; paths or URLs.
         select: globs; only what matches one is compared.
         exclude: globs; what matches one is not compared.
-        atol, rtol: values count as the same where |a - b| <= atol + rtol * |b|; only the same bits do where both are 0.
+        atol, rtol: values count as the same where |a - b| <= atol + rtol * |b|; only the same bits
+            do where both are 0.
         read_all: compare bytes even where both manifests have the same fingerprint.
         **options: see `Reading`.
 
@@ -130,35 +151,60 @@ def diff(
         check_needed(options.get("shapes"), one.catalog, two.catalog)
         left, right, notes = _views(one.catalog, two.catalog, select, exclude)
         if unknown := {**one.catalog.unknown, **two.catalog.unknown}:
-            some = ", ".join(f"{printable(name)} ({printable(kind)})" for name, kind in list(unknown.items())[:_SHOWN])
-            notes.append(f"not compared, since their types are not known: {some}{' …' if len(unknown) > _SHOWN else ''}")
+            some = ", ".join(
+                f"{printable(name)} ({printable(kind)})"
+                for name, kind in list(unknown.items())[:_SHOWN]
+            )
+            notes.append(
+                "not compared, since their types are not known:"
+                f" {some}{' …' if len(unknown) > _SHOWN else ''}"
+            )
         alike = _same_objects(one, left, two, right)
     agree(team, [[(t.fqn, t.shape) for t in view.tensors.values()] for view in (left, right)])
     mine, theirs = _entries(left), _entries(right)
     both = [(x, theirs[fqn]) for fqn, x in mine.items() if fqn in theirs]
     changes = [
         Change(x.fqn, x.shape, y.shape, _kind(left, x), _kind(right, y))
-        for x, y in both if x.fqn not in alike and (x.shape, _kind(left, x)) != (y.shape, _kind(right, y))
-    ]  # fmt: skip
-    both = [(x, y) for x, y in both if x.fqn in alike or (x.shape == y.shape and (x.fqn in left.objects) == (y.fqn in right.objects))]
+        for x, y in both
+        if x.fqn not in alike and (x.shape, _kind(left, x)) != (y.shape, _kind(right, y))
+    ]
+    both = [
+        (x, y)
+        for x, y in both
+        if x.fqn in alike
+        or (x.shape == y.shape and (x.fqn in left.objects) == (y.fqn in right.objects))
+    ]
     tensors = [(x, y) for x, y in both if x.fqn not in left.objects]
     known = set() if read_all else _known_equal(one, left, two, right, tensors)
     work = [(x, y) for x, y in tensors if x.fqn not in known]
     objects = [(x, y) for x, y in both if x.fqn in left.objects and x.fqn not in alike]
-    tallies = {**_compare(one, two, work, atol, rtol, options), **_compare(one, two, objects, 0.0, 0.0, options)}
+    tallies = {
+        **_compare(one, two, work, atol, rtol, options),
+        **_compare(one, two, objects, 0.0, 0.0, options),
+    }
     for source in (one, two):
         source.store.close()
     other = [x for x, _ in both if x.fqn in tallies and tallies[x.fqn].num_different]
     differences = [_difference(x, tallies[x.fqn], x.fqn in left.objects) for x in other]
     return DiffResult(
-        redacted(one.path), redacted(two.path), sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys()), changes,
+        redacted(one.path),
+        redacted(two.path),
+        sorted(mine.keys() - theirs.keys()),
+        sorted(theirs.keys() - mine.keys()),
+        changes,
         differences,
-        len(both) - len(differences), len(known), sum(x.nbytes for x, _ in both if x.fqn not in known), notes, time.monotonic() - began,
-    )  # fmt: skip
+        len(both) - len(differences),
+        len(known),
+        sum(x.nbytes for x, _ in both if x.fqn not in known),
+        notes,
+        time.monotonic() - began,
+    )
 
 
 def _same_objects(a: Source, left: Catalog, b: Source, right: Catalog) -> set[str]:
-    """Returns the objects that are the same value, however it was packed: two writers' archives of one number are not the same bytes."""
+    """Returns the objects that are the same value, however it was packed: two writers' archives of
+    one number are not the same bytes.
+    """
     mine, theirs = Values(a.store), Values(b.store)
     names = [fqn for fqn in left.objects if fqn in right.objects]
     mine.will_read(left.objects[fqn] for fqn in names)
@@ -186,14 +232,18 @@ def _kind(catalog: Catalog, entry: TensorEntry) -> str:
     return "bytes" if entry.fqn in catalog.objects else entry.dtype.name
 
 
-def _views(a: Catalog, b: Catalog, select: Sequence[str], exclude: Sequence[str]) -> tuple[Catalog, Catalog, list[str]]:
+def _views(
+    a: Catalog, b: Catalog, select: Sequence[str], exclude: Sequence[str]
+) -> tuple[Catalog, Catalog, list[str]]:
     """Returns both under names that can be compared, and remarks."""
     notes = []
     if not {*a.tensors, *a.objects} & {*b.tensors, *b.objects} and a.tensors and b.tensors:
         by_model = model_view(a, False)[0], model_view(b, False)[0]
         if by_model[0].tensors.keys() & by_model[1].tensors.keys():
             a, b = by_model
-            notes.append("no name is in both; compared by the names that merge gives, the model only")
+            notes.append(
+                "no name is in both; compared by the names that merge gives, the model only"
+            )
     names = dict.fromkeys([*a.tensors, *a.objects, *a.unread, *b.tensors, *b.objects, *b.unread])
     check_globs(select, list(names), "--select")
     check_globs(exclude, list(names), "--exclude")
@@ -201,20 +251,38 @@ def _views(a: Catalog, b: Catalog, select: Sequence[str], exclude: Sequence[str]
     for catalog in (a, b):
         refuse_unread(catalog)
     if not (a.tensors or a.objects or b.tensors or b.objects):
-        raise PlanError("there is nothing to compare: neither has a tensor or an object", hint="look at both: ckpt inspect")
+        raise PlanError(
+            "there is nothing to compare: neither has a tensor or an object",
+            hint="look at both: ckpt inspect",
+        )
     return a, b, notes
 
 
-def _known_equal(a: Source, left: Catalog, b: Source, right: Catalog, pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> set[str]:
+def _known_equal(
+    a: Source,
+    left: Catalog,
+    b: Source,
+    right: Catalog,
+    pairs: Sequence[tuple[TensorEntry, TensorEntry]],
+) -> set[str]:
     """Returns the tensors that have one fingerprint in both manifests, and one type."""
     alike = [(x, y) for x, y in pairs if x.dtype is y.dtype]
     mine = sealed_prints(of_source(a), a, left, plan_values(x for x, _ in alike))
     theirs = sealed_prints(of_source(b), b, right, plan_values(y for _, y in alike))
-    return {x.fqn for x, _ in alike if x.fqn in mine and x.fqn in theirs and mine[x.fqn].crc64 == theirs[x.fqn].crc64}
+    return {
+        x.fqn
+        for x, _ in alike
+        if x.fqn in mine and x.fqn in theirs and mine[x.fqn].crc64 == theirs[x.fqn].crc64
+    }
 
 
 def _compare(
-    a: Source, b: Source, pairs: Sequence[tuple[TensorEntry, TensorEntry]], atol: float, rtol: float, options: Reading
+    a: Source,
+    b: Source,
+    pairs: Sequence[tuple[TensorEntry, TensorEntry]],
+    atol: float,
+    rtol: float,
+    options: Reading,
 ) -> Mapping[str, Tally]:
     """Reads both sides of each pair, and tallies how they differ."""
     jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
@@ -225,16 +293,26 @@ def _compare(
         total, plan = sum(x.nbytes for x, _ in pairs), plan_values(x for x, _ in pairs)
         share = shares(plan, team.size)[team.rank]
         taken = {t.fqn for t in in_share(plan, share)}
-        mine, theirs = [x for x, _ in pairs if x.fqn in taken], [y for _, y in pairs if y.fqn in taken]
+        mine, theirs = (
+            [x for x, _ in pairs if x.fqn in taken],
+            [y for _, y in pairs if y.fqn in taken],
+        )
         with bar("diff", total) as advance, team.phase("compare"):
-            sink = CompareSink(b.store, plan_values(theirs), b.format.locate(b.store, theirs), atol, rtol, is_full)
+            sink = CompareSink(
+                b.store, plan_values(theirs), b.format.locate(b.store, theirs), atol, rtol, is_full
+            )
             steps = schedule(plan, a.format.locate(a.store, mine), *tiles, share)
             run(sink.pair(steps), a.store, sink, jobs, lambda nbytes: advance(nbytes * team.size))
         return join_tallies(team.all_gather(sink.tallies, "gather differences"))
 
     tallies = go(pairs, is_full=False)
-    partial = [(x, y) for x, y in pairs if x.fqn in tallies and tallies[x.fqn].num_different and tallies[x.fqn].is_partial]
-    return {**tallies, **(go(partial, is_full=True) if partial else {})}  # where some of it is the same, that counts for the angle too
+    partial = [
+        (x, y)
+        for x, y in pairs
+        if x.fqn in tallies and tallies[x.fqn].num_different and tallies[x.fqn].is_partial
+    ]
+    # where some of it is the same, that counts for the angle too
+    return {**tallies, **(go(partial, is_full=True) if partial else {})}
 
 
 def join_tallies(found: Sequence[Mapping[str, Tally]]) -> dict[str, Tally]:
@@ -252,4 +330,13 @@ def _difference(tensor: TensorEntry, tally: Tally, is_object: bool) -> Differenc
         index.append(left % size)
         left //= size
     numel = whole(tensor.shape).numel
-    return Difference(tensor.fqn, numel, tally.num_different, tuple(reversed(index)), tally.max_abs, tally.max_rel, tally.cosine, is_object)
+    return Difference(
+        tensor.fqn,
+        numel,
+        tally.num_different,
+        tuple(reversed(index)),
+        tally.max_abs,
+        tally.max_rel,
+        tally.cosine,
+        is_object,
+    )

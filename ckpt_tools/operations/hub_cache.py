@@ -1,4 +1,5 @@
-"""Compares files of a Hugging Face cache with what their blobs are named by: SHA-256, or the SHA-1 that git gives to a small file.
+"""Compares files of a Hugging Face cache with what their blobs are named by: SHA-256, or the SHA-1
+that git gives to a small file.
 
 Source: the layout of huggingface_hub's cache, `snapshots/REVISION/NAME -> ../../blobs/HASH`.
 """
@@ -15,7 +16,9 @@ from ckpt_tools.storage import LocalStore
 _BLOCK_BYTES = 4 << 20
 
 
-def find_damaged(store: LocalStore, files: Iterable[str], jobs: int, advance: Callable[[int], None]) -> dict[str, bool]:
+def find_damaged(
+    store: LocalStore, files: Iterable[str], jobs: int, advance: Callable[[int], None]
+) -> dict[str, bool]:
     """Returns, for each file whose blob is named by a hash, whether its bytes have another one.
 
     Args:
@@ -26,7 +29,9 @@ def find_damaged(store: LocalStore, files: Iterable[str], jobs: int, advance: Ca
     """
     named = {name: blob for name in files if (blob := store.blob_name(name)) and _new_hash(blob, 0)}
     with ThreadPoolExecutor(jobs, "ckpt-hash") as pool:
-        found = pool.map(lambda file: _digest(store, file, named[file], advance) != named[file], named)
+        found = pool.map(
+            lambda file: _digest(store, file, named[file], advance) != named[file], named
+        )
         return dict(zip(named, found, strict=True))
 
 

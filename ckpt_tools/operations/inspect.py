@@ -17,7 +17,8 @@ from ckpt_tools.publish.steps import is_step_name
 from ckpt_tools.storage import LocalStore, is_url, local_path
 from ckpt_tools.storage.base import Traffic
 
-_KEY_FIRST = re.compile(r"\bstate\.(exp_avg|exp_avg_sq|fp32_param|momentum_buffer)\.")  # as Megatron-Core names them
+# as Megatron-Core names them
+_KEY_FIRST = re.compile(r"\bstate\.(exp_avg|exp_avg_sq|fp32_param|momentum_buffer)\.")
 _OPTIMIZER = re.compile(r"(^|\.)optim(izer)?s?(_\d+)?\.state(\.|$)")
 
 
@@ -31,7 +32,9 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """One data file: the rank that wrote it (None where the format does not tell), its bytes, and how much of what it holds."""
+    """One data file: the rank that wrote it (None where the format does not tell), its bytes, and
+    how much of what it holds.
+    """
 
     name: str
     rank: int | None
@@ -71,14 +74,18 @@ _SHOWN = 12
 
 @checked()
 def inspect(
-    src: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, shapes: str | os.PathLike[str] | None = None
+    src: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    shapes: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Reads a checkpoint's metadata, proves that it is structurally whole, and sums it up.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
-        storage_options: of the object store, as fsspec takes them; the rest is its own configuration's.
-        shapes: a file of the parameters' shapes, for FSDP1's flat parameters, which lack them; see `lay_beside`.
+        storage_options: of the object store, as fsspec takes them; the rest is its own
+            configuration's.
+        shapes: a file of the parameters' shapes, for FSDP1's flat parameters, which lack them; see
+            `lay_beside`.
 
     Raises:
         CheckpointError: see the tree in `errors`.
@@ -103,27 +110,45 @@ def inspect(
     total = Total(len(catalog.tensors), len(catalog.objects), catalog.nbytes)
     extras = dict(catalog.extras)
     if others := _others(src, source):
-        extras["also here"] = f"{', '.join(map(printable, others[:_SHOWN]))}{' …' if len(others) > _SHOWN else ''}; give the path of one"
+        extras["also here"] = (
+            f"{', '.join(map(printable, others[:_SHOWN]))}{' …' if len(others) > _SHOWN else ''};"
+            " give the path of one"
+        )
     return Report(
-        redacted(str(source.path)), catalog.format, catalog.world_size, extras, catalog, total, by_dtype, by_key, states,
+        redacted(str(source.path)),
+        catalog.format,
+        catalog.world_size,
+        extras,
+        catalog,
+        total,
+        by_dtype,
+        by_key,
+        states,
         _files(catalog),
         source.store.traffic,
-    )  # fmt: skip
+    )
 
 
 def _others(src: str | os.PathLike[str], source: Source) -> list[str]:
-    """Returns the other checkpoints that lie where a person has looked: files beside steps, and steps beside files."""
+    """Returns the other checkpoints that lie where a person has looked: files beside steps, and
+    steps beside files.
+    """
     if source.is_file:
         return []
     where = local_path(src).rstrip("/")
-    if not is_url(where) and os.path.realpath(where) != os.path.realpath(source.path):  # one step was found below: are there files?
+    # one step was found below: are there files?
+    if not is_url(where) and os.path.realpath(where) != os.path.realpath(source.path):
         return [name for name in LocalStore(where).list_files() if suffix_of(name)]
     return [f"{name}/" for name in source.folder.folders() if is_step_name(name)]
 
 
-def _add(table: dict[str, Total], key: str, num_tensors: int, num_objects: int, nbytes: int) -> None:
+def _add(
+    table: dict[str, Total], key: str, num_tensors: int, num_objects: int, nbytes: int
+) -> None:
     old = table.get(key, Total(0, 0, 0))
-    table[key] = Total(old.num_tensors + num_tensors, old.num_objects + num_objects, old.nbytes + nbytes)
+    table[key] = Total(
+        old.num_tensors + num_tensors, old.num_objects + num_objects, old.nbytes + nbytes
+    )
 
 
 def _files(catalog: Catalog) -> list[FileReport]:
@@ -137,4 +162,9 @@ def _files(catalog: Catalog) -> list[FileReport]:
         if item.extent.file in objects:
             objects[item.extent.file] += 1
     order = sorted(catalog.file_sizes, key=lambda name: (catalog.ranks.get(name, 0), name))
-    return [FileReport(n, catalog.ranks.get(n), catalog.file_sizes[n], counts[n], payloads[n], objects[n]) for n in order]
+    return [
+        FileReport(
+            n, catalog.ranks.get(n), catalog.file_sizes[n], counts[n], payloads[n], objects[n]
+        )
+        for n in order
+    ]

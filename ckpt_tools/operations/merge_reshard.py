@@ -61,14 +61,17 @@ def merge(
     lora: Path_ | None = None,
     **options: Unpack[Options],
 ) -> TransferResult:
-    """Joins the shards of a model into one safetensors file, ready for inference. (It does not average models.)
+    """Joins the shards of a model into one safetensors file, ready for inference. (It does not
+    average models.)
 
     Args:
         src: a checkpoint, or a directory with one below.
-        dst: the file to write; with `max_shard_bytes` the directory to write shards and an index to.
+        dst: the file to write; with `max_shard_bytes` the directory to write shards and an index
+            to.
         select: globs; only tensors whose name, before or after stripping, matches one are taken.
         exclude: globs; tensors whose name, before or after stripping, matches one are left out.
-        dtype: `bf16`, `fp16`, `fp32`, `fp64`, or one of torch's own; nothing is cast where None. Only these four types are cast.
+        dtype: `bf16`, `fp16`, `fp32`, `fp64`, or one of torch's own; nothing is cast where None.
+            Only these four types are cast.
         keep_dtype: globs of names that stay as they are.
         max_shard_bytes: upper bound of a shard's payload; a larger tensor stands alone.
         keep_prefix: keep the model's key and wrappers' prefixes in the names.
@@ -76,17 +79,22 @@ def merge(
         **options: see `Options`.
 
     Raises:
-        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
+        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there
+            before.
     """
     source, target = _source(src, options), _destination(dst, options)
     if max_shard_bytes is None and not target.url.endswith(".safetensors"):
         raise PlanError(
-            f"merge writes one .safetensors file, got {printable(str(dst))!r}", hint="name it so, or give --max-shard-size for a directory"
+            f"merge writes one .safetensors file, got {printable(str(dst))!r}",
+            hint="name it so, or give --max-shard-size for a directory",
         )
     if max_shard_bytes is not None and target.url.endswith(".safetensors"):
         raise PlanError(
             f"shards go into a directory, got the name of a file: {printable(str(dst))!r}",
-            hint=f"name the directory {printable(str(dst).removesuffix('.safetensors'))}, or leave --max-shard-size out",
+            hint=(
+                f"name the directory {printable(str(dst).removesuffix('.safetensors'))}, or leave"
+                " --max-shard-size out"
+            ),
         )
     catalog, stripped = model_view(source.catalog, keep_prefix)
     model = catalog
@@ -95,54 +103,91 @@ def merge(
     refuse_unread(catalog)
     if not catalog.tensors:
         raise PlanError(
-            f"no tensor of a model is left of {len(source.catalog.tensors)} ({printable(str(source.path))})",
+            f"no tensor of a model is left of {len(source.catalog.tensors)}"
+            f" ({printable(str(source.path))})",
             hint=f"ckpt inspect {source.path}",
         )
     check_kept(keep_dtype, dtype, list(catalog.tensors))
-    targets = [whole_tensor(t, target_dtype(t, dtype, matcher(keep_dtype))) for t in catalog.tensors.values()]
+    targets = [
+        whole_tensor(t, target_dtype(t, dtype, matcher(keep_dtype)))
+        for t in catalog.tensors.values()
+    ]
     request = shards(targets, max_shard_bytes, target.url.rpartition("/")[2])
-    alter, notes = adapters.read_lora(lora, catalog, model, options.get("storage_options")) if lora is not None else (None, [])
-    notes += [*uncast(catalog.tensors.values(), dtype), *unknown_values(source.catalog, only_model=True)]
+    alter, notes = (
+        adapters.read_lora(lora, catalog, model, options.get("storage_options"))
+        if lora is not None
+        else (None, [])
+    )
+    notes += [
+        *uncast(catalog.tensors.values(), dtype),
+        *unknown_values(source.catalog, only_model=True),
+    ]
     if source.remote is not None and is_url(target.url):
         request = replace(request, small_first=MIN_PART_BYTES)
     result = transfer(
-        "merge", source, catalog, target, safetensors, request,
-        options, left_out=left_out(source.catalog, catalog), stripped=stripped, alter=alter,
+        "merge",
+        source,
+        catalog,
+        target,
+        safetensors,
+        request,
+        options,
+        left_out=left_out(source.catalog, catalog),
+        stripped=stripped,
+        alter=alter,
         changes=adapters.version(lora) if lora is not None else "",
-    )  # fmt: skip
+    )
     return replace(result, notes=(*result.notes, *notes))
 
 
 @checked(Options)
-def reshard(src: Path_, dst: Path_, *, to_ranks: int, from_ranks: int | None = None, **options: Unpack[Options]) -> TransferResult:
-    """Rewrites a checkpoint as DCP, with the chunks that a job of another number of ranks would have saved.
+def reshard(
+    src: Path_,
+    dst: Path_,
+    *,
+    to_ranks: int,
+    from_ranks: int | None = None,
+    **options: Unpack[Options],
+) -> TransferResult:
+    """Rewrites a checkpoint as DCP, with the chunks that a job of another number of ranks would
+    have saved.
 
     Args:
-        src: a checkpoint of any format but whole tensors in safetensors, or a directory with one below.
+        src: a checkpoint of any format but whole tensors in safetensors, or a directory with one
+            below.
         dst: the directory to write.
         to_ranks: number of ranks to split for.
         from_ranks: number of ranks that wrote the source, to be checked.
         **options: see `Options`.
 
     Raises:
-        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
+        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there
+            before.
     """
     source = _source(src, options)
     catalog = source.catalog
     if source.format is safetensors and catalog.world_size is None:
-        raise PlanError(f"reshard reads what jobs save, got safetensors ({printable(str(source.path))})", hint="ckpt convert --to dcp")
+        raise PlanError(
+            f"reshard reads what jobs save, got safetensors ({printable(str(source.path))})",
+            hint="ckpt convert --to dcp",
+        )
     refuse_unread(catalog, "leave them out: ckpt convert --to dcp --exclude GLOB")
     if to_ranks < 1:
         raise PlanError(f"a checkpoint is split for at least 1 rank, got {to_ranks}")
     if from_ranks is not None and from_ranks != catalog.world_size:
         raise PlanError(
-            f"the source was written by another number of ranks: expected {from_ranks}, got {catalog.world_size}"
-            f" ({printable(str(source.path))})",
+            f"the source was written by another number of ranks: expected {from_ranks}, got"
+            f" {catalog.world_size} ({printable(str(source.path))})",
             hint=f"--from {catalog.world_size}, or leave it out",
         )
     world_size = (None if source.format in (torch_save, deepspeed) else catalog.world_size) or 1
-    targets = [TargetTensor(t.fqn, t.dtype, t.shape, tuple(rank_boxes(t, world_size, to_ranks))) for t in catalog.tensors.values()]
-    request = Request(targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
+    targets = [
+        TargetTensor(t.fqn, t.dtype, t.shape, tuple(rank_boxes(t, world_size, to_ranks)))
+        for t in catalog.tensors.values()
+    ]
+    request = Request(
+        targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths
+    )
     result = transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
     return replace(result, notes=(*result.notes, *unknown_values(catalog), *left_beside(catalog)))
 
@@ -158,9 +203,16 @@ def unknown_values(catalog: Catalog, only_model: bool = False) -> list[str]:
     names = [
         name
         for name in catalog.unknown
-        if not only_model or (name.startswith(f"{prefix}.") if prefix else not is_other_state(key_path(catalog, name)[0]))
+        if not only_model
+        or (
+            name.startswith(f"{prefix}.")
+            if prefix
+            else not is_other_state(key_path(catalog, name)[0])
+        )
     ]
-    some = ", ".join(f"{printable(name)} ({printable(catalog.unknown[name])})" for name in names[:_SHOWN])
+    some = ", ".join(
+        f"{printable(name)} ({printable(catalog.unknown[name])})" for name in names[:_SHOWN]
+    )
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     numbers = catalog.extras.get("NumPy numbers") if not only_model else None
     return ([f"values of types that are not known stay behind: {some}{more}"] if names else []) + (
@@ -178,11 +230,13 @@ def _destination(dst: Path_, options: Options) -> Destination:
     return open_destination(dst, options.get("storage_options"))
 
 
-# ---- what to take, and as what ---------------------------------------------------------------------------------------------
+# ---- what to take, and as what -------------------------------------------------------------------
 
 
 def model_view(catalog: Catalog, keep_prefix: bool) -> tuple[Catalog, dict[str, int]]:
-    """Returns the model's tensors under their inference names, and how many names lost which prefix."""
+    """Returns the model's tensors under their inference names, and how many names lost which
+    prefix.
+    """
     model, prefix = model_only(catalog)
     if keep_prefix:
         cut = len(".".join(prefix)) + 1 if prefix else 0
@@ -196,12 +250,19 @@ def model_view(catalog: Catalog, keep_prefix: bool) -> tuple[Catalog, dict[str, 
     return rename(model, strip_wrappers), stripped
 
 
-def select_from(catalog: Catalog, select: Sequence[str], exclude: Sequence[str], original: Catalog) -> Catalog:
+def select_from(
+    catalog: Catalog, select: Sequence[str], exclude: Sequence[str], original: Catalog
+) -> Catalog:
     """Returns the tensors that globs choose by their new or their stored name."""
     by_extent = {t.chunks[0].extent: fqn for fqn, t in original.tensors.items() if t.chunks}
-    stored = {fqn: by_extent.get(t.chunks[0].extent, fqn) if t.chunks else fqn for fqn, t in catalog.tensors.items()}
+    stored = {
+        fqn: by_extent.get(t.chunks[0].extent, fqn) if t.chunks else fqn
+        for fqn, t in catalog.tensors.items()
+    }
     for fqn in catalog.unread:
-        stored[fqn] = next((name for name in original.unread if strip_wrappers(name).endswith(f".{fqn}")), fqn)
+        stored[fqn] = next(
+            (name for name in original.unread if strip_wrappers(name).endswith(f".{fqn}")), fqn
+        )
     is_chosen = chooser(select, exclude)
     kept = keep(catalog, lambda fqn: is_chosen(fqn, stored.get(fqn, fqn)))
     names = list(dict.fromkeys([*catalog.tensors, *stored.values(), *catalog.unread]))
@@ -217,12 +278,16 @@ def check_kept(keep_dtype: Sequence[str], dtype: object, names: Sequence[str]) -
         PlanError: no type is asked for, or a glob matches no name.
     """
     if keep_dtype and dtype is None:
-        raise PlanError("--keep-dtype means nothing without --dtype: no type is changed", hint="give --dtype, or leave --keep-dtype out")
+        raise PlanError(
+            "--keep-dtype means nothing without --dtype: no type is changed",
+            hint="give --dtype, or leave --keep-dtype out",
+        )
     check_globs(keep_dtype, names, "--keep-dtype")
 
 
 def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str], bool]) -> DType:
-    """Returns the type that a tensor is to have: `dtype` where it can be cast and is not kept as it is.
+    """Returns the type that a tensor is to have: `dtype` where it can be cast and is not kept as it
+    is.
 
     Raises:
         PlanError: there is no such type to cast to.
@@ -231,19 +296,34 @@ def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str],
         return entry.dtype
     name = SHORT_NAMES.get(dtype, dtype)
     if name not in SHORT_NAMES.values():
-        raise PlanError(f"cannot cast to {printable(dtype)!r}: expected one of {', '.join(SHORT_NAMES)}")
+        raise PlanError(
+            f"cannot cast to {printable(dtype)!r}: expected one of {', '.join(SHORT_NAMES)}"
+        )
     return BY_NAME[name]
 
 
 def uncast(entries: Iterable[TensorEntry], dtype: str | None) -> list[str]:
     """Returns a remark on the tensors of floating-point types that no `dtype` changes."""
-    left = [e for e in entries if e.dtype.name.startswith(("float", "complex")) and not e.dtype.is_castable] if dtype else []
+    left = (
+        [
+            e
+            for e in entries
+            if e.dtype.name.startswith(("float", "complex")) and not e.dtype.is_castable
+        ]
+        if dtype
+        else []
+    )
+    if not left:
+        return []
     kinds = ", ".join(sorted({e.dtype.name for e in left}))
-    return [f"{len(left)} tensors keep their types, which are not cast: {kinds} ({printable(left[0].fqn)}, …)"] if left else []
+    first = printable(left[0].fqn)
+    return [f"{len(left)} tensors keep their types, which are not cast: {kinds} ({first}, …)"]
 
 
 def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) -> Request:
-    """Puts tensors into shards in their order; a shard is closed by the tensor that no longer fits."""
+    """Puts tensors into shards in their order; a shard is closed by the tensor that no longer
+    fits.
+    """
     if max_shard_bytes is None:
         return Request(targets, file_name=name)
     numbers, number, filled = [], 0, 0
@@ -254,23 +334,37 @@ def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) 
         filled += nbytes
         numbers.append(number)
     spread = [
-        TargetTensor(t.fqn, t.dtype, t.shape, tuple(t.boxes[0] if i == mine else None for i in range(number + 1)))
+        TargetTensor(
+            t.fqn,
+            t.dtype,
+            t.shape,
+            tuple(t.boxes[0] if i == mine else None for i in range(number + 1)),
+        )
         for t, mine in zip(targets, numbers, strict=True)
     ]
     return Request(spread, number + 1, with_index=True)
 
 
 def rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[Box | None]:
-    """Returns what each of `to_ranks` ranks saves of a tensor that `world_size` ranks have saved; see `reshard_boxes`."""
+    """Returns what each of `to_ranks` ranks saves of a tensor that `world_size` ranks have saved;
+    see `reshard_boxes`.
+    """
     boxes = kinds_of(entry)
-    if world_size == 1 and entry.shape and to_ranks > 1:  # one rank holds everything whole; FSDP would have split it along dim 0
+    # one rank holds everything whole; FSDP would have split it along dim 0
+    if world_size == 1 and entry.shape and to_ranks > 1:
         boxes = [split(whole(entry.shape), 0, 2, part) for part in range(2)]
     return reshard_boxes(boxes, entry.shape, to_ranks)
 
 
 def left_out(before: Catalog, after: Catalog, with_objects: bool = True) -> dict[str, int]:
-    """Returns the top-level keys of tensors, and of objects, that were not taken, with their bytes."""
-    taken = {c.extent for t in after.tensors.values() for c in (t.chunks[:1] if isinstance(t.chunks, ManyChunks) else t.chunks)}
+    """Returns the top-level keys of tensors, and of objects, that were not taken, with their
+    bytes.
+    """
+    taken = {
+        c.extent
+        for t in after.tensors.values()
+        for c in (t.chunks[:1] if isinstance(t.chunks, ManyChunks) else t.chunks)
+    }
     left: dict[str, int] = {}
     for fqn, entry in before.tensors.items():
         if not entry.chunks or entry.chunks[0].extent not in taken:

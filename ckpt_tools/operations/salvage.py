@@ -38,9 +38,11 @@ class SalvageResult:
 
 @checked(Options)
 def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult:
-    """Writes the tensors and objects of a damaged checkpoint that are whole, as DCP for as many ranks.
+    """Writes the tensors and objects of a damaged checkpoint that are whole, as DCP for as many
+    ranks.
 
-    What is safetensors stays so; so do the tensors of anything else where DST is a .safetensors file.
+    What is safetensors stays so; so do the tensors of anything else where DST is a .safetensors
+    file.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
@@ -61,13 +63,21 @@ def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult
     gone = set(lost)
     kept = keep(catalog, lambda fqn: fqn not in gone)
     if not kept.tensors and not kept.objects:
-        raise PlanError(f"nothing is left of {len(catalog.tensors) + len(catalog.objects)} entries ({printable(work.store.url)})")
+        raise PlanError(
+            f"nothing is left of {len(catalog.tensors) + len(catalog.objects)} entries"
+            f" ({printable(work.store.url)})"
+        )
     source = Source(work.store.url, work.store, work.format, kept)
     target = open_destination(dst, options.get("storage_options"))
     form = safetensors if work.format is safetensors or target.url.endswith(".safetensors") else dcp
-    written = transfer("salvage", source, kept, target, form, _request(kept, form is dcp, target.url), options)
+    written = transfer(
+        "salvage", source, kept, target, form, _request(kept, form is dcp, target.url), options
+    )
     if form is safetensors and kept.objects:
-        left = f"{len(kept.objects)} objects stay behind: safetensors holds tensors; give a directory for all"
+        left = (
+            f"{len(kept.objects)} objects stay behind: safetensors holds tensors; give a directory"
+            " for all"
+        )
         written = replace(written, notes=(*written.notes, left))
     written = replace(written, notes=(*written.notes, *left_beside(catalog)))
     return SalvageResult(written, lost, problems)
@@ -78,10 +88,16 @@ def _request(catalog: Catalog, is_dcp: bool, url: str) -> Request:
         tensors = [whole_tensor(t) for t in catalog.tensors.values()]
         name = url.rpartition("/")[2]
         is_file = name.endswith(".safetensors")
-        return Request(tensors, file_name=name if is_file else "model.safetensors", with_index=not is_file)
+        return Request(
+            tensors, file_name=name if is_file else "model.safetensors", with_index=not is_file
+        )
     ranks = catalog.world_size or 1
     targets = [
-        TargetTensor(t.fqn, t.dtype, t.shape, tuple(reshard_boxes([c.box for c in t.chunks], t.shape, ranks)))
+        TargetTensor(
+            t.fqn, t.dtype, t.shape, tuple(reshard_boxes([c.box for c in t.chunks], t.shape, ranks))
+        )
         for t in catalog.tensors.values()
     ]
-    return Request(targets, ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths)
+    return Request(
+        targets, ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths
+    )

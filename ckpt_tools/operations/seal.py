@@ -1,4 +1,6 @@
-"""Seal: a manifest for a checkpoint that has none, once everything that can be compared is right."""
+"""Seal: a manifest for a checkpoint that has none, once everything that can be compared is
+right.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from ckpt_tools.publish.manifest import Manifest, Sealed, file_name, seal_file, 
 from ckpt_tools.storage import RemoteStore, read
 from ckpt_tools.transfer.transfer import Path_, Reading
 
-_MANY, _LEAST_BYTES, _LEAST_OF_MANY = 100_000, 64 << 10, 1 << 20  # what is shorter is read once more: every part costs memory
+# what is shorter is read once more: every part costs memory
+_MANY, _LEAST_BYTES, _LEAST_OF_MANY = 100_000, 64 << 10, 1 << 20
 _TRIES = 2  # a bit may have flipped on the way
 
 
@@ -70,19 +73,31 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     work = Verification(src, options)
     folder, file = folder_of(work.store)
     if work.manifest is not None:
-        raise PlanError(f"it has a manifest: {printable(work.store.url)}", hint="ckpt verify compares with it")
+        raise PlanError(
+            f"it has a manifest: {printable(work.store.url)}", hint="ckpt verify compares with it"
+        )
     _refuse(work.structure())
     assert work.catalog is not None
     index = "" if file else next((name for name in INDEXES if name in folder.list_files()), "")
     if not index and not file:
-        raise PlanError(f"only what has one index can be sealed: {printable(work.store.url)}", hint="reshard it first")
+        raise PlanError(
+            f"only what has one index can be sealed: {printable(work.store.url)}",
+            hint="reshard it first",
+        )
     sizes = dict(work.catalog.file_sizes)
     strange = (
-        [] if file else [name for name in folder.list_files() if is_ours(name) and name not in (*sizes, index) and note_of(name) is None]
+        []
+        if file
+        else [
+            name
+            for name in folder.list_files()
+            if is_ours(name) and name not in (*sizes, index) and note_of(name) is None
+        ]
     )
     if strange:
         raise PlanError(
-            f"files that look like a part of it and are none: {printable(', '.join(strange[:8]))} ({printable(work.store.url)})",
+            f"files that look like a part of it and are none: {printable(', '.join(strange[:8]))}"
+            f" ({printable(work.store.url)})",
             hint="an older save into the same directory left them: move them away first",
         )
     found = _Found(work, sizes)
@@ -90,26 +105,42 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         found.add(batch)
     tensors = list(work.catalog.tensors.values())
     data = read(folder, index) if index else b""
-    content = f"{sorted(sizes.items())} {crc64nvme(data) if index else found.seal(file, sizes[file]).crc64nvme}"
-    attempt = str(uuid.uuid5(uuid.NAMESPACE_OID, content))  # of two who seal one checkpoint, the second finds the name taken
+    content = (
+        f"{sorted(sizes.items())}"
+        f" {crc64nvme(data) if index else found.seal(file, sizes[file]).crc64nvme}"
+    )
+    # of two who seal one checkpoint, the second finds the name taken
+    attempt = str(uuid.uuid5(uuid.NAMESPACE_OID, content))
     manifest = Manifest.now(
-        attempt, "seal", work.format.NAME, {}, world_size=work.catalog.world_size,
+        attempt,
+        "seal",
+        work.format.NAME,
+        {},
+        world_size=work.catalog.world_size,
         files={name: found.seal(name, nbytes) for name, nbytes in sizes.items()},
         index=(index, Sealed(len(data), hex64(crc64nvme(data)))) if index else None,
         tensors=seal_tensors(plan_values(tensors), found.fingerprints()),
-    )  # fmt: skip
+    )
     name = file_name(attempt, file)
     if isinstance(folder, RemoteStore):
         folder.put(name, manifest.render(), is_exclusive=True)
     else:
         add_file(Path(folder.url), name, manifest.render(), attempt)
-    return SealResult(redacted(work.store.url), name, sizes, len(manifest.tensors), tuple(found.unknown), time.monotonic() - began)
+    return SealResult(
+        redacted(work.store.url),
+        name,
+        sizes,
+        len(manifest.tensors),
+        tuple(found.unknown),
+        time.monotonic() - began,
+    )
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
     if problems:
         raise IntegrityError(
-            f"a damaged checkpoint is not sealed: {problems[0]}" + (f", and {len(problems) - 1} more" if len(problems) > 1 else ""),
+            f"a damaged checkpoint is not sealed: {problems[0]}"
+            + (f", and {len(problems) - 1} more" if len(problems) > 1 else ""),
             hint="ckpt verify names everything; ckpt salvage writes what is whole",
         )
 
@@ -128,11 +159,14 @@ class _Found:
         self._files: dict[str, list[Piece]] = {name: [] for name in sizes}
         self._cells: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in sizes}
         self._prints, self._unjoined = Fingerprints(), set[str]()
-        self._chunks: dict[str, list[tuple[int, int, int, Chunk]]] = {name: [] for name in sizes}  # start, end, number of the tensor
+        # start, end, number of the tensor
+        self._chunks: dict[str, list[tuple[int, int, int, Chunk]]] = {name: [] for name in sizes}
         for number, tensor in enumerate(self._tensors):
             for chunk in tensor.chunks:
                 start, nbytes = chunk.extent.start, chunk.extent.nbytes
-                self._chunks.setdefault(chunk.extent.file, []).append((start, start + nbytes, number, chunk))
+                self._chunks.setdefault(chunk.extent.file, []).append(
+                    (start, start + nbytes, number, chunk)
+                )
         for chunks in self._chunks.values():
             chunks.sort(key=lambda item: item[:3])
 
@@ -149,18 +183,33 @@ class _Found:
         located = self._work.format.locate(batch.store, tensors)
         least = 0 if batch.is_held else _LEAST_BYTES if len(records) <= _MANY else _LEAST_OF_MANY
         cells, long = _cells(tensors, located), _long_pieces(tensors, located, least)
-        parts = [_cut(extent, batch) for extent in chain(chain(*cells.values()), (extent for extent, _ in chain(*long.values())))]
+        parts = [
+            _cut(extent, batch)
+            for extent in chain(
+                chain(*cells.values()), (extent for extent, _ in chain(*long.values()))
+            )
+        ]
         hashed = _read_once(self._work, batch, records, parts, least)
         for name, pieces in hashed.pieces.items():
             nbytes = sum(piece.nbytes for piece in pieces)
-            self._files[name].append(Piece(pieces[0].start, nbytes, join_crc64((p.crc64, p.nbytes) for p in pieces), 0))
+            self._files[name].append(
+                Piece(pieces[0].start, nbytes, join_crc64((p.crc64, p.nbytes) for p in pieces), 0)
+            )
         for name, extents in cells.items():
-            self._cells[name] += [(*cell[1:3], hashed.crc64(cell), hashed.crc32(cell)) for cell in extents]
-        self._unjoined |= {t.fqn for t in tensors if t.fqn not in long and any(chunk.box.numel for chunk in t.chunks)}
+            self._cells[name] += [
+                (*cell[1:3], hashed.crc64(cell), hashed.crc32(cell)) for cell in extents
+            ]
+        self._unjoined |= {
+            t.fqn
+            for t in tensors
+            if t.fqn not in long and any(chunk.box.numel for chunk in t.chunks)
+        }
         for tensor in tensors:
             for extent, start in long.get(tensor.fqn, ()):
                 piece = _cut(extent, batch)
-                noted = Piece(start + piece.start - extent.start, piece.nbytes, hashed.crc64(piece), 0)
+                noted = Piece(
+                    start + piece.start - extent.start, piece.nbytes, hashed.crc64(piece), 0
+                )
                 self._prints.noted.pieces.setdefault(tensor.fqn, Pieces()).append(noted)
 
     def _within(self, batch: Batch) -> list[TensorEntry]:
@@ -169,20 +218,29 @@ class _Found:
         for name, start, nbytes in batch.spans:
             chunks = self._chunks[name]
             first = bisect_left(chunks, start, key=lambda item: item[1])
-            for _, end, number, chunk in islice(chunks, first, bisect_left(chunks, start + nbytes, key=lambda item: item[0])):
+            for _, end, number, chunk in islice(
+                chunks, first, bisect_left(chunks, start + nbytes, key=lambda item: item[0])
+            ):
                 if end > start:
-                    found.setdefault(number, {})[chunk] = None  # once, also where it lies in two spans
-        return [replace(self._tensors[number], chunks=tuple(chunks)) for number, chunks in found.items()]
+                    # once, also where it lies in two spans
+                    found.setdefault(number, {})[chunk] = None
+        return [
+            replace(self._tensors[number], chunks=tuple(chunks)) for number, chunks in found.items()
+        ]
 
     def fingerprints(self) -> dict[str, int]:
-        """Returns the fingerprints of all tensors; those that could not be joined on the way are read once more."""
+        """Returns the fingerprints of all tensors; those that could not be joined on the way are
+        read once more.
+        """
         for tensor in self._tensors:
             self._prints.noted.sizes[tensor.fqn] = tensor.nbytes
         for fqn in self._unjoined:
             self._prints.noted.pieces.pop(fqn, None)
         known = self._prints.join()
         left = [t for t in self._tensors if t.fqn not in known]
-        return known | dict(self._work.fingerprints(left, self._work.format.locate(self._work.store, left)))
+        return known | dict(
+            self._work.fingerprints(left, self._work.format.locate(self._work.store, left))
+        )
 
     def seal(self, name: str, nbytes: int) -> Sealed:
         """Returns a file's entry, with its cells."""
@@ -197,38 +255,67 @@ def _cut(extent: Extent, batch: Batch) -> Extent:
     return extent._replace(start=start, nbytes=stop - start)
 
 
-def _cells(tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent]) -> dict[str, set[Extent]]:
+def _cells(
+    tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent]
+) -> dict[str, set[Extent]]:
     """Returns the cells of long packed payloads, by file."""
     cells: dict[str, set[Extent]] = {}
-    for chunk in (chunk for tensor in tensors for chunk in tensor.chunks if chunk.extent in located):
+    for chunk in (
+        chunk for tensor in tensors for chunk in tensor.chunks if chunk.extent in located
+    ):
         payload = located[chunk.extent]
         count = num_cells(chunk.box, payload.nbytes)
         size = payload.nbytes // max(1, count)
-        cells.setdefault(payload.file, set()).update(Extent(payload.file, payload.start + n * size, size) for n in range(count))
+        cells.setdefault(payload.file, set()).update(
+            Extent(payload.file, payload.start + n * size, size) for n in range(count)
+        )
     return cells
 
 
-def _long_pieces(tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent], least: int) -> dict[str, list[tuple[Extent, int]]]:
-    """Returns where the chunks of tensors lie, each with the byte of the tensor at which it begins, if all are long and one run of it.
+def _long_pieces(
+    tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent], least: int
+) -> dict[str, list[tuple[Extent, int]]]:
+    """Returns where the chunks of tensors lie, each with the byte of the tensor at which it begins,
+    if all are long and one run of it.
 
     A long one has at least so many bytes.
     """
     found = {}
     for tensor in tensors:
-        pieces = [(located.get(chunk.extent, chunk.extent), chunk.box) for chunk in tensor.chunks if chunk.box.numel]
-        if pieces and all(e.nbytes >= least and e.strides is None and is_flat(box, tensor.shape) for e, box in pieces):
-            found[tensor.fqn] = [(e, flat_start(box, tensor.shape) * tensor.dtype.itemsize) for e, box in pieces]
+        pieces = [
+            (located.get(chunk.extent, chunk.extent), chunk.box)
+            for chunk in tensor.chunks
+            if chunk.box.numel
+        ]
+        if pieces and all(
+            e.nbytes >= least and e.strides is None and is_flat(box, tensor.shape)
+            for e, box in pieces
+        ):
+            found[tensor.fqn] = [
+                (e, flat_start(box, tensor.shape) * tensor.dtype.itemsize) for e, box in pieces
+            ]
     return found
 
 
-def _read_once(work: Verification, batch: Batch, records: Mapping[str, Record], parts: Iterable[Extent], least: int) -> _Hashed:
-    """Reads a batch, compares all records with what their archives say, and returns the checksums of parts.
+def _read_once(
+    work: Verification,
+    batch: Batch,
+    records: Mapping[str, Record],
+    parts: Iterable[Extent],
+    least: int,
+) -> _Hashed:
+    """Reads a batch, compares all records with what their archives say, and returns the checksums
+    of parts.
 
-    What is sealed is what was compared: the same bytes of one reading, but for records of fewer bytes than `least`, which are read by
-    themselves.
+    What is sealed is what was compared: the same bytes of one reading, but for records of fewer
+    bytes than `least`, which are read by themselves.
     """
     short = {key: record for key, record in records.items() if record.extent.nbytes < least}
-    crcs: Mapping[str, int] = work.hash_ranges({key: record.extent for key, record in short.items()}, crc32)[0] if short else {}
+    crcs: Mapping[str, int] = (
+        work.hash_ranges({key: record.extent for key, record in short.items()}, crc32)[0]
+        if short
+        else {}
+    )
     _refuse(work.compare_records(short, crcs))
     long = {key: record for key, record in records.items() if key not in short}
     wanted = [*parts, *(record.extent for record in long.values())]
@@ -239,7 +326,10 @@ def _read_once(work: Verification, batch: Batch, records: Mapping[str, Record], 
         if all(crcs[key] == record.extent.crc32 for key, record in long.items()):
             return hashed
         batch = replace(batch, store=work.store)  # what is held is wrong
-    raise IntegrityError(f"what is read is not the same each time: {printable(work.store.url)}", hint="look at the disk or the network")
+    raise IntegrityError(
+        f"what is read is not the same each time: {printable(work.store.url)}",
+        hint="look at the disk or the network",
+    )
 
 
 class _Hashed:
@@ -257,17 +347,26 @@ class _Hashed:
         for part in parts:
             edges[part.file].update((part.start, part.start + part.nbytes))
         self._edges = {name: sorted(found) for name, found in edges.items()}
-        ranges = {f"{name}:{a}": Extent(name, a, b - a) for name, found in self._edges.items() for a, b in pairwise(found)}
+        ranges = {
+            f"{name}:{a}": Extent(name, a, b - a)
+            for name, found in self._edges.items()
+            for a, b in pairwise(found)
+        }
         crc64s, crc32s = work.hash_ranges(ranges, crc64nvme, crc32, store=batch.store)
         self.pieces = {
-            name: [Piece(a, b - a, crc64s[f"{name}:{a}"], crc32s[f"{name}:{a}"]) for a, b in pairwise(found)]
+            name: [
+                Piece(a, b - a, crc64s[f"{name}:{a}"], crc32s[f"{name}:{a}"])
+                for a, b in pairwise(found)
+            ]
             for name, found in self._edges.items()
             if len(found) > 1
         }
 
     def _of(self, part: Extent) -> Sequence[Piece]:
         edges = self._edges[part.file]
-        return self.pieces.get(part.file, [])[bisect_left(edges, part.start) : bisect_left(edges, part.start + part.nbytes)]
+        return self.pieces.get(part.file, [])[
+            bisect_left(edges, part.start) : bisect_left(edges, part.start + part.nbytes)
+        ]
 
     def crc64(self, part: Extent) -> int:
         """Returns the CRC-64/NVME of a part."""

@@ -13,7 +13,9 @@ from ckpt_tools.formats.registry import Source
 from ckpt_tools.storage import read
 
 _MAX_FILE_BYTES = 64 << 20  # it goes through memory
-_RANDOM = re.compile(r"(?P<stem>rng_state|random_states)(?:_(?P<rank>\d{1,6}))?\.(?P<suffix>pth|pkl)")
+_RANDOM = re.compile(
+    r"(?P<stem>rng_state|random_states)(?:_(?P<rank>\d{1,6}))?\.(?P<suffix>pth|pkl)"
+)
 _SHOWN = 8
 
 
@@ -34,15 +36,17 @@ class Carried(NamedTuple):
 def carried(source: Source, ranks: int) -> Carried:
     """Returns what goes along to a job of so many ranks that reads the same layout.
 
-    Each rank has random states of its own: those of ranks that are there go along. A Trainer of one process names the file of its
-    only rank without a number.
+    Each rank has random states of its own: those of ranks that are there go along. A Trainer of one
+    process names the file of its only rank without a number.
     """
     files, keys, left = dict[str, bytes](), set[str](), list[str]()
     sizes = source.folder.list_files()
     values = [name for name in sizes if accelerate.key_of(name)]
     for name in sorted({*values, *source.catalog.beside}):
         random = _RANDOM.fullmatch(name)
-        if sizes.get(name, _MAX_FILE_BYTES + 1) > _MAX_FILE_BYTES or (random and int(random["rank"] or 0) >= ranks):
+        if sizes.get(name, _MAX_FILE_BYTES + 1) > _MAX_FILE_BYTES or (
+            random and int(random["rank"] or 0) >= ranks
+        ):
             left.append(name)
             continue
         new = _renamed(random, ranks) if random else name
@@ -52,7 +56,10 @@ def carried(source: Source, ranks: int) -> Carried:
     notes = [f"left behind: {_some(left)}"] if left else []
     states = {int(match["rank"] or 0) for name in files if (match := _RANDOM.fullmatch(name))}
     if states and (missing := sorted({*range(ranks)} - states)):
-        notes.append(f"no random states for rank {_some(map(str, missing))}: the source has those of {len(states)}; they begin anew")
+        notes.append(
+            f"no random states for rank {_some(map(str, missing))}: the source has those of"
+            f" {len(states)}; they begin anew"
+        )
     return Carried(files, keys, notes)
 
 
@@ -63,10 +70,18 @@ def _renamed(random: re.Match[str], ranks: int) -> str:
 
 
 def left_beside(catalog: Catalog) -> list[str]:
-    """Returns a note that names the files beside a checkpoint, where there are any, for a target that has no place for them."""
-    return [f"files beside the checkpoint stay behind: {_some(catalog.beside)}"] if catalog.beside else []
+    """Returns a note that names the files beside a checkpoint, where there are any, for a target
+    that has no place for them.
+    """
+    return (
+        [f"files beside the checkpoint stay behind: {_some(catalog.beside)}"]
+        if catalog.beside
+        else []
+    )
 
 
 def _some(names: Iterable[str]) -> str:
     found = list(map(printable, names))
-    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+    return ", ".join(found[:_SHOWN]) + (
+        f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    )

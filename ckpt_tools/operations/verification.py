@@ -1,6 +1,8 @@
-"""One look at a checkpoint that may be damaged: against its manifest, or by its structure and the CRC-32 of every record of a zip.
+"""One look at a checkpoint that may be damaged: against its manifest, or by its structure and the
+CRC-32 of every record of a zip.
 
-Bytes are read by the engine and hashed; or, quickly, an object store is asked for the checksums that it keeps.
+Bytes are read by the engine and hashed; or, quickly, an object store is asked for the checksums
+that it keeps.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from ckpt_tools.formats.zip.verify import examine
 from ckpt_tools.operations.batches import Batch, cut_batches, one_batch
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.hub_cache import find_damaged
-from ckpt_tools.publish.check_manifest import Problem, compare_bytes, compare_names, hash_files, list_sealed, run_shared
+from ckpt_tools.publish.check_manifest import (
+    Problem,
+    compare_bytes,
+    compare_names,
+    hash_files,
+    list_sealed,
+    run_shared,
+)
 from ckpt_tools.publish.manifest import Manifest, names_in, of_store, parse
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, read
@@ -41,7 +50,8 @@ class Record(NamedTuple):
 
 
 class Verification:
-    """One look at a checkpoint that may be damaged: its files, its manifest, and its catalog as far as it can be read.
+    """One look at a checkpoint that may be damaged: its files, its manifest, and its catalog as far
+    as it can be read.
 
     Attributes:
         store, format: where it was found.
@@ -52,7 +62,9 @@ class Verification:
 
     def __init__(self, src: Path_, options: Reading) -> None:
         self.options = options
-        store, self.format = detect(src, options.get("storage_options"), lay_beside(options.get("shapes")))
+        store, self.format = detect(
+            src, options.get("storage_options"), lay_beside(options.get("shapes"))
+        )
         self.store: Store = store
         self._unreadable: list[Problem] = []
         self.notes: list[str] = []
@@ -63,7 +75,9 @@ class Verification:
         try:
             self.manifest = of_store(self.store)
         except FormatError as error:
-            self._unreadable += [Problem(name, f"cannot be read: {error}") for name in names_in(folder, name)]
+            self._unreadable += [
+                Problem(name, f"cannot be read: {error}") for name in names_in(folder, name)
+            ]
         try:
             self.catalog = self._read_catalog(self.format)
             check_needed(options.get("shapes"), self.catalog)
@@ -72,7 +86,11 @@ class Verification:
             if self.catalog is None and self.manifest is None and not self._unreadable:
                 raise
             if self.catalog is None:
-                index = self.manifest.index[0] if self.manifest and self.manifest.index else next(iter(self.store.list_files()))
+                index = (
+                    self.manifest.index[0]
+                    if self.manifest and self.manifest.index
+                    else next(iter(self.store.list_files()))
+                )
                 self._unreadable.append(Problem(index, f"cannot be read: {error}"))
         self.store = Overlay(self.store, self.catalog.made if self.catalog else {})
         self._flaws = list(flaws(self.catalog)) if self.catalog else []
@@ -92,7 +110,9 @@ class Verification:
         return catalog
 
     def _read_rest(self) -> Catalog | None:
-        """Returns what can be read where some files cannot, each of which says by itself what it holds; None for nothing."""
+        """Returns what can be read where some files cannot, each of which says by itself what it
+        holds; None for nothing.
+        """
         read_readable = getattr(self.format, "read_readable", None)
         if read_readable is None:
             return None
@@ -103,7 +123,9 @@ class Verification:
             return None
         for file, error in broken.items():
             names = [fqn for fqn, at in lost.items() if at == file]
-            self._unreadable += [Problem(file, f"cannot be read: {error}", fqn) for fqn in names or [""]]
+            self._unreadable += [
+                Problem(file, f"cannot be read: {error}", fqn) for fqn in names or [""]
+            ]
         return catalog
 
     @property
@@ -125,29 +147,52 @@ class Verification:
             FormatError: it cannot be read.
         """
         if self.catalog is None:
-            raise FormatError(f"nobody knows what lies where: {self._unreadable[-1]}", hint="the index is lost; restore it from a copy")
+            raise FormatError(
+                f"nobody knows what lies where: {self._unreadable[-1]}",
+                hint="the index is lost; restore it from a copy",
+            )
         return self.catalog
 
     def _problem(self, file: str, what: str, fqn: str, extent: Extent | None = None) -> Problem:
         rank = self.catalog.ranks.get(file) if self.catalog else None
-        return Problem(file, what, fqn, extent.start if extent else None, extent.nbytes if extent else None, rank)
+        return Problem(
+            file,
+            what,
+            fqn,
+            extent.start if extent else None,
+            extent.nbytes if extent else None,
+            rank,
+        )
 
     def structure(self) -> list[Problem]:
         """Returns what is wrong that needs no data to be read."""
         return self._unreadable + self.flaws()
 
     def flaws(self) -> list[Problem]:
-        """Returns what is wrong with the structure: chunks that are missing, out of bounds, or overlap."""
-        return [self._problem(f.file, f.error.args[0].removesuffix(f" (needed by {printable(f.fqn)!r})"), f.fqn) for f in self._flaws]
+        """Returns what is wrong with the structure: chunks that are missing, out of bounds, or
+        overlap.
+        """
+        return [
+            self._problem(
+                f.file, f.error.args[0].removesuffix(f" (needed by {printable(f.fqn)!r})"), f.fqn
+            )
+            for f in self._flaws
+        ]
 
-    # ---- against the manifest --------------------------------------------------------------------------------------------
+    # ---- against the manifest --------------------------------------------------------------------
 
     def compare(self, quick: bool) -> tuple[list[Problem], list[str]]:
-        """Compares files with the manifest; returns what is wrong, down to the entries, and the files that could not be compared."""
+        """Compares files with the manifest; returns what is wrong, down to the entries, and the
+        files that could not be compared.
+        """
         assert self.manifest is not None
         manifest = self.manifest
         files = list_sealed(manifest, self.store)
-        problems = [*compare_names(manifest, self.store), *self._unreadable, *_extra(manifest, files)]
+        problems = [
+            *compare_names(manifest, self.store),
+            *self._unreadable,
+            *_extra(manifest, files),
+        ]
         same = {name: s.nbytes for name, s in manifest.files.items() if files.get(name) == s.nbytes}
         crcs = self._ask(same) if quick else self.hash(same)
         damaged = list(compare_bytes(manifest, crcs))
@@ -159,21 +204,35 @@ class Verification:
         return problems + damaged + found, [name for name in same if crcs.get(name) is None]
 
     def extra(self) -> list[str]:
-        """Returns the files of a sealed directory that no save wrote; those that look like a part of it are problems."""
+        """Returns the files of a sealed directory that no save wrote; those that look like a part
+        of it are problems.
+        """
         manifest = self.manifest
         if manifest is None or manifest.index is None:
             return []
         known = {*manifest.files, manifest.index[0]}
-        return [name for name in self.store.list_files(below=True) if name not in known and not is_ours(name) and name != PIN]
+        return [
+            name
+            for name in self.store.list_files(below=True)
+            if name not in known and not is_ours(name) and name != PIN
+        ]
 
     def _ask(self, files: Iterable[str]) -> dict[str, int | None]:
         """Returns the checksums that a store keeps; a disk keeps none."""
-        return {name: about.crc64 for name, about in self.remote.about_all(files).items()} if self.remote else {}
+        return (
+            {name: about.crc64 for name, about in self.remote.about_all(files).items()}
+            if self.remote
+            else {}
+        )
 
     def hash(self, files: Mapping[str, int]) -> dict[str, int | None]:
         """Reads files and returns their CRC-64/NVME."""
         with self._bar("verify", sum(files.values())) as advance:
-            return {**hash_files(self.store, files, self._jobs, self._memory, self._scaled(advance), self.team)}
+            return {
+                **hash_files(
+                    self.store, files, self._jobs, self._memory, self._scaled(advance), self.team
+                )
+            }
 
     def _scaled(self, advance: Callable[[int], None]) -> Callable[[int], None]:
         """Returns what moves the one bar of a team: the others are about as far."""
@@ -187,12 +246,20 @@ class Verification:
         bad = {p.fqn for p in problems}
         assert self.manifest is not None
         sealed = self.manifest.tensors
-        others = [t for t in self._whole_tensors(files) if t.fqn in sealed and t.fqn not in bad]  # no zip, or one without checksums
+        # no zip, or one without checksums
+        others = [t for t in self._whole_tensors(files) if t.fqn in sealed and t.fqn not in bad]
         prints = self.fingerprints(others, self.format.locate(self.store, others))
         for tensor in others:
             if hex64(prints.get(tensor.fqn, 0)) != sealed[tensor.fqn].fingerprint:
                 extent = next(c.extent for c in tensor.chunks if c.extent.file in files)
-                problems.append(self._problem(extent.file, "is damaged: its fingerprint is not what the manifest says", tensor.fqn, extent))
+                problems.append(
+                    self._problem(
+                        extent.file,
+                        "is damaged: its fingerprint is not what the manifest says",
+                        tensor.fqn,
+                        extent,
+                    )
+                )
         return problems
 
     def _whole_tensors(self, files: set[str] | None = None) -> list[TensorEntry]:
@@ -200,21 +267,31 @@ class Verification:
         assert self.catalog is not None
         broken = {f.fqn for f in self._flaws}
         return [
-            t for t in self.catalog.tensors.values()
-            if t.fqn not in broken and (files is None or any(c.extent.file in files for c in t.chunks))
-        ]  # fmt: skip
+            t
+            for t in self.catalog.tensors.values()
+            if t.fqn not in broken
+            and (files is None or any(c.extent.file in files for c in t.chunks))
+        ]
 
-    def fingerprints(self, tensors: Sequence[TensorEntry], located: Mapping[Extent, Extent]) -> Mapping[str, int]:
-        """Reads tensors, whose packed payloads are where they were located, and returns their fingerprints."""
+    def fingerprints(
+        self, tensors: Sequence[TensorEntry], located: Mapping[Extent, Extent]
+    ) -> Mapping[str, int]:
+        """Reads tensors, whose packed payloads are where they were located, and returns their
+        fingerprints.
+        """
         sink = HashSink()
         tiles = tile_bytes(self._memory, self._jobs)
-        run_shared(plan_values(tensors), located, tiles, self.store, sink, self._jobs, None, self.team)
+        run_shared(
+            plan_values(tensors), located, tiles, self.store, sink, self._jobs, None, self.team
+        )
         return sink.fingerprints.join()
 
-    # ---- without ---------------------------------------------------------------------------------------------------------
+    # ---- without ---------------------------------------------------------------------------------
 
     def examine_all(self, quick: bool) -> tuple[list[Problem], list[str]]:
-        """Compares structure and the checksums of zip records; returns what is wrong, and the files with bytes that have no checksum."""
+        """Compares structure and the checksums of zip records; returns what is wrong, and the files
+        with bytes that have no checksum.
+        """
         problems = self.structure()
         if self.catalog is None:
             return problems, []
@@ -222,12 +299,18 @@ class Verification:
             return problems, sorted(self.catalog.file_sizes)
         found, unknown = self._examine(set(self.catalog.file_sizes))
         cached = self._compare_blobs([*unknown, safetensors.INDEX])
-        found += [Problem(file, "is damaged: its hash is not the name of its blob") for file, is_damaged in cached.items() if is_damaged]
+        found += [
+            Problem(file, "is damaged: its hash is not the name of its blob")
+            for file, is_damaged in cached.items()
+            if is_damaged
+        ]
         left = [file for file in unknown if file not in cached]
         return problems + found, [] if left and self._is_renamed() else left
 
     def _is_renamed(self) -> bool:
-        """Tells whether this is one file that was renamed, and all its bytes are as the manifest beside its old name says."""
+        """Tells whether this is one file that was renamed, and all its bytes are as the manifest
+        beside its old name says.
+        """
         folder, name = folder_of(self.store)
         sizes = folder.list_files() if name else {}
         for note in sizes:
@@ -239,10 +322,20 @@ class Verification:
                 (file,) = manifest.files.values() if len(manifest.files) == 1 else (None,)
                 if file is None or file.nbytes != sizes[name]:
                     continue
-                if list(compare_bytes(manifest, {next(iter(manifest.files)): self.hash({name: file.nbytes})[name]})):
-                    self.notes.append(f"{printable(note)} is the manifest of another file of this length, or of this one before it changed")
+                if list(
+                    compare_bytes(
+                        manifest, {next(iter(manifest.files)): self.hash({name: file.nbytes})[name]}
+                    )
+                ):
+                    self.notes.append(
+                        f"{printable(note)} is the manifest of another file of this length, or of"
+                        " this one before it changed"
+                    )
                     continue
-                self.notes.append(f"it was renamed: {printable(note)} is its manifest, and its bytes are right; ckpt seal writes a new one")
+                self.notes.append(
+                    f"it was renamed: {printable(note)} is its manifest, and its bytes are right;"
+                    " ckpt seal writes a new one"
+                )
                 return True
         return False
 
@@ -251,14 +344,24 @@ class Verification:
         folder, _ = folder_of(self.store)
         if not isinstance(folder, LocalStore):
             return {}
-        sizes = {name: nbytes for name, nbytes in self.store.list_files().items() if name in files and folder.blob_name(name)}
+        sizes = {
+            name: nbytes
+            for name, nbytes in self.store.list_files().items()
+            if name in files and folder.blob_name(name)
+        }
         mine = list(sizes)[self.team.rank :: self.team.size]
         with self._bar("verify", sum(sizes.values())) as advance:
             found = find_damaged(folder, mine, self._jobs, self._scaled(advance)) if mine else {}
-        return {name: bad for part in self.team.all_gather(found, "compare blobs") for name, bad in part.items()}
+        return {
+            name: bad
+            for part in self.team.all_gather(found, "compare blobs")
+            for name, bad in part.items()
+        }
 
     def find_unread(self, lost: Container[str]) -> dict[str, str]:
-        """Returns the tensors whose archives hold another kind than the index says, such as a conjugated view, each with what it is."""
+        """Returns the tensors whose archives hold another kind than the index says, such as a
+        conjugated view, each with what it is.
+        """
         found = {}
         whole = [tensor for tensor in self._whole_tensors() if tensor.fqn not in lost]
         try:
@@ -274,15 +377,23 @@ class Verification:
     def _examine(self, files: set[str]) -> tuple[list[Problem], list[str]]:
         """Compares the CRC-32 of every record of the archives in some files."""
         problems, unknown = [], set[str]()
-        for batch in self.batches({name: nbytes for name, nbytes in self.sizes.items() if name in files}, only_archives=True):
+        for batch in self.batches(
+            {name: nbytes for name, nbytes in self.sizes.items() if name in files},
+            only_archives=True,
+        ):
             wrong, without, left = self.look_at_archives(batch)
-            (crcs,) = self.hash_ranges({key: record for key, (record, _) in left.items()}, crc32, store=batch.store)
+            (crcs,) = self.hash_ranges(
+                {key: record for key, (record, _) in left.items()}, crc32, store=batch.store
+            )
             problems += wrong + self.compare_records(left, crcs)
             unknown |= without
         return problems, sorted(unknown | self.files_without_archives(files))
 
-    def batches(self, sizes: Mapping[str, int], only_archives: bool = False, is_one: bool = False) -> Iterator[Batch]:
-        """Yields the bytes of some files, each once: from an object store in batches that are held in memory.
+    def batches(
+        self, sizes: Mapping[str, int], only_archives: bool = False, is_one: bool = False
+    ) -> Iterator[Batch]:
+        """Yields the bytes of some files, each once: from an object store in batches that are held
+        in memory.
 
         Several processes share each look, so all of them would fetch each batch: there, all is one.
 
@@ -294,20 +405,28 @@ class Verification:
         assert self.catalog is not None
         owners = {extent: fqn for fqn, extent in self._items() if extent.file in sizes}
         shared = [e for e in self.catalog.archives if e.file in sizes]
-        archives = shared + [e for e, fqn in owners.items() if e.packing != RAW or self._is_object(fqn)]
+        archives = shared + [
+            e for e, fqn in owners.items() if e.packing != RAW or self._is_object(fqn)
+        ]
         if self.remote is None or self.team.size > 1 or is_one:
             return one_batch(self.store, sizes, archives)
         return cut_batches(self.store, sizes, archives, only_archives)
 
     def files_without_archives(self, files: set[str]) -> set[str]:
-        """Returns the files, of some, with bytes of tensors that lie in no archive, so that nobody keeps a checksum of them."""
+        """Returns the files, of some, with bytes of tensors that lie in no archive, so that nobody
+        keeps a checksum of them.
+        """
         assert self.catalog is not None
-        bare = {e.file for fqn, e in self._items() if e.file in files and e.packing == RAW and not self._is_object(fqn)}
+        bare = {
+            e.file
+            for fqn, e in self._items()
+            if e.file in files and e.packing == RAW and not self._is_object(fqn)
+        }
         return bare - {e.file for e in self.catalog.archives}
 
     def look_at_archives(self, batch: Batch) -> tuple[list[Problem], set[str], dict[str, Record]]:
-        """Returns what is wrong around the records of archives, the files of those that have no checksum, and the records whose own is
-        still to be compared.
+        """Returns what is wrong around the records of archives, the files of those that have no
+        checksum, and the records whose own is still to be compared.
         """
         problems: list[Problem] = []
         unknown: set[str] = set()
@@ -334,8 +453,14 @@ class Verification:
         return problems
 
     def _of_entries(self, what: str, where: Extent, archive: Extent) -> list[Problem]:
-        """Returns a problem for each entry that lies in a damaged range, or in the archive if it is its own; else for the file."""
-        names = [fqn for fqn, e in self._items() if e == archive or (e.packing == RAW and where != archive and _is_part(e, where))]
+        """Returns a problem for each entry that lies in a damaged range, or in the archive if it is
+        its own; else for the file.
+        """
+        names = [
+            fqn
+            for fqn, e in self._items()
+            if e == archive or (e.packing == RAW and where != archive and _is_part(e, where))
+        ]
         return [self._problem(where.file, what, fqn, where) for fqn in names or [""]]
 
     def _items(self) -> Iterable[tuple[str, Extent]]:
@@ -343,22 +468,40 @@ class Verification:
         assert self.catalog is not None
         sizes = self.catalog.file_sizes
         for tensor in self.catalog.tensors.values():
-            yield from ((tensor.fqn, c.extent) for c in tensor.chunks if _is_within(c.extent, sizes))
+            yield from (
+                (tensor.fqn, c.extent) for c in tensor.chunks if _is_within(c.extent, sizes)
+            )
         for item in self.catalog.objects.values():
-            yield from ((item.fqn, e) for e in (item.extent, *item.replicas) if _is_within(e, sizes))
+            yield from (
+                (item.fqn, e) for e in (item.extent, *item.replicas) if _is_within(e, sizes)
+            )
 
     def _is_object(self, fqn: str) -> bool:
         return self.catalog is not None and fqn in self.catalog.objects
 
-    def hash_ranges(self, extents: Mapping[str, Extent], *checksums: Checksum, store: Store | None = None) -> list[Mapping[str, int]]:
-        """Reads ranges of files, from the checkpoint's store if no other is given; returns, for each kind of checksum, theirs by key."""
+    def hash_ranges(
+        self, extents: Mapping[str, Extent], *checksums: Checksum, store: Store | None = None
+    ) -> list[Mapping[str, int]]:
+        """Reads ranges of files, from the checkpoint's store if no other is given; returns, for
+        each kind of checksum, theirs by key.
+        """
         sink = HashSink(*checksums)
         with self._bar("verify", sum(e.nbytes for e in extents.values())) as advance:
             tiles = tile_bytes(self._memory, self._jobs)
-            run_shared(plan_objects(extents), {}, tiles, store or self.store, sink, self._jobs, self._scaled(advance), self.team)
-        return [{**dict.fromkeys(extents, 0), **found.join()} for found in sink.found]  # that of no bytes is 0
+            run_shared(
+                plan_objects(extents),
+                {},
+                tiles,
+                store or self.store,
+                sink,
+                self._jobs,
+                self._scaled(advance),
+                self.team,
+            )
+        # that of no bytes is 0
+        return [{**dict.fromkeys(extents, 0), **found.join()} for found in sink.found]
 
-    # ---- the values ------------------------------------------------------------------------------------------------------
+    # ---- the values ------------------------------------------------------------------------------
 
     def scan(self, lost: set[str]) -> list[Finding]:
         """Looks at the values of all tensors that can be read."""
@@ -375,17 +518,24 @@ class Verification:
 
 
 def _extra(manifest: Manifest, files: Iterable[str]) -> list[Problem]:
-    """Returns the files that look like a part of the checkpoint and are none; a single file stands among others."""
+    """Returns the files that look like a part of the checkpoint and are none; a single file stands
+    among others.
+    """
     if manifest.index is None:
         return []
     known = {*manifest.files, manifest.index[0]}
-    strange = [n for n in files if is_ours(n) and n not in known and not note_of(n)]  # an attempt at another one may be at work
+    # an attempt at another one may be at work
+    strange = [n for n in files if is_ours(n) and n not in known and not note_of(n)]
     return [Problem(n, "is no part of this checkpoint") for n in strange]
 
 
 def _is_within(extent: Extent, sizes: Mapping[str, int]) -> bool:
-    return extent.nbytes > 0 <= extent.start and extent.start + extent.nbytes <= sizes.get(extent.file, -1)
+    return extent.nbytes > 0 <= extent.start and extent.start + extent.nbytes <= sizes.get(
+        extent.file, -1
+    )
 
 
 def _is_part(extent: Extent, record: Extent) -> bool:
-    return extent.file == record.file and record.start <= extent.start < record.start + record.nbytes
+    return (
+        extent.file == record.file and record.start <= extent.start < record.start + record.nbytes
+    )

@@ -1,4 +1,6 @@
-"""Where a result goes: a path, published by one rename, or a prefix of an object store (see `bucket`)."""
+"""Where a result goes: a path, published by one rename, or a prefix of an object store (see
+`bucket`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from ckpt_tools.publish import local as commit
 from ckpt_tools.publish.bucket import RemoteDestination
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.manifest import names_in, parse
-from ckpt_tools.storage import LocalStore, SharedStore, Shelf, Store, is_url, local_path, read, write_file
+from ckpt_tools.storage import (
+    LocalStore,
+    SharedStore,
+    Shelf,
+    Store,
+    is_url,
+    local_path,
+    read,
+    write_file,
+)
 from ckpt_tools.storage.retries import appeared
 
 
@@ -55,11 +66,14 @@ class Place(Protocol):
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of this process's parts of objects that an earlier try had sent; on a disk the journal knows."""
+        """Bytes of this process's parts of objects that an earlier try had sent; on a disk the
+        journal knows.
+        """
         ...
 
     def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
-        """Goes on from what an earlier try has left there: returns which files are right already; the others may be written.
+        """Goes on from what an earlier try has left there: returns which files are right already;
+        the others may be written.
 
         Args:
             files: bytes of every data file that will be there.
@@ -96,7 +110,9 @@ class Destination(Protocol):
         ...
 
     def exists(self) -> bool:
-        """Tells whether something is there, other than what attempts that never committed have left."""
+        """Tells whether something is there, other than what attempts that never committed have
+        left.
+        """
         ...
 
     def check(self, overwrite: bool) -> None:
@@ -120,7 +136,9 @@ class Destination(Protocol):
         ...
 
     def dead(self) -> list[Path]:
-        """Returns the directories in which attempts gathered files until they died; nothing for an object store."""
+        """Returns the directories in which attempts gathered files until they died; nothing for an
+        object store.
+        """
         ...
 
     def made(self) -> tuple[Store, str]:
@@ -128,7 +146,12 @@ class Destination(Protocol):
         ...
 
     def stage(
-        self, attempt: str, overwrite: bool = False, single: str = "", keeps: str = "", heir_of: Path | None = None
+        self,
+        attempt: str,
+        overwrite: bool = False,
+        single: str = "",
+        keeps: str = "",
+        heir_of: Path | None = None,
     ) -> AbstractContextManager[Place]:
         """Yields the place of an attempt; what is left of it is removed on the way out.
 
@@ -136,8 +159,8 @@ class Destination(Protocol):
             attempt: its id.
             overwrite: take the place of what is there.
             single: the one file's name, where there is no index.
-            keeps: leave what there is to the next one if a file there matches this glob, and go on with what an earlier try of the same
-                attempt has left.
+            keeps: leave what there is to the next one if a file there matches this glob, and go on
+                with what an earlier try of the same attempt has left.
             heir_of: a dead attempt's directory, to be this one's.
         """
         ...
@@ -162,44 +185,62 @@ class Destination(Protocol):
 
 
 def open_destination(
-    path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, accept: Callable[[str], None] | None = None
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    accept: Callable[[str], None] | None = None,
 ) -> Destination:
     """Returns the destination of a path or URL.
 
     Args:
         path: a path or a URL.
         options: those of the object store, as fsspec takes them.
-        accept: is called with the complete staging directory, and raises to keep the result from being published. On a disk only.
+        accept: is called with the complete staging directory, and raises to keep the result from
+            being published. On a disk only.
     """
     where = os.fspath(path)
-    return RemoteDestination(where, options) if is_url(where) else LocalDestination(Path(local_path(where)), accept)
+    return (
+        RemoteDestination(where, options)
+        if is_url(where)
+        else LocalDestination(Path(local_path(where)), accept)
+    )
 
 
 def foreign_files(target: Path) -> list[str]:
     """Returns what stands at a destination and belongs to no checkpoint: never to be overwritten.
 
-    A manifest may list files of any name, as a config or a tokenizer, but its word is not enough: a file of another kind than data must
-    have the very bytes that were sealed. Of data files, those go that the checkpoint itself has, or that only torch names so.
+    A manifest may list files of any name, as a config or a tokenizer, but its word is not enough: a
+    file of another kind than data must have the very bytes that were sealed. Of data files, those
+    go that the checkpoint itself has, or that only torch names so.
     """
     if target.is_file():
         folder = LocalStore(target.parent)
         try:
-            return [] if names_in(folder, target.name) or is_checkpoint_file(folder, target.name) else [target.name]
+            return (
+                []
+                if names_in(folder, target.name) or is_checkpoint_file(folder, target.name)
+                else [target.name]
+            )
         finally:
             folder.close()
     store = LocalStore(target)
     try:
         known = _files_of(store)
-        present = [str(path.relative_to(target)) for path in sorted(target.rglob("*")) if path.is_symlink() or not path.is_dir()]
+        present = [
+            str(path.relative_to(target))
+            for path in sorted(target.rglob("*"))
+            if path.is_symlink() or not path.is_dir()
+        ]
         return [n for n in present if not (n in known or is_data_file(n) or is_note(n))]
     finally:
         store.close()
 
 
 def _files_of(store: LocalStore) -> set[str]:
-    """Returns the files of the checkpoint in a directory: data, index, and all that its manifest lists with the very bytes.
+    """Returns the files of the checkpoint in a directory: data, index, and all that its manifest
+    lists with the very bytes.
 
-    An index of another format is a stray file of the user. If no checkpoint is readable, each index counts as part of a broken one.
+    An index of another format is a stray file of the user. If no checkpoint is readable, each index
+    counts as part of a broken one.
     """
     try:
         form = detect_in(store)[1]
@@ -209,11 +250,23 @@ def _files_of(store: LocalStore) -> set[str]:
     for name in names_in(store):
         with suppress(CheckpointError):  # it vouches for nothing
             manifest = parse(read(store, name), name)
-            sizes = {file: sealed.nbytes for file, sealed in manifest.files.items() if _has_size(store, file, sealed.nbytes)}
+            sizes = {
+                file: sealed.nbytes
+                for file, sealed in manifest.files.items()
+                if _has_size(store, file, sealed.nbytes)
+            }
             data = {file for file in sizes if is_ours(file)}
-            crcs = hash_files(store, {file: nbytes for file, nbytes in sizes.items() if file not in data})
-            known |= data | {file for file, crc in crcs.items() if hex64(crc) == manifest.files[file].crc64nvme}
-            known |= {index[0] for index in [manifest.index] if index and hex64(crc64nvme(read(store, index[0]))) == index[1].crc64nvme}
+            crcs = hash_files(
+                store, {file: nbytes for file, nbytes in sizes.items() if file not in data}
+            )
+            known |= data | {
+                file for file, crc in crcs.items() if hex64(crc) == manifest.files[file].crc64nvme
+            }
+            known |= {
+                index[0]
+                for index in [manifest.index]
+                if index and hex64(crc64nvme(read(store, index[0]))) == index[1].crc64nvme
+            }
     return known
 
 
@@ -247,14 +300,24 @@ class LocalDestination:
         return commit.find_dead(self.path)
 
     def made(self) -> tuple[Store, str]:
-        return (LocalStore(self.path), "") if self.path.is_dir() else (LocalStore(self.path.parent), self.path.name)
+        return (
+            (LocalStore(self.path), "")
+            if self.path.is_dir()
+            else (LocalStore(self.path.parent), self.path.name)
+        )
 
     @contextmanager
     def stage(
-        self, attempt: str, overwrite: bool = False, single: str = "", keeps: str = "", heir_of: Path | None = None
+        self,
+        attempt: str,
+        overwrite: bool = False,
+        single: str = "",
+        keeps: str = "",
+        heir_of: Path | None = None,
     ) -> Iterator[Place]:
         with commit.staging(self.path, attempt, keeps, heir_of) as staging:
-            if self.exists() and not overwrite:  # another process has published since the first look
+            # another process has published since the first look
+            if self.exists() and not overwrite:
                 raise appeared(self.url)
             yield LocalPlace(staging, overwrite, single, self._accept)
 
@@ -264,7 +327,8 @@ class LocalDestination:
         folder = commit.staging_path(self.path, attempt)
         if not folder.is_dir():
             raise StorageError(
-                f"this rank does not see what rank 0 made: {printable(str(folder))}", hint="the directory must be shared by all ranks"
+                f"this rank does not see what rank 0 made: {printable(str(folder))}",
+                hint="the directory must be shared by all ranks",
             )
         place = LocalPlace(commit.Staging(attempt, folder, self.path), False, single)
         if shares_files:
@@ -275,10 +339,21 @@ class LocalDestination:
 class LocalPlace:
     """See `Place`: a staging directory."""
 
-    def __init__(self, staging: commit.Staging, overwrite: bool, single: str, accept: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        staging: commit.Staging,
+        overwrite: bool,
+        single: str,
+        accept: Callable[[str], None] | None = None,
+    ) -> None:
         self.attempt, self.folder = staging.attempt, staging.path
         self.shelf = LocalStore(staging.path)
-        self._staging, self._overwrite, self._single, self._accept = staging, overwrite, single, accept
+        self._staging, self._overwrite, self._single, self._accept = (
+            staging,
+            overwrite,
+            single,
+            accept,
+        )
 
     kept_nbytes = 0
 
@@ -294,20 +369,28 @@ class LocalPlace:
 
     def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
         there = LocalStore(self.shelf.root).list_files(below=True)
-        found = hash_files(self.files(), {name: n for name, n in there.items() if name in crcs and files.get(name) == n})
+        found = hash_files(
+            self.files(),
+            {name: n for name, n in there.items() if name in crcs and files.get(name) == n},
+        )
         right = {name for name, crc in found.items() if crc == crcs[name]}
         for name in there.keys() - right:
             (self.shelf.root / name).unlink()
         return right
 
     def go_on(self, files: Mapping[str, int]) -> None:
-        """Makes ready for a write into what an earlier try has left: each file is there then, and of its size.
+        """Makes ready for a write into what an earlier try has left: each file is there then, and
+        of its size.
 
         Args:
             files: bytes of every data file that will be there.
         """
         own = LocalStore(self.folder)
-        there = {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in self.folder.rglob("*") if path.is_file()}
+        there = {
+            path.relative_to(self.folder).as_posix(): path.stat().st_size
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
         for name, nbytes in files.items():
             if there.get(name) != nbytes:
                 (self.folder / name).unlink(missing_ok=True)
@@ -330,7 +413,9 @@ class LocalPlace:
         if self._accept is not None:
             self._accept(str(self.folder))
         if self._single:
-            commit.publish_file(self._staging, self._single, manifest.file if manifest else "", self._overwrite)
+            commit.publish_file(
+                self._staging, self._single, manifest.file if manifest else "", self._overwrite
+            )
         else:
             commit.publish_directory(self._staging, self._overwrite)
         return []

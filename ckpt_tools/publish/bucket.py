@@ -1,8 +1,9 @@
 """A result in an object store: a prefix, published by its index, or one object.
 
-There is no rename. Data files bear the attempt's id in their names, so that attempts never touch each other's bytes; the
-manifest follows; then the index, written only where there is none, is the one instant at which the checkpoint appears. A
-single file appears with the last request of its upload. A copy keeps its files' names, and so notes with each whose it is.
+There is no rename. Data files bear the attempt's id in their names, so that attempts never touch
+each other's bytes; the manifest follows; then the index, written only where there is none, is the
+one instant at which the checkpoint appears. A single file appears with the last request of its
+upload. A copy keeps its files' names, and so notes with each whose it is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.partition import Regions
 from ckpt_tools.errors import CheckpointError, StorageError, printable
-from ckpt_tools.formats.base import LOCK, UPLOADS, attempt_name, attempt_of, is_note, note_name, note_of, short_name
+from ckpt_tools.formats.base import (
+    LOCK,
+    UPLOADS,
+    attempt_name,
+    attempt_of,
+    is_note,
+    note_name,
+    note_of,
+    short_name,
+)
 from ckpt_tools.formats.registry import INDEXES, is_checkpoint_file, is_ours
 from ckpt_tools.publish.manifest import find, names_in
 from ckpt_tools.storage import RemoteStore, Shelf, Store, Writer, read
@@ -43,11 +53,17 @@ class RemoteDestination:
         self._others: list[str] = []  # what was there when it was looked at
 
     def _look(self, known: Container[str] = ()) -> tuple[bool, list[str]]:
-        """Tells whether something is there, but for files that are known, and names what of it belongs to no checkpoint."""
+        """Tells whether something is there, but for files that are known, and names what of it
+        belongs to no checkpoint.
+        """
         store = RemoteStore(self.url, self._options)
         if store.is_file():
             folder = RemoteStore(self._parent, self._options)
-            return True, [] if names_in(folder, self._name) or is_checkpoint_file(folder, self._name) else [self._name]
+            return True, (
+                []
+                if names_in(folder, self._name) or is_checkpoint_file(folder, self._name)
+                else [self._name]
+            )
         self._others = [n for n in store.list_files() if n not in known]
         files = [n for n in self._others if n != LOCK]
         foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
@@ -60,12 +76,18 @@ class RemoteDestination:
         """See `Destination.check`; `known` are the files of a try that is gone on with."""
         exists, foreign = self._look(known)
         if exists and not overwrite:
-            advice = "choose another" if foreign else "choose another, or replace it with --overwrite"
+            advice = (
+                "choose another" if foreign else "choose another, or replace it with --overwrite"
+            )
             raise StorageError(f"the destination exists: {printable(self.url)}", hint=advice)
         if foreign:
             raise StorageError(
-                f"the destination holds what no checkpoint consists of: {printable(', '.join(foreign[:5]))} ({printable(self.url)})",
-                hint="move it away or choose another destination; --overwrite replaces checkpoints only",
+                "the destination holds what no checkpoint consists of:"
+                f" {printable(', '.join(foreign[:5]))} ({printable(self.url)})",
+                hint=(
+                    "move it away or choose another destination; --overwrite replaces checkpoints"
+                    " only"
+                ),
             )
 
     def name(self, file: str, attempt: str) -> str:
@@ -76,10 +98,16 @@ class RemoteDestination:
 
     def made(self) -> tuple[Store, str]:
         store = RemoteStore(self.url, self._options)
-        return (RemoteStore(self._parent, self._options), self._name) if store.is_file() else (store, "")
+        return (
+            (RemoteStore(self._parent, self._options), self._name)
+            if store.is_file()
+            else (store, "")
+        )
 
     def find_try(self, work: str, single: str) -> Try | None:
-        """Returns the newest try at a piece of work that noted its uploads; `single` is the one file's name, where there is no index."""
+        """Returns the newest try at a piece of work that noted its uploads; `single` is the one
+        file's name, where there is no index.
+        """
         store = RemoteStore(self._parent if single else self.url, self._options)
         names = [n for n in store.list_files() if note_of(n) == (UPLOADS, short_name(single))]
         for name in sorted(names, key=lambda n: str(store.modified(n)), reverse=True):
@@ -93,10 +121,21 @@ class RemoteDestination:
 
     @contextmanager
     def stage(
-        self, attempt: str, overwrite: bool = False, single: str = "", keeps: str = "", heir_of: Path | None = None
+        self,
+        attempt: str,
+        overwrite: bool = False,
+        single: str = "",
+        keeps: str = "",
+        heir_of: Path | None = None,
     ) -> Iterator[RemotePlace]:
         del heir_of
-        place = RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, overwrite, single, self._others)
+        place = RemotePlace(
+            RemoteStore(self._parent if single else self.url, self._options),
+            attempt,
+            overwrite,
+            single,
+            self._others,
+        )
         try:
             yield place
         finally:
@@ -109,11 +148,15 @@ class RemoteDestination:
 
     def join(self, attempt: str, single: str = "", shares_files: bool = False) -> RemotePlace:
         del shares_files
-        return RemotePlace(RemoteStore(self._parent if single else self.url, self._options), attempt, False, single)
+        return RemotePlace(
+            RemoteStore(self._parent if single else self.url, self._options), attempt, False, single
+        )
 
 
 class Try(NamedTuple):
-    """An attempt that noted what it began: its id, its data files, and the id and the mark of the upload of every large one."""
+    """An attempt that noted what it began: its id, its data files, and the id and the mark of the
+    upload of every large one.
+    """
 
     attempt: str
     files: Sequence[str]
@@ -125,7 +168,10 @@ def _try(data: bytes, work: str) -> Try | None:
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         body = json.loads(data)
         if body["work"] == work and _ID.fullmatch(body["attempt"]):
-            uploads = {str(file): (str(upload_id), str(mark)) for file, (upload_id, mark) in body["uploads"].items()}
+            uploads = {
+                str(file): (str(upload_id), str(mark))
+                for file, (upload_id, mark) in body["uploads"].items()
+            }
             return Try(body["attempt"], list(map(str, body["files"])), uploads)
     return None
 
@@ -133,8 +179,17 @@ def _try(data: bytes, work: str) -> Try | None:
 class RemotePlace:
     """See `destination.Place`; `store` is where its files lie."""
 
-    def __init__(self, store: RemoteStore, attempt: str, overwrite: bool, single: str, others: Sequence[str] = ()) -> None:
-        """Takes where its files lie, and what was there before; see `Destination.stage` for the rest."""
+    def __init__(
+        self,
+        store: RemoteStore,
+        attempt: str,
+        overwrite: bool,
+        single: str,
+        others: Sequence[str] = (),
+    ) -> None:
+        """Takes where its files lie, and what was there before; see `Destination.stage` for the
+        rest.
+        """
         self.store, self.attempt, self._others = store, attempt, others
         self._overwrite, self._single = overwrite, single
         self._manifest, self.is_published = "", False
@@ -145,8 +200,10 @@ class RemotePlace:
             there = store.list_files()
             self._replaces = store.version(next((n for n in (single, *INDEXES) if n in there), ""))
         self.folder = None
-        self.begun: Mapping[str, Begun] = {}  # uploads that are left to the next try if this one fails
-        self._is_exclusive = not overwrite or (store.s3 is not None and not self._replaces)  # nothing to replace
+        # uploads that are left to the next try if this one fails
+        self.begun: Mapping[str, Begun] = {}
+        # nothing to replace
+        self._is_exclusive = not overwrite or (store.s3 is not None and not self._replaces)
         self.capabilities = store.capabilities
 
     @property
@@ -157,23 +214,38 @@ class RemotePlace:
         """Starts an object; the one that is a whole result waits for `publish`."""
         return self.store.create(path, nbytes, self.how(path))
 
-    def create_shared(self, path: str, nbytes: int, mine: tuple[int, int], upload_id: str) -> Upload:
-        """Starts an object of which several processes send parts; goes on with the upload that one of them has begun."""
-        upload = self.store.create(path, nbytes, replace(self.how(path), mine=mine, upload_id=upload_id))
+    def create_shared(
+        self, path: str, nbytes: int, mine: tuple[int, int], upload_id: str
+    ) -> Upload:
+        """Starts an object of which several processes send parts; goes on with the upload that one
+        of them has begun.
+        """
+        upload = self.store.create(
+            path, nbytes, replace(self.how(path), mine=mine, upload_id=upload_id)
+        )
         assert isinstance(upload, Upload)
         return upload
 
     def how(self, path: str) -> How:
-        """Returns how an object is to be written: where there is none, or in the place of what an earlier try has left."""
+        """Returns how an object is to be written: where there is none, or in the place of what an
+        earlier try has left.
+        """
         crc = self._crcs.get(path)
         begun = self.begun.get(path)
         if path == self._single:
-            return How(None, True, self._is_exclusive, self._replaces, crc, self.attempt, begun=begun)
+            return How(
+                None, True, self._is_exclusive, self._replaces, crc, self.attempt, begun=begun
+            )
         there = self.store.version(path) if path in self._expected else ""
-        return How(None, False, path in self._expected and not there, there, crc, self.attempt, begun=begun)
+        return How(
+            None, False, path in self._expected and not there, there, crc, self.attempt, begun=begun
+        )
 
-    def begin(self, work: str, files: Mapping[str, int], earlier: Try | None) -> Mapping[str, Begun]:
-        """Begins the uploads of all files that are sent in parts, or goes on with those of an earlier try, and notes them for a next one.
+    def begin(
+        self, work: str, files: Mapping[str, int], earlier: Try | None
+    ) -> Mapping[str, Begun]:
+        """Begins the uploads of all files that are sent in parts, or goes on with those of an
+        earlier try, and notes them for a next one.
 
         Args:
             work: what the work is called.
@@ -207,8 +279,14 @@ class RemotePlace:
     def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
         self._expected, self._crcs = set(files), crcs
         sizes = self.store.list_files(below=True)
-        there = self.store.about_all(name for name in files if name in sizes and name != self._single)
-        return {n for n, about in there.items() if sizes[n] == files[n] and n in crcs and about.crc64 == crcs[n]}
+        there = self.store.about_all(
+            name for name in files if name in sizes and name != self._single
+        )
+        return {
+            n
+            for n, about in there.items()
+            if sizes[n] == files[n] and n in crcs and about.crc64 == crcs[n]
+        }
 
     def copy_file(self, name: str, origin: RemoteStore, file: str, nbytes: int) -> None:
         """Has the store copy a whole file by itself, from one of the same S3."""
@@ -216,7 +294,13 @@ class RemotePlace:
         upload = self.store.create(name, nbytes, replace(self.how(name), starts=starts))
         assert isinstance(upload, Upload)
         for start in starts:
-            upload.copy(start, min(starts.step, nbytes - start), f"{origin.root}/{file}", start, origin.version(file))
+            upload.copy(
+                start,
+                min(starts.step, nbytes - start),
+                f"{origin.root}/{file}",
+                start,
+                origin.version(file),
+            )
         upload.finish()
 
     def files(self) -> Store:
@@ -233,9 +317,16 @@ class RemotePlace:
 
     def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
         target = self._single if index is None else index.file
-        kinds = [name for name in self._others if name in INDEXES and index is not None and name != index.file]
+        kinds = [
+            name
+            for name in self._others
+            if name in INDEXES and index is not None and name != index.file
+        ]
         if kinds:
-            what = f"a checkpoint of another kind is there, with {kinds[0]}, which no store replaces in one step"
+            what = (
+                f"a checkpoint of another kind is there, with {kinds[0]}, which no store replaces"
+                " in one step"
+            )
             raise StorageError(
                 f"{what} ({printable(self.store.url)})",
                 hint="choose another destination, or remove it first",
@@ -254,11 +345,15 @@ class RemotePlace:
             writer.complete()
         else:
             self.store.put(index.file, index.data, self._is_exclusive, self._replaces)
-            is_sure = is_sure or self.store.excludes(index.file, index.data, None)  # a copy of what has no manifest
+            # a copy of what has no manifest
+            is_sure = is_sure or self.store.excludes(index.file, index.data, None)
         self.is_published = True
         notes = self._tidy(index)
         where = "/".join(self.store.url.split("/")[:3])
-        unsure = f"{printable(where)} does not refuse a second writer: one at the same instant would not be noticed"
+        unsure = (
+            f"{printable(where)} does not refuse a second writer: one at the same instant would not"
+            " be noticed"
+        )
         return notes if is_sure else [*notes, unsure]
 
     def _check_absent(self, target: str) -> None:
@@ -266,10 +361,16 @@ class RemotePlace:
             raise appeared(f"{self.store.url}/{target}")
 
     def _tidy(self, index: Literal | None) -> list[str]:
-        """Removes what other attempts at the same target left: none of them can be committed any more; returns remarks."""
+        """Removes what other attempts at the same target left: none of them can be committed any
+        more; returns remarks.
+        """
         try:
             others = self._others if index else self.sizes()
-            stale = [name for name in others if name not in self._expected and self._is_stale(name, index)]
+            stale = [
+                name
+                for name in others
+                if name not in self._expected and self._is_stale(name, index)
+            ]
             about = {} if self._overwrite else self.store.about_all(stale)
             self.store.remove([name for name in stale if self._overwrite or about[name].is_marked])
         except CheckpointError as error:
@@ -281,20 +382,33 @@ class RemotePlace:
             return name != self._manifest and is_note(name, self._single)
         if name in (*INDEXES, index.file, self._manifest) or attempt_of(name) == self.attempt[:8]:
             return False
-        return bool(attempt_of(name)) or is_note(name) or (bool(self._overwrite or self._expected) and is_ours(name))
+        return (
+            bool(attempt_of(name))
+            or is_note(name)
+            or (bool(self._overwrite or self._expected) and is_ours(name))
+        )
 
     def give_up(self, is_kept: bool) -> None:
-        """Removes what this attempt has put there, unless it was committed after all: a reply can be lost, a signal can come late."""
+        """Removes what this attempt has put there, unless it was committed after all: a reply can
+        be lost, a signal can come late.
+        """
         for writer in self.store.written.values():
             writer.abort()
         try:
             if is_kept or self._is_committed():
                 return
             known = [
-                name for name in (*self.store.written, self._manifest) if attempt_of(name) == self.attempt[:8] or name == self._manifest
+                name
+                for name in (*self.store.written, self._manifest)
+                if attempt_of(name) == self.attempt[:8] or name == self._manifest
             ]
-            found = [] if self._single else [name for name in self.sizes() if attempt_of(name) == self.attempt[:8]]
-            self.store.remove(sorted({*known, *found} - {""}))  # a listing may be late, and not show what was just written
+            found = (
+                []
+                if self._single
+                else [name for name in self.sizes() if attempt_of(name) == self.attempt[:8]]
+            )
+            # a listing may be late, and not show what was just written
+            self.store.remove(sorted({*known, *found} - {""}))
         except CheckpointError:
             return  # nobody sees it; `ckpt prune` finds it
 
@@ -323,7 +437,9 @@ class SharedFiles:
         """Starts an object, or goes on with one that another process has begun."""
         if self._regions[path] == (0, nbytes):
             return self._place.create(path, nbytes)
-        upload = self._begun[path] = self._place.create_shared(path, nbytes, self._regions[path], self.upload_ids.get(path, ""))
+        upload = self._begun[path] = self._place.create_shared(
+            path, nbytes, self._regions[path], self.upload_ids.get(path, "")
+        )
         return upload
 
     def begin(self) -> dict[str, str]:
@@ -332,12 +448,16 @@ class SharedFiles:
 
 
 def shared_files(place: object, regions: Regions) -> Shelf:
-    """Returns where one of several processes puts its part of the files of a place in an object store."""
+    """Returns where one of several processes puts its part of the files of a place in an object
+    store.
+    """
     assert isinstance(place, RemotePlace)
     return SharedFiles(place, regions)
 
 
 def copies_within(place: object, origin: RemoteStore | None) -> RemotePlace | None:
     """Returns the place, if the store can copy to it from another by itself."""
-    is_one = isinstance(place, RemotePlace) and origin is not None and place.store.can_copy_from(origin)
+    is_one = (
+        isinstance(place, RemotePlace) and origin is not None and place.store.can_copy_from(origin)
+    )
     return place if isinstance(place, RemotePlace) and is_one else None

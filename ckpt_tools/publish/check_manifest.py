@@ -84,9 +84,13 @@ def compare_bytes(manifest: Manifest, crcs: Mapping[str, int | None]) -> Iterato
 
 
 def hash_files(
-    store: Store, files: Mapping[str, int], jobs: int | None = None, memory: int | None = None,
-    advance: Callable[[int], None] | None = None, team: Team = ALONE,
-) -> dict[str, int]:  # fmt: skip
+    store: Store,
+    files: Mapping[str, int],
+    jobs: int | None = None,
+    memory: int | None = None,
+    advance: Callable[[int], None] | None = None,
+    team: Team = ALONE,
+) -> dict[str, int]:
     """Reads files and returns their CRC-64/NVME.
 
     Args:
@@ -97,17 +101,40 @@ def hash_files(
         team: reads a share each, and all of it becomes known to all.
     """
     jobs, sink = jobs or min(8, os.cpu_count() or 1), HashSink()
-    run_shared(plan_files(files), {}, tile_bytes(memory or DEFAULT_MEMORY_BYTES, jobs), store, sink, jobs, advance, team)
+    run_shared(
+        plan_files(files),
+        {},
+        tile_bytes(memory or DEFAULT_MEMORY_BYTES, jobs),
+        store,
+        sink,
+        jobs,
+        advance,
+        team,
+    )
     return {**dict.fromkeys(files, 0), **sink.fingerprints.join()}  # that of no bytes is 0
 
 
 def run_shared(
-    plan: Plan, located: Mapping[Extent, Extent], tiles: tuple[int, int], store: Store, sink: HashSink, jobs: int,
-    advance: Callable[[int], None] | None, team: Team,
-) -> None:  # fmt: skip
-    """Hashes what a plan reads, a share by each member of a team; all fingerprints are then known to all."""
+    plan: Plan,
+    located: Mapping[Extent, Extent],
+    tiles: tuple[int, int],
+    store: Store,
+    sink: HashSink,
+    jobs: int,
+    advance: Callable[[int], None] | None,
+    team: Team,
+) -> None:
+    """Hashes what a plan reads, a share by each member of a team; all fingerprints are then known
+    to all.
+    """
     with team.phase("read"):
-        run(schedule(plan, located, *tiles, shares(plan, team.size)[team.rank]), store, sink, jobs, advance)
+        run(
+            schedule(plan, located, *tiles, shares(plan, team.size)[team.rank]),
+            store,
+            sink,
+            jobs,
+            advance,
+        )
     if team.size > 1:
         for found in sink.found:
             found.share(team)
@@ -124,7 +151,9 @@ def first_problem(manifest: Manifest, store: Store, reads_all: bool = False) -> 
     try:
         found = next(compare_names(manifest, store), None)
         if found is None and reads_all:
-            crcs = hash_files(store, {name: sealed.nbytes for name, sealed in manifest.files.items()})
+            crcs = hash_files(
+                store, {name: sealed.nbytes for name, sealed in manifest.files.items()}
+            )
             found = next(compare_bytes(manifest, crcs), None)
         return str(found) if found else ""
     except CheckpointError as error:

@@ -1,7 +1,8 @@
 """File locks of this process that its children do not inherit.
 
-A lock of `flock` belongs to the open file, which a forked child shares: a DataLoader worker that outlives a killed job would keep
-the job's lock. So a child closes them as soon as it is forked. Imports nothing of the package.
+A lock of `flock` belongs to the open file, which a forked child shares: a DataLoader worker that
+outlives a killed job would keep the job's lock. So a child closes them as soon as it is forked.
+Imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ _held: set[int] = set()
 
 
 def try_lock(fd: int) -> bool | None:
-    """Locks an open file or directory until it is closed; False where another holds it, None where the file system has no locks.
+    """Locks an open file or directory until it is closed; False where another holds it, None where
+    the file system has no locks.
 
-    Lustre is often mounted without locks. No attempt is taken for dead then: what a killed run leaves stays.
+    Lustre is often mounted without locks. No attempt is taken for dead then: what a killed run
+    leaves stays.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -31,7 +34,8 @@ def release(fd: int) -> None:
     """Closes a file, and with it its lock."""
     _held.discard(fd)
     with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked a moment ago may not have closed its copy yet
+        # a child that was forked a moment ago may not have closed its copy yet
+        fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 

@@ -1,7 +1,9 @@
-"""What an attempt has finished, step by step, so that a later one goes on from there and does not begin again.
+"""What an attempt has finished, step by step, so that a later one goes on from there and does not
+begin again.
 
-A line a step in a file of its own for each process, in the staging directory: which bytes were written, and all that was learnt on the
-way. A line is believed where its own checksum is right, and the bytes that it tells of where theirs are.
+A line a step in a file of its own for each process, in the staging directory: which bytes were
+written, and all that was learnt on the way. A line is believed where its own checksum is right, and
+the bytes that it tells of where theirs are.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _OTHERS_MAY_WRITE = 0o022
 
 
 def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
-    """Returns a digest of all that the bytes of a plan's result depend on, "" where a source's files have no version.
+    """Returns a digest of all that the bytes of a plan's result depend on, "" where a source's
+    files have no version.
 
     Args:
         operation: its name.
@@ -58,17 +61,28 @@ def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
     for tensor in plan.tensors:
         chunks = tensor.chunks
         take(tensor.fqn, tensor.shape, tensor.src_dtype.name, tensor.dst_dtype.name, tensor.slots)
-        files |= chunks.file_names() if isinstance(chunks, ManyChunks) else {c.extent.file for c in chunks}
+        files |= (
+            chunks.file_names()
+            if isinstance(chunks, ManyChunks)
+            else {c.extent.file for c in chunks}
+        )
         if isinstance(chunks, Chunks):
             if chunks.names is not names:  # one table for all tensors
                 names = chunks.names
                 take(names)
             take(chunks.packing)
-            for column in (chunks.offsets, chunks.sizes, chunks.files, chunks.starts, chunks.nbytes):
+            for column in (
+                chunks.offsets,
+                chunks.sizes,
+                chunks.files,
+                chunks.starts,
+                chunks.nbytes,
+            ):
                 digest.update(column.tobytes())
         else:
             take(*chunks)
-    for data in dict.fromkeys(literal.data for literal in plan.target.literals):  # a million frames have few kinds
+    # a million frames have few kinds
+    for data in dict.fromkeys(literal.data for literal in plan.target.literals):
         take(len(data))
         digest.update(data)
     versions = [(file, source.version(file)) for file in sorted(files)]
@@ -82,7 +96,8 @@ class Earlier:
 
     Attributes:
         path: its staging directory.
-        tiles: how it cut the work, as `schedule.tile_bytes` returns it: what it has finished fits no other cut.
+        tiles: how it cut the work, as `schedule.tile_bytes` returns it: what it has finished fits
+            no other cut.
         nbytes: that it occupies on the disk.
     """
 
@@ -92,7 +107,9 @@ class Earlier:
 
 
 def find(dead: Iterable[Path], work: str) -> Earlier | None:
-    """Returns the attempt of those that died that was at a piece of work; one in which others could have written is not looked at."""
+    """Returns the attempt of those that died that was at a piece of work; one in which others could
+    have written is not looked at.
+    """
     for path in dead if work else ():
         with suppress(FileNotFoundError):  # somebody removes it
             at = path.lstat()
@@ -107,15 +124,22 @@ def find(dead: Iterable[Path], work: str) -> Earlier | None:
 
 
 def _tiles(head: object, work: str) -> tuple[int, int] | None:
-    """Returns how an attempt has cut a piece of work, by the first line of its journal; None where it was at another one."""
+    """Returns how an attempt has cut a piece of work, by the first line of its journal; None where
+    it was at another one.
+    """
     match head:
-        case {"work": name, "tiles": [int(some), int(most)]} if name == work and 0 < some <= most < _HUGE:
+        case {
+            "work": name,
+            "tiles": [int(some), int(most)],
+        } if name == work and 0 < some <= most < _HUGE:
             return some, most
     return None
 
 
 class Journal:
-    """Takes note of every step that this process has finished; the file is there from the first one on."""
+    """Takes note of every step that this process has finished; the file is there from the first one
+    on.
+    """
 
     def __init__(self, path: Path, work: str, tiles: tuple[int, int]) -> None:
         self._path, self._head = path, {"work": work, "tiles": tiles}
@@ -127,13 +151,22 @@ class Journal:
         wrote = moved.wrote
         if wrote is None or not wrote.files:
             return
-        line = _line({
-            "files": wrote.files, "prints": wrote.prints, "read": moved.seen, "overflowed": moved.overflowed
-        })  # fmt: skip
+        line = _line(
+            {
+                "files": wrote.files,
+                "prints": wrote.prints,
+                "read": moved.seen,
+                "overflowed": moved.overflowed,
+            }
+        )
         with self._lock:
             try:
                 if self._fd < 0:
-                    self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                    self._fd = os.open(
+                        self._path,
+                        os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC,
+                        0o600,
+                    )
                     line = _line(self._head) + line
                 while line:
                     line = line[os.write(self._fd, line) :]
@@ -186,16 +219,20 @@ class Past:
             yield from steps
         for step in steps:
             left = tuple(
-                t for t in step.tiles
-                if not t.writes or any((w.start, w.nbytes) not in self._written.get(w.file, none) for w in t.writes)
-            )  # fmt: skip
+                t
+                for t in step.tiles
+                if not t.writes
+                or any((w.start, w.nbytes) not in self._written.get(w.file, none) for w in t.writes)
+            )
             if len(left) < len(step.tiles):
                 skipped(sum(t.dst_nbytes for t in step.tiles) - sum(t.dst_nbytes for t in left))
             if left:
                 yield step if len(left) == len(step.tiles) else Step(left)
 
     def tell(self, sink: WriteSink | None, seals: Seals, overflowed: dict[str, int]) -> None:
-        """Passes on what was learnt: to a sink, where this process completes the files, and to the ranges that are watched."""
+        """Passes on what was learnt: to a sink, where this process completes the files, and to the
+        ranges that are watched.
+        """
         for step in self._steps:
             for piece in step.seen:
                 seals.take(*piece)
@@ -204,7 +241,12 @@ class Past:
                 for fqn, count in step.overflowed.items():
                     overflowed[fqn] = overflowed.get(fqn, 0) + count
         if sink is not None:
-            sink.absorb(Handed({name: Pieces(pieces.values()) for name, pieces in self._written.items()}, Prints({}, {}, {})))
+            sink.absorb(
+                Handed(
+                    {name: Pieces(pieces.values()) for name, pieces in self._written.items()},
+                    Prints({}, {}, {}),
+                )
+            )
 
 
 def load(folder: Path, work: str) -> list[Moved]:
@@ -214,15 +256,23 @@ def load(folder: Path, work: str) -> list[Moved]:
         lines = _lines(path)
         if _tiles(next(lines, None), work):
             for line in lines:
-                with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):  # not one of ours
+                # not one of ours
+                with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):
                     steps.append(_step(line))
     return steps
 
 
 def _step(line: Any) -> Moved:
     pieces, shares, sizes = line["prints"]
-    wrote = Handed(_pieces(line["files"]), Prints(_pieces(pieces), _pieces(shares), _numbers(sizes)))
-    return Moved(0, _numbers(line["overflowed"]), [(str(f), int(at), int(n), int(crc)) for f, at, n, crc in line["read"]], wrote)
+    wrote = Handed(
+        _pieces(line["files"]), Prints(_pieces(pieces), _pieces(shares), _numbers(sizes))
+    )
+    return Moved(
+        0,
+        _numbers(line["overflowed"]),
+        [(str(f), int(at), int(n), int(crc)) for f, at, n, crc in line["read"]],
+        wrote,
+    )
 
 
 def _numbers(found: Mapping[str, int]) -> dict[str, int]:
@@ -242,9 +292,19 @@ def _size(store: Store, file: str) -> int:
         return -1
 
 
-def prove(steps: Sequence[Moved], store: Store, tiles: tuple[int, int], jobs: int, team: Team) -> Past:
-    """Reads again what steps have written, a share by each member of a team, and returns those of which every byte is there."""
-    pieces = [(n, file, p) for n, step in enumerate(steps) if step.wrote for file, ps in step.wrote.files.items() for p in ps]
+def prove(
+    steps: Sequence[Moved], store: Store, tiles: tuple[int, int], jobs: int, team: Team
+) -> Past:
+    """Reads again what steps have written, a share by each member of a team, and returns those of
+    which every byte is there.
+    """
+    pieces = [
+        (n, file, p)
+        for n, step in enumerate(steps)
+        if step.wrote
+        for file, ps in step.wrote.files.items()
+        for p in ps
+    ]
     sizes = {file: _size(store, file) for file in {file for _, file, _ in pieces}}
     wrong = {n for n, file, p in pieces if p.start + p.nbytes > sizes[file]}
     rest = ((n, file, p) for n, file, p in pieces if n not in wrong and p.nbytes)

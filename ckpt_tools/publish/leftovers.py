@@ -1,7 +1,8 @@
 """What dead jobs left half-written below the root of a run, and its removal.
 
-On a disk a lock says who is dead. In an object store nothing does: there it is what never got an index, and uploads that never ended, of
-which the newest byte is older than a grace by the store's own clock.
+On a disk a lock says who is dead. In an object store nothing does: there it is what never got an
+index, and uploads that never ended, of which the newest byte is older than a grace by the store's
+own clock.
 """
 
 from __future__ import annotations
@@ -31,13 +32,18 @@ class Leftover(NamedTuple):
 
 
 def remove_leftovers(
-    root: str | os.PathLike[str], grace_s: float = GRACE_S, dry_run: bool = False, options: Mapping[str, Any] | None = None
+    root: str | os.PathLike[str],
+    grace_s: float = GRACE_S,
+    dry_run: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Leftover]:
-    """Removes what dead jobs left, and returns it. Uploads that the store does not let this job list stay, with a warning in the log.
+    """Removes what dead jobs left, and returns it. Uploads that the store does not let this job
+    list stay, with a warning in the log.
 
     Args:
         root: of a run, a path or a URL.
-        grace_s: in an object store, seconds for which a job may be silent and not be taken for dead.
+        grace_s: in an object store, seconds for which a job may be silent and not be taken for
+            dead.
         dry_run: only look.
         options: of the object store, as fsspec takes them.
 
@@ -45,49 +51,71 @@ def remove_leftovers(
         StorageError: it cannot be listed or removed.
     """
     if not is_url(root):
-        return [Leftover(str(path), "directory") for path in remove_dead(Path(root), dry_run=dry_run)]
+        return [
+            Leftover(str(path), "directory") for path in remove_dead(Path(root), dry_run=dry_run)
+        ]
     store = RemoteStore(root, options)
     if store.s3 is None:
         return []  # no other kind of store tells its time
     now = store.now()
     assert now is not None
     before = now - dt.timedelta(seconds=grace_s)
-    objects = [name for folder, step in store.enter_all().items() for name in _unfinished(step, folder, before)]
+    objects = [
+        name
+        for folder, step in store.enter_all().items()
+        for name in _unfinished(step, folder, before)
+    ]
     objects += _abandoned_notes(store, before)
     if not dry_run:
         store.remove(objects)
-    return [Leftover(f"{store.url}/{name}", "object") for name in objects] + _uploads(store.s3, store, before, dry_run)
+    return [Leftover(f"{store.url}/{name}", "object") for name in objects] + _uploads(
+        store.s3, store, before, dry_run
+    )
 
 
 def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str]:
-    """Returns the objects of attempts in one prefix that never got an index, and have been silent for long."""
+    """Returns the objects of attempts in one prefix that never got an index, and have been silent
+    for long.
+    """
     files = step.list_files()
     ours = [name for name in files if is_ours(name) or name == LOCK]
-    if any(name in INDEXES for name in files) or any(step.modified(name) is None or step.modified(name) > before for name in ours):
+    if any(name in INDEXES for name in files) or any(
+        step.modified(name) is None or step.modified(name) > before for name in ours
+    ):
         return []
     return [f"{folder}/{name}" for name, about in step.about_all(ours).items() if about.is_marked]
 
 
 def _abandoned_notes(store: RemoteStore, before: dt.datetime) -> list[str]:
-    """Returns the notes that single files' attempts left in a prefix, and that nobody has touched for long."""
+    """Returns the notes that single files' attempts left in a prefix, and that nobody has touched
+    for long.
+    """
     notes = [n for n in store.list_files() if (note := note_of(n)) and note[0] == UPLOADS]
     old = [n for n in notes if (when := store.modified(n)) is not None and when <= before]
     return [n for n, about in store.about_all(old).items() if about.is_marked]
 
 
 def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> list[Leftover]:
-    """Gives up uploads below a prefix that were begun long ago and never ended: they cost money and nobody sees them."""
+    """Gives up uploads below a prefix that were begun long ago and never ended: they cost money and
+    nobody sees them.
+    """
     found: list[Leftover] = []
     for upload in _list_uploads(s3, store):
         if upload["Initiated"] < before and is_ours(upload["Key"].rpartition("/")[2]):
-            found.append(Leftover(f"{store.url.split('://')[0]}://{upload['Bucket']}/{upload['Key']}", "upload"))
+            found.append(
+                Leftover(
+                    f"{store.url.split('://')[0]}://{upload['Bucket']}/{upload['Key']}", "upload"
+                )
+            )
             if not dry_run:
                 _give_up(s3, store, upload)
     return found
 
 
 def give_up_uploads(store: RemoteStore, names: Container[str]) -> None:
-    """Gives up all unfinished uploads of some files in a prefix that this process alone writes to."""
+    """Gives up all unfinished uploads of some files in a prefix that this process alone writes
+    to.
+    """
     if store.s3 is None:
         return
     top = len(store.s3.at_prefix(store.root)["Prefix"])
@@ -97,7 +125,9 @@ def give_up_uploads(store: RemoteStore, names: Container[str]) -> None:
 
 
 def _list_uploads(s3: S3, store: RemoteStore) -> Iterator[Mapping[str, Any]]:
-    """Yields the unfinished uploads below a prefix; none where the store does not let this job list them, which is logged."""
+    """Yields the unfinished uploads below a prefix; none where the store does not let this job list
+    them, which is logged.
+    """
     marker: dict[str, str] = {}
     where = s3.at_prefix(store.root)
     while True:
@@ -105,9 +135,11 @@ def _list_uploads(s3: S3, store: RemoteStore) -> Iterator[Mapping[str, Any]]:
             page = s3.call("list uploads", store.url, "list_multipart_uploads", **where, **marker)
         except StorageError as error:
             log.warning(
-                "unfinished uploads of dead jobs below %s are not removed: %s; this needs s3:ListBucketMultipartUploads",
-                printable(store.url), error,
-            )  # fmt: skip
+                "unfinished uploads of dead jobs below %s are not removed: %s; this needs"
+                " s3:ListBucketMultipartUploads",
+                printable(store.url),
+                error,
+            )
             return
         for upload in page.get("Uploads") or ():
             yield {**upload, "Bucket": where["Bucket"]}

@@ -1,9 +1,10 @@
 """Making a result visible at one instant: staging, the order of fsyncs, one rename.
 
-Data and manifest are written under the name of one attempt and made durable; then one rename publishes them, and never
-into something that exists. With `overwrite` the old result stays in place until the new one is complete, and the two
-change places in one step; where a filesystem cannot do that, the old one stands aside for a moment, and comes back if the process
-dies in it. `docs/architecture.md` has the protocol, step by step.
+Data and manifest are written under the name of one attempt and made durable; then one rename
+publishes them, and never into something that exists. With `overwrite` the old result stays in place
+until the new one is complete, and the two change places in one step; where a filesystem cannot do
+that, the old one stands aside for a moment, and comes back if the process dies in it.
+`docs/architecture.md` has the protocol, step by step.
 """
 
 from __future__ import annotations
@@ -30,14 +31,18 @@ _TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A directory beside the destination, of one attempt, held under a lock as long as its process lives."""
+    """A directory beside the destination, of one attempt, held under a lock as long as its process
+    lives.
+    """
 
     attempt: str
     path: Path
     target: Path
 
 
-def check_destination(target: Path, overwrite: bool, find_foreign: Callable[[Path], list[str]]) -> None:
+def check_destination(
+    target: Path, overwrite: bool, find_foreign: Callable[[Path], list[str]]
+) -> None:
     """Refuses a destination that cannot be published to, before anything is read or written.
 
     Args:
@@ -54,24 +59,39 @@ def check_destination(target: Path, overwrite: bool, find_foreign: Callable[[Pat
     if not parent.is_dir():
         raise StorageError(f"the destination's parent is not a directory: {printable(str(parent))}")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise StorageError(f"the destination's folder cannot be written to: {printable(str(parent))}")
+        raise StorageError(
+            f"the destination's folder cannot be written to: {printable(str(parent))}"
+        )
     if not os.path.lexists(target):
         return
     foreign = [] if target.is_symlink() else find_foreign(target)
     if not overwrite:
-        advice = "choose another" if foreign or target.is_symlink() else "choose another, or replace it with --overwrite"
+        advice = (
+            "choose another"
+            if foreign or target.is_symlink()
+            else "choose another, or replace it with --overwrite"
+        )
         raise StorageError(f"the destination exists: {printable(str(target))}", hint=advice)
     if target.is_symlink():
-        raise StorageError(f"the destination is a symbolic link: {printable(str(target))}", hint="give the path that it leads to")
+        raise StorageError(
+            f"the destination is a symbolic link: {printable(str(target))}",
+            hint="give the path that it leads to",
+        )
     if foreign:
         raise StorageError(
-            f"the destination holds files that no checkpoint consists of: {printable(', '.join(foreign[:5]))} ({printable(str(target))})",
-            hint="move them away or choose another destination; --overwrite replaces checkpoints only",
+            "the destination holds files that no checkpoint consists of:"
+            f" {printable(', '.join(foreign[:5]))} ({printable(str(target))})",
+            hint=(
+                "move them away or choose another destination; --overwrite replaces checkpoints"
+                " only"
+            ),
         )
 
 
 def existing_parent(target: Path) -> Path:
-    """Returns the nearest folder above a path that exists; those between are made when something is written."""
+    """Returns the nearest folder above a path that exists; those between are made when something is
+    written.
+    """
     return next(p for p in target.absolute().parents if os.path.lexists(p))
 
 
@@ -102,16 +122,19 @@ def trash_path(target: Path, attempt: str) -> Path:
 
 
 @contextmanager
-def staging(target: Path, attempt: str, keeps: str = "", heir_of: Path | None = None) -> Iterator[Staging]:
+def staging(
+    target: Path, attempt: str, keeps: str = "", heir_of: Path | None = None
+) -> Iterator[Staging]:
     """Yields a staging directory for `target`; whatever is left of it is removed on the way out.
 
-    Leftovers of dead attempts at the same target are removed first; those of live ones are recognised by their lock.
+    Leftovers of dead attempts at the same target are removed first; those of live ones are
+    recognised by their lock.
 
     Args:
         target: the file or directory to be.
         attempt: id of the attempt.
-        keeps: what is there is left to the next one if anything in it matches this glob; an earlier try of the same attempt is gone
-            on with, too.
+        keeps: what is there is left to the next one if anything in it matches this glob; an earlier
+            try of the same attempt is gone on with, too.
         heir_of: a dead attempt's staging directory, to be this one's.
     """
     made = [p for p in target.absolute().parents if not os.path.lexists(p)]
@@ -126,7 +149,11 @@ def staging(target: Path, attempt: str, keeps: str = "", heir_of: Path | None = 
                 folder.rmdir()
 
     try:  # from here on, so that a signal at any instant finds its way to the cleaning
-        remove_dead(target.parent, _escape_glob(short_name(target.name)), spared=heir_of or (path if keeps else None))
+        remove_dead(
+            target.parent,
+            _escape_glob(short_name(target.name)),
+            spared=heir_of or (path if keeps else None),
+        )
         try:
             make_folder(target.absolute().parent)
             lock = _inherit(heir_of, path) if heir_of is not None else -1
@@ -136,7 +163,10 @@ def staging(target: Path, attempt: str, keeps: str = "", heir_of: Path | None = 
         except OSError as error:
             raise failed("create a staging directory", path, error) from error
         if lock < 0:
-            raise StorageError(f"another process is at work on this: {printable(str(path))}", hint="wait for it to end")
+            raise StorageError(
+                f"another process is at work on this: {printable(str(path))}",
+                hint="wait for it to end",
+            )
         yield Staging(attempt, path, target)
     finally:
         try:
@@ -161,7 +191,8 @@ def _remove_own(path: Path, lock: int, keeps: str) -> None:
         is_locked = lock >= 0 and os.path.samestat(os.fstat(lock), os.lstat(path))
         own = lock if is_locked else _lock(path)
         try:
-            is_own = is_locked or (own >= 0 and try_lock(own))  # without locks nobody knows whose it is
+            # without locks nobody knows whose it is
+            is_own = is_locked or (own >= 0 and try_lock(own))
             if is_own and (not keeps or not any(path.glob(keeps))):
                 shutil.rmtree(path, ignore_errors=True)
         finally:
@@ -172,8 +203,9 @@ def _remove_own(path: Path, lock: int, keeps: str) -> None:
 def _make_and_lock(path: Path, is_emptied: bool) -> int:
     """Makes a staging directory and locks it; returns -1 if another process holds it.
 
-    Two processes may use the same path, because copies of one checkpoint share an attempt id. Only the holder of the lock owns the
-    directory. Another process may also remove the directory between its making and its locking, so both are tried again.
+    Two processes may use the same path, because copies of one checkpoint share an attempt id. Only
+    the holder of the lock owns the directory. Another process may also remove the directory between
+    its making and its locking, so both are tried again.
 
     Args:
         path: the directory.
@@ -197,7 +229,9 @@ def _make_and_lock(path: Path, is_emptied: bool) -> int:
 
 
 def _inherit(old: Path, path: Path) -> int:
-    """Locks a dead attempt's directory and gives it another name; returns -1 where another was faster."""
+    """Locks a dead attempt's directory and gives it another name; returns -1 where another was
+    faster.
+    """
     lock = _lock(old)
     if lock >= 0:
         os.rename(old, path)
@@ -207,7 +241,8 @@ def _inherit(old: Path, path: Path) -> int:
 def _lock(path: Path) -> int:
     """Opens and locks a directory; returns -1 where another holds it, or has removed it.
 
-    Between its making and its locking another run may take it for a dead one's, and remove it: then it is made again.
+    Between its making and its locking another run may take it for a dead one's, and remove it: then
+    it is made again.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -226,8 +261,11 @@ def find_dead(target: Path) -> list[Path]:
     return [path for path in found if path.name.startswith(_STAGING)]
 
 
-def remove_dead(parent: Path, name: str = "*", dry_run: bool = False, spared: Path | None = None) -> list[Path]:
-    """Removes what dead attempts left in a folder, and returns it: staging and trash whose lock no process holds.
+def remove_dead(
+    parent: Path, name: str = "*", dry_run: bool = False, spared: Path | None = None
+) -> list[Path]:
+    """Removes what dead attempts left in a folder, and returns it: staging and trash whose lock no
+    process holds.
 
     Args:
         parent: the folder.
@@ -248,7 +286,8 @@ def remove_dead(parent: Path, name: str = "*", dry_run: bool = False, spared: Pa
 
 
 def bring_back(parent: Path, name: str = "*") -> None:
-    """Gives back its name to what stood aside for a result that a dead attempt did not put in its place; else it is trash.
+    """Gives back its name to what stood aside for a result that a dead attempt did not put in its
+    place; else it is trash.
 
     Args:
         parent, name: as for `remove_dead`.
@@ -263,12 +302,16 @@ def bring_back(parent: Path, name: str = "*") -> None:
 
 
 def _discard(aside: Path) -> Path:
-    """Makes trash of what stood aside, so that nobody brings back what is half removed; returns its name."""
+    """Makes trash of what stood aside, so that nobody brings back what is half removed; returns its
+    name.
+    """
     return aside.rename(aside.parent / f"{_TRASH}{aside.name[len(ASIDE) :]}")
 
 
 def _unheld(parent: Path, prefix: str, name: str) -> Iterator[Path]:
-    """Yields the directories of attempts whose lock no process holds, each while it is locked here."""
+    """Yields the directories of attempts whose lock no process holds, each while it is locked
+    here.
+    """
     for path in sorted(parent.glob(f"{prefix}{name}.????????")):
         if path.is_symlink() or not path.is_dir():
             continue
@@ -300,7 +343,8 @@ def sync_directory(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a directory, and those above it that are missing, durably: else a power cut could take everything that is put there.
+    """Makes a directory, and those above it that are missing, durably: else a power cut could take
+    everything that is put there.
 
     Raises:
         OSError: it cannot be made.
@@ -329,11 +373,19 @@ def publish_directory(place: Staging, overwrite: bool) -> None:
 
 
 def _replace_by_turns(place: Staging) -> None:
-    """Replaces a directory where two cannot change places: the old one stands aside until the new one is there for good."""
-    target, aside = place.target, place.target.parent / f"{ASIDE}{place.target.name}.{place.attempt[:8]}"
+    """Replaces a directory where two cannot change places: the old one stands aside until the new
+    one is there for good.
+    """
+    target, aside = (
+        place.target,
+        place.target.parent / f"{ASIDE}{place.target.name}.{place.attempt[:8]}",
+    )
     lock = _lock(target)
     if lock < 0:
-        raise StorageError(f"another process is at work on this: {printable(str(target))}", hint="wait for it to end")
+        raise StorageError(
+            f"another process is at work on this: {printable(str(target))}",
+            hint="wait for it to end",
+        )
     try:
         publish_name(target, aside)
         publish_name(place.path, target)
@@ -378,7 +430,8 @@ def add_file(folder: Path, name: str, data: bytes, attempt: str) -> None:
     """Adds a small file to a directory: whole, durable, and never over another.
 
     Raises:
-        StorageError: there is one of that name, or the directory cannot be written to; nothing is left then.
+        StorageError: there is one of that name, or the directory cannot be written to; nothing is
+            left then.
     """
     with staging(folder / name, attempt) as place:
         write_file(LocalStore(place.path), name, data)
@@ -388,20 +441,27 @@ def add_file(folder: Path, name: str, data: bytes, attempt: str) -> None:
 
 
 def _confirm(target: Path) -> None:
-    """Makes the new name durable; if that fails the result is there, but a power cut might undo it."""
+    """Makes the new name durable; if that fails the result is there, but a power cut might undo
+    it.
+    """
     try:
         sync_directory(target.parent)
     except StorageError as error:
         raise StorageError(
-            str(error), hint=f"{target} is complete and in place, but a power cut might still undo its name: run `sync`"
+            str(error),
+            hint=(
+                f"{target} is complete and in place, but a power cut might still undo its name: run"
+                " `sync`"
+            ),
         ) from error
 
 
 def _set_mode(path: Path) -> None:
-    """Gives a staging directory, private so far, the mode that `mkdir` gives a directory in that place.
+    """Gives a staging directory, private so far, the mode that `mkdir` gives a directory in that
+    place.
 
-    Setgid, and the mask of a default ACL, come from the folder above. A new directory inside the staging directory inherits both the same
-    way, so its mode is the one to set.
+    Setgid, and the mask of a default ACL, come from the folder above. A new directory inside the
+    staging directory inherits both the same way, so its mode is the one to set.
     """
     probe = path / f".mode.{path.name[-8:]}"
     try:

@@ -1,7 +1,7 @@
 """One job at a time on a run's root: a locked file on a disk, a lease in an object store.
 
-The kernel releases a file's lock when its process ends. A lease is an object that its job renews; by the store's clock it expires
-when the job no longer does.
+The kernel releases a file's lock when its process ends. A lease is an object that its job renews;
+by the store's clock it expires when the job no longer does.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ class RootLock(Protocol):
 
 def _me() -> dict[str, Any]:
     return {
-        "host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "boot": _boot(), "started": _started(os.getpid()),
-    }  # fmt: skip
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "boot": _boot(),
+        "started": _started(os.getpid()),
+    }
 
 
 def _boot() -> str:
@@ -61,7 +64,9 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str:
-    """Returns when a process began, in the kernel's units; "" where there is none of that number."""
+    """Returns when a process began, in the kernel's units; "" where there is none of that
+    number.
+    """
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
@@ -73,8 +78,14 @@ def _is_mine(holder: Mapping[str, Any]) -> bool:
 
 
 def _lives_here(holder: Mapping[str, Any]) -> bool | None:
-    """Tells whether the process that holds a lease lives; None where it is, or was, on another machine."""
-    if not holder.get("boot") or holder.get("boot") != _boot() or holder.get("host") != socket.gethostname():
+    """Tells whether the process that holds a lease lives; None where it is, or was, on another
+    machine.
+    """
+    if (
+        not holder.get("boot")
+        or holder.get("boot") != _boot()
+        or holder.get("host") != socket.gethostname()
+    ):
         return None
     return _started(int(holder.get("pid", 0))) == holder.get("started")
 
@@ -82,11 +93,16 @@ def _lives_here(holder: Mapping[str, Any]) -> bool | None:
 def _taken(root: str, holder: Mapping[str, Any], text: str) -> StorageError:
     if _is_mine(holder):
         return StorageError(
-            f"this process has another manager open on {printable(root)}, or copies to it, since {printable(str(holder.get('since')))}",
-            hint="call close() on it first; a notebook cell that makes a manager should close the one before",
+            f"this process has another manager open on {printable(root)}, or copies to it, since"
+            f" {printable(str(holder.get('since')))}",
+            hint=(
+                "call close() on it first; a notebook cell that makes a manager should close the"
+                " one before"
+            ),
         )
     return StorageError(
-        f"another job writes to {printable(root)}: {text or 'unknown'}", hint="give each job a root of its own, or end that job first"
+        f"another job writes to {printable(root)}: {text or 'unknown'}",
+        hint="give each job a root of its own, or end that job first",
     )
 
 
@@ -96,12 +112,16 @@ def _parse(data: bytes) -> tuple[dict[str, Any], str]:
     with suppress(ValueError):
         holder = json.loads(data)
         if isinstance(holder, dict):
-            shown = ", ".join(f"{key} {printable(str(holder[key]))}" for key in ("host", "pid", "since") if key in holder)
+            shown = ", ".join(
+                f"{key} {printable(str(holder[key]))}"
+                for key in ("host", "pid", "since")
+                if key in holder
+            )
             return holder, shown or text
     return {}, text
 
 
-# ---- on a disk -----------------------------------------------------------------------------------------------------------
+# ---- on a disk -----------------------------------------------------------------------------------
 
 
 def _check_own(fd: int, path: Path) -> None:
@@ -112,13 +132,23 @@ def _check_own(fd: int, path: Path) -> None:
     """
     found, above = os.fstat(fd), os.stat(path.parent)
     problem = (
-        "it is no regular file" if not stat.S_ISREG(found.st_mode)
-        else "it is a second name of another file" if found.st_nlink > 1
-        else f"it belongs to user {found.st_uid}" if found.st_uid not in (os.geteuid(), above.st_uid)
-        else ""
-    )  # fmt: skip
+        "it is no regular file"
+        if not stat.S_ISREG(found.st_mode)
+        else (
+            "it is a second name of another file"
+            if found.st_nlink > 1
+            else (
+                f"it belongs to user {found.st_uid}"
+                if found.st_uid not in (os.geteuid(), above.st_uid)
+                else ""
+            )
+        )
+    )
     if problem:
-        raise StorageError(f"the lock of a run is not used, since {problem}: {printable(str(path))}", hint="look at it, and remove it")
+        raise StorageError(
+            f"the lock of a run is not used, since {problem}: {printable(str(path))}",
+            hint="look at it, and remove it",
+        )
 
 
 class FileLock:
@@ -128,8 +158,8 @@ class FileLock:
         """Claims a root for this process, as long as it lives.
 
         Raises:
-            StorageError: another live job holds it; host, pid and time are named. Where the file system has no locks, a warning
-                is logged.
+            StorageError: another live job holds it; host, pid and time are named. Where the file
+                system has no locks, a warning is logged.
         """
         self.root = root
         self._fd = self._take()
@@ -138,7 +168,9 @@ class FileLock:
         path = self.root / LOCK
         try:
             make_folder(self.root.absolute())
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            fd = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
+            )
         except OSError as error:
             raise failed("create", path, error) from error
         try:
@@ -153,7 +185,9 @@ class FileLock:
             raise _taken(str(self.root), holder, text)
         if is_mine is None:
             log.warning(
-                "%s: no file locks here; a second job would not be refused, nor a dead one's leftovers removed", printable(str(self.root))
+                "%s: no file locks here; a second job would not be refused, nor a dead one's"
+                " leftovers removed",
+                printable(str(self.root)),
             )
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{json.dumps(_me())}\n".encode(), 0)
@@ -166,7 +200,9 @@ class FileLock:
         return os.pread(self._fd, 4096, 0)
 
     def check(self) -> None:
-        """See `RootLock`. A root that was removed, or replaced by one without a job, is made and claimed again, with a warning."""
+        """See `RootLock`. A root that was removed, or replaced by one without a job, is made and
+        claimed again, with a warning.
+        """
         try:
             is_same = os.path.samestat(os.fstat(self._fd), os.stat(self.root / LOCK))
         except FileNotFoundError:
@@ -178,7 +214,9 @@ class FileLock:
             release(self._fd)
             self._fd = new
             log.warning(
-                "%s was removed or replaced while this job saved to it: made again, without the steps before", printable(str(self.root))
+                "%s was removed or replaced while this job saved to it: made again, without the"
+                " steps before",
+                printable(str(self.root)),
             )
 
     def release(self) -> None:
@@ -188,7 +226,8 @@ class FileLock:
 
 
 def see_lock(root: Path, written: bytes, rank: int) -> None:
-    """Makes sure that a directory is the one that another rank has just locked, by what that rank has written there.
+    """Makes sure that a directory is the one that another rank has just locked, by what that rank
+    has written there.
 
     Raises:
         StorageError: it is not there after ten seconds.
@@ -205,26 +244,30 @@ def see_lock(root: Path, written: bytes, rank: int) -> None:
     )
 
 
-# ---- in an object store --------------------------------------------------------------------------------------------------
+# ---- in an object store --------------------------------------------------------------------------
 
 
 class Lease:
-    """See `RootLock`: an object in the root that a thread renews every 20 s, and that expires after 60 s.
+    """See `RootLock`: an object in the root that a thread renews every 20 s, and that expires after
+    60 s.
 
-    Each write of it replaces the very object that was seen before, where the store knows such conditions: S3 does.
+    Each write of it replaces the very object that was seen before, where the store knows such
+    conditions: S3 does.
 
     Attributes:
-        is_inherited: it was that of a process that died; what that one has left there belongs to nobody.
+        is_inherited: it was that of a process that died; what that one has left there belongs to
+            nobody.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         """Claims a root for this job.
 
-        A lease whose process has ended on this machine, or that has expired, is replaced at once. That of another machine is
-        watched, for 60 s at most: if it is renewed, its job lives.
+        A lease whose process has ended on this machine, or that has expired, is replaced at once.
+        That of another machine is watched, for 60 s at most: if it is renewed, its job lives.
 
         Raises:
-            StorageError: another live job holds it; host, pid and time are named. Or the store cannot be reached.
+            StorageError: another live job holds it; host, pid and time are named. Or the store
+                cannot be reached.
         """
         self._store = RemoteStore(url, options)
         self._me, self._id, self._turn = _me(), uuid.uuid4().hex, 0
@@ -237,7 +280,9 @@ class Lease:
 
     def _data(self) -> bytes:
         self._turn += 1
-        return json.dumps({**self._me, "id": self._id, "turn": self._turn, "expires_after_s": LEASE_S}).encode()
+        return json.dumps(
+            {**self._me, "id": self._id, "turn": self._turn, "expires_after_s": LEASE_S}
+        ).encode()
 
     def _look(self) -> Look | None:
         return self._store.look(LOCK)
@@ -246,7 +291,9 @@ class Lease:
         """Writes the lease in the place of what was seen; False where another was faster."""
         data = self._data()
         try:
-            self._store.put(LOCK, data, is_exclusive=over is None, replaces=over.version if over else "")
+            self._store.put(
+                LOCK, data, is_exclusive=over is None, replaces=over.version if over else ""
+            )
         except StorageError as error:
             if error.is_transient:
                 raise
@@ -274,14 +321,22 @@ class Lease:
                 raise _taken(self._store.url, holder, text)
             if seen and not told:
                 told = True
-                log.warning("%s: another job has a lease: %s; waiting until it is renewed or expires", printable(self._store.url), text)
+                log.warning(
+                    "%s: another job has a lease: %s; waiting until it is renewed or expires",
+                    printable(self._store.url),
+                    text,
+                )
             time.sleep(_LOOK_S)
             first = first or seen
             seen = self._look()
 
     def _is_over(self, seen: Look, watched_s: float) -> bool:
         holder, _ = _parse(seen.data)
-        return _lives_here(holder) is False or watched_s > LEASE_S or (seen.age_s is not None and seen.age_s > LEASE_S)
+        return (
+            _lives_here(holder) is False
+            or watched_s > LEASE_S
+            or (seen.age_s is not None and seen.age_s > LEASE_S)
+        )
 
     def _renew(self) -> None:
         while not self._lost and not self._stops.wait(RENEW_S):
@@ -291,7 +346,9 @@ class Lease:
                 log.debug("could not renew the lease of %s: %s", self._store.url, error)
 
     def _renew_once(self) -> None:
-        """Writes the lease again, unless another job has it or another write was faster: the next look tells."""
+        """Writes the lease again, unless another job has it or another write was faster: the next
+        look tells.
+        """
         with self._renews:
             began, seen = time.monotonic(), self._look()
             holder, text = _parse(seen.data) if seen else ({}, "")
@@ -301,13 +358,18 @@ class Lease:
                 self._renewed_at = began
 
     def check(self) -> None:
-        """See `RootLock`. A lease that may have expired is renewed first: the thread may not have been there yet."""
+        """See `RootLock`. A lease that may have expired is renewed first: the thread may not have
+        been there yet.
+        """
         while not self._lost and time.monotonic() - self._renewed_at > LEASE_S:
             self._renew_once()
         if self._lost:
             raise StorageError(
                 f"another job has taken over {printable(self._store.url)}: {self._lost}",
-                hint="this job could not renew its lease for a minute, and must not save any more: end one of the two",
+                hint=(
+                    "this job could not renew its lease for a minute, and must not save any more:"
+                    " end one of the two"
+                ),
             )
 
     def release(self) -> None:

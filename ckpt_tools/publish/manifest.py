@@ -1,4 +1,6 @@
-"""The manifest: what was sealed on disk, as JSON beside the data. `docs/manifest.md` describes every field."""
+"""The manifest: what was sealed on disk, as JSON beside the data. `docs/manifest.md` describes
+every field.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from ckpt_tools.formats.registry import Source, folder_of
 from ckpt_tools.storage import Store, read
 from ckpt_tools.version import __version__
 
-VERSION = 2  # 1, of the days before the first release, had no checksum of its own: nobody could tell whether it was changed
+# 1, of the days before the first release, had no checksum of its own: nobody could tell whether it
+# was changed
+VERSION = 2
 CHECKSUM = "crc64nvme"
 
 
@@ -64,10 +68,23 @@ class Manifest:
     step: int | None = None
 
     @classmethod
-    def now(cls, attempt: str, operation: str, form: str, source: Mapping[str, Any], **fields: Any) -> Manifest:
+    def now(
+        cls, attempt: str, operation: str, form: str, source: Mapping[str, Any], **fields: Any
+    ) -> Manifest:
         """Returns a manifest of what this tool has just done."""
-        created, tool = dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), f"ckpt-tools {__version__}"
-        return cls(attempt=attempt, created=created, tool=tool, operation=operation, format=form, source=source, **fields)
+        created, tool = (
+            dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            f"ckpt-tools {__version__}",
+        )
+        return cls(
+            attempt=attempt,
+            created=created,
+            tool=tool,
+            operation=operation,
+            format=form,
+            source=source,
+            **fields,
+        )
 
     def render(self) -> bytes:
         """Returns the JSON text: ASCII, a line for every file and tensor, keys in a fixed order."""
@@ -75,14 +92,18 @@ class Manifest:
         body |= {f.name: getattr(self, f.name) for f in fields(self)}
         body["index"] = {"name": self.index[0], **_fields(self.index[1])} if self.index else None
         lines = [
-            f" {json.dumps(key)}: {_table(value) if key in ('files', 'tensors') else json.dumps(value)}" for key, value in body.items()
+            f" {json.dumps(key)}:"
+            f" {_table(value) if key in ('files', 'tensors') else json.dumps(value)}"
+            for key, value in body.items()
         ]
         text = ("{\n" + ",\n".join(lines)).encode("ascii")
         return text + f',\n "crc64nvme": "{hex64(crc64nvme(text))}"\n}}\n'.encode("ascii")
 
 
 def _table(entries: Mapping[str, Sealed | SealedTensor]) -> str:
-    lines = [f"  {json.dumps(name)}: {json.dumps(_fields(entry))}" for name, entry in entries.items()]
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(_fields(entry))}" for name, entry in entries.items()
+    ]
     return "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
 
 
@@ -96,9 +117,11 @@ def file_name(attempt: str, beside: str = "") -> str:
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("attempt", "created", "tool", "operation", "format"), (str,)), "source": (dict,), "world_size": (int, type(None)),
+    **dict.fromkeys(("attempt", "created", "tool", "operation", "format"), (str,)),
+    "source": (dict,),
+    "world_size": (int, type(None)),
     "step": (int, type(None)),
-}  # fmt: skip
+}
 _HEX = re.compile(r"[0-9a-f]+")
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
@@ -113,27 +136,38 @@ def parse(data: bytes, where: str) -> Manifest:
         body = json.loads(data)
         if body["ckpt_manifest"] != VERSION or body["checksum"] != CHECKSUM:
             raise FormatError(
-                f"a manifest of another version: expected {VERSION} with {CHECKSUM},"
-                f" got {printable(str(body['ckpt_manifest']))} with {printable(str(body['checksum']))} ({printable(where)})"
+                f"a manifest of another version: expected {VERSION} with {CHECKSUM}, got"
+                f" {printable(str(body['ckpt_manifest']))} with {printable(str(body['checksum']))}"
+                f" ({printable(where)})"
             )
         own = _OWN.search(data)
         if own is None or hex64(crc64nvme(data[: own.start()])) != own[1].decode():
-            raise FormatError(f"a manifest is damaged: its checksum is not that of its text ({printable(where)})")
+            raise FormatError(
+                f"a manifest is damaged: its checksum is not that of its text ({printable(where)})"
+            )
         index = body["index"]
         for key, kinds in _KINDS.items():
             if type(body[key]) not in kinds:
                 raise ValueError(f"{key} is a {type(body[key]).__name__}")
         return Manifest(
-            **{f.name: body[f.name] for f in fields(Manifest) if f.name not in ("files", "index", "tensors")},
+            **{
+                f.name: body[f.name]
+                for f in fields(Manifest)
+                if f.name not in ("files", "index", "tensors")
+            },
             files={str(name): _sealed(entry) for name, entry in body["files"].items()},
             index=None if index is None else (str(index["name"]), _sealed(index)),
             tensors={
-                str(fqn): SealedTensor(str(t["dtype"]), tuple(map(int, t["shape"])), _hex(t["fingerprint"]))
+                str(fqn): SealedTensor(
+                    str(t["dtype"]), tuple(map(int, t["shape"])), _hex(t["fingerprint"])
+                )
                 for fqn, t in body["tensors"].items()
             },
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FormatError(f"a manifest is malformed: {printable(repr(error))} ({printable(where)})") from error
+        raise FormatError(
+            f"a manifest is malformed: {printable(repr(error))} ({printable(where)})"
+        ) from error
 
 
 def names_in(store: Store, beside: str = "") -> list[str]:
@@ -144,8 +178,8 @@ def names_in(store: Store, beside: str = "") -> list[str]:
 def find(store: Store, beside: str = "") -> Manifest | None:
     """Returns the manifest in a directory, or that of one file in it; None where there is none.
 
-    Of several in a directory, in an object store in which one attempt has just taken the place of another, it is the one that knows the
-    index; of several beside a file, none.
+    Of several in a directory, in an object store in which one attempt has just taken the place of
+    another, it is the one that knows the index; of several beside a file, none.
 
     Args:
         store: the directory.
@@ -159,10 +193,17 @@ def find(store: Store, beside: str = "") -> Manifest | None:
     if len(found) > 1 and beside:
         return None
     if len(found) > 1:
-        found = [m for m in found if m.index and m.index[0] in files and hex64(crc64nvme(read(store, m.index[0]))) == m.index[1].crc64nvme]
+        found = [
+            m
+            for m in found
+            if m.index
+            and m.index[0] in files
+            and hex64(crc64nvme(read(store, m.index[0]))) == m.index[1].crc64nvme
+        ]
         if len(found) != 1:
             raise FormatError(
-                f"{len(names)} manifests, of which {len(found)} fit: {printable(', '.join(names))} ({printable(store.url)})",
+                f"{len(names)} manifests, of which {len(found)} fit: {printable(', '.join(names))}"
+                f" ({printable(store.url)})",
                 hint="remove all but one that fits; or all of them, and then ckpt seal",
             )
     return found[0] if found else None
@@ -181,13 +222,20 @@ def of_store(store: Store) -> Manifest | None:
 def _sealed(entry: Mapping[str, Any]) -> Sealed:
     if type(entry["nbytes"]) is not int or entry["nbytes"] < 0:
         raise ValueError(f"nbytes is {entry['nbytes']!r}")
-    runs = [run for run in entry.get("runs", ()) if len(run) != 3]  # for a few days they had no CRC-32
-    return Sealed(entry["nbytes"], _hex(entry["crc64nvme"]), tuple(_run(run, entry["nbytes"]) for run in runs))
+    # for a few days they had no CRC-32
+    runs = [run for run in entry.get("runs", ()) if len(run) != 3]
+    return Sealed(
+        entry["nbytes"], _hex(entry["crc64nvme"]), tuple(_run(run, entry["nbytes"]) for run in runs)
+    )
 
 
 def _run(run: Sequence[Any], file_nbytes: int) -> SealedRun:
     start, nbytes, crc64, crc32 = run
-    if type(start) is not int or type(nbytes) is not int or not 0 <= start < start + nbytes <= file_nbytes:
+    if (
+        type(start) is not int
+        or type(nbytes) is not int
+        or not 0 <= start < start + nbytes <= file_nbytes
+    ):
         raise ValueError(f"a run is {run!r} of a file of {file_nbytes} bytes")
     return SealedRun(start, nbytes, _hex(crc64), _hex(crc32, 8))
 
@@ -205,11 +253,20 @@ def seal_file(nbytes: int, crc64: int, runs: Iterable[tuple[int, int, int, int]]
         nbytes, crc64: of the file.
         runs: (start, bytes, CRC-64, CRC-32) of the cells of its long payloads.
     """
-    return Sealed(nbytes, hex64(crc64), tuple(SealedRun(start, length, hex64(crc), f"{crc32:08x}") for start, length, crc, crc32 in runs))
+    return Sealed(
+        nbytes,
+        hex64(crc64),
+        tuple(
+            SealedRun(start, length, hex64(crc), f"{crc32:08x}")
+            for start, length, crc, crc32 in runs
+        ),
+    )
 
 
 def seal_tensors(plan: Plan, fingerprints: Mapping[str, int]) -> dict[str, SealedTensor]:
-    """Returns the tensors of a finished plan with their fingerprints; an empty tensor's is that of no bytes, 0."""
+    """Returns the tensors of a finished plan with their fingerprints; an empty tensor's is that of
+    no bytes, 0.
+    """
     return {
         t.fqn: SealedTensor(t.dst_dtype.name, t.shape, hex64(fingerprints.get(t.fqn, 0)))
         for t in plan.tensors

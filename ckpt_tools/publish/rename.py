@@ -1,4 +1,6 @@
-"""Giving a name that nothing has yet, and two directories each other's, in one step; where a filesystem cannot, as near to it as it can."""
+"""Giving a name that nothing has yet, and two directories each other's, in one step; where a
+filesystem cannot, as near to it as it can.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def publish_name(src: Path, dst: Path) -> None:
     """Renames a file or directory to a name that nothing has.
 
-    Without `renameat2` (NFS, some FUSE) a file is linked, which never replaces either; and a directory renamed once nothing is seen
-    there, which never replaces one with files in it.
+    Without `renameat2` (NFS, some FUSE) a file is linked, which never replaces either; and a
+    directory renamed once nothing is seen there, which never replaces one with files in it.
 
     Raises:
         StorageError: something is there, or the rename failed.
@@ -34,7 +36,11 @@ def publish_name(src: Path, dst: Path) -> None:
         if src.is_dir() or not _link(src, dst):
             os.rename(src, dst)
     except OSError as error:
-        raise (_appeared(dst) if error.errno in (errno.EEXIST, errno.ENOTEMPTY) else failed("rename", dst, error)) from error
+        raise (
+            _appeared(dst)
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY)
+            else failed("rename", dst, error)
+        ) from error
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -56,11 +62,17 @@ def _renameat2(src: Path, dst: Path, flags: int) -> bool:
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
-    raise _appeared(dst) if code == errno.EEXIST else failed("rename", dst, OSError(code, os.strerror(code)))
+    raise (
+        _appeared(dst)
+        if code == errno.EEXIST
+        else failed("rename", dst, OSError(code, os.strerror(code)))
+    )
 
 
 def _link(src: Path, dst: Path) -> bool:
-    """Moves a file by a second name, which fails where one is; False where there are no hard links."""
+    """Moves a file by a second name, which fails where one is; False where there are no hard
+    links.
+    """
     try:
         os.link(src, dst)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""The checkpoints of one run, `ROOT/step-00000500`, on a disk or in an object store: which there are, which are complete, which may go.
+"""The checkpoints of one run, `ROOT/step-00000500`, on a disk or in an object store: which there
+are, which are complete, which may go.
 
 Truth is found by looking, never in a pointer file. Unknown names are never touched.
 """
@@ -32,9 +33,10 @@ Options = Mapping[str, Any] | None
 class Step:
     """One checkpoint of a run.
 
-    `path` is the URL of one in an object store; `manifest` is None for one that this tool did not write; `problem` says why it cannot be
-    resumed from, "" where it can; `store` has its files. `superseded_by` names the first step of the branch that took its place.
-    `is_pinned` tells whether it holds a `PIN`.
+    `path` is the URL of one in an object store; `manifest` is None for one that this tool did not
+    write; `problem` says why it cannot be resumed from, "" where it can; `store` has its files.
+    `superseded_by` names the first step of the branch that took its place. `is_pinned` tells
+    whether it holds a `PIN`.
     """
 
     number: int
@@ -53,7 +55,8 @@ class Step:
 
     @property
     def is_ours(self) -> bool:
-        """Tells whether this tool wrote it, under the name that it gives, so that retention may remove it.
+        """Tells whether this tool wrote it, under the name that it gives, so that retention may
+        remove it.
 
         A manifest that was added to another tool's checkpoint does not make it this tool's.
         """
@@ -84,7 +87,8 @@ def step_name(number: int) -> str:
 
 
 def list_steps(root: Root, options: Options = None, with_superseded: bool = False) -> list[Step]:
-    """Returns the steps directly under a directory or prefix, by number. Reads names, sizes and manifests, no data.
+    """Returns the steps directly under a directory or prefix, by number. Reads names, sizes and
+    manifests, no data.
 
     In an object store, what was never committed is no step.
 
@@ -112,18 +116,24 @@ def survey(root: Root, options: Options = None) -> tuple[list[Step], set[str]]:
 def _list(found: _Found, with_superseded: bool = False) -> list[Step]:
     is_far = any(isinstance(store, RemoteStore) for _, store in found.steps)
     with ThreadPoolExecutor(_LOOKERS if is_far else 1, "ckpt-look") as pool:
-        steps = [step for step in pool.map(lambda item: look_at(*item), found.steps) if _is_visible(step)]
+        steps = [
+            step for step in pool.map(lambda item: look_at(*item), found.steps) if _is_visible(step)
+        ]
         victims = _victims(found)
         steps = [_judged(step, victims) for step in steps]
         if not with_superseded:
             return [step for step in steps if not step.superseded_by]
-        steps += [replace(look_at(number, store), superseded_by=by) for number, store, by in found.aside]
+        steps += [
+            replace(look_at(number, store), superseded_by=by) for number, store, by in found.aside
+        ]
     return sorted(steps, key=lambda step: (step.number, bool(step.superseded_by)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is named like a step under a root, by number; what rollbacks set aside; their notes; and all other names but hidden ones."""
+    """What is named like a step under a root, by number; what rollbacks set aside; their notes; and
+    all other names but hidden ones.
+    """
 
     steps: list[tuple[int, Store]]
     aside: list[tuple[int, Store, str]]
@@ -147,16 +157,24 @@ def _find(root: Root, options: Options) -> _Found:
             raise failed("list", os.fspath(root), error) from error
         files = [e.name for e in entries if e.is_file(follow_symlinks=False)]
         stores = {e.name: LocalStore(e.path) for e in entries if e.is_dir()}
-    steps = sorted(((int(m[1]), store) for n, store in stores.items() if (m := _STEP.fullmatch(n))), key=lambda item: item[0])
+    steps = sorted(
+        ((int(m[1]), store) for n, store in stores.items() if (m := _STEP.fullmatch(n))),
+        key=lambda item: item[0],
+    )
     moved = [(m, store) for n, store in stores.items() if (m := SUPERSEDED.fullmatch(n))]
     aside = [(int(s[1]), store, m[2]) for m, store in moved if (s := _STEP.fullmatch(m[1]))]
     taken = {name for name in stores if _STEP.fullmatch(name) or SUPERSEDED.fullmatch(name)}
-    others = sorted(f"{name}/" if name in stores else name for name in (*stores, *files) if name not in taken and not name.startswith("."))
+    others = sorted(
+        f"{name}/" if name in stores else name
+        for name in (*stores, *files)
+        if name not in taken and not name.startswith(".")
+    )
     return _Found(steps, aside, read_notes(run, files), others)
 
 
 def list_all(root: Root, options: Options = None) -> tuple[list[Step], list[str]]:
-    """Returns all steps, superseded ones too, and the other names under a root: folders end in a slash, hidden names are left out.
+    """Returns all steps, superseded ones too, and the other names under a root: folders end in a
+    slash, hidden names are left out.
 
     Raises:
         StorageError: it cannot be read.
@@ -182,13 +200,24 @@ def _is_in_effect(note: Note, found: _Found) -> bool:
     for number, store in found.steps:
         if store.url.rstrip("/").rpartition("/")[2] == note.step:
             step = look_at(number, store)
-            return not step.problem and step.manifest is not None and step.manifest.attempt == note.attempt
+            return (
+                not step.problem
+                and step.manifest is not None
+                and step.manifest.attempt == note.attempt
+            )
     return False
 
 
 def _victims(found: _Found) -> dict[tuple[str, str], str]:
-    """Returns name and attempt of the steps that rollbacks in effect superseded, each with the step that took its place."""
-    return {victim: note.step for note in found.notes if _is_in_effect(note, found) for victim in note.victims.items()}
+    """Returns name and attempt of the steps that rollbacks in effect superseded, each with the step
+    that took its place.
+    """
+    return {
+        victim: note.step
+        for note in found.notes
+        if _is_in_effect(note, found)
+        for victim in note.victims.items()
+    }
 
 
 def _judged(step: Step, victims: Mapping[tuple[str, str], str]) -> Step:
@@ -197,7 +226,11 @@ def _judged(step: Step, victims: Mapping[tuple[str, str], str]) -> Step:
 
 
 def _is_visible(step: Step) -> bool:
-    return not is_url(step.path) or not step.problem or any(name in INDEXES for name in _open(step).list_files())
+    return (
+        not is_url(step.path)
+        or not step.problem
+        or any(name in INDEXES for name in _open(step).list_files())
+    )
 
 
 def _open(step: Step) -> Store:
@@ -205,14 +238,22 @@ def _open(step: Step) -> Store:
 
 
 def look_at(number: int, store: Store | Path) -> Step:
-    """Looks at one step: every file that its manifest names is there with its size, and the index has its checksum."""
+    """Looks at one step: every file that its manifest names is there with its size, and the index
+    has its checksum.
+    """
     store = LocalStore(store) if isinstance(store, Path) else store
     path = store.url if is_url(store.url) else Path(store.url)
     try:
         files = store.list_files()
         manifest = find(store)
-        problem = _foreign_problem(store) if manifest is None else first_problem(manifest, store) or _other_number(number, manifest)
-        return Step(number, path, sum(files.values()), manifest, problem, store, is_pinned=PIN in files)
+        problem = (
+            _foreign_problem(store)
+            if manifest is None
+            else first_problem(manifest, store) or _other_number(number, manifest)
+        )
+        return Step(
+            number, path, sum(files.values()), manifest, problem, store, is_pinned=PIN in files
+        )
     except CheckpointError as error:
         return Step(number, path, 0, None, str(error), store)
     finally:
@@ -234,7 +275,9 @@ def _foreign_problem(store: Store) -> str:
 
 
 def unsound(step: Step) -> str:
-    """Reads the index of a step without a manifest, and returns why it cannot be resumed from; "" for nothing, and for a sealed step."""
+    """Reads the index of a step without a manifest, and returns why it cannot be resumed from; ""
+    for nothing, and for a sealed step.
+    """
     if step.problem or step.manifest is not None:
         return step.problem
     try:
@@ -245,7 +288,9 @@ def unsound(step: Step) -> str:
 
 
 def damage(step: Step | None) -> str:
-    """Reads a step in full and returns what is wrong with it, "" for nothing; without a manifest there is nothing to compare."""
+    """Reads a step in full and returns what is wrong with it, "" for nothing; without a manifest
+    there is nothing to compare.
+    """
     if step is None or step.problem or step.manifest is None:
         return unsound(step) if step is not None else "it is gone"
     store = _open(step)
@@ -255,7 +300,9 @@ def damage(step: Step | None) -> str:
         store.close()
 
 
-def latest(root: Root, verify: bool = False, skip: Container[Path | str] = (), options: Options = None) -> Latest:
+def latest(
+    root: Root, verify: bool = False, skip: Container[Path | str] = (), options: Options = None
+) -> Latest:
     """Finds the newest step that is complete, by number; those that a rollback superseded are none.
 
     Args:
@@ -268,7 +315,9 @@ def latest(root: Root, verify: bool = False, skip: Container[Path | str] = (), o
     return _latest(found, verify, skip, _victims(found))
 
 
-def _latest(found: _Found, verify: bool, skip: Container[Path | str], victims: Mapping[tuple[str, str], str]) -> Latest:
+def _latest(
+    found: _Found, verify: bool, skip: Container[Path | str], victims: Mapping[tuple[str, str], str]
+) -> Latest:
     passed: list[tuple[Path | str, str]] = []
     for number, store in reversed(found.steps):
         step = _judged(look_at(number, store), victims)
@@ -281,8 +330,11 @@ def _latest(found: _Found, verify: bool, skip: Container[Path | str], victims: M
     return Latest(None, passed)
 
 
-def latest_of(roots: Sequence[Root], skip: Container[Path | str] = (), options: Options = None) -> Latest:
-    """Finds the newest complete step of several places, the first of them where they are equal; arguments as for `latest`.
+def latest_of(
+    roots: Sequence[Root], skip: Container[Path | str] = (), options: Options = None
+) -> Latest:
+    """Finds the newest complete step of several places, the first of them where they are equal;
+    arguments as for `latest`.
 
     A rollback that is in effect in one of them is so in all: a mirror may not have heard of it yet.
     """
@@ -299,13 +351,22 @@ def find_step(root: Root, name: str, options: Options = None) -> Step | None:
     Raises:
         StorageError: the root cannot be read.
     """
-    number, store = next(((n, s) for n, s in _find(root, options).steps if s.url.rstrip("/").rpartition("/")[2] == name), (0, None))
+    number, store = next(
+        (
+            (n, s)
+            for n, s in _find(root, options).steps
+            if s.url.rstrip("/").rpartition("/")[2] == name
+        ),
+        (0, None),
+    )
     step = look_at(number, store) if store is not None else None
     return step if step is not None and _is_visible(step) else None
 
 
 def number_of(path: Root) -> int:
-    """Returns the step of a checkpoint by its manifest or, where there is none, by the last number in its name; 0 where that has none."""
+    """Returns the step of a checkpoint by its manifest or, where there is none, by the last number
+    in its name; 0 where that has none.
+    """
     manifest = look_at(0, Path(path)).manifest if not is_url(path) and os.path.isdir(path) else None
     digits = re.findall(r"\d+", os.path.basename(os.fspath(path).rstrip("/")))
     return int((manifest and manifest.step) or (digits[-1] if digits else 0))

@@ -1,8 +1,8 @@
 """Notes of a rollback: which steps the first step of a new branch supersedes.
 
-A job that resumes from step 100 while 200 and 300 exist leaves their branch. It writes a note before its first save. The note
-takes effect at the instant at which that save is committed: from then on the old steps are neither the newest ones nor counted.
-They are then given another name.
+A job that resumes from step 100 while 200 and 300 exist leaves their branch. It writes a note
+before its first save. The note takes effect at the instant at which that save is committed: from
+then on the old steps are neither the newest ones nor counted. They are then given another name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Note:
     Attributes:
         step, attempt: name of the first new step, and the id of the attempt that writes it.
         resumed: number of the step that the new branch begins at.
-        victims: name of each superseded step to the attempt that wrote it, "" where it has no manifest.
+        victims: name of each superseded step to the attempt that wrote it, "" where it has no
+            manifest.
         is_committed: whether the first new step was seen complete.
     """
 
@@ -50,8 +51,18 @@ class Note:
 
     def render(self) -> bytes:
         """Returns it as JSON."""
-        fields = {"step": self.step, "attempt": self.attempt, "resumed": self.resumed, "is_committed": self.is_committed}
-        return json.dumps({"ckpt_rollback": 1, **fields, "victims": dict(self.victims)}, indent=1).encode() + b"\n"
+        fields = {
+            "step": self.step,
+            "attempt": self.attempt,
+            "resumed": self.resumed,
+            "is_committed": self.is_committed,
+        }
+        return (
+            json.dumps(
+                {"ckpt_rollback": 1, **fields, "victims": dict(self.victims)}, indent=1
+            ).encode()
+            + b"\n"
+        )
 
     @property
     def committed(self) -> Note:
@@ -62,9 +73,17 @@ class Note:
 def _parse(data: bytes) -> Note | None:
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         body = json.loads(data)
-        if body["ckpt_rollback"] == 1 and re.fullmatch(r"[0-9a-f]{8}-[0-9a-f-]{27}", body["attempt"]):
+        if body["ckpt_rollback"] == 1 and re.fullmatch(
+            r"[0-9a-f]{8}-[0-9a-f-]{27}", body["attempt"]
+        ):
             victims = {str(name): str(attempt) for name, attempt in body["victims"].items()}
-            return Note(str(body["step"]), body["attempt"], int(body["resumed"]), victims, body["is_committed"] is True)
+            return Note(
+                str(body["step"]),
+                body["attempt"],
+                int(body["resumed"]),
+                victims,
+                body["is_committed"] is True,
+            )
     return None
 
 

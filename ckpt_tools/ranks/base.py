@@ -1,7 +1,7 @@
 """Several processes that do one piece of work: what an operation needs to know of the others.
 
-`live.group.Group` is one over torch.distributed; a process by itself is `ALONE`. Every method is called by all members in the
-same order.
+`live.group.Group` is one over torch.distributed; a process by itself is `ALONE`. Every method is
+called by all members in the same order.
 """
 
 from __future__ import annotations
@@ -72,18 +72,24 @@ ALONE: Team = _Alone()
 
 
 def agree(team: Team, value: object) -> None:
-    """Makes sure that every member has the same plan: they may see different directories under one name.
+    """Makes sure that every member has the same plan: they may see different directories under one
+    name.
 
     Raises:
         PlanError: they have not.
     """
     found = (
-        team.all_gather(hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).digest(), "compare plans") if team.size > 1 else [b""]
+        team.all_gather(
+            hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).digest(), "compare plans"
+        )
+        if team.size > 1
+        else [b""]
     )
     if len(set(found)) > 1:
         wrong = ", ".join(str(rank) for rank, other in enumerate(found) if other != found[0])
         raise PlanError(
-            f"processes see different sources: {wrong} another one than process 0", hint="all need the same files under one path"
+            f"processes see different sources: {wrong} another one than process 0",
+            hint="all need the same files under one path",
         )
 
 

@@ -1,7 +1,9 @@
-"""What the ranks of a job tell each other while they save or load: few bytes, in step, and never without a deadline.
+"""What the ranks of a job tell each other while they save or load: few bytes, in step, and never
+without a deadline.
 
-Every phase ends in one exchange of who failed, so that an error on one rank is that error on all of them, and nobody waits
-for a rank that is not coming. A group of its own keeps this apart from the collectives of the training.
+Every phase ends in one exchange of who failed, so that an error on one rank is that error on all of
+them, and nobody waits for a rank that is not coming. A group of its own keeps this apart from the
+collectives of the training.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _ROLL_CALL_S = 3.0
 
 
 class Ranks(ABC):
-    """Some ranks that do things in step: every method is called by all of them in the same order."""
+    """Some ranks that do things in step: every method is called by all of them in the same
+    order.
+    """
 
     rank: int
     size: int
@@ -47,9 +51,14 @@ class Ranks(ABC):
 
     @abstractmethod
     def exchange(
-        self, sends: Sequence[tuple[int, int, torch.Tensor]], receives: Sequence[tuple[int, int, torch.Tensor]], what: str
+        self,
+        sends: Sequence[tuple[int, int, torch.Tensor]],
+        receives: Sequence[tuple[int, int, torch.Tensor]],
+        what: str,
     ) -> None:
-        """Sends tensors to ranks and fills others from ranks, all at once: `(rank, tag, tensor)`, tags the same at both ends."""
+        """Sends tensors to ranks and fills others from ranks, all at once: `(rank, tag, tensor)`,
+        tags the same at both ends.
+        """
 
     @contextmanager
     def phase(self, what: str) -> Iterator[None]:
@@ -83,29 +92,51 @@ class Ranks(ABC):
             return
         hint = own.hint if isinstance(own, CheckpointError) else None
         notes = [note for note in getattr(own, "__notes__", ()) if not note.startswith("hint: ")]
-        mine = None if own is None else (" ".join((f"{type(own).__name__}: {own}", *(f"({note})" for note in notes))), hint)
-        told = [(rank, *theirs) for rank, theirs in enumerate(self.all_gather(mine, what)) if theirs]
-        texts, hint = [(rank, text) for rank, text, _ in told], next((hint for *_, hint in told if hint), None)
-        shown = "\n".join(f"  rank {rank}: {t}" for rank, t in texts[:8]) + (f"\n  and {len(texts) - 8} more" if len(texts) > 8 else "")
+        mine = (
+            None
+            if own is None
+            else (
+                " ".join((f"{type(own).__name__}: {own}", *(f"({note})" for note in notes))),
+                hint,
+            )
+        )
+        told = [
+            (rank, *theirs) for rank, theirs in enumerate(self.all_gather(mine, what)) if theirs
+        ]
+        texts, hint = (
+            [(rank, text) for rank, text, _ in told],
+            next((hint for *_, hint in told if hint), None),
+        )
+        shown = "\n".join(f"  rank {rank}: {t}" for rank, t in texts[:8]) + (
+            f"\n  and {len(texts) - 8} more" if len(texts) > 8 else ""
+        )
         raise PeerError(f"{what} failed on {len(texts)} of {self.size} ranks:\n{shown}", hint=hint)
 
 
 class Group(Ranks):
-    """All ranks of a job, or one process alone. After an exchange has failed, it can do no other."""
+    """All ranks of a job, or one process alone. After an exchange has failed, it can do no
+    other.
+    """
 
     _made = 0
     _broken = ""
 
     def __init__(self, timeout_s: float, pg: dist.ProcessGroup | None = None) -> None:
-        """Opens a gloo group over the ranks of `pg` (all ranks where None); alone where torch.distributed is not initialised."""
+        """Opens a gloo group over the ranks of `pg` (all ranks where None); alone where
+        torch.distributed is not initialised.
+        """
         self._is_alone = not (dist.is_available() and dist.is_initialized())
-        self.rank, self.size = (0, 1) if self._is_alone else (dist.get_rank(pg), dist.get_world_size(pg))
+        self.rank, self.size = (
+            (0, 1) if self._is_alone else (dist.get_rank(pg), dist.get_world_size(pg))
+        )
         self._timeout_s = timeout_s
         if self.size == 1:
             self._is_alone = True
         if not self._is_alone:
             ranks = None if pg is None else dist.get_process_group_ranks(pg)
-            self._pg = dist.new_group(ranks, timeout=dt.timedelta(seconds=timeout_s), backend="gloo")
+            self._pg = dist.new_group(
+                ranks, timeout=dt.timedelta(seconds=timeout_s), backend="gloo"
+            )
             self._root = 0 if ranks is None else ranks[0]
             Group._made += 1  # all ranks make their groups in one order
             self._name = f"ckpt/{Group._made}/{self._root}"
@@ -117,7 +148,8 @@ class Group(Ranks):
         return sums.tolist()  # type: ignore[no-any-return]
 
     def meet(self, kind: str, call: str, flags: Sequence[int] = (0, 0)) -> list[int]:
-        """Makes sure that all ranks make the same call, and returns the maximum of each flag over all ranks.
+        """Makes sure that all ranks make the same call, and returns the maximum of each flag over
+        all ranks.
 
         Args:
             kind: name of the public method.
@@ -125,31 +157,47 @@ class Group(Ranks):
             flags: two numbers of this rank.
 
         Raises:
-            PeerError: the ranks make different calls; the message has each rank's. No other exchange was begun.
+            PeerError: the ranks make different calls; the message has each rank's. No other
+                exchange was begun.
         """
         if self._is_alone:
             return list(flags)
-        if kind != "preempted" and not self._broken:  # which is called after every step, and must cost no more than the exchange
+        # which is called after every step, and must cost no more than the exchange
+        if kind != "preempted" and not self._broken:
             self._tell("call", f"{call} at {time.strftime('%H:%M:%S')}")
         code = zlib.crc32(call.encode())
         found = np.array([code, -code, *flags], np.int64)
         self._call(
-            call.rstrip(")").replace("(", " ").strip(), lambda: dist.all_reduce(torch.from_numpy(found), dist.ReduceOp.MAX, self._pg)
+            call.rstrip(")").replace("(", " ").strip(),
+            lambda: dist.all_reduce(torch.from_numpy(found), dist.ReduceOp.MAX, self._pg),
         )
         if found[0] != -found[1]:
             calls = self.all_gather(call, "compare calls")
             shown = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(calls))
             raise PeerError(
                 f"the ranks do not make the same call:\n{shown}",
-                hint="every rank calls save, resume and preempted in the same order, with the same arguments",
+                hint=(
+                    "every rank calls save, resume and preempted in the same order, with the same"
+                    " arguments"
+                ),
             )
         return found[2:].tolist()  # type: ignore[no-any-return]
 
     def xor(self, values: Sequence[int], what: str) -> list[int]:
-        """Returns the element-wise exclusive-or over all ranks of values below 2**64; of use on rank 0."""
+        """Returns the element-wise exclusive-or over all ranks of values below 2**64; of use on
+        rank 0.
+        """
         found = np.array(values, np.uint64)
         if not self._is_alone:
-            self._call(what, lambda: dist.reduce(torch.from_numpy(found.view(np.int64)), self._root, dist.ReduceOp.BXOR, group=self._pg))
+            self._call(
+                what,
+                lambda: dist.reduce(
+                    torch.from_numpy(found.view(np.int64)),
+                    self._root,
+                    dist.ReduceOp.BXOR,
+                    group=self._pg,
+                ),
+            )
         return found.tolist()  # type: ignore[no-any-return]
 
     def gather(self, value: T, what: str) -> list[T]:
@@ -171,7 +219,12 @@ class Group(Ranks):
         if self._is_alone:
             return values[0]
         mine: list[Any] = [None]
-        self._call(what, lambda: dist.scatter_object_list(mine, list(values) if self.rank == 0 else None, self._root, group=self._pg))
+        self._call(
+            what,
+            lambda: dist.scatter_object_list(
+                mine, list(values) if self.rank == 0 else None, self._root, group=self._pg
+            ),
+        )
         return mine[0]  # type: ignore[no-any-return]
 
     def broadcast(self, value: T, what: str) -> T:
@@ -183,14 +236,23 @@ class Group(Ranks):
         return values[0]  # type: ignore[no-any-return]
 
     def exchange(
-        self, sends: Sequence[tuple[int, int, torch.Tensor]], receives: Sequence[tuple[int, int, torch.Tensor]], what: str
+        self,
+        sends: Sequence[tuple[int, int, torch.Tensor]],
+        receives: Sequence[tuple[int, int, torch.Tensor]],
+        what: str,
     ) -> None:
         if self._is_alone:
             return
 
         def move() -> None:
-            works = [dist.irecv(t, dist.get_global_rank(self._pg, rank), self._pg, tag) for rank, tag, t in receives]
-            works += [dist.isend(t, dist.get_global_rank(self._pg, rank), self._pg, tag) for rank, tag, t in sends]
+            works = [
+                dist.irecv(t, dist.get_global_rank(self._pg, rank), self._pg, tag)
+                for rank, tag, t in receives
+            ]
+            works += [
+                dist.isend(t, dist.get_global_rank(self._pg, rank), self._pg, tag)
+                for rank, tag, t in sends
+            ]
             for work in works:
                 if work is not None:
                     work.wait()
@@ -216,12 +278,15 @@ class Group(Ranks):
             self._broken = self._diagnose(what, began, str(error).splitlines()[0])
             raise PeerError(
                 f"{what}: {self._broken}",
-                hint="look at that rank's own log; nothing was published, the newest complete step is as it was."
-                " Then make a new manager on all ranks, or restart the job",
+                hint=(
+                    "look at that rank's own log; nothing was published, the newest complete step"
+                    " is as it was. Then make a new manager on all ranks, or restart the job"
+                ),
             ) from error
 
     def _diagnose(self, what: str, began: float, reason: str) -> str:
-        """Returns why an exchange failed: who did not come, or who had given up before this rank came.
+        """Returns why an exchange failed: who did not come, or who had given up before this rank
+        came.
 
         Args:
             what: the exchange.
@@ -240,15 +305,25 @@ class Group(Ranks):
             store.set(gave_up, f"{now} rank {self.rank} waited {waited_s:.0f} s at {what}")
             missing = self._missing(store)
             calls = {rank: self._told(store, "call", rank) for rank in missing}
-            last = "last call: " + ", ".join(f"rank {rank} {call or 'none yet'}" for rank, call in calls.items())
+            last = "last call: " + ", ".join(
+                f"rank {rank} {call or 'none yet'}" for rank, call in calls.items()
+            )
             who = f"rank {', '.join(map(str, missing))}"
             if missing:
-                store.set(gave_up, f"{now} rank {self.rank} waited {waited_s:.0f} s at {what} for {who}")
+                store.set(
+                    gave_up, f"{now} rank {self.rank} waited {waited_s:.0f} s at {what} for {who}"
+                )
         except (RuntimeError, ValueError):  # the store died with the rank that served it
-            return f"a rank did not answer, and the job's store is gone: rank 0 or the launcher has ended ({reason})"
+            return (
+                "a rank did not answer, and the job's store is gone: rank 0 or the launcher has"
+                f" ended ({reason})"
+            )
         if not missing:
             return f"the connection between the ranks broke ({reason})"
-        return f"{who} did not answer ({last}; waited {waited_s:.0f} s, at most {self._timeout_s:g} s: {reason})"
+        return (
+            f"{who} did not answer ({last}; waited {waited_s:.0f} s, at most {self._timeout_s:g} s:"
+            f" {reason})"
+        )
 
     def _tell(self, key: str, text: str) -> None:
         """Leaves a word in the job's store, where ranks find it that exchange nothing any more."""
@@ -260,7 +335,9 @@ class Group(Ranks):
         return store.get(where).decode() if store.check([where]) else ""
 
     def _missing(self, store: Any) -> list[int]:
-        """Returns the ranks that do not answer a roll call: those that live have seen the exchange fail by now."""
+        """Returns the ranks that do not answer a roll call: those that live have seen the exchange
+        fail by now.
+        """
         store.set(f"{self._name}/roll/{self.rank}", "here")
         deadline = time.monotonic() + _ROLL_CALL_S
         missing = list(range(self.size))
@@ -286,7 +363,9 @@ def _host() -> str:
 
 
 class Near(Ranks):
-    """Some ranks of a group, by messages through it: one of their own would have to be made by all, or under a name that is not unique."""
+    """Some ranks of a group, by messages through it: one of their own would have to be made by all,
+    or under a name that is not unique.
+    """
 
     def __init__(self, group: Group, ranks: Sequence[int]) -> None:
         self._all, self._ranks = group, ranks
@@ -304,14 +383,27 @@ class Near(Ranks):
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in others}
         nbytes = torch.tensor([len(data)], device="cpu")
-        self.exchange([(r, 0, nbytes) for r in others], [(r, 0, size) for r, size in sizes.items()], what)
-        rooms = {rank: torch.empty(int(size), dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
-        self.exchange([(r, 1, data) for r in others], [(r, 1, room) for r, room in rooms.items()], what)
+        self.exchange(
+            [(r, 0, nbytes) for r in others], [(r, 0, size) for r, size in sizes.items()], what
+        )
+        rooms = {
+            rank: torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            for rank, size in sizes.items()
+        }
+        self.exchange(
+            [(r, 1, data) for r in others], [(r, 1, room) for r, room in rooms.items()], what
+        )
         told = {rank: pickle.loads(room.numpy().tobytes()) for rank, room in rooms.items()}  # noqa: S301  # by this very job
         return [value if rank == self.rank else told[rank] for rank in range(self.size)]
 
     def exchange(
-        self, sends: Sequence[tuple[int, int, torch.Tensor]], receives: Sequence[tuple[int, int, torch.Tensor]], what: str
+        self,
+        sends: Sequence[tuple[int, int, torch.Tensor]],
+        receives: Sequence[tuple[int, int, torch.Tensor]],
+        what: str,
     ) -> None:
-        there, here = ([(self._ranks[rank], tag, tensor) for rank, tag, tensor in moves] for moves in (sends, receives))
+        there, here = (
+            [(self._ranks[rank], tag, tensor) for rank, tag, tensor in moves]
+            for moves in (sends, receives)
+        )
         self._all.exchange(there, here, what)

@@ -1,6 +1,8 @@
-"""Joining the processes that a launcher has started: `torchrun -m ckpt_tools …`, or `srun python -m ckpt_tools …`.
+"""Joining the processes that a launcher has started: `torchrun -m ckpt_tools …`, or `srun python -m
+ckpt_tools …`.
 
-Source: torch 2.13 `torch/distributed/run.py`; Slurm's `srun` manual, "output environment variables".
+Source: torch 2.13 `torch/distributed/run.py`; Slurm's `srun` manual, "output environment
+variables".
 """
 
 from __future__ import annotations
@@ -27,20 +29,31 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
         PlanError: a variable is missing that Slurm sets.
     """
     try:
-        first = first_host(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"])
+        first = first_host(
+            environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+        )
         number = int(environment["SLURM_JOB_ID"]) * 31 + int(environment.get("SLURM_STEP_ID", "0"))
         return {
-            "RANK": environment["SLURM_PROCID"], "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-            "LOCAL_WORLD_SIZE": environment.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0],
+            "RANK": environment["SLURM_PROCID"],
+            "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_WORLD_SIZE": (
+                environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+                .partition("(")[0]
+                .partition(",")[0]
+            ),
             "MASTER_ADDR": environment.get("MASTER_ADDR", first),
             "MASTER_PORT": environment.get("MASTER_PORT", str(_FIRST_PORT + number % _PORTS)),
-        }  # fmt: skip
+        }
     except (KeyError, ValueError) as error:
-        raise PlanError(f"not a job step of Slurm: {error}", hint="start it with srun, or with torchrun") from error
+        raise PlanError(
+            f"not a job step of Slurm: {error}", hint="start it with srun, or with torchrun"
+        ) from error
 
 
 def first_host(nodes: str) -> str:
-    """Returns the first of a list of nodes as Slurm writes it: `gpu[007-009,12],login1` is gpu007."""
+    """Returns the first of a list of nodes as Slurm writes it: `gpu[007-009,12],login1` is
+    gpu007.
+    """
     match = re.fullmatch(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?(?:,.*)?", nodes)
     if match is None:
         raise ValueError(f"a list of nodes is not understood: {nodes!r}")
@@ -49,7 +62,8 @@ def first_host(nodes: str) -> str:
 
 @contextmanager
 def joined() -> Iterator[Group]:
-    """Yields the group of all processes of the job, over gloo; each waits for the others for an hour, or `CKPT_TEAM_TIMEOUT_S` seconds.
+    """Yields the group of all processes of the job, over gloo; each waits for the others for an
+    hour, or `CKPT_TEAM_TIMEOUT_S` seconds.
 
     Raises:
         PlanError: the launcher's variables are not what they should be.
@@ -57,7 +71,9 @@ def joined() -> Iterator[Group]:
     try:
         timeout_s = float(os.environ.get("CKPT_TEAM_TIMEOUT_S", TIMEOUT_S))
     except ValueError:
-        raise PlanError(f"CKPT_TEAM_TIMEOUT_S is a number of seconds, got {os.environ['CKPT_TEAM_TIMEOUT_S']!r}") from None
+        raise PlanError(
+            f"CKPT_TEAM_TIMEOUT_S is a number of seconds, got {os.environ['CKPT_TEAM_TIMEOUT_S']!r}"
+        ) from None
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ.update(slurm_variables(os.environ))
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=timeout_s))

@@ -1,6 +1,17 @@
 """Bytes, and nothing but bytes: where they are kept and how they are read and written."""
 
-from ckpt_tools.storage.base import Capabilities, Shelf, Store, Writer, check_path, check_url, is_url, local_path, read, write_file
+from ckpt_tools.storage.base import (
+    Capabilities,
+    Shelf,
+    Store,
+    Writer,
+    check_path,
+    check_url,
+    is_url,
+    local_path,
+    read,
+    write_file,
+)
 from ckpt_tools.storage.local import LocalStore, SharedStore
 from ckpt_tools.storage.memory import MemoryStore
 from ckpt_tools.storage.overlay import Overlay

@@ -1,6 +1,7 @@
 """The contract of a store: named files of bytes under one root.
 
-A store knows bytes, not formats. Paths are relative, with `/` between segments, and never leave the root.
+A store knows bytes, not formats. Paths are relative, with `/` between segments, and never leave the
+root.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Capabilities:
 
     Attributes:
         can_write_anywhere: a file under construction takes writes at any position, in any order.
-        fetches_ahead: what is announced by `will_read` is fetched in the background, so that small far-apart ranges are worth announcing.
+        fetches_ahead: what is announced by `will_read` is fetched in the background, so that small
+            far-apart ranges are worth announcing.
     """
 
     can_write_anywhere: bool
@@ -39,7 +41,8 @@ class Traffic:
     Attributes:
         requests: how many there were; a package may have repeated some by itself.
         nbytes, sent_nbytes: of files, that came and that were sent.
-        kinds: requests by kind: LIST, HEAD, GET, PUT, POST, DELETE of an S3, and the operation for other stores.
+        kinds: requests by kind: LIST, HEAD, GET, PUT, POST, DELETE of an S3, and the operation for
+            other stores.
         whole: counts the same for several stores.
     """
 
@@ -53,7 +56,11 @@ class Traffic:
     def add(self, kind: str, nbytes: int = 0, sent_nbytes: int = 0) -> None:
         """Counts a request, with the bytes that it brought and sent."""
         with self.lock:
-            self.requests, self.nbytes, self.sent_nbytes = self.requests + 1, self.nbytes + nbytes, self.sent_nbytes + sent_nbytes
+            self.requests, self.nbytes, self.sent_nbytes = (
+                self.requests + 1,
+                self.nbytes + nbytes,
+                self.sent_nbytes + sent_nbytes,
+            )
             self.kinds[kind] += 1
         if self.whole is not None:
             self.whole.add(kind, nbytes, sent_nbytes)
@@ -74,11 +81,15 @@ class Writer(Protocol):
         ...
 
     def view(self, start: int, nbytes: int) -> memoryview | None:
-        """Returns the memory of a range if the file lies in memory, to be filled in place; None where it must be written."""
+        """Returns the memory of a range if the file lies in memory, to be filled in place; None
+        where it must be written.
+        """
         ...
 
     def finish(self) -> None:
-        """Makes the bytes durable and closes the file. A failure is final: nothing is tried twice."""
+        """Makes the bytes durable and closes the file. A failure is final: nothing is tried
+        twice.
+        """
         ...
 
     def abort(self) -> None:
@@ -106,8 +117,9 @@ class Shelf(Protocol):
 class Store(Shelf, Protocol):
     """Files under one root.
 
-    Guarantees: reads see a file as it was at one moment or raise; ranges are half-open; a zero-length range reads nothing
-    and is legal up to the end of the file; a file that is being written is not promised to be visible.
+    Guarantees: reads see a file as it was at one moment or raise; ranges are half-open; a
+    zero-length range reads nothing and is legal up to the end of the file; a file that is being
+    written is not promised to be visible.
     """
 
     @property
@@ -121,7 +133,8 @@ class Store(Shelf, Protocol):
         ...
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
-        """Returns the files directly under the root with their sizes in bytes; links and devices that leave it are omitted.
+        """Returns the files directly under the root with their sizes in bytes; links and devices
+        that leave it are omitted.
 
         With `below`, also those in the folders directly under it, as `folder/name`.
         """
@@ -160,7 +173,9 @@ class Store(Shelf, Protocol):
         ...
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
-        """Hints that `(path, start, nbytes)` ranges are wanted soon, and whether no more will be named; may do nothing."""
+        """Hints that `(path, start, nbytes)` ranges are wanted soon, and whether no more will be
+        named; may do nothing.
+        """
         ...
 
     def close(self) -> None:
@@ -168,18 +183,25 @@ class Store(Shelf, Protocol):
         ...
 
 
-_TRUSTED_BYTES = 1 << 20  # a longer range is compared with the size of its file before memory is allocated
+# a longer range is compared with the size of its file before memory is allocated
+_TRUSTED_BYTES = 1 << 20
 
 
 def read(store: Store, path: str, start: int = 0, nbytes: int | None = None) -> bytes:
     """Returns `nbytes` bytes of a file from `start`; all the rest where None.
 
     Raises:
-        StorageError: the file ends before. A length that comes from a hostile header allocates nothing.
+        StorageError: the file ends before. A length that comes from a hostile header allocates
+            nothing.
     """
-    if nbytes is not None and nbytes > _TRUSTED_BYTES and not 0 <= start <= (size := store.size(path)) - nbytes:
+    if (
+        nbytes is not None
+        and nbytes > _TRUSTED_BYTES
+        and not 0 <= start <= (size := store.size(path)) - nbytes
+    ):
         raise StorageError(
-            f"a file ends early: expected {nbytes} bytes from byte {start}, got a file of {size} ({printable(path)})",
+            f"a file ends early: expected {nbytes} bytes from byte {start}, got a file of {size}"
+            f" ({printable(path)})",
             hint="the file is truncated, or its header is damaged",
         )
     buffer = bytearray(store.size(path) - start if nbytes is None else nbytes)
@@ -197,7 +219,8 @@ def write_file(store: Shelf, path: str, data: bytes) -> None:
         writer.abort()
 
 
-_WITHOUT_HOST = ("memory", "hdfs", "sftp", "ssh", "ftp", "webhdfs", "dbfs")  # where a path may begin with a slash
+# where a path may begin with a slash
+_WITHOUT_HOST = ("memory", "hdfs", "sftp", "ssh", "ftp", "webhdfs", "dbfs")
 _SEGMENT = re.compile(r"[^/\x00]{1,255}")
 
 
@@ -205,49 +228,83 @@ def check_path(path: str, where: str) -> str:
     """Returns `path` if it names a file within a root and nothing else.
 
     Raises:
-        StorageError: it is absolute, climbs with `..`, also between backslashes, holds a NUL, or looks like a URL or a drive.
+        StorageError: it is absolute, climbs with `..`, also between backslashes, holds a NUL, or
+            looks like a URL or a drive.
     """
     segments = path.split("/")
     plain = all(_SEGMENT.fullmatch(s) and s != "." and ".." not in s.split("\\") for s in segments)
-    if not plain or "://" in path or "::" in path or path.startswith("\\") or re.match(r"[A-Za-z]:\\", path):
-        raise StorageError(f"a file name points outside the checkpoint: {printable(path)!r} ({where})")
+    if (
+        not plain
+        or "://" in path
+        or "::" in path
+        or path.startswith("\\")
+        or re.match(r"[A-Za-z]:\\", path)
+    ):
+        raise StorageError(
+            f"a file name points outside the checkpoint: {printable(path)!r} ({where})"
+        )
     return path
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Returns a path of the local file system; that of a `file://` URL, whose `%2D` are characters of the name."""
+    """Returns a path of the local file system; that of a `file://` URL, whose `%2D` are characters
+    of the name.
+    """
     where = os.fspath(path)
     slip = re.match(r"(s3a?|gs|gcs|az|abfs|https?|memory|file):/(?!/)", where)
     if slip and not os.path.lexists(where):
-        raise StorageError(f"a URL has two slashes: {printable(where)}", hint=f"{slip[1]}://{printable(where[slip.end() :])}")
+        raise StorageError(
+            f"a URL has two slashes: {printable(where)}",
+            hint=f"{slip[1]}://{printable(where[slip.end() :])}",
+        )
     if not where.startswith("file://"):
         return where
     host, slash, rest = where.removeprefix("file://").partition("/")
     if host not in ("", "localhost") or not slash:
-        raise StorageError(f"a file:// URL has no host, and an absolute path: {printable(where)!r}", hint="such as file:///data/run")
+        raise StorageError(
+            f"a file:// URL has no host, and an absolute path: {printable(where)!r}",
+            hint="such as file:///data/run",
+        )
     return unquote(f"/{rest}")
 
 
 def check_url(url: str) -> None:
-    """Refuses a URL with an empty segment: `s3://bucket//run` and `s3://bucket/run` are two places, and tools disagree which is which.
+    """Refuses a URL with an empty segment: `s3://bucket//run` and `s3://bucket/run` are two places,
+    and tools disagree which is which.
 
     Raises:
         StorageError: it has one, or one that is `.` or `..`, or no bucket.
     """
     scheme, separator, path = url.rpartition("::")[2].partition("://")
     if scheme in ("s3", "s3a", "gs", "gcs") and "@" in path.partition("/")[0]:
-        raise StorageError(f"credentials do not stand in such a URL: {printable(url)}", hint="give them by the environment or a file")
+        raise StorageError(
+            f"credentials do not stand in such a URL: {printable(url)}",
+            hint="give them by the environment or a file",
+        )
     has_host = scheme not in _WITHOUT_HOST
     path = path if has_host else path.removeprefix("/")
     segments = path.rstrip("/").split("/")  # at the end, any number of them means nothing
     if separator and path.strip("/") and any(segment in ("", ".", "..") for segment in segments):
-        clean = f"{url[: len(url) - len(path)]}{'/'.join(segment for segment in segments if segment not in ('', '.'))}"
+        named = "/".join(segment for segment in segments if segment not in ("", "."))
+        clean = url[: len(url) - len(path)] + named
         raise StorageError(
             f"a URL with an empty segment, or one of dots: {printable(url)}",
-            hint="name the bucket" if not segments[0] else f"write it as {printable(clean)}" if ".." not in segments else None,
+            hint=(
+                "name the bucket"
+                if not segments[0]
+                else f"write it as {printable(clean)}"
+                if ".." not in segments
+                else None
+            ),
         )
 
 
 def is_url(path: object) -> TypeGuard[str]:
-    """Tells whether a path is one of a store that fsspec opens, and not of the local file system."""
-    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None and not path.startswith("file://")
+    """Tells whether a path is one of a store that fsspec opens, and not of the local file
+    system.
+    """
+    return (
+        isinstance(path, str)
+        and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None
+        and not path.startswith("file://")
+    )

@@ -27,21 +27,26 @@ if _sync_file_range is not None:
 
 
 def failed(operation: str, path: str | Path, error: OSError) -> StorageError:
-    """Returns the StorageError for a failed system call, with a hint where a person can do something."""
+    """Returns the StorageError for a failed system call, with a hint where a person can do
+    something.
+    """
     hints = {
         errno.ENOSPC: "free some room, or write to another filesystem",
         errno.EDQUOT: "free some of your quota",
         errno.EMFILE: "raise `ulimit -n`",
     }
     message = f"cannot {operation}: {error.strerror or error} ({printable(str(path))})"
-    return StorageError(message, hint=hints.get(error.errno or 0), is_missing=error.errno == errno.ENOENT)
+    return StorageError(
+        message, hint=hints.get(error.errno or 0), is_missing=error.errno == errno.ENOENT
+    )
 
 
 class LocalStore:
     """Files under one directory.
 
-    Symbolic links are followed only as long as they stay under it. A snapshot in a cache of Hugging Face may also lead to that cache's
-    `blobs`. A link that leads elsewhere is not listed; to open it is an error.
+    Symbolic links are followed only as long as they stay under it. A snapshot in a cache of Hugging
+    Face may also lead to that cache's `blobs`. A link that leads elsewhere is not listed; to open
+    it is an error.
     """
 
     capabilities, traffic = Capabilities(can_write_anywhere=True), None
@@ -51,7 +56,8 @@ class LocalStore:
 
         Args:
             root: the directory.
-            follows: name of one file that is followed wherever it leads, because a person gave its path.
+            follows: name of one file that is followed wherever it leads, because a person gave its
+                path.
         """
         self.root = Path(os.path.realpath(root))
         self._follows, self._blobs = follows, _blobs_of(self.root)
@@ -62,10 +68,16 @@ class LocalStore:
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         try:
             found = sorted(os.scandir(self.root), key=lambda e: e.name)
-            files = {e.name: e.stat().st_size for e in found if e.is_file() and self._is_inside(e.path)}
+            files = {
+                e.name: e.stat().st_size for e in found if e.is_file() and self._is_inside(e.path)
+            }
             for folder in (e for e in found if below and e.is_dir() and self._is_inside(e.path)):
                 inner = sorted(os.scandir(folder.path), key=lambda e: e.name)
-                files |= {f"{folder.name}/{e.name}": e.stat().st_size for e in inner if e.is_file() and self._is_inside(e.path)}
+                files |= {
+                    f"{folder.name}/{e.name}": e.stat().st_size
+                    for e in inner
+                    if e.is_file() and self._is_inside(e.path)
+                }
         except OSError as error:
             raise failed("list a directory", self.root, error) from error
         return files
@@ -93,7 +105,8 @@ class LocalStore:
                 count = os.preadv(fd, [view], at)
                 if count == 0:
                     raise StorageError(
-                        f"a file ended early: expected bytes {start}:{start + len(buffer)}, got up to {at} ({printable(path)})",
+                        f"a file ended early: expected bytes {start}:{start + len(buffer)}, got up"
+                        f" to {at} ({printable(path)})",
                         hint="the file is truncated, or something shrank it while it was read",
                     )
                 at, view = at + count, view[count:]
@@ -128,17 +141,29 @@ class LocalStore:
         if real is None:
             return False
         is_given = bool(self._follows) and path == os.path.join(self.root, self._follows)
-        return real.is_relative_to(self.root) or (self._blobs is not None and real.parent == self._blobs) or is_given
+        return (
+            real.is_relative_to(self.root)
+            or (self._blobs is not None and real.parent == self._blobs)
+            or is_given
+        )
 
     def blob_name(self, path: str) -> str:
-        """Returns the name of the blob that a file of a Hugging Face snapshot leads to, "" for any other file."""
+        """Returns the name of the blob that a file of a Hugging Face snapshot leads to, "" for any
+        other file.
+        """
         real = Path(os.path.realpath(os.path.join(self.root, check_path(path, str(self.root)))))
         return real.name if self._blobs is not None and real.parent == self._blobs else ""
 
     def strays(self) -> dict[str, str]:
-        """Returns the links directly under the root that lead out of it or nowhere, which no listing has, and what they lead to."""
+        """Returns the links directly under the root that lead out of it or nowhere, which no
+        listing has, and what they lead to.
+        """
         try:
-            links = [e for e in os.scandir(self.root) if e.is_symlink() and not (e.is_dir() or (e.is_file() and self._is_inside(e.path)))]
+            links = [
+                e
+                for e in os.scandir(self.root)
+                if e.is_symlink() and not (e.is_dir() or (e.is_file() and self._is_inside(e.path)))
+            ]
             return {e.name: os.readlink(e.path) for e in sorted(links, key=lambda e: e.name)}
         except OSError as error:
             raise failed("list a directory", self.root, error) from error
@@ -156,7 +181,8 @@ class LocalStore:
         full = os.path.join(self.root, check_path(path, str(self.root)))
         if not self._is_inside(full):
             raise StorageError(
-                f"a file is a link that leads out of the checkpoint: {printable(path)} -> {printable(str(_real_path(full)))}"
+                f"a file is a link that leads out of the checkpoint: {printable(path)} ->"
+                f" {printable(str(_real_path(full)))}"
             )
         try:
             fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -167,16 +193,21 @@ class LocalStore:
             raise StorageError(f"not a regular file: {printable(full)}")
         if not self._is_within(fd, full):
             os.close(fd)
-            raise StorageError(f"a file was replaced by a link that leads out of the checkpoint: {printable(path)}")
+            raise StorageError(
+                f"a file was replaced by a link that leads out of the checkpoint: {printable(path)}"
+            )
         return fd
 
     def _is_within(self, fd: int, full: str) -> bool:
-        """Tells whether what was opened lies where it was looked for: between the look and the opening, a link may have taken its place."""
+        """Tells whether what was opened lies where it was looked for: between the look and the
+        opening, a link may have taken its place.
+        """
         try:
             real = Path(os.readlink(f"/proc/self/fd/{fd}"))
         except OSError:  # no /proc: then the path is looked at once more
             return self._is_inside(full)
-        is_gone = real.name.endswith(" (deleted)") and not real.exists()  # it was replaced meanwhile, and is what was asked for
+        # it was replaced meanwhile, and is what was asked for
+        is_gone = real.name.endswith(" (deleted)") and not real.exists()
         is_given = bool(self._follows) and full == os.path.join(self.root, self._follows)
         return (
             real.is_relative_to(self.root)
@@ -197,7 +228,9 @@ def _real_path(path: str) -> Path | None:
 
 
 def _blobs_of(root: Path) -> Path | None:
-    """Returns where the files of a snapshot in a cache of Hugging Face lie: `X/blobs` for `X/snapshots/REVISION` and what is below."""
+    """Returns where the files of a snapshot in a cache of Hugging Face lie: `X/blobs` for
+    `X/snapshots/REVISION` and what is below.
+    """
     for place in (root, *root.parents):
         if place.parent.name == "snapshots":
             blobs = place.parent.parent / "blobs"
@@ -206,7 +239,9 @@ def _blobs_of(root: Path) -> Path | None:
 
 
 class SharedStore(LocalStore):
-    """A directory in which the files are there, made by another process or an earlier try; this one writes into them as well."""
+    """A directory in which the files are there, made by another process or an earlier try; this one
+    writes into them as well.
+    """
 
     def create(self, path: str, nbytes: int) -> Writer:
         return _LocalWriter(self.root / check_path(path, str(self.root)), nbytes, is_new=False)
@@ -216,7 +251,11 @@ class _LocalWriter:
     def __init__(self, path: Path, nbytes: int, is_new: bool = True) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL) * is_new | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            self._fd = os.open(
+                path,
+                os.O_WRONLY | (os.O_CREAT | os.O_EXCL) * is_new | os.O_CLOEXEC | os.O_NOFOLLOW,
+                0o666,
+            )
         except OSError as error:
             raise failed("create" if is_new else "open", path, error) from error
         try:
@@ -236,7 +275,8 @@ class _LocalWriter:
             raise failed("write", self.path, error) from error
         if _sync_file_range is not None and start // _FLUSH_BYTES != at // _FLUSH_BYTES:
             block = start // _FLUSH_BYTES * _FLUSH_BYTES
-            _sync_file_range(self._fd, block, _FLUSH_BYTES, _SYNC_FILE_RANGE_WRITE)  # early, so that the final fsync is short
+            # early, so that the final fsync is short
+            _sync_file_range(self._fd, block, _FLUSH_BYTES, _SYNC_FILE_RANGE_WRITE)
 
     def view(self, start: int, nbytes: int) -> memoryview | None:
         del start, nbytes

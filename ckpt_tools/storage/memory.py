@@ -1,4 +1,6 @@
-"""Memory as a store: the in-memory implementation of the contract, for shards in RAM and for tests of everything above."""
+"""Memory as a store: the in-memory implementation of the contract, for shards in RAM and for tests
+of everything above.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,35 @@ from ckpt_tools.storage.base import Capabilities, Writer, check_path
 
 
 class MemoryStore:
-    """Named buffers. A buffer given to it is read in place; one that it creates is a bytearray of its own."""
+    """Named buffers. A buffer given to it is read in place; one that it creates is a bytearray of
+    its own.
+    """
 
     capabilities, traffic = Capabilities(can_write_anywhere=True), None
 
-    def __init__(self, files: Mapping[str, bytes | bytearray | memoryview] | None = None, url: str = "memory:") -> None:
+    def __init__(
+        self,
+        files: Mapping[str, bytes | bytearray | memoryview] | None = None,
+        url: str = "memory:",
+    ) -> None:
         self.url = url
         self.files = {name: memoryview(data).cast("B") for name, data in (files or {}).items()}
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
-        return {name: len(view) for name, view in sorted(self.files.items()) if name.count("/") <= below}
+        return {
+            name: len(view) for name, view in sorted(self.files.items()) if name.count("/") <= below
+        }
 
     def folders(self) -> list[str]:
         return sorted({name.split("/")[0] for name in self.files if "/" in name})
 
     def enter(self, name: str) -> MemoryStore:
         prefix = f"{name}/"
-        inner = {path.removeprefix(prefix): view for path, view in self.files.items() if path.startswith(prefix)}
+        inner = {
+            path.removeprefix(prefix): view
+            for path, view in self.files.items()
+            if path.startswith(prefix)
+        }
         return MemoryStore(inner, f"{self.url}/{name}")
 
     def size(self, path: str) -> int:
@@ -41,7 +55,10 @@ class MemoryStore:
     def view(self, path: str, start: int, nbytes: int) -> memoryview:
         view = self._view(path)
         if start + nbytes > len(view):
-            raise StorageError(f"a file ended early: expected bytes {start}:{start + nbytes}, got up to {len(view)} ({printable(path)})")
+            raise StorageError(
+                f"a file ended early: expected bytes {start}:{start + nbytes}, got up to"
+                f" {len(view)} ({printable(path)})"
+            )
         return view[start : start + nbytes]
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
@@ -60,7 +77,9 @@ class MemoryStore:
         try:
             return self.files[path]
         except KeyError:
-            raise StorageError(f"cannot open: no such file ({printable(path)})", is_missing=True) from None
+            raise StorageError(
+                f"cannot open: no such file ({printable(path)})", is_missing=True
+            ) from None
 
 
 class _MemoryWriter:
@@ -73,7 +92,10 @@ class _MemoryWriter:
     def view(self, start: int, nbytes: int) -> memoryview:
         view = self._store.files[self._path]
         if start + nbytes > len(view):
-            raise StorageError(f"cannot write: {start + nbytes} is past the end of the file ({printable(self._path)})")
+            raise StorageError(
+                f"cannot write: {start + nbytes} is past the end of the file"
+                f" ({printable(self._path)})"
+            )
         return view[start : start + nbytes]
 
     def finish(self) -> None:

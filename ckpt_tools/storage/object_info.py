@@ -9,7 +9,8 @@ class About(NamedTuple):
     """What is known of an object.
 
     Attributes:
-        crc64: CRC-64/NVME as the store knows it, or as it was noted when it was written; None where nobody knows.
+        crc64: CRC-64/NVME as the store knows it, or as it was noted when it was written; None where
+            nobody knows.
         is_marked: this tool wrote it, as far as a store keeps marks.
         owner: id of the attempt that wrote it.
     """
@@ -20,7 +21,9 @@ class About(NamedTuple):
 
 
 class Look(NamedTuple):
-    """A small object as it was at one moment: contents, version, and its age by the store's clock, None where that is unknown."""
+    """A small object as it was at one moment: contents, version, and its age by the store's clock,
+    None where that is unknown.
+    """
 
     data: bytes
     version: str

@@ -1,4 +1,6 @@
-"""A store with some files in memory laid over it: what a reader made of values that stand in metadata, or what was to lie beside."""
+"""A store with some files in memory laid over it: what a reader made of values that stand in
+metadata, or what was to lie beside.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ class Overlay:
         self.create, self.close = inner.create, inner.close
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
-        return {**self.inner.list_files(below), **self._listed} if self._listed else self.inner.list_files(below)
+        return (
+            {**self.inner.list_files(below), **self._listed}
+            if self._listed
+            else self.inner.list_files(below)
+        )
 
     def size(self, path: str) -> int:
         return self._of(path).size(path)

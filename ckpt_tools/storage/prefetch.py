@@ -1,4 +1,6 @@
-"""Fetching ahead: what was announced comes in windows, in parallel and within a budget, before it is asked for."""
+"""Fetching ahead: what was announced comes in windows, in parallel and within a budget, before it
+is asked for.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,25 @@ from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
 
 GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
 WINDOW_BYTES = 8 << 20
-ROOMY, FRUGAL = (96 << 20, 128 << 20), (56 << 20, 72 << 20)  # bytes on their way, and those together with what waits to be read
-_LAST_BYTES = 2 << 20  # and more, of a request where no more are to come: connections would be idle otherwise
+# bytes on their way, and those together with what waits to be read
+ROOMY, FRUGAL = (96 << 20, 128 << 20), (56 << 20, 72 << 20)
+# and more, of a request where no more are to come: connections would be idle otherwise
+_LAST_BYTES = 2 << 20
 _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
 
 
 class Ahead:
     """The windows of one store, and the margins around them."""
 
-    def __init__(self, fetch: Callable[[str, int, int], Future[Data]], size: Callable[[str], int], bounds: tuple[int, int] = ROOMY) -> None:
-        """Takes what starts to fetch a range of a file, what tells the size of one that was announced, and the bounds in bytes."""
+    def __init__(
+        self,
+        fetch: Callable[[str, int, int], Future[Data]],
+        size: Callable[[str], int],
+        bounds: tuple[int, int] = ROOMY,
+    ) -> None:
+        """Takes what starts to fetch a range of a file, what tells the size of one that was
+        announced, and the bounds in bytes.
+        """
         self._fetch, self._size = fetch, size
         self._most_coming, self._most = bounds
         self._lock = threading.RLock()  # what is begun may have come at once
@@ -45,19 +56,36 @@ class Ahead:
                 self._start()
 
     def take(self, path: str, start: int, nbytes: int) -> Fetched | None:
-        """Returns the window that holds a range, and lets go of it with its last byte; None where it was not announced."""
+        """Returns the window that holds a range, and lets go of it with its last byte; None where
+        it was not announced.
+        """
         with self._lock:
             found = self._find(path, start, nbytes)
-            if found is None and any(r.file == path and r.start <= start < r.start + r.nbytes for r in self.announced):
+            if found is None and any(
+                r.file == path and r.start <= start < r.start + r.nbytes for r in self.announced
+            ):
                 self._start()
                 found = self._find(path, start, nbytes)
-            if found is None and (late := next((w for w in self._waiting if _covers(w, path, start, nbytes)), None)) is not None:
+            if (
+                found is None
+                and (
+                    late := next(
+                        (w for w in self._waiting if _covers(w, path, start, nbytes)), None
+                    )
+                )
+                is not None
+            ):
                 self._waiting.remove(late)
                 if self._is_full():
-                    self.windows.popitem(last=False)[1].future.cancel()  # announced before, and not read yet
+                    # announced before, and not read yet
+                    self.windows.popitem(last=False)[1].future.cancel()
                 self._begin(late)
                 found = self._find(path, start, nbytes)
-            if found is not None and not found.future.done() and self._announced_nbytes >= WINDOW_BYTES:
+            if (
+                found is not None
+                and not found.future.done()
+                and self._announced_nbytes >= WINDOW_BYTES
+            ):
                 self._start()  # who has to wait need not wait for the rest of a batch as well
             return found
 
@@ -71,15 +99,19 @@ class Ahead:
                 self.windows.popitem()[1].future.cancel()
 
     def _start(self) -> None:
-        """Begins to fetch what was announced: the more at once, the more neighbours become one request."""
+        """Begins to fetch what was announced: the more at once, the more neighbours become one
+        request.
+        """
         ranges, self.announced, self._announced_nbytes = self.announced, [], 0
         self._waiting += coalesce((r for r in ranges if r.nbytes), GAP_BYTES, WINDOW_BYTES)
         self._begin_waiting()
 
     def _begin_waiting(self) -> None:
-        """Begins windows as long as there is room for them: holes count, so it can be less than was announced.
+        """Begins windows as long as there is room for them: holes count, so it can be less than was
+        announced.
 
-        Less is on its way than there is room for: what has come and waits for its turn should not keep connections idle.
+        Less is on its way than there is room for: what has come and waits for its turn should not
+        keep connections idle.
         """
         while self._waiting and self._coming_nbytes < self._most_coming and not self._is_full():
             self._begin(self._waiting.pop(0))
@@ -91,8 +123,14 @@ class Ahead:
         start = max(0, window.start - MARGIN_BYTES)
         nbytes = min(window.start + window.nbytes + MARGIN_BYTES, self._size(window.file)) - start
         if (window.file, start, nbytes) not in self.windows and nbytes > 0:
-            future = self._fetch_in_pieces(window.file, start, nbytes) if self._is_all else self._fetch(window.file, start, nbytes)
-            self.windows[window.file, start, nbytes] = Fetched(start, nbytes, sum(r.nbytes for r in window.ranges), future)
+            future = (
+                self._fetch_in_pieces(window.file, start, nbytes)
+                if self._is_all
+                else self._fetch(window.file, start, nbytes)
+            )
+            self.windows[window.file, start, nbytes] = Fetched(
+                start, nbytes, sum(r.nbytes for r in window.ranges), future
+            )
             self._coming_nbytes += nbytes
             future.add_done_callback(partial(self.margins.keep, window, start))
             future.add_done_callback(partial(self._came, nbytes))
@@ -100,7 +138,9 @@ class Ahead:
     def _fetch_in_pieces(self, path: str, start: int, nbytes: int) -> Future[Data]:
         """Fetches a range by several requests at once."""
         step = -(-nbytes // max(1, nbytes // _LAST_BYTES))
-        parts = [self._fetch(path, start + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
+        parts = [
+            self._fetch(path, start + at, min(step, nbytes - at)) for at in range(0, nbytes, step)
+        ]
         return parts[0] if len(parts) == 1 else _together(parts)
 
     def _came(self, nbytes: int, done: Future[Data]) -> None:
@@ -145,4 +185,8 @@ def _together(parts: list[Future[Data]]) -> Future[Data]:
 
 
 def _covers(window: Window, path: str, start: int, nbytes: int) -> bool:
-    return window.file == path and window.start <= start and start + nbytes <= window.start + window.nbytes
+    return (
+        window.file == path
+        and window.start <= start
+        and start + nbytes <= window.start + window.nbytes
+    )

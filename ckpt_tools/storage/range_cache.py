@@ -1,4 +1,6 @@
-"""A store of which some ranges are held in memory, so that several looks at them cost one request."""
+"""A store of which some ranges are held in memory, so that several looks at them cost one
+request.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ class HeldStore:
         self.inner, self._held = inner, held
         self.url, self.capabilities, self.traffic = inner.url, inner.capabilities, inner.traffic
         self.size, self.version, self.list_files = inner.size, inner.version, inner.list_files
-        self.folders, self.enter, self.create, self.close = inner.folders, inner.enter, inner.create, inner.close
+        self.folders, self.enter, self.create, self.close = (
+            inner.folders,
+            inner.enter,
+            inner.create,
+            inner.close,
+        )
 
     def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
         for (file, at, length), data in self._held.items():
@@ -37,7 +44,9 @@ class HeldStore:
 
 def announce(store: Store, spans: Sequence[Span], step: int) -> None:
     """Tells a store of spans that will be held, in reads of at most `step` bytes."""
-    store.will_read([(file, at, n) for file, start, nbytes in spans for at, n in _cut(start, nbytes, step)])
+    store.will_read(
+        [(file, at, n) for file, start, nbytes in spans for at, n in _cut(start, nbytes, step)]
+    )
 
 
 def hold(store: Store, spans: Sequence[Span], step: int) -> HeldStore:

@@ -25,16 +25,21 @@ class Window(NamedTuple):
 
 
 def coalesce(ranges: Iterable[Range], max_gap: int, max_nbytes: int) -> Iterator[Window]:
-    """Joins ranges of one file whose gap is at most `max_gap` bytes into windows of at most `max_nbytes`.
+    """Joins ranges of one file whose gap is at most `max_gap` bytes into windows of at most
+    `max_nbytes`.
 
-    A range longer than that becomes a window of its own. Windows come in order of file and start; every range is in
-    exactly one.
+    A range longer than that becomes a window of its own. Windows come in order of file and start;
+    every range is in exactly one.
     """
     group: list[Range] = []
     start = end = 0
     for item in sorted(ranges):
         stop = item.start + item.nbytes
-        if group and (item.file != group[0].file or item.start > end + max_gap or max(stop, end) - start > max_nbytes):
+        if group and (
+            item.file != group[0].file
+            or item.start > end + max_gap
+            or max(stop, end) - start > max_nbytes
+        ):
             yield Window(group[0].file, start, end - start, tuple(group))
             group = []
         if not group:

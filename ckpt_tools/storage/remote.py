@@ -1,7 +1,8 @@
-"""Object stores and whatever else fsspec knows, as a store: `s3://`, `gs://`, `az://`, `http://`, `memory://`.
+"""Object stores and whatever else fsspec knows, as a store: `s3://`, `gs://`, `az://`, `http://`,
+`memory://`.
 
-Ranges are fetched ahead, as the engine announces them, in parallel and within a budget; nothing is kept on the local disk.
-Credentials, endpoints and the like are fsspec's own business.
+Ranges are fetched ahead, as the engine announces them, in parallel and within a budget; nothing is
+kept on the local disk. Credentials, endpoints and the like are fsspec's own business.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.storage.base import ALL_TRAFFIC, Capabilities, Data, Traffic, check_path, check_url, read
+from ckpt_tools.storage.base import (
+    ALL_TRAFFIC,
+    Capabilities,
+    Data,
+    Traffic,
+    check_path,
+    check_url,
+    read,
+)
 from ckpt_tools.storage.object_info import About, Look
 from ckpt_tools.storage.prefetch import FRUGAL, ROOMY, WINDOW_BYTES, Ahead
 from ckpt_tools.storage.retries import ATTEMPTS, appeared, pause, plain, retry
@@ -22,12 +31,15 @@ from ckpt_tools.storage.s3.client import S3, check_options, server_time, stored_
 from ckpt_tools.storage.s3.multipart import CLAIM, MARK, OWNER, How, Upload, refuses
 from ckpt_tools.storage.stream import Stream
 
-if TYPE_CHECKING:  # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
+# imported when something is fetched: `ckpt inspect` of a local path should not wait for it
+if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 _THREADS, _READERS = 16, 8  # of the second kind each keeps memory for what it reads
-_MAX_PAGES = 20  # of 1,000 objects each: a root with more than a run below it is listed folder by folder
-_CREATE_ONCE = {"az", "abfs", "gs", "gcs"}  # kinds whose packages send a condition with a PUT that is to create
+# of 1,000 objects each: a root with more than a run below it is listed folder by folder
+_MAX_PAGES = 20
+# kinds whose packages send a condition with a PUT that is to create
+_CREATE_ONCE = {"az", "abfs", "gs", "gcs"}
 
 
 class RemoteStore:
@@ -36,14 +48,20 @@ class RemoteStore:
     capabilities = Capabilities(can_write_anywhere=False, fetches_ahead=True)
 
     def __init__(
-        self, url: str, options: Mapping[str, Any] | None = None, fs: Any = None, traffic: Traffic | None = None, given: str = ""
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        fs: Any = None,
+        traffic: Traffic | None = None,
+        given: str = "",
     ) -> None:
         """Opens the store of a URL.
 
         Args:
             url: such as `s3://bucket/run/step-00000500`.
-            options: as `fsspec.filesystem` takes them; what is left out comes from its own configuration and the environment. With
-                `chained`, wrappers such as `filecache::s3://…` are opened; the options of each are under its protocol then.
+            options: as `fsspec.filesystem` takes them; what is left out comes from its own
+                configuration and the environment. With `chained`, wrappers such as
+                `filecache::s3://…` are opened; the options of each are under its protocol then.
             fs, traffic: of the store that this is a part of.
             given: name of a file below it that a person gave; it may have a query.
 
@@ -57,35 +75,58 @@ class RemoteStore:
         options = dict(options or {})
         wrappers, _, inner = url.rpartition("::")
         if (wrappers and not (fs or options.pop("chained", False))) or "://" in wrappers:
-            hint = "give the URL of the checkpoint itself; a wrapper without a path of its own is opened with --storage-option chained=true"
+            hint = (
+                "give the URL of the checkpoint itself; a wrapper without a path of its own is"
+                " opened with --storage-option chained=true"
+            )
             raise StorageError(f"a chained URL is not opened: {printable(url)}", hint=hint)
         self.url, self.traffic = url.rstrip("/"), traffic or Traffic(whole=ALL_TRAFFIC)
-        self._is_wrapped = bool(wrappers)  # a wrapper passes on what it does not know, past what it is there for
+        # a wrapper passes on what it does not know, past what it is there for
+        self._is_wrapped = bool(wrappers)
         try:
-            fresh = {"use_listings_cache": False}  # what was listed once must not stay true for ever
-            self._fs = fs or (url_to_fs(url, **options)[0] if wrappers else fsspec.filesystem(url.split("://")[0], **(fresh | options)))
+            # what was listed once must not stay true for ever
+            fresh = {"use_listings_cache": False}
+            self._fs = fs or (
+                url_to_fs(url, **options)[0]
+                if wrappers
+                else fsspec.filesystem(url.split("://")[0], **(fresh | options))
+            )
         except Exception as error:  # every package has exceptions of its own
             is_missing = isinstance(error, ImportError | ValueError)
-            hint = "is the store's package installed?" if is_missing else "its own options go by --storage-option key=value"
+            hint = (
+                "is the store's package installed?"
+                if is_missing
+                else "its own options go by --storage-option key=value"
+            )
             scheme = url.split("://")[0]
             hint = f"in small letters: {scheme.lower()}://…" if scheme != scheme.lower() else hint
-            raise StorageError(f"cannot open {printable(self.url)}: {plain(error)}", hint=hint) from error
+            raise StorageError(
+                f"cannot open {printable(self.url)}: {plain(error)}", hint=hint
+            ) from error
         if fs is None and not wrappers and hasattr(self._fs, "call_s3"):
             check_options(options, type(self._fs).__init__)
         self._root = self._fs._strip_protocol(inner.rstrip("/"))
         self._sizes: dict[str, int] = {}
         self._modified: dict[str, Any] = {}
-        self._etags: dict[str, str] = {}  # of S3 objects: every read asks for the very one that was listed
+        # of S3 objects: every read asks for the very one that was listed
+        self._etags: dict[str, str] = {}
         self._folders: list[str] | None = None
         self._tree: dict[str, int] | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self.s3 = S3(self._fs, self.traffic) if hasattr(self._fs, "call_s3") and not wrappers else None  # the calls of S3 itself
-        has_threads = self.s3 is not None and self.s3.reads_fast(WINDOW_BYTES)  # which keep memory of what they have read
+        # the calls of S3 itself
+        self.s3 = (
+            S3(self._fs, self.traffic) if hasattr(self._fs, "call_s3") and not wrappers else None
+        )
+        # which keep memory of what they have read
+        has_threads = self.s3 is not None and self.s3.reads_fast(WINDOW_BYTES)
         self._ahead = Ahead(self._submit, self.size, FRUGAL if has_threads else ROOMY)
         self.written: dict[str, Upload | Stream] = {}
-        self._given, self._is_web = given, inner.startswith(("http://", "https://")) or url.startswith(("http://", "https://"))
+        self._given, self._is_web = (
+            given,
+            inner.startswith(("http://", "https://")) or url.startswith(("http://", "https://")),
+        )
 
-    # ---- names ---------------------------------------------------------------------------------------------------------
+    # ---- names -----------------------------------------------------------------------------------
 
     def is_file(self) -> bool:
         """Tells whether the root is an object and not a prefix."""
@@ -114,7 +155,8 @@ class RemoteStore:
     def enter_all(self) -> dict[str, RemoteStore]:
         """Returns the stores of all prefixes directly under the root.
 
-        In an S3 they are listed together, with one request per 1,000 objects, so that none of them has to be listed by itself.
+        In an S3 they are listed together, with one request per 1,000 objects, so that none of them
+        has to be listed by itself.
         """
         keys = self._list_tree()
         if keys is None:
@@ -143,22 +185,34 @@ class RemoteStore:
         return stores
 
     def list_deep(self) -> Mapping[str, int]:
-        """Returns all objects below the root, however deep, with their bytes; those that `enter_all` saw, where it made this store."""
+        """Returns all objects below the root, however deep, with their bytes; those that
+        `enter_all` saw, where it made this store.
+        """
         if self._tree is not None:
             return self._tree
         top = len(f"{self._root}/")
         if self.s3 is not None:
-            entries: Iterable[Mapping[str, Any]] = chain.from_iterable(self.s3.pages(self.url, self._root))
+            entries: Iterable[Mapping[str, Any]] = chain.from_iterable(
+                self.s3.pages(self.url, self._root)
+            )
         else:
-            entries = self._call("list", "", lambda: self._fs.find(self._root, detail=True), missing={}).values()
-        return {name: int(e["size"] or 0) for e in entries if (name := e["name"][top:]) and not name.endswith("/")}
+            entries = self._call(
+                "list", "", lambda: self._fs.find(self._root, detail=True), missing={}
+            ).values()
+        return {
+            name: int(e["size"] or 0)
+            for e in entries
+            if (name := e["name"][top:]) and not name.endswith("/")
+        }
 
     def carry(self, path: str, to: RemoteStore) -> None:
         """Has the file system copy an object to the same name in another store of its own."""
         self._call("copy", path, lambda: self._fs.cp_file(self._full(path), to._full(path)))
 
     def _list_tree(self) -> list[tuple[str, Mapping[str, Any]]] | None:
-        """Returns bucket and key of all objects below the root; None where that takes too many requests, or the store is no S3."""
+        """Returns bucket and key of all objects below the root; None where that takes too many
+        requests, or the store is no S3.
+        """
         if self.s3 is None:
             return None
         found: list[tuple[str, Mapping[str, Any]]] = []
@@ -172,17 +226,28 @@ class RemoteStore:
         full = f"{self._root}/{folder}" if folder else self._root
         entries: Iterable[Mapping[str, Any]]
         if self.s3 is not None:  # s3fs lists the folder above as well, where there is none
-            entries = chain.from_iterable(self.s3.pages(f"{self.url}/{folder}".rstrip("/"), full, delimiter="/"))
+            entries = chain.from_iterable(
+                self.s3.pages(f"{self.url}/{folder}".rstrip("/"), full, delimiter="/")
+            )
         else:
-            entries = self._call("list", folder, lambda: self._fs.ls(full, detail=True, refresh=True), missing=[])
+            entries = self._call(
+                "list", folder, lambda: self._fs.ls(full, detail=True, refresh=True), missing=[]
+            )
         folders = []
         for entry in entries:
             name = posixpath.relpath(entry["name"].rstrip("/"), self._root)
             if entry["type"] == "directory":
                 folders.append(name)
-            elif name != ".":  # some stores list the prefix itself, as an empty object; a web server's listing tells no sizes
+            # some stores list the prefix itself, as an empty object; a web server's listing tells
+            # no sizes
+            elif name != ".":
                 self._note(
-                    name, entry if entry.get("size") is not None else self._call("look at", name, partial(self._fs.info, entry["name"]))
+                    name,
+                    (
+                        entry
+                        if entry.get("size") is not None
+                        else self._call("look at", name, partial(self._fs.info, entry["name"]))
+                    ),
                 )
         if not folder:
             self._folders = sorted(folders)
@@ -201,18 +266,22 @@ class RemoteStore:
     def _full(self, path: str) -> str:
         if self._is_web and path != self._given and any(c in path for c in "%?#"):
             raise StorageError(
-                f"a file name that a web server would read as another: {printable(path)!r} ({printable(self.url)})",
+                f"a file name that a web server would read as another: {printable(path)!r}"
+                f" ({printable(self.url)})",
                 hint="copy the checkpoint to a disk first",
             )
         return f"{self._root}/{check_path(path, self.url)}"
 
-    # ---- bytes ---------------------------------------------------------------------------------------------------------
+    # ---- bytes -----------------------------------------------------------------------------------
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         if not len(buffer):
             return
         window = self._ahead.take(path, start, len(buffer))
-        if window is None and (margin := self._ahead.margins.find(path, start, len(buffer))) is not None:
+        if (
+            window is None
+            and (margin := self._ahead.margins.find(path, start, len(buffer))) is not None
+        ):
             buffer[:] = margin
             return
         if window is not None:
@@ -223,7 +292,9 @@ class RemoteStore:
                     raise
                 data = b""
             if len(data) == window.nbytes:
-                buffer[:] = memoryview(data)[start - window.start : start - window.start + len(buffer)]
+                buffer[:] = memoryview(data)[
+                    start - window.start : start - window.start + len(buffer)
+                ]
                 return
         buffer[:] = self._fetch(path, start, len(buffer))
 
@@ -234,25 +305,42 @@ class RemoteStore:
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
         ranges = list(ranges)
         for file in {file for file, _, _ in ranges}:
-            self.size(file)  # asked now and not when a window begins, which may be on the event loop that would have to answer
+            # asked now and not when a window begins, which may be on the event loop that would have
+            # to answer
+            self.size(file)
         self._ahead.announce(ranges, is_all)
 
     def _submit(self, path: str, start: int, nbytes: int) -> Future[Data]:
-        """Starts fetching a range: on the file system's own event loop, or what has none, on a thread."""
+        """Starts fetching a range: on the file system's own event loop, or what has none, on a
+        thread.
+        """
         import asyncio
 
         full, etag = self._full(path), self._etags.get(path)
-        has_loop = not self._is_wrapped and getattr(self._fs, "async_impl", False) and not self._fs.asynchronous
+        has_loop = (
+            not self._is_wrapped
+            and getattr(self._fs, "async_impl", False)
+            and not self._fs.asynchronous
+        )
         future: Future[Data]
         if has_loop and self.s3 and self.s3.reads_fast(nbytes):
             future = self._on_thread(partial(self.s3.fetch_fast, full, start, nbytes, etag))
         elif has_loop:
-            get = self.s3.fetch(full, start, nbytes, etag) if self.s3 else self._fs._cat_file(full, start=start, end=start + nbytes)
+            get = (
+                self.s3.fetch(full, start, nbytes, etag)
+                if self.s3
+                else self._fs._cat_file(full, start=start, end=start + nbytes)
+            )
             future = asyncio.run_coroutine_threadsafe(get, self._fs.loop)
         else:
-            future = self._on_thread(partial(self._fs.cat_file, full, start=start, end=start + nbytes))
+            future = self._on_thread(
+                partial(self._fs.cat_file, full, start=start, end=start + nbytes)
+            )
         future.add_done_callback(
-            lambda done: self.traffic.add("GET" if self.s3 else "read", 0 if done.cancelled() or done.exception() else len(done.result()))
+            lambda done: self.traffic.add(
+                "GET" if self.s3 else "read",
+                0 if done.cancelled() or done.exception() else len(done.result()),
+            )
         )
         return future
 
@@ -260,7 +348,8 @@ class RemoteStore:
         from concurrent.futures import ThreadPoolExecutor
 
         if self._pool is None:
-            num = 1 if self._is_wrapped else _READERS if self.s3 else _THREADS  # fsspec's caches keep their notes for one thread
+            # fsspec's caches keep their notes for one thread
+            num = 1 if self._is_wrapped else _READERS if self.s3 else _THREADS
             self._pool = ThreadPoolExecutor(num, "ckpt-get")
         return self._pool.submit(get)
 
@@ -268,7 +357,9 @@ class RemoteStore:
         """Fetches a range, several times where the store fails in a way that may pass."""
         got = 0
         for attempt in range(ATTEMPTS):
-            data: Data = self._call("read", path, lambda: self._submit(path, start, nbytes).result())
+            data: Data = self._call(
+                "read", path, lambda: self._submit(path, start, nbytes).result()
+            )
             if len(data) == nbytes:
                 return data
             got = len(data)
@@ -276,7 +367,8 @@ class RemoteStore:
                 break
             pause(attempt)
         raise StorageError(
-            f"a file ended early: expected bytes {start}:{start + nbytes}, got up to {start + got} ({printable(path)})",
+            f"a file ended early: expected bytes {start}:{start + nbytes}, got up to {start + got}"
+            f" ({printable(path)})",
             hint="the object is truncated, or was replaced while it was read",
         )
 
@@ -285,12 +377,16 @@ class RemoteStore:
         count = None if operation == "read" else self.traffic
         return retry(operation, f"{self.url}/{path}" if path else self.url, call, missing, count)
 
-    # ---- writing -------------------------------------------------------------------------------------------------------
+    # ---- writing ---------------------------------------------------------------------------------
 
     def create(self, path: str, nbytes: int, how: How | None = None) -> Upload | Stream:
         full, url = self._full(path), f"{self.url}/{path}"
         self._check_direct()
-        writer = Upload(self.s3, full, url, nbytes, how) if self.s3 else Stream(self._fs, full, url, nbytes, how)
+        writer = (
+            Upload(self.s3, full, url, nbytes, how)
+            if self.s3
+            else Stream(self._fs, full, url, nbytes, how)
+        )
         self.written[path] = writer
         return writer
 
@@ -300,7 +396,8 @@ class RemoteStore:
         Args:
             path: its name.
             data: its contents.
-            is_exclusive: only where there is none of that name, as far as the store knows such conditions.
+            is_exclusive: only where there is none of that name, as far as the store knows such
+                conditions.
             replaces: only in the place of this version of it.
 
         Raises:
@@ -308,7 +405,13 @@ class RemoteStore:
         """
         self._check_direct()
         if self.s3:
-            writer = Upload(self.s3, self._full(path), f"{self.url}/{path}", len(data), How((0,), True, is_exclusive, replaces))
+            writer = Upload(
+                self.s3,
+                self._full(path),
+                f"{self.url}/{path}",
+                len(data),
+                How((0,), True, is_exclusive, replaces),
+            )
             writer.write_at(0, data)
             writer.complete()
             return
@@ -322,18 +425,27 @@ class RemoteStore:
 
     def _check_direct(self) -> None:
         if self._is_wrapped:
-            raise StorageError(f"a chained URL is only read: {printable(self.url)}", hint="write to the store itself")
+            raise StorageError(
+                f"a chained URL is only read: {printable(self.url)}",
+                hint="write to the store itself",
+            )
 
     def excludes(self, path: str, data: bytes, writer: Upload | Stream | None) -> bool:
-        """Tells whether of two writers of one name the second is refused; tried on an object, which is written again as it is."""
+        """Tells whether of two writers of one name the second is refused; tried on an object, which
+        is written again as it is.
+        """
         if self.s3 is None:
             return writer is None and self._creates_once(path, data)
         is_small = not isinstance(writer, Upload) or writer.is_small
         return refuses(self.s3, self._full(path), f"{self.url}/{path}", data, is_small)
 
     def _creates_once(self, path: str, data: bytes) -> bool:
-        """Tells whether a second writer of a small object is refused by the store itself; most packages only look before they write."""
-        kinds = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        """Tells whether a second writer of a small object is refused by the store itself; most
+        packages only look before they write.
+        """
+        kinds = (
+            {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        )
         if not kinds & _CREATE_ONCE:
             return False
         try:
@@ -347,7 +459,9 @@ class RemoteStore:
         return self._etags.get(path, "")
 
     def modified(self, path: str) -> Any:
-        """Returns when an object that was listed was written, by the store's clock; None where it does not tell."""
+        """Returns when an object that was listed was written, by the store's clock; None where it
+        does not tell.
+        """
         return self._modified.get(path)
 
     def about(self, path: str) -> About:
@@ -357,7 +471,11 @@ class RemoteStore:
         head = self.s3.head(f"{self.url}/{path}", self._full(path))
         notes, stored = head.get("Metadata", {}), stored_crc64(head)
         claim = notes.get(CLAIM, "")
-        return About(int(claim, 16) if stored is None and claim else stored, MARK in notes, str(notes.get(OWNER, "")))
+        return About(
+            int(claim, 16) if stored is None and claim else stored,
+            MARK in notes,
+            str(notes.get(OWNER, "")),
+        )
 
     def about_all(self, paths: Iterable[str]) -> dict[str, About]:
         """Asks what is known of several objects, side by side."""
@@ -368,7 +486,9 @@ class RemoteStore:
             return dict(zip(paths, pool.map(self.about, paths), strict=True))
 
     def look(self, path: str) -> Look | None:
-        """Reads a small object anew, with one request where the store is an S3; None where there is none."""
+        """Reads a small object anew, with one request where the store is an S3; None where there is
+        none.
+        """
         if self.s3 is not None:
             answer = self.s3.get(f"{self.url}/{path}", self._full(path))
             if not answer:
@@ -391,9 +511,13 @@ class RemoteStore:
         return path in self.fresh().list_files()
 
     def sizes_of(self, paths: Sequence[str]) -> dict[str, int]:
-        """Asks anew for the bytes of objects, each by itself; those that are missing are left out."""
+        """Asks anew for the bytes of objects, each by itself; those that are missing are left
+        out.
+        """
         if self.s3 is None:
-            return {name: nbytes for name, nbytes in self.fresh().list_files().items() if name in paths}
+            return {
+                name: nbytes for name, nbytes in self.fresh().list_files().items() if name in paths
+            }
         heads = {path: self.s3.head(f"{self.url}/{path}", self._full(path)) for path in paths}
         return {path: int(head["ContentLength"]) for path, head in heads.items() if head}
 
@@ -401,12 +525,17 @@ class RemoteStore:
         """Returns the time by the store's own clock, None where it does not tell."""
         if self.s3 is None:
             return None
-        return server_time(self.s3.call("look at", self.url, "head_bucket", Bucket=self.s3.at_prefix(self.root)["Bucket"]))
+        return server_time(
+            self.s3.call(
+                "look at", self.url, "head_bucket", Bucket=self.s3.at_prefix(self.root)["Bucket"]
+            )
+        )
 
     def can_copy_from(self, other: RemoteStore, file: str = "") -> bool:
         """Tells whether both lie in one S3, which can copy a file from the other to this one.
 
-        Ceph's RadosGW (16.2) decodes a source's name twice: it looks for another object where the name has a `%`, or crashes.
+        Ceph's RadosGW (16.2) decodes a source's name twice: it looks for another object where the
+        name has a `%`, or crashes.
         """
         return self.s3 is not None and self._fs is other._fs and "%" not in f"{other._root}/{file}"
 
@@ -420,7 +549,9 @@ class RemoteStore:
         return RemoteStore(self.url, None, self._fs, self.traffic)
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Removes objects, in one request for a thousand of them where the store can; those that are gone already are passed over."""
+        """Removes objects, in one request for a thousand of them where the store can; those that
+        are gone already are passed over.
+        """
         full = [self._full(path) for path in paths]
         for at in range(0, len(full), 1000):
             batch = full[at : at + 1000]
@@ -428,17 +559,31 @@ class RemoteStore:
                 where = [self.s3.at(path) for path in batch]
                 what = {"Objects": [{"Key": w["Key"]} for w in where], "Quiet": True}
                 try:
-                    answer = self.s3.call("remove", self.url, "delete_objects", Bucket=where[0]["Bucket"], Delete=what)
+                    answer = self.s3.call(
+                        "remove", self.url, "delete_objects", Bucket=where[0]["Bucket"], Delete=what
+                    )
                     refused = bool(answer.get("Errors"))
                 except StorageError as error:
                     if error.is_transient:
                         raise
                     refused = True
-                for place in where if refused else ():  # RadosGW wants another permission for several at once
-                    self.s3.call("remove", f"s3://{place['Bucket']}/{place['Key']}", "delete_object", missing={}, **place)
+                # RadosGW wants another permission for several at once
+                for place in where if refused else ():
+                    self.s3.call(
+                        "remove",
+                        f"s3://{place['Bucket']}/{place['Key']}",
+                        "delete_object",
+                        missing={},
+                        **place,
+                    )
             else:
                 for path in batch:
-                    self._call("remove", posixpath.relpath(path, self._root), partial(self._fs.rm_file, path), missing=0)
+                    self._call(
+                        "remove",
+                        posixpath.relpath(path, self._root),
+                        partial(self._fs.rm_file, path),
+                        missing=0,
+                    )
 
     def close(self) -> None:
         self._ahead.close()

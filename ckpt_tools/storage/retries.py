@@ -20,13 +20,31 @@ _SECRET = re.compile(
 )
 _UNREACHABLE = "is the endpoint right? --storage-option endpoint_url=…"
 _OUTAGE = (
-    "Timeout", "Connection", "Payload", "Disconnected", "SlowDown", "status=50", "Incomplete", "Could not connect", "Cannot connect",
-    "Name or service not known", "closed the connection",
-)  # fmt: skip
+    "Timeout",
+    "Connection",
+    "Payload",
+    "Disconnected",
+    "SlowDown",
+    "status=50",
+    "Incomplete",
+    "Could not connect",
+    "Cannot connect",
+    "Name or service not known",
+    "closed the connection",
+)
 _HINTS = (
-    (("NoCredentials", "Unable to locate credentials"), "give credentials as s3fs takes them: environment, ~/.aws, or --storage-option"),
-    (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"), "the credentials are wrong or have expired"),
-    (("Invalid endpoint",), "an endpoint is a whole URL: --storage-option endpoint_url=https://HOST:PORT"),
+    (
+        ("NoCredentials", "Unable to locate credentials"),
+        "give credentials as s3fs takes them: environment, ~/.aws, or --storage-option",
+    ),
+    (
+        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"),
+        "the credentials are wrong or have expired",
+    ),
+    (
+        ("Invalid endpoint",),
+        "an endpoint is a whole URL: --storage-option endpoint_url=https://HOST:PORT",
+    ),
     (("RequestTimeTooSkewed",), "this machine's clock is wrong"),
     (("PreconditionFailed", "status=412"), "the object was replaced meanwhile: start again"),
     (("NoSuchBucket", "bucket does not exist"), "there is no such bucket"),
@@ -34,12 +52,21 @@ _HINTS = (
         ("AccessDenied", "Forbidden", "Access Denied", "PermissionError"),
         "the credentials are wrong, or do not permit this",
     ),
-    (("status=400", "[Errno 22] Bad Request"), "the credentials may have expired: a store says no more to a question about an object"),
+    (
+        ("status=400", "[Errno 22] Bad Request"),
+        "the credentials may have expired: a store says no more to a question about an object",
+    ),
     (("Could not connect", "Cannot connect", "Name or service not known"), _UNREACHABLE),
 )
 
 
-def retry(operation: str, url: str, call: Callable[[], Any], missing: Any = None, traffic: Traffic | None = None) -> Any:
+def retry(
+    operation: str,
+    url: str,
+    call: Callable[[], Any],
+    missing: Any = None,
+    traffic: Traffic | None = None,
+) -> Any:
     """Calls a store; what may pass is tried again.
 
     Args:
@@ -58,9 +85,15 @@ def retry(operation: str, url: str, call: Callable[[], Any], missing: Any = None
         try:
             return call()
         except FileNotFoundError as error:
-            if missing is not None and not any(word in _text(error) for word in ("NoSuchBucket", "bucket does not exist")):
+            if missing is not None and not any(
+                word in _text(error) for word in ("NoSuchBucket", "bucket does not exist")
+            ):
                 return missing
-            raise StorageError(f"cannot {operation}: no such object ({printable(url)})", hint=hint(error), is_missing=True) from None
+            raise StorageError(
+                f"cannot {operation}: no such object ({printable(url)})",
+                hint=hint(error),
+                is_missing=True,
+            ) from None
         except Exception as error:  # every package has exceptions of its own
             if isinstance(error, StorageError):
                 raise
@@ -81,14 +114,18 @@ def failure(operation: str, url: str, error: BaseException) -> StorageError:
     """
     advice = hint(error)
     text = f"cannot {operation}: {plain(error)} ({printable(url)})"
-    return StorageError(text, hint=advice, is_transient=advice in (None, _UNREACHABLE) and _is_outage(error))
+    return StorageError(
+        text, hint=advice, is_transient=advice in (None, _UNREACHABLE) and _is_outage(error)
+    )
 
 
 def _is_outage(error: BaseException) -> bool:
     """Tells whether a store could not be reached, or was busy."""
     if isinstance(error, (PermissionError, NotImplementedError)):
         return False
-    return isinstance(error, (ConnectionError, TimeoutError, EOFError)) or any(word in _text(error) for word in _OUTAGE)
+    return isinstance(error, (ConnectionError, TimeoutError, EOFError)) or any(
+        word in _text(error) for word in _OUTAGE
+    )
 
 
 def pause(attempt: int) -> None:
@@ -97,7 +134,9 @@ def pause(attempt: int) -> None:
 
 
 def delay(attempt: int) -> float:
-    """Returns how many seconds to wait after so many failed attempts: a random while, so that not all come back at once."""
+    """Returns how many seconds to wait after so many failed attempts: a random while, so that not
+    all come back at once.
+    """
     return float(random.random() * 0.2 * 2**attempt)  # noqa: S311
 
 
@@ -112,7 +151,11 @@ def translated(error: Exception) -> BaseException:
 def status(error: BaseException) -> int:
     """Returns the HTTP status that a store answered with, 0 where unknown."""
     answer = getattr(error.__cause__, "response", None) or getattr(error, "response", None) or {}
-    return int((answer.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0) if isinstance(answer, dict) else 0
+    return (
+        int((answer.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0)
+        if isinstance(answer, dict)
+        else 0
+    )
 
 
 def may_pass(error: Exception) -> bool:
@@ -121,7 +164,17 @@ def may_pass(error: Exception) -> bool:
     if isinstance(error, (PermissionError, ValueError, NotImplementedError)) or hint(error):
         return False  # s3fs itself has tried an endpoint several times
     return isinstance(error, (OSError, TimeoutError, EOFError)) or any(
-        word in text for word in ("Timeout", "Connection", "Payload", "Disconnected", "SlowDown", "status=50", "Incomplete", "Checksum")
+        word in text
+        for word in (
+            "Timeout",
+            "Connection",
+            "Payload",
+            "Disconnected",
+            "SlowDown",
+            "status=50",
+            "Incomplete",
+            "Checksum",
+        )
     )
 
 
@@ -131,7 +184,9 @@ def hint(error: BaseException) -> str | None:
 
 
 def _text(error: BaseException) -> str:
-    """Returns everything that an error says of its kind; s3fs leaves the store's own code in the cause."""
+    """Returns everything that an error says of its kind; s3fs leaves the store's own code in the
+    cause.
+    """
     answer = getattr(error.__cause__, "response", None) or {}
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
     code = f"{answer.get('Error', {}).get('Code', '')} status={status}" if status else ""
@@ -149,5 +204,6 @@ def plain(error: BaseException) -> str:
 def appeared(url: str) -> StorageError:
     """Returns the error for a destination that another writer has taken."""
     return StorageError(
-        f"the destination appeared while this was at work: {printable(url)}", hint="another writer was first; look at what it wrote"
+        f"the destination appeared while this was at work: {printable(url)}",
+        hint="another writer was first; look at what it wrote",
     )

@@ -1,4 +1,5 @@
-"""Small files beside a checkpoint, and those that a person names: a config, a key map, a list of names.
+"""Small files beside a checkpoint, and those that a person names: a config, a key map, a list of
+names.
 
 Whoever made a directory may have put a device, a pipe or a giant there.
 """
@@ -19,7 +20,8 @@ MAX_JSON_BYTES = 64 << 20
 
 
 def read_named(path: str | os.PathLike[str], most: int = MAX_JSON_BYTES) -> bytes:
-    """Returns a file that a person has named. A link is followed; a device, a pipe, a directory or a longer file is refused.
+    """Returns a file that a person has named. A link is followed; a device, a pipe, a directory or
+    a longer file is refused.
 
     Args:
         path: of the local file system.
@@ -61,7 +63,9 @@ def read_beside(folder: str | os.PathLike[str], name: str, most: int = MAX_JSON_
 
 def _check_size(nbytes: int, most: int, name: str) -> None:
     if nbytes > most:
-        raise StorageError(f"a file is too long: expected at most {most} bytes, got {nbytes} ({printable(name)})")
+        raise StorageError(
+            f"a file is too long: expected at most {most} bytes, got {nbytes} ({printable(name)})"
+        )
 
 
 def parse_json(data: bytes) -> Any:

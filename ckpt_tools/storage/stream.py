@@ -1,4 +1,6 @@
-"""Writing to any other store that fsspec opens: a file is a stream in order, and appears when it is closed."""
+"""Writing to any other store that fsspec opens: a file is a stream in order, and appears when it is
+closed.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,21 @@ from ckpt_tools.storage.s3.multipart import How
 
 
 class Stream:
-    """One object of any other store, written in order; what comes early waits. It appears when it is closed."""
+    """One object of any other store, written in order; what comes early waits. It appears when it
+    is closed.
+    """
 
     def __init__(self, fs: Any, path: str, url: str, nbytes: int, how: How | None = None) -> None:
         """As for `Upload`; `fs` is any of fsspec's."""
-        self._fs, self._path, self._url, self.nbytes, self._how = fs, path, url, nbytes, how or How()
-        self._written = f"{path}.{uuid.uuid4().hex[:8]}.part" if self._how.is_held else path  # some stores show what is being written
+        self._fs, self._path, self._url, self.nbytes, self._how = (
+            fs,
+            path,
+            url,
+            nbytes,
+            how or How(),
+        )
+        # some stores show what is being written
+        self._written = f"{path}.{uuid.uuid4().hex[:8]}.part" if self._how.is_held else path
         self._early: dict[int, bytes] = {}
         self._at, self._file, self._is_over, self.is_complete = 0, None, False, False
         self._lock = threading.Lock()
@@ -40,7 +51,9 @@ class Stream:
         return self._file
 
     def _refuse_other(self) -> None:
-        """Looks whether another writer was first; some stores show our own file as soon as it is opened."""
+        """Looks whether another writer was first; some stores show our own file as soon as it is
+        opened.
+        """
         if self._how.is_exclusive and self._fs.exists(self._path):
             raise appeared(self._url)
 
@@ -51,7 +64,9 @@ class Stream:
         try:
             call()
         except NotImplementedError:
-            raise StorageError(f"cannot {operation}: this kind of store is only read ({printable(self._url)})") from None
+            raise StorageError(
+                f"cannot {operation}: this kind of store is only read ({printable(self._url)})"
+            ) from None
         except Exception as error:  # noqa: BLE001  # every package has exceptions of its own
             raise failure(operation, self._url, error) from None
 

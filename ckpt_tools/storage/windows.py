@@ -1,4 +1,6 @@
-"""What was fetched ahead of an object store: windows that wait to be read, and the margins around and between them."""
+"""What was fetched ahead of an object store: windows that wait to be read, and the margins around
+and between them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ MARGIN_BYTES, _MARGINS_BYTES = 4 << 10, 64 << 20
 class Margins:
     """What was fetched around and between the ranges that were asked for, as far as there is room.
 
-    In a packed format that is what frames the payloads: to be proved later without asking for it again.
+    In a packed format that is what frames the payloads: to be proved later without asking for it
+    again.
     """
 
     def __init__(self) -> None:
@@ -25,13 +28,18 @@ class Margins:
         self._nbytes, self._lock = 0, threading.Lock()
 
     def keep(self, window: Window, start: int, done: Future[Data]) -> None:
-        """Keeps the holes of a window that was fetched from byte `start`, each with a margin on both sides."""
+        """Keeps the holes of a window that was fetched from byte `start`, each with a margin on
+        both sides.
+        """
         if done.cancelled() or done.exception() is not None or self._nbytes > _MARGINS_BYTES:
             return
         data, end = done.result(), start
         for item in (*window.ranges, Range(window.file, start + len(done.result()), 0, 0)):
             if item.start > end:
-                first, last = max(start, end - MARGIN_BYTES), min(start + len(data), item.start + MARGIN_BYTES)
+                first, last = (
+                    max(start, end - MARGIN_BYTES),
+                    min(start + len(data), item.start + MARGIN_BYTES),
+                )
                 self._add(window.file, first, bytes(data[first - start : last - start]))
             end = max(end, item.start + item.nbytes)
 
@@ -50,7 +58,11 @@ class Margins:
             if at < 0:
                 return None
             first, data = self._starts[path][at], self._parts[path][at]
-            return data[start - first : start - first + nbytes] if start + nbytes <= first + len(data) else None
+            return (
+                data[start - first : start - first + nbytes]
+                if start + nbytes <= first + len(data)
+                else None
+            )
 
 
 @dataclass

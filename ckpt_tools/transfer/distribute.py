@@ -1,4 +1,5 @@
-"""How several processes write one result: who writes what, who begins and who ends the files, and how what was noted comes together.
+"""How several processes write one result: who writes what, who begins and who ends the files, and
+how what was noted comes together.
 
 A process by itself is a team of one.
 """
@@ -23,7 +24,8 @@ T = TypeVar("T")
 
 
 class Division:
-    """One member's part of a plan: on a disk a run of it, in an object store some files and runs of parts of the long ones.
+    """One member's part of a plan: on a disk a run of it, in an object store some files and runs of
+    parts of the long ones.
 
     Attributes:
         plan, share: what to schedule.
@@ -32,7 +34,11 @@ class Division:
 
     def __init__(self, plan: Plan, team: Team, dst: Destination) -> None:
         self.on_disk, self._whole = not is_url(dst.url), plan.target
-        self._regions = None if team.size == 1 or self.on_disk else cut_regions(plan, team.size, dst.takes_parts)[team.rank]
+        self._regions = (
+            None
+            if team.size == 1 or self.on_disk
+            else cut_regions(plan, team.size, dst.takes_parts)[team.rank]
+        )
         if self._regions is None:
             self.plan, self.share = plan, shares(plan, team.size)[team.rank]
             self.taken = {t.fqn for t in in_share(plan, self.share)}
@@ -62,7 +68,9 @@ def open_files(sink: WriteSink, team: Team) -> None:
 
 
 def collect(sink: WriteSink, team: Team, more: T) -> list[T]:
-    """Brings what all have written to member 0, which can finish it then; returns there what the others tell besides, else nothing."""
+    """Brings what all have written to member 0, which can finish it then; returns there what the
+    others tell besides, else nothing.
+    """
     with team.phase("finish"):
         mine = sink.hand_over() if team.rank else None
     handed = team.gather((mine, more), "gather checksums")
@@ -74,9 +82,16 @@ def collect(sink: WriteSink, team: Team, more: T) -> list[T]:
 
 @contextmanager
 def staged(
-    team: Team, dst: Destination, attempt: str, single: str, overwrite: bool = False, keeps: str = "", heir_of: Path | None = None
+    team: Team,
+    dst: Destination,
+    attempt: str,
+    single: str,
+    overwrite: bool = False,
+    keeps: str = "",
+    heir_of: Path | None = None,
 ) -> Iterator[Place]:
-    """Yields the place that member 0 makes; everybody leaves it together, when it was published or given up.
+    """Yields the place that member 0 makes; everybody leaves it together, when it was published or
+    given up.
 
     Args:
         team: all of whom call it.

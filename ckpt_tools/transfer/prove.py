@@ -1,4 +1,6 @@
-"""Proof that what several ranks saved is the same on all of them, and that what was read is what was once sealed."""
+"""Proof that what several ranks saved is the same on all of them, and that what was read is what
+was once sealed.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ class Print(NamedTuple):
     crc64: int
 
 
-def sealed_prints(manifest: Manifest | None, source: Source, catalog: Catalog, plan: Plan) -> dict[str, Print]:
-    """Returns what the source's manifest, if it has one, says of the tensors that a plan leaves as they are, by the plan's names.
+def sealed_prints(
+    manifest: Manifest | None, source: Source, catalog: Catalog, plan: Plan
+) -> dict[str, Print]:
+    """Returns what the source's manifest, if it has one, says of the tensors that a plan leaves as
+    they are, by the plan's names.
 
     Args:
         manifest: the source's.
@@ -43,13 +48,17 @@ def sealed_prints(manifest: Manifest | None, source: Source, catalog: Catalog, p
     for tensor in plan.tensors:
         if not tensor.is_object and tensor.src_dtype is tensor.dst_dtype and tensor.chunks:
             fqn = stored.get(catalog.tensors[tensor.fqn].chunks[0].extent, "")
-            if fqn in manifest.tensors and source.catalog.tensors[fqn].chunks == tensor.chunks:  # a part of it has another
+            # a part of it has another
+            if fqn in manifest.tensors and source.catalog.tensors[fqn].chunks == tensor.chunks:
                 prints[tensor.fqn] = Print(fqn, int(manifest.tensors[fqn].fingerprint, 16))
     return prints
 
 
-def prove_fingerprints(source: Source, prints: Mapping[str, Print], fingerprints: Mapping[str, int]) -> None:
-    """Compares what was read with what was sealed: a tensor's fingerprint is the same however it is sharded.
+def prove_fingerprints(
+    source: Source, prints: Mapping[str, Print], fingerprints: Mapping[str, int]
+) -> None:
+    """Compares what was read with what was sealed: a tensor's fingerprint is the same however it is
+    sharded.
 
     Args:
         source: the checkpoint, for messages.
@@ -62,27 +71,53 @@ def prove_fingerprints(source: Source, prints: Mapping[str, Print], fingerprints
     for name, sealed in prints.items():
         if fingerprints.get(name, sealed.crc64) != sealed.crc64:
             raise IntegrityError(
-                f"bytes were damaged since they were written: expected CRC-64 {hex64(sealed.crc64)}, got"
-                f" {hex64(fingerprints[name])} ({printable(sealed.fqn)!r} in {printable(source.path)})",
-                hint="nothing was written; try again in case the network did it, else restore the files or take another step",
+                "bytes were damaged since they were written: expected CRC-64"
+                f" {hex64(sealed.crc64)}, got {hex64(fingerprints[name])}"
+                f" ({printable(sealed.fqn)!r} in {printable(source.path)})",
+                hint=(
+                    "nothing was written; try again in case the network did it, else restore the"
+                    " files or take another step"
+                ),
             )
 
 
-def prove_copies(source: Source, catalog: Catalog, plan: Plan, located: Mapping[Extent, Extent], jobs: int, tiles: tuple[int, int]) -> None:
-    """Proves, before anything is written, what would be carried without another look: replicas and objects.
+def prove_copies(
+    source: Source,
+    catalog: Catalog,
+    plan: Plan,
+    located: Mapping[Extent, Extent],
+    jobs: int,
+    tiles: tuple[int, int],
+) -> None:
+    """Proves, before anything is written, what would be carried without another look: replicas and
+    objects.
 
     Raises:
-        IntegrityError: two replicas hold different bytes, or an object is damaged; its name and files are told.
+        IntegrityError: two replicas hold different bytes, or an object is damaged; its name and
+            files are told.
     """
     _prove_replicas(source, catalog, plan, located, jobs, tiles)
     _prove_objects(source, catalog, plan)
 
 
 def _prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
-    """Compares the CRC-32 in objects that are zips, as torch saves them: they are carried bit by bit, and damage would come along."""
-    extents = {catalog.objects[t.fqn].extent: t.fqn for t in plan.tensors if t.is_object and t.chunks[0].extent.nbytes}
+    """Compares the CRC-32 in objects that are zips, as torch saves them: they are carried bit by
+    bit, and damage would come along.
+    """
+    extents = {
+        catalog.objects[t.fqn].extent: t.fqn
+        for t in plan.tensors
+        if t.is_object and t.chunks[0].extent.nbytes
+    }
     for found in examine(source.store, list(extents)):
-        wrong = next((e for e in found.left if crc32(read(source.store, e.file, e.start, e.nbytes)) != e.crc32), None)
+        wrong = next(
+            (
+                e
+                for e in found.left
+                if crc32(read(source.store, e.file, e.start, e.nbytes)) != e.crc32
+            ),
+            None,
+        )
         if found.problem or wrong:
             what = found.problem or "is damaged: its CRC-32 is wrong"
             raise IntegrityError(
@@ -92,7 +127,12 @@ def _prove_objects(source: Source, catalog: Catalog, plan: Plan) -> None:
 
 
 def _prove_replicas(
-    source: Source, catalog: Catalog, plan: Plan, located: Mapping[Extent, Extent], jobs: int, tiles: tuple[int, int]
+    source: Source,
+    catalog: Catalog,
+    plan: Plan,
+    located: Mapping[Extent, Extent],
+    jobs: int,
+    tiles: tuple[int, int],
 ) -> None:
     """Reads every copy of what several ranks saved, and refuses copies that differ."""
     probes: list[TensorPlan] = []
@@ -103,7 +143,12 @@ def _prove_replicas(
             box = whole((item.extent.nbytes,))
             copies = [Chunk(box, e) for e in (item.extent, *item.replicas)]
             if any(e.nbytes != item.extent.nbytes for e in item.replicas):
-                raise _differ(catalog, tensor.fqn, copies[0], next(c for c in copies if c.extent.nbytes != item.extent.nbytes))
+                raise _differ(
+                    catalog,
+                    tensor.fqn,
+                    copies[0],
+                    next(c for c in copies if c.extent.nbytes != item.extent.nbytes),
+                )
             groups += [(tensor.fqn, copies)] if item.replicas else []
         else:
             groups += [(tensor.fqn, group) for group in replicas(catalog.tensors[tensor.fqn])]
@@ -114,11 +159,23 @@ def _prove_replicas(
             box = whole(chunk.box.sizes)
             slots = (Slot(box, "", 0),)
             alone = (Chunk(box, chunk.extent),)
-            probes.append(TensorPlan(f"{number}.{copy}", box.sizes, dtype, dtype, alone, slots, tuple(plan_copies([box], [box]))))
+            probes.append(
+                TensorPlan(
+                    f"{number}.{copy}",
+                    box.sizes,
+                    dtype,
+                    dtype,
+                    alone,
+                    slots,
+                    tuple(plan_copies([box], [box])),
+                )
+            )
     if not probes:
         return
     sink = HashSink()
-    run(schedule(Plan(tuple(probes), Target("", {}, {})), located, *tiles), source.store, sink, jobs)
+    run(
+        schedule(Plan(tuple(probes), Target("", {}, {})), located, *tiles), source.store, sink, jobs
+    )
     prints = sink.fingerprints.join()
     for number, (fqn, group) in enumerate(groups):
         for copy, chunk in enumerate(group):
@@ -128,7 +185,10 @@ def _prove_replicas(
 
 def _differ(catalog: Catalog, fqn: str, first: Chunk, second: Chunk) -> IntegrityError:
     return IntegrityError(
-        f"replicas differ: {printable(fqn)!r} {first.box} is not the same in {catalog.where(first.extent.file)}"
-        f" and {catalog.where(second.extent.file)}",
-        hint="one of the ranks had another value, or its file is damaged; leave the tensor out, or take another checkpoint",
+        f"replicas differ: {printable(fqn)!r} {first.box} is not the same in"
+        f" {catalog.where(first.extent.file)} and {catalog.where(second.extent.file)}",
+        hint=(
+            "one of the ranks had another value, or its file is damaged; leave the tensor out, or"
+            " take another checkpoint"
+        ),
     )

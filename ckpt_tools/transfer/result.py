@@ -21,10 +21,13 @@ class TransferResult:
     Attributes:
         source, destination, format: from where, to where, in which format.
         files: bytes of every file written, the index included, the manifest not.
-        num_tensors, num_objects, num_copies: counts of the plan; a copy is one overlap of a source and a target chunk.
-        read_nbytes, written_nbytes, needed_nbytes: bytes read, written, and of the elements that were needed.
+        num_tensors, num_objects, num_copies: counts of the plan; a copy is one overlap of a source
+            and a target chunk.
+        read_nbytes, written_nbytes, needed_nbytes: bytes read, written, and of the elements that
+            were needed.
         kept_nbytes: bytes of those written that an earlier, interrupted run had written already.
-        store_nbytes: bytes of those written that an object store copied by itself, without their passing through this process.
+        store_nbytes: bytes of those written that an object store copied by itself, without their
+            passing through this process.
         bytes_by_dtype: bytes written, by element type.
         left_out: top-level keys that were not taken, with their bytes.
         stripped: how many names lost a prefix, by prefix.
@@ -56,25 +59,44 @@ class TransferResult:
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read over bytes needed here; of what was there already, the needed share is taken to be the written one.
+        """Bytes read over bytes needed here; of what was there already, the needed share is taken
+        to be the written one.
 
         In an object store it is read again, to know whether it is right.
         """
         written = 0 if is_url(self.destination) else sum(self.bytes_by_dtype.values())
-        needed = self.needed_nbytes - self.store_nbytes - (self.needed_nbytes * self.kept_nbytes // written if written else 0)
+        needed = (
+            self.needed_nbytes
+            - self.store_nbytes
+            - (self.needed_nbytes * self.kept_nbytes // written if written else 0)
+        )
         return self.read_nbytes / needed if needed > 0 else 1.0
 
 
-def result_of(source: Source, dst: Destination, plan: Plan, totals: Totals, kept_nbytes: int) -> TransferResult:
+def result_of(
+    source: Source, dst: Destination, plan: Plan, totals: Totals, kept_nbytes: int
+) -> TransferResult:
     """Returns what was done of a plan, of whose bytes so many were there already."""
     layout, sizes = plan.target, bytes_by_dtype(plan)
-    files = dict(layout.file_sizes) | ({layout.index.file: len(layout.index.data)} if layout.index else {})
+    files = dict(layout.file_sizes) | (
+        {layout.index.file: len(layout.index.data)} if layout.index else {}
+    )
     return TransferResult(
-        redacted(source.path), redacted(dst.url), layout.format, files,
-        sum(not t.is_object for t in plan.tensors), sum(t.is_object for t in plan.tensors), plan.num_copies,
-        totals.read_nbytes, sum(files.values()), plan.payload_bytes, kept_nbytes,
-        totals.store_nbytes, sizes, overflowed=totals.overflowed,
-    )  # fmt: skip
+        redacted(source.path),
+        redacted(dst.url),
+        layout.format,
+        files,
+        sum(not t.is_object for t in plan.tensors),
+        sum(t.is_object for t in plan.tensors),
+        plan.num_copies,
+        totals.read_nbytes,
+        sum(files.values()),
+        plan.payload_bytes,
+        kept_nbytes,
+        totals.store_nbytes,
+        sizes,
+        overflowed=totals.overflowed,
+    )
 
 
 def bytes_by_dtype(plan: Plan) -> dict[str, int]:

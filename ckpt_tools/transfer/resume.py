@@ -18,7 +18,8 @@ from ckpt_tools.storage import Store, is_url
 
 
 class Trail:
-    """One member's: the journal that it keeps on a disk, always, and what earlier ones tell, where that is wanted.
+    """One member's: the journal that it keeps on a disk, always, and what earlier ones tell, where
+    that is wanted.
 
     Attributes:
         past: what is there already, on a disk.
@@ -39,15 +40,21 @@ class Trail:
         self._journal: journal.Journal | None = None
 
     def check(self, dst: Destination, overwrite: bool) -> None:
-        """Refuses early what cannot be written, or gone on with; of what is there already `look_back` finds out more.
+        """Refuses early what cannot be written, or gone on with; of what is there already
+        `look_back` finds out more.
 
         Raises:
             PlanError: the destination is in an object store that cannot go on with what was begun.
             StorageError: see `Destination.check`.
         """
         if self._is_wanted and is_url(dst.url) and not dst.takes_parts:
-            hint = "leave --resume out, or write to a disk and then ckpt copy, which goes on from where it was"
-            raise PlanError("what was begun in this store cannot be gone on with: it is no S3", hint=hint)
+            hint = (
+                "leave --resume out, or write to a disk and then ckpt copy, which goes on from"
+                " where it was"
+            )
+            raise PlanError(
+                "what was begun in this store cannot be gone on with: it is no S3", hint=hint
+            )
         self._overwrite = overwrite
         try:
             dst.check(overwrite)
@@ -56,8 +63,11 @@ class Trail:
                 raise
             self._refusal = error
 
-    def look_back(self, dst: Destination, operation: str, source: Store, changes: str, plan: Plan) -> str:
-        """Finds out what the work is called, and an earlier attempt at it, if that is wanted; returns its id if that can be taken over.
+    def look_back(
+        self, dst: Destination, operation: str, source: Store, changes: str, plan: Plan
+    ) -> str:
+        """Finds out what the work is called, and an earlier attempt at it, if that is wanted;
+        returns its id if that can be taken over.
 
         Raises:
             StorageError: something else is at the destination.
@@ -69,17 +79,22 @@ class Trail:
                 self.is_done = self._refusal is not None and _is_made_by(dst, self.work)
                 self._earlier = journal.find(dst.dead(), self.work)
                 single = next(iter(plan.target.file_sizes)) if plan.target.index is None else ""
-                self._try = dst.find_try(self.work, single) if isinstance(dst, RemoteDestination) else None
+                self._try = (
+                    dst.find_try(self.work, single) if isinstance(dst, RemoteDestination) else None
+                )
             if self._refusal and self._team.rank == 0 and not self.is_done:
                 if self._try is None or not isinstance(dst, RemoteDestination):
                     raise self._refusal
-                dst.check(self._overwrite, self._try.files)  # small files are there as soon as they are written
+                # small files are there as soon as they are written
+                dst.check(self._overwrite, self._try.files)
         told = (self.work, self._earlier, self._try, self.is_done)
         self.work, self._earlier, self._try, self.is_done = self._team.broadcast(told, "look back")
         return self._try.attempt if self._try else ""
 
     def adopts(self, dst: Destination) -> bool:
-        """Tells whether an earlier attempt's id is to be this one's, should there be one: in an object store files are named after it."""
+        """Tells whether an earlier attempt's id is to be this one's, should there be one: in an
+        object store files are named after it.
+        """
         return self._is_wanted and is_url(dst.url)
 
     @property
@@ -93,7 +108,8 @@ class Trail:
         return self._earlier.nbytes if self._earlier else 0
 
     def cut(self, tiles: tuple[int, int], jobs: int, budget: int) -> tuple[tuple[int, int], int]:
-        """Returns tiles as an earlier attempt has cut them, and how many threads go on with them within a budget.
+        """Returns tiles as an earlier attempt has cut them, and how many threads go on with them
+        within a budget.
 
         Raises:
             PlanError: not one.
@@ -104,12 +120,20 @@ class Trail:
         found = next((n for n in range(jobs, 0, -1) if tile_bytes(budget, n)[1] >= tiles[1]), 0)
         if not found:
             raise PlanError(
-                f"the interrupted run had larger buffers: expected at least {tiles[1] * 3} bytes of memory, got {budget}",
+                f"the interrupted run had larger buffers: expected at least {tiles[1] * 3} bytes of"
+                f" memory, got {budget}",
                 hint=f"--memory {-(-tiles[1] * 3 >> 20)}MiB, or begin again without --resume",
             )
         return tiles, found
 
-    def begin(self, place: Place, attempt: str, files: Mapping[str, int], tiles: tuple[int, int], jobs: int) -> None:
+    def begin(
+        self,
+        place: Place,
+        attempt: str,
+        files: Mapping[str, int],
+        tiles: tuple[int, int],
+        jobs: int,
+    ) -> None:
         """Looks at what is there of the files to be, and starts to take notes."""
         if isinstance(place, RemotePlace) and self._is_wanted and self.work:
             with self._team.phase("begin uploads"):
@@ -149,12 +173,18 @@ class Trail:
 
 
 def _is_made_by(dst: Destination, work: str) -> bool:
-    """Tells whether what is at a destination is the whole result of a piece of work, by its manifest and the sizes of its files."""
+    """Tells whether what is at a destination is the whole result of a piece of work, by its
+    manifest and the sizes of its files.
+    """
     with suppress(CheckpointError):
         store, beside = dst.made()
         found = manifest.find(store, beside)
         parts = [*found.files.items(), *([found.index] if found.index else [])] if found else []
-        return found is not None and found.source.get("work") == work and all(store.size(name) == part.nbytes for name, part in parts)
+        return (
+            found is not None
+            and found.source.get("work") == work
+            and all(store.size(name) == part.nbytes for name, part in parts)
+        )
     return False
 
 

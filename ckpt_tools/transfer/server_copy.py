@@ -1,9 +1,11 @@
-"""Copies within one S3: which runs of a target the store can copy by itself, and what is left for this process.
+"""Copies within one S3: which runs of a target the store can copy by itself, and what is left for
+this process.
 
-A part of a multipart upload has at least 5 MiB (but for the last) and a file at most 10,000 of them; so a run that is too short, and
-the seam before a long one, go through the engine as ever. Only where the source's manifest has the checksums: bytes that nobody here
-sees could not be sealed otherwise. A slot's are joined from those of the cells that make it up whole; where no frame around it has its
-CRC-32, the tensor's fingerprint is enough.
+A part of a multipart upload has at least 5 MiB (but for the last) and a file at most 10,000 of
+them; so a run that is too short, and the seam before a long one, go through the engine as ever.
+Only where the source's manifest has the checksums: bytes that nobody here sees could not be sealed
+otherwise. A slot's are joined from those of the cells that make it up whole; where no frame around
+it has its CRC-32, the tensor's fingerprint is enough.
 """
 
 from __future__ import annotations
@@ -86,13 +88,21 @@ class Within:
         parts = self.parts.get(path)
         if parts is None:
             return self.place.create(path, nbytes)
-        upload = self.place.store.create(path, nbytes, replace(self.place.how(path), starts=tuple(p.start for p in parts)))
+        upload = self.place.store.create(
+            path, nbytes, replace(self.place.how(path), starts=tuple(p.start for p in parts))
+        )
         assert isinstance(upload, Upload)
         for part in parts:
             if part.run is not None:
                 run = part.run
                 at = run.source_start + part.start - run.start
-                upload.copy(part.start, part.nbytes, f"{self.origin.root}/{run.file}", at, self.origin.version(run.file))
+                upload.copy(
+                    part.start,
+                    part.nbytes,
+                    f"{self.origin.root}/{run.file}",
+                    at,
+                    self.origin.version(run.file),
+                )
         return upload
 
     def vouch(self, sink: WriteSink) -> None:
@@ -102,7 +112,12 @@ class Within:
 
 
 def plan_within(
-    manifest: Manifest, prints: Mapping[str, Print], plan: Plan, located: Mapping[Extent, Extent], place: RemotePlace, origin: RemoteStore
+    manifest: Manifest,
+    prints: Mapping[str, Print],
+    plan: Plan,
+    located: Mapping[Extent, Extent],
+    place: RemotePlace,
+    origin: RemoteStore,
 ) -> Within | None:
     """Returns what the store can copy by itself, None for nothing.
 
@@ -120,15 +135,25 @@ def plan_within(
     for tensor in plan.tensors:
         for slot, found in slots.runs(tensor):
             runs.setdefault(slot.file, []).extend(found)
-    parts = {file: cut_parts(target.file_sizes[file], found, file in slots.framed) for file, found in runs.items()}
+    parts = {
+        file: cut_parts(target.file_sizes[file], found, file in slots.framed)
+        for file, found in runs.items()
+    }
     parts = {file: found for file, found in parts.items() if any(p.run for p in found)}
     if not parts:
         return None
     sent = {file: _sent_ranges(found) for file, found in parts.items()}
     tensors, vouched, trusted = [], [], {}
     for tensor in plan.tensors:
-        left = [list(cut_slot(tensor, slot, sent[slot.file])) if slot.file in sent else [slot] for slot in tensor.slots]
-        cut = [number for number, slot in enumerate(tensor.slots) if left[number] != [slot] and slot.box.numel]
+        left = [
+            list(cut_slot(tensor, slot, sent[slot.file])) if slot.file in sent else [slot]
+            for slot in tensor.slots
+        ]
+        cut = [
+            number
+            for number, slot in enumerate(tensor.slots)
+            if left[number] != [slot] and slot.box.numel
+        ]
         if not cut:
             tensors.append(tensor)
             continue
@@ -136,26 +161,44 @@ def plan_within(
         itemsize = tensor.dst_dtype.itemsize
         for number in cut:
             sent_nbytes = sum(piece.box.numel for piece in left[number]) * itemsize
-            vouched.append(Vouched(tensor.slots[number].file, slots.known[tensor.fqn, number], sent_nbytes))
+            vouched.append(
+                Vouched(tensor.slots[number].file, slots.known[tensor.fqn, number], sent_nbytes)
+            )
         rest = tuple(chain.from_iterable(left))
         if rest:
             copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in rest])
             tensors.append(replace(tensor, slots=rest, copies=tuple(copies)))
     nbytes = sum(p.nbytes for found in parts.values() for p in found if p.run)
-    return Within(place, origin, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes)
+    return Within(
+        place, origin, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes
+    )
 
 
 class _Slots:
-    """The slots of a plan of which the store could copy something, and whose checksums are known although their bytes are not seen.
+    """The slots of a plan of which the store could copy something, and whose checksums are known
+    although their bytes are not seen.
 
     Attributes:
         framed: the files in which a slot's CRC-32 stands around it.
         known: the pieces of such slots, by tensor and number.
     """
 
-    def __init__(self, manifest: Manifest, prints: Mapping[str, Print], framed: set[str], located: Mapping[Extent, Extent]) -> None:
-        self.framed, self.known, self._prints, self._located = framed, dict[tuple[str, int], Sequence[Piece]](), prints, located
-        self._cells = {file: sorted(sealed.runs) for file, sealed in manifest.files.items() if sealed.runs}
+    def __init__(
+        self,
+        manifest: Manifest,
+        prints: Mapping[str, Print],
+        framed: set[str],
+        located: Mapping[Extent, Extent],
+    ) -> None:
+        self.framed, self.known, self._prints, self._located = (
+            framed,
+            dict[tuple[str, int], Sequence[Piece]](),
+            prints,
+            located,
+        )
+        self._cells = {
+            file: sorted(sealed.runs) for file, sealed in manifest.files.items() if sealed.runs
+        }
 
     def runs(self, tensor: TensorPlan) -> Iterator[tuple[Slot, list[Run]]]:
         """Yields the slots of a tensor with what of them is one run at both ends."""
@@ -179,12 +222,23 @@ class _Slots:
             chunk = tensor.chunks[copy.src]
             extent = self._located.get(chunk.extent, chunk.extent)
             into, of = flat_span(copy.box, slot.box), flat_span(copy.box, chunk.box)
-            if into and of and "%" not in extent.file and extent.packing == RAW and extent.strides is None:
-                start, source_start = slot.start + into[0] * itemsize, extent.start + of[0] * itemsize
+            if (
+                into
+                and of
+                and "%" not in extent.file
+                and extent.packing == RAW
+                and extent.strides is None
+            ):
+                start, source_start = (
+                    slot.start + into[0] * itemsize,
+                    extent.start + of[0] * itemsize,
+                )
                 yield Run(start, copy.box.numel * itemsize, extent.file, source_start)
 
     def _know(self, tensor: TensorPlan, slot: Slot, runs: Iterable[Run]) -> Sequence[Piece]:
-        """Returns the pieces of a slot with their checksums, as far as somebody asks for those; none where they are not known."""
+        """Returns the pieces of a slot with their checksums, as far as somebody asks for those;
+        none where they are not known.
+        """
         nbytes = slot.box.numel * tensor.dst_dtype.itemsize
         if slot.file not in self.framed and _is_one(tensor):
             return [Piece(slot.start, nbytes, self._prints[tensor.fqn].crc64, 0)]
@@ -198,7 +252,12 @@ class _Slots:
             cell = cells[number]
             if cell.start + cell.nbytes > end:
                 return
-            yield Piece(run.start + cell.start - run.source_start, cell.nbytes, int(cell.crc64nvme, 16), int(cell.crc32, 16))
+            yield Piece(
+                run.start + cell.start - run.source_start,
+                cell.nbytes,
+                int(cell.crc64nvme, 16),
+                int(cell.crc32, 16),
+            )
 
 
 def _is_one(tensor: TensorPlan) -> bool:
@@ -221,10 +280,12 @@ def cut_parts(nbytes: int, runs: Sequence[Run], framed: bool = False) -> list[Pa
     Args:
         nbytes: of the file.
         runs: which bytes are runs of source files; they do not overlap.
-        framed: what stands before a run is written once the slot is full, so something of it has to pass here.
+        framed: what stands before a run is written once the slot is full, so something of it has to
+            pass here.
 
     Returns:
-        Parts that tile the file; all but the last have at least 5 MiB, and there are at most 10,000.
+        Parts that tile the file; all but the last have at least 5 MiB, and there are at most
+        10,000.
     """
     least = max(MIN_PART_BYTES, -(-3 * nbytes // MAX_PARTS))
     parts: list[Part] = []
@@ -248,4 +309,6 @@ def _pieces(start: int, stop: int, least: int, run: Run | None) -> list[Part]:
     cuts = list(range(start, stop, size))
     if len(cuts) > 1 and stop - cuts[-1] < least:
         cuts.pop()
-    return [Part(a, b - a, run) for a, b in zip(cuts, [*cuts[1:], stop], strict=True)] if cuts else []
+    return (
+        [Part(a, b - a, run) for a, b in zip(cuts, [*cuts[1:], stop], strict=True)] if cuts else []
+    )

@@ -1,10 +1,12 @@
-"""What a save costs besides its bytes, at many ranks: the plan, what ranks tell each other, the metadata.
+"""What a save costs besides its bytes, at many ranks: the plan, what ranks tell each other, the
+metadata.
 
     python tests/benchmarks/agree.py [--ranks 64 128 256 512 1024] [--tensors 1000]
 
-One process plays all ranks: it makes what each would send, measures it, and does rank 0's work on it. The first save plans;
-the next ones, with an unchanged layout, do not. Beside it, what stock DCP does on rank 0 in every save: gather all plans, join
-them (`create_default_global_save_plan`), gather all results, pickle the metadata.
+One process plays all ranks: it makes what each would send, measures it, and does rank 0's work on
+it. The first save plans; the next ones, with an unchanged layout, do not. Beside it, what stock DCP
+does on rank 0 in every save: gather all plans, join them (`create_default_global_save_plan`),
+gather all results, pickle the metadata.
 """
 
 import argparse
@@ -16,7 +18,11 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ckpt_tools.core.box import Box
@@ -32,12 +38,20 @@ def offers_of(rank: int, num_ranks: int, num_tensors: int) -> tuple[Offer, ...]:
     step = -(-ROWS // num_ranks)
     low, high = min(ROWS, rank * step), min(ROWS, (rank + 1) * step)
     box = Box((low, 0), (high - low, COLUMNS))
-    return tuple(Offer(f"model.layers.{i // 10}.block.w{i % 10}", "float32", (ROWS, COLUMNS), box) for i in range(num_tensors))
+    return tuple(
+        Offer(f"model.layers.{i // 10}.block.w{i % 10}", "float32", (ROWS, COLUMNS), box)
+        for i in range(num_tensors)
+    )
 
 
 def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
     """Returns seconds and bytes on rank 0 of a first save, and of the second."""
-    sent = [pickle.dumps((offers_of(r, num_ranks, num_tensors), ("step",) if r == 0 else (), {}), protocol=4) for r in range(num_ranks)]
+    sent = [
+        pickle.dumps(
+            (offers_of(r, num_ranks, num_tensors), ("step",) if r == 0 else (), {}), protocol=4
+        )
+        for r in range(num_ranks)
+    ]
     paths = {o.fqn: tuple(o.fqn.split(".")) for o in offers_of(0, num_ranks, num_tensors)}
     began = time.perf_counter()
     gathered = [pickle.loads(s) for s in sent]
@@ -61,8 +75,15 @@ def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
             index = head.template.render({"step": Place("__0_0.distcp", 900, 100)}, "0" * 36)
             commit(place, index, [p[:2] for p in parts], _seal(head, prints), 1)
             again = time.perf_counter() - began
-    reduced = 8 * num_tensors  # the fingerprints, by exclusive-or on the way: what rank 0 receives does not grow with the ranks
-    return planned + again, sum(map(len, sent + tasks_sent)), again, sum(map(len, results)) + reduced
+    # the fingerprints, by exclusive-or on the way: what rank 0 receives does not grow with the
+    # ranks
+    reduced = 8 * num_tensors
+    return (
+        planned + again,
+        sum(map(len, sent + tasks_sent)),
+        again,
+        sum(map(len, results)) + reduced,
+    )
 
 
 def stock(num_ranks: int, num_tensors: int) -> tuple[float, int]:
@@ -70,13 +91,16 @@ def stock(num_ranks: int, num_tensors: int) -> tuple[float, int]:
     for rank in range(num_ranks):
         items = [
             WriteItem(
-                MetadataIndex(o.fqn, torch.Size(o.box.offsets)), WriteItemType.SHARD,
+                MetadataIndex(o.fqn, torch.Size(o.box.offsets)),
+                WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(o.box.offsets), torch.Size(o.box.sizes)), TensorProperties(torch.float32), torch.Size(o.shape)
+                    ChunkStorageMetadata(torch.Size(o.box.offsets), torch.Size(o.box.sizes)),
+                    TensorProperties(torch.float32),
+                    torch.Size(o.shape),
                 ),
             )
             for o in offers_of(rank, num_ranks, num_tensors)
-        ]  # fmt: skip
+        ]
         plans.append(pickle.dumps(SavePlan(items), protocol=4))
     began = time.perf_counter()
     _, metadata = create_default_global_save_plan([pickle.loads(p) for p in plans])
@@ -90,14 +114,15 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=1000)
     args = parser.parse_args()
     print(
-        "| ranks | first save s | MB sent | next save s | KB sent | next / first | stock, every save, s | MB sent |\n|---:|---:|---:|---:|---:|---:|---:|---:|"
+        "| ranks | first save s | MB sent | next save s | KB sent | next / first | stock, every"
+        " save, s | MB sent |\n|---:|---:|---:|---:|---:|---:|---:|---:|"
     )
     for num_ranks in args.ranks:
         first, sent, again, resent = ours(num_ranks, args.tensors)
         torch_s, torch_sent = stock(num_ranks, args.tensors)
         print(
-            f"| {num_ranks} | {first:.2f} | {sent / 1e6:.1f} | {again:.3f} | {resent / 1e3:.0f} | {again / first:.3f}"
-            f" | {torch_s:.2f} | {torch_sent / 1e6:.0f} |",
+            f"| {num_ranks} | {first:.2f} | {sent / 1e6:.1f} | {again:.3f} | {resent / 1e3:.0f} |"
+            f" {again / first:.3f} | {torch_s:.2f} | {torch_sent / 1e6:.0f} |",
             flush=True,
         )
 

@@ -1,11 +1,14 @@
-"""Saving to S3 and loading from it, beside DCP's own fsspec writer and reader, in turn, by ranks of one job.
+"""Saving to S3 and loading from it, beside DCP's own fsspec writer and reader, in turn, by ranks of
+one job.
 
 `s3fs` is ours without obstore. `replicas` is a model that each of 4 ranks holds whole.
 
     python tests/benchmarks/buckets.py DIR --gb 1 --runs 5
 
-Starts a RadosGW in DIR on this machine. `save` is by 4 ranks, blocking; `load` is of what 4 ranks saved along dim 0, by 3 ranks along dim 0 and by
-4 along dim 1. Fetched bytes are half of what the loopback interface saw: each byte goes from the OSD to the gateway, and from there to a rank. Memory is the most that a rank held, less what it held before.
+Starts a RadosGW in DIR on this machine. `save` is by 4 ranks, blocking; `load` is of what 4 ranks
+saved along dim 0, by 3 ranks along dim 0 and by 4 along dim 1. Fetched bytes are half of what the
+loopback interface saw: each byte goes from the OSD to the gateway, and from there to a rank. Memory
+is the most that a rank held, less what it held before.
 """
 
 from __future__ import annotations
@@ -40,18 +43,26 @@ def state(gb: float, dim: int, seed: int) -> dict[str, DTensor]:
     made = {}
     for number in range(8):
         torch.manual_seed(seed + number)
-        made[f"layer{number}.weight"] = distribute_tensor(torch.randn(rows, COLUMNS), mesh, [Shard(dim)])
+        made[f"layer{number}.weight"] = distribute_tensor(
+            torch.randn(rows, COLUMNS), mesh, [Shard(dim)]
+        )
     return made
 
 
 def received() -> int:
     """Bytes that came in over loopback so far."""
-    line = next(text for text in Path("/proc/net/dev").read_text().splitlines() if text.strip().startswith("lo:"))
+    line = next(
+        text
+        for text in Path("/proc/net/dev").read_text().splitlines()
+        if text.strip().startswith("lo:")
+    )
     return int(line.split(":")[1].split()[0])
 
 
 def timed(call: Callable[[], object]) -> tuple[float, int]:
-    """Returns the seconds from the first rank's start to the last one's end, and the bytes over loopback."""
+    """Returns the seconds from the first rank's start to the last one's end, and the bytes over
+    loopback.
+    """
     dist.barrier()
     before, began = received(), time.perf_counter()
     call()
@@ -60,8 +71,14 @@ def timed(call: Callable[[], object]) -> tuple[float, int]:
 
 
 def status(key: str) -> float:
-    """Returns an entry of this process's memory, in MiB: VmRSS, or VmHWM since the mark was last cleared."""
-    line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith(f"{key}:"))
+    """Returns an entry of this process's memory, in MiB: VmRSS, or VmHWM since the mark was last
+    cleared.
+    """
+    line = next(
+        text
+        for text in Path("/proc/self/status").read_text().splitlines()
+        if text.startswith(f"{key}:")
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -77,13 +94,23 @@ def save(args: argparse.Namespace) -> None:
     runs: dict[str, list[float]] = {"ours": [], "dcp": []}
     with CheckpointManager("s3://bench/ours", keep_last=1) as checkpoints:
         for number in range(args.runs + 1):
-            for who in [w for w in (("ours", "dcp") if number % 2 else ("dcp", "ours")) if args.only in ("", w)]:
+            for who in [
+                w
+                for w in (("ours", "dcp") if number % 2 else ("dcp", "ours"))
+                if args.only in ("", w)
+            ]:
                 if who == "ours":
-                    took = timed(lambda number=number: checkpoints.save(number, {"model": values}, asynchronous=False))[0]
+                    took = timed(
+                        lambda number=number: checkpoints.save(
+                            number, {"model": values}, asynchronous=False
+                        )
+                    )[0]
                     checkpoints.wait()
                 else:
                     writer = FsspecWriter(f"s3://bench/dcp/{number}", **options())
-                    took = timed(lambda writer=writer: dcp.save({"model": values}, storage_writer=writer))[0]
+                    took = timed(
+                        lambda writer=writer: dcp.save({"model": values}, storage_writer=writer)
+                    )[0]
                     if dist.get_rank() == 0 and number:
                         filesystem().rm(f"bench/dcp/{number}", recursive=True)
                 runs[who] += [took] if number else []
@@ -107,14 +134,24 @@ def load(args: argparse.Namespace) -> None:
                 took, nbytes = timed(lambda: ckpt_tools.load("s3://bench/dcp/0", {"model": values}))
             else:
                 reader = FsspecReader("s3://bench/dcp/0", **options())
-                took, nbytes = timed(lambda reader=reader: dcp.load({"model": values}, storage_reader=reader))
+                took, nbytes = timed(
+                    lambda reader=reader: dcp.load({"model": values}, storage_reader=reader)
+                )
             runs[who] += [took] if number else []
             fetched[who].append(nbytes)
     there = "all of it on each" if args.mode == "replicas" else f"dim {args.dim}"
-    tell(args, f"load, dim 0 of 4 ranks to {there} of {dist.get_world_size()}", before, runs, fetched)
+    tell(
+        args, f"load, dim 0 of 4 ranks to {there} of {dist.get_world_size()}", before, runs, fetched
+    )
 
 
-def tell(args: argparse.Namespace, what: str, before: float, runs: dict[str, list[float]], fetched: dict[str, list[int]]) -> None:
+def tell(
+    args: argparse.Namespace,
+    what: str,
+    before: float,
+    runs: dict[str, list[float]],
+    fetched: dict[str, list[int]],
+) -> None:
     peak = torch.tensor([status("VmHWM") - before])
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if dist.get_rank():
@@ -162,13 +199,35 @@ def main() -> None:
     args.dir.mkdir(parents=True, exist_ok=True)
     with servers.running("radosgw", args.dir) as server:
         server.bucket("bench")
-        print("| | median s | min – max s | against ours | fetched / size |\n|---|---:|---:|---:|---:|", flush=True)
+        print(
+            "| | median s | min – max s | against ours | fetched / size"
+            " |\n|---|---:|---:|---:|---:|",
+            flush=True,
+        )
         jobs = [(4, "save", 0, ""), (3, "load", 0, ""), (4, "load", 1, ""), (4, "replicas", 0, "")]
-        jobs += [(n, mode, dim, who) for who in ("ours", "s3fs", "dcp") for n, mode, dim, _ in jobs if (mode, who) != ("save", "s3fs")]
+        jobs += [
+            (n, mode, dim, who)
+            for who in ("ours", "s3fs", "dcp")
+            for n, mode, dim, _ in jobs
+            if (mode, who) != ("save", "s3fs")
+        ]
         for num_ranks, mode, dim, who in jobs:
             command = torchrun_command(num_ranks, __file__, args.dir)
-            command += ["--mode", mode, "--gb", str(args.gb), "--runs", str(1 if who else args.runs), "--dim", str(dim), "--only", who]
-            subprocess.run(command, check=True, env=os.environ | server.environment | {"OMP_NUM_THREADS": "1"})
+            command += [
+                "--mode",
+                mode,
+                "--gb",
+                str(args.gb),
+                "--runs",
+                str(1 if who else args.runs),
+                "--dim",
+                str(dim),
+                "--only",
+                who,
+            ]
+            subprocess.run(
+                command, check=True, env=os.environ | server.environment | {"OMP_NUM_THREADS": "1"}
+            )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Times the verbs beside what people use instead, and prints the tables of docs/benchmarks.md.
 
-    python tests/benchmarks/compare.py [--dir DIR] [--runs 5] [--accelerate PYTHON] [--only merge,reshard,…]
+    python tests/benchmarks/compare.py [--dir DIR] [--runs 5] [--accelerate PYTHON] [--only
+    merge,reshard,…]
 
-Makes its own input below DIR (about 13 GB, kept for the next call). Every command is a whole process, from start to exit with
-its result durable; contenders run in turn, another one first in every round, so that a machine whose speed drifts is unfair to nobody. Medians; RSS of the
-largest process. Before each, the same page cache is filled and freed. `--accelerate` names a Python that has accelerate installed.
+Makes its own input below DIR (about 13 GB, kept for the next call). Every command is a whole
+process, from start to exit with its result durable; contenders run in turn, another one first in
+every round, so that a machine whose speed drifts is unfair to nobody. Medians; RSS of the largest
+process. Before each, the same page cache is filled and freed. `--accelerate` names a Python that
+has accelerate installed.
 """
 
 import argparse
@@ -39,7 +42,15 @@ class Contender:
 
 
 def torchrun(num_ranks: int, *args: str) -> list[str]:
-    return [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *args]
+    return [
+        PYTHON,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+        *args,
+    ]
 
 
 def ckpt(*args: object) -> list[str]:
@@ -66,7 +77,9 @@ def drop_caches(root: Path) -> None:
 
 
 def settle(root: Path) -> None:
-    """Fills and frees page cache, so that no contender pays for memory that the one before gave back to the machine."""
+    """Fills and frees page cache, so that no contender pays for memory that the one before gave
+    back to the machine.
+    """
     path = root / "settle"
     with path.open("wb") as file:
         for _ in range(3000):
@@ -81,7 +94,10 @@ def run(contender: Contender, out: Path, cold: Path | None) -> None:
         drop_caches(cold)
     began = time.perf_counter()
     process = subprocess.Popen(
-        contender.command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        contender.command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     error = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
@@ -91,7 +107,9 @@ def run(contender: Contender, out: Path, cold: Path | None) -> None:
         raise SystemExit(f"{contender.name} failed:\n{error.decode()}")
 
 
-def race(title: str, contenders: list[Contender], runs: int, out: Path, cold: Path | None = None) -> None:
+def race(
+    title: str, contenders: list[Contender], runs: int, out: Path, cold: Path | None = None
+) -> None:
     for number in range(runs + 1):  # the first round warms up and is not counted
         turn = number % len(contenders)
         for contender in contenders[turn:] + contenders[:turn]:
@@ -101,11 +119,18 @@ def race(title: str, contenders: list[Contender], runs: int, out: Path, cold: Pa
                 contender.seconds.clear()
     remove(out)
     ours = statistics.median(contenders[0].seconds)
-    print(f"\n**{title}**\n\n| | median s | min – max s | against ours | peak MiB |\n|---|---:|---:|---:|---:|")
+    print(
+        f"\n**{title}**\n\n| | median s | min – max s | against ours | peak MiB"
+        " |\n|---|---:|---:|---:|---:|"
+    )
     for c in contenders:
         median = statistics.median(c.seconds)
         ratio = "1" if c is contenders[0] else f"{median / ours:.2f}×"
-        print(f"| {c.name} | {median:.2f} | {min(c.seconds):.2f} – {max(c.seconds):.2f} | {ratio} | {c.peak_mib} |", flush=True)
+        print(
+            f"| {c.name} | {median:.2f} | {min(c.seconds):.2f} – {max(c.seconds):.2f} | {ratio} |"
+            f" {c.peak_mib} |",
+            flush=True,
+        )
 
 
 class Bench:
@@ -118,52 +143,91 @@ class Bench:
     def source(self, name: str) -> Path:
         path = self.root / name
         if not path.exists():
-            subprocess.run(torchrun(8, str(HERE / "make_input.py"), str(path), *INPUTS[name]), check=True, capture_output=True)
+            subprocess.run(
+                torchrun(8, str(HERE / "make_input.py"), str(path), *INPUTS[name]),
+                check=True,
+                capture_output=True,
+            )
         return path
 
     def merge_of(self, name: str, label: str = "`ckpt merge`") -> Contender:
         return Contender(label, ckpt("merge", self.source(name), f"{self.out}.safetensors", "-q"))
 
     def copy_of(self, name: str) -> Contender:
-        return Contender("copy of the same bytes, fsync", peer("copy", self.source(name), f"{self.out}.cp"))
+        return Contender(
+            "copy of the same bytes, fsync", peer("copy", self.source(name), f"{self.out}.cp")
+        )
 
     def torch_of(self, name: str) -> Contender:
-        return Contender("torch `dcp_to_torch_save`", peer("dcp", self.source(name), f"{self.out}.pt"))
+        return Contender(
+            "torch `dcp_to_torch_save`", peer("dcp", self.source(name), f"{self.out}.pt")
+        )
 
     def inspect(self) -> None:
-        race("inspect, 8 ranks, 624 tensors", [Contender("`ckpt inspect`", ckpt("inspect", self.source("3gb-adamw")))], self.runs, self.out)
+        race(
+            "inspect, 8 ranks, 624 tensors",
+            [Contender("`ckpt inspect`", ckpt("inspect", self.source("3gb-adamw")))],
+            self.runs,
+            self.out,
+        )
 
     def merge(self) -> None:
         contenders = [self.merge_of("1gb"), self.copy_of("1gb"), self.torch_of("1gb")]
         if self.accelerate:
-            command = peer("accelerate", self.source("1gb"), f"{self.out}-acc", python=self.accelerate)
+            command = peer(
+                "accelerate", self.source("1gb"), f"{self.out}-acc", python=self.accelerate
+            )
             contenders.append(Contender("accelerate `merge_fsdp_weights`", command))
         race(f"merge, 1 GB, 8 ranks{self.where}", contenders, self.runs, self.out)
 
     def large(self) -> None:
-        race("merge, 4 GB, 8 ranks", [self.merge_of("4gb"), self.copy_of("4gb")], self.runs, self.out)
+        race(
+            "merge, 4 GB, 8 ranks", [self.merge_of("4gb"), self.copy_of("4gb")], self.runs, self.out
+        )
 
     def columns(self) -> None:
         many = self.root / "wide-64way"
         if not many.exists():
-            subprocess.run(ckpt("reshard", self.source("wide-dim1"), many, "--to", "64", "-q"), check=True)
+            subprocess.run(
+                ckpt("reshard", self.source("wide-dim1"), many, "--to", "64", "-q"), check=True
+            )
         names = {"wide": "dim 0, 8-way", "wide-dim1": "dim 1, 8-way", "wide-64way": "dim 1, 64-way"}
-        contenders = [self.merge_of(name, f"`ckpt merge`, {title}") for name, title in names.items()]
-        race("merge, 1 GB of 4096-wide matrices, by the dim that is sharded", contenders, self.runs, self.out)
+        contenders = [
+            self.merge_of(name, f"`ckpt merge`, {title}") for name, title in names.items()
+        ]
+        race(
+            "merge, 1 GB of 4096-wide matrices, by the dim that is sharded",
+            contenders,
+            self.runs,
+            self.out,
+        )
 
     def many(self) -> None:
-        contenders = [self.merge_of("tiny"), self.merge_of("tiny-half", "`ckpt merge`, 10,000 tensors"), self.torch_of("tiny")]
+        contenders = [
+            self.merge_of("tiny"),
+            self.merge_of("tiny-half", "`ckpt merge`, 10,000 tensors"),
+            self.torch_of("tiny"),
+        ]
         race("merge, 20,000 tensors of 4 KB, 8 ranks", contenders, min(self.runs, 3), self.out)
 
     def cold(self) -> None:
-        race("merge, 1 GB, cold page cache", [self.merge_of("1gb"), self.copy_of("1gb")], self.runs, self.out, cold=self.source("1gb"))
+        race(
+            "merge, 1 GB, cold page cache",
+            [self.merge_of("1gb"), self.copy_of("1gb")],
+            self.runs,
+            self.out,
+            cold=self.source("1gb"),
+        )
 
     def reshard(self, name: str = "1gb", title: str = "reshard 8 to 4, 1 GB, model only") -> None:
         src, out = self.source(name), self.out
         contenders = [
             Contender("`ckpt reshard`", ckpt("reshard", src, f"{out}-r", "--to", 4, "-q")),
             Contender("copy of the same bytes, fsync", peer("copy_tree", src, f"{out}-cp")),
-            Contender("torchrun, `dcp.load`, `dcp.save`", torchrun(4, str(HERE / "peers.py"), "reshard", str(src), f"{out}-stock")),
+            Contender(
+                "torchrun, `dcp.load`, `dcp.save`",
+                torchrun(4, str(HERE / "peers.py"), "reshard", str(src), f"{out}-stock"),
+            ),
         ]
         race(title, contenders, self.runs, out)
 
@@ -172,7 +236,11 @@ class Bench:
 
     def ram(self) -> None:
         """The same with the output on a tmpfs: what is left when the disk is not the limit."""
-        disk, self.out, self.where = self.out, Path("/dev/shm/ckpt-bench/out"), ", output in memory (tmpfs)"
+        disk, self.out, self.where = (
+            self.out,
+            Path("/dev/shm/ckpt-bench/out"),
+            ", output in memory (tmpfs)",
+        )
         self.out.parent.mkdir(exist_ok=True)
         self.merge()
         self.reshard(title=f"reshard 8 to 4, 1 GB, model only{self.where}")
@@ -184,7 +252,9 @@ CASES = ("inspect", "merge", "large", "columns", "many", "cold", "reshard", "res
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dir", type=Path, default=Path("benchmarks"))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--accelerate", help="a Python that has accelerate installed")

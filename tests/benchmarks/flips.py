@@ -1,8 +1,10 @@
-"""How many flipped bits are noticed: `PYTHONPATH=. python tests/benchmarks/flips.py DIR --flips 100000 [--seed 1]`; a table.
+"""How many flipped bits are noticed: `PYTHONPATH=. python tests/benchmarks/flips.py DIR --flips
+100000 [--seed 1]`; a table.
 
-One random bit of a checkpoint is turned round, in every format that this tool writes and in one of stock torch; then `verify`,
-a merge and a resume of ours, and `dcp.load` and `safetensors.load_file` as they come, read it, and what they hand out is compared
-with what was saved. "wrong" is a value that is not what was saved, with no word said.
+One random bit of a checkpoint is turned round, in every format that this tool writes and in one of
+stock torch; then `verify`, a merge and a resume of ours, and `dcp.load` and `safetensors.load_file`
+as they come, read it, and what they hand out is compared with what was saved. "wrong" is a value
+that is not what was saved, with no word said.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ NUMEL = 2000
 
 def state(seed: int = 0) -> State:
     generator = torch.Generator().manual_seed(seed)
-    return {f"w{i}": torch.randn(NUMEL + i, generator=generator) for i in range(4)} | {"b": torch.randn(77, generator=generator).bfloat16()}
+    return {f"w{i}": torch.randn(NUMEL + i, generator=generator) for i in range(4)} | {
+        "b": torch.randn(77, generator=generator).bfloat16()
+    }
 
 
 def empty() -> State:
@@ -38,7 +42,9 @@ def empty() -> State:
 
 def is_right(got: Mapping[str, torch.Tensor]) -> bool:
     want = state()
-    return got.keys() == want.keys() and all(torch.equal(got[n].view(torch.uint8), want[n].view(torch.uint8)) for n in want)
+    return got.keys() == want.keys() and all(
+        torch.equal(got[n].view(torch.uint8), want[n].view(torch.uint8)) for n in want
+    )
 
 
 def verified(path: Path, scratch: Path) -> str:
@@ -94,7 +100,14 @@ def make(root: Path) -> dict[str, tuple[Path, list[Path], list[Callable[[Path, P
     ckpt_tools.merge(saved, root / "one" / "m.safetensors")
     ckpt_tools.merge(saved, root / "shards", max_shard_bytes=10_000)
     dcp.save({"model": state()}, checkpoint_id=root / "stock", no_dist=True)
-    dcps, tensors = [verified, merged, resumed, stock_loaded], [verified, merged, safetensors_loaded]
+    dcps, tensors = (
+        [verified, merged, resumed, stock_loaded],
+        [
+            verified,
+            merged,
+            safetensors_loaded,
+        ],
+    )
     return {
         "a save": (saved, [*saved.iterdir()], dcps),
         "reshard": (root / "three", [*(root / "three").iterdir()], dcps),
@@ -105,10 +118,17 @@ def make(root: Path) -> dict[str, tuple[Path, list[Path], list[Callable[[Path, P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dir", type=Path)
     parser.add_argument("--flips", type=int, default=2000)
-    parser.add_argument("--others", type=int, default=10, help="of so many flips, one is also read by all but verify")
+    parser.add_argument(
+        "--others",
+        type=int,
+        default=10,
+        help="of so many flips, one is also read by all but verify",
+    )
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -123,11 +143,19 @@ def main() -> None:
         at, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
         flip(file, at, bit)
         for reader in readers if number // len(made) % args.others == 0 else readers[:1]:
-            seen.setdefault((name, reader.__name__), Counter())[judged(reader, path, args.dir / "scratch")] += 1
+            seen.setdefault((name, reader.__name__), Counter())[
+                judged(reader, path, args.dir / "scratch")
+            ] += 1
         flip(file, at, bit)
-    print("| written by | read by | flips | noticed | harmless | wrong values, no word |\n|---|---|---:|---:|---:|---:|")
+    print(
+        "| written by | read by | flips | noticed | harmless | wrong values, no word"
+        " |\n|---|---|---:|---:|---:|---:|"
+    )
     for (name, reader), found in seen.items():
-        print(f"| {name} | {reader} | {found.total():,} | {found['noticed']:,} | {found['passed']:,} | {found['wrong']:,} |")
+        print(
+            f"| {name} | {reader} | {found.total():,} | {found['noticed']:,} | {found['passed']:,}"
+            f" | {found['wrong']:,} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Converting what others wrote: `python tests/benchmarks/formats.py DIR --deepspeed PYTHON [--runs 5]`; tables in Markdown.
+"""Converting what others wrote: `python tests/benchmarks/formats.py DIR --deepspeed PYTHON [--runs
+5]`; tables in Markdown.
 
-A ZeRO-3 checkpoint of 18 matrices of 2048 x 2048, saved by two ranks of DeepSpeed: 0.9 GB with its moments. Beside `ckpt` runs the
-`zero_to_fp32.py` that DeepSpeed puts into every checkpoint. PYTHON is that of an environment with DeepSpeed.
+A ZeRO-3 checkpoint of 18 matrices of 2048 x 2048, saved by two ranks of DeepSpeed: 0.9 GB with its
+moments. Beside `ckpt` runs the `zero_to_fp32.py` that DeepSpeed puts into every checkpoint. PYTHON
+is that of an environment with DeepSpeed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from compare import HERE, Contender, ckpt, race
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dir", type=Path)
     parser.add_argument("--deepspeed", required=True)
     parser.add_argument("--runs", type=int, default=5)
@@ -40,20 +44,31 @@ def main() -> None:
         "The fp32 weights of a ZeRO-3 checkpoint (0.3 of 0.9 GB)",
         [
             Contender("`ckpt merge`", ckpt("merge", source, f"{out}.safetensors")),
-            Contender("`ckpt convert --to torch --model-only`", ckpt("convert", source, f"{out}.pt", "--to", "torch", "--model-only")),
-            Contender("`zero_to_fp32.py --safe_serialization`", [*theirs, str(out), "--safe_serialization"]),
+            Contender(
+                "`ckpt convert --to torch --model-only`",
+                ckpt("convert", source, f"{out}.pt", "--to", "torch", "--model-only"),
+            ),
+            Contender(
+                "`zero_to_fp32.py --safe_serialization`",
+                [*theirs, str(out), "--safe_serialization"],
+            ),
             Contender("`zero_to_fp32.py`", [*theirs, str(out)]),
         ],
-        args.runs, out,
-    )  # fmt: skip
+        args.runs,
+        out,
+    )
     race(
         "All of it, weights and moments, as DCP for 4 ranks",
         [
-            Contender("`ckpt convert --to dcp --ranks 4`", ckpt("convert", source, out, "--to", "dcp", "--ranks", "4")),
+            Contender(
+                "`ckpt convert --to dcp --ranks 4`",
+                ckpt("convert", source, out, "--to", "dcp", "--ranks", "4"),
+            ),
             Contender("`cp -r`, then `sync`", ["sh", "-c", f"cp -r {source} {out} && sync"]),
         ],
-        args.runs, out,
-    )  # fmt: skip
+        args.runs,
+        out,
+    )
 
 
 if __name__ == "__main__":

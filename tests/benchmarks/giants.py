@@ -1,10 +1,13 @@
-"""Checkpoints of giants without their bytes: the tensors of published models, split for thousands of ranks, on sparse files.
+"""Checkpoints of giants without their bytes: the tensors of published models, split for thousands
+of ranks, on sparse files.
 
     python -m tests.benchmarks.giants 70b --ranks 1024 --adamw DIR
 
-`.metadata` is whole and every file has its length, so that inspect, plans and dry runs work for real; only payloads are holes.
+`.metadata` is whole and every file has its length, so that inspect, plans and dry runs work for
+real; only payloads are holes.
 
-Source of the shapes: the models' config.json on Hugging Face: meta-llama/Llama-3.1-8B, -70B, -405B; deepseek-ai/DeepSeek-V3.
+Source of the shapes: the models' config.json on Hugging Face: meta-llama/Llama-3.1-8B, -70B, -405B;
+deepseek-ai/DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -48,12 +51,19 @@ class Llama(NamedTuple):
             "post_attention_layernorm.weight": (self.dim,),
         }
         ends: Shapes = {"embed_tokens.weight": (self.vocab, self.dim), "norm.weight": (self.dim,)}
-        layers = {f"layers.{i}.{name}": shape for i in range(self.layers) for name, shape in layer.items()}
-        return {**{f"model.{n}": s for n, s in (ends | layers).items()}, "lm_head.weight": (self.vocab, self.dim)}
+        layers = {
+            f"layers.{i}.{name}": shape for i in range(self.layers) for name, shape in layer.items()
+        }
+        return {
+            **{f"model.{n}": s for n, s in (ends | layers).items()},
+            "lm_head.weight": (self.vocab, self.dim),
+        }
 
 
 def experts() -> Shapes:
-    """Returns the parameters of DeepSeek-V3: 61 layers, 58 of them with 256 experts, whose matrices are one tensor, as torchtitan has them."""
+    """Returns the parameters of DeepSeek-V3: 61 layers, 58 of them with 256 experts, whose matrices
+    are one tensor, as torchtitan has them.
+    """
     dim, latent, heads = 7168, 512, 128
     attention: Shapes = {
         "self_attn.q_a_proj.weight": (1536, dim),
@@ -66,11 +76,17 @@ def experts() -> Shapes:
         "input_layernorm.weight": (dim,),
         "post_attention_layernorm.weight": (dim,),
     }
-    found: Shapes = {"model.embed_tokens.weight": (129_280, dim), "model.norm.weight": (dim,), "lm_head.weight": (129_280, dim)}
+    found: Shapes = {
+        "model.embed_tokens.weight": (129_280, dim),
+        "model.norm.weight": (dim,),
+        "lm_head.weight": (129_280, dim),
+    }
     for layer in range(61):
         part, hidden = ("mlp", 18_432) if layer < 3 else ("mlp.shared_experts", 2048)
         shapes = (
-            attention | {f"{part}.{n}_proj.weight": (hidden, dim) for n in ("gate", "up")} | {f"{part}.down_proj.weight": (dim, hidden)}
+            attention
+            | {f"{part}.{n}_proj.weight": (hidden, dim) for n in ("gate", "up")}
+            | {f"{part}.down_proj.weight": (dim, hidden)}
         )
         if layer >= 3:
             shapes |= {"mlp.gate.weight": (256, dim), "mlp.experts.w2": (256, dim, 2048)}
@@ -88,15 +104,24 @@ MODELS = {
 
 
 def boxes(shape: tuple[int, ...], ranks: int) -> tuple[Box | None, ...]:
-    """Returns what each rank holds: rows, as FSDP2 cuts; of experts a few (of at most 64 groups of ranks), each cut along its rows."""
+    """Returns what each rank holds: rows, as FSDP2 cuts; of experts a few (of at most 64 groups of
+    ranks), each cut along its rows.
+    """
     if len(shape) < 3:
-        return tuple(reshard_boxes([split(whole(shape), 0, 2, part) for part in range(2)], shape, ranks))
+        return tuple(
+            reshard_boxes([split(whole(shape), 0, 2, part) for part in range(2)], shape, ranks)
+        )
     groups = min(64, ranks)
     share = ranks // groups
-    return tuple(split(split(whole(shape), 0, groups, r // share), 1, share, r % share) for r in range(groups * share))
+    return tuple(
+        split(split(whole(shape), 0, groups, r // share), 1, share, r % share)
+        for r in range(groups * share)
+    )
 
 
-def targets(shapes: Shapes, ranks: int, with_adamw: bool, dtype: str = "bfloat16") -> Iterator[TargetTensor]:
+def targets(
+    shapes: Shapes, ranks: int, with_adamw: bool, dtype: str = "bfloat16"
+) -> Iterator[TargetTensor]:
     """Yields what every rank saves of parameters, and with AdamW of two moments and a step each."""
     for fqn, shape in shapes.items():
         held = boxes(shape, ranks)
@@ -104,11 +129,18 @@ def targets(shapes: Shapes, ranks: int, with_adamw: bool, dtype: str = "bfloat16
         for key in ("exp_avg", "exp_avg_sq") if with_adamw else ():
             yield TargetTensor(f"optimizer.state.{fqn}.{key}", BY_NAME["float32"], shape, held)
         if with_adamw:
-            yield TargetTensor(f"optimizer.state.{fqn}.step", BY_NAME["float32"], (), (whole(()), *[None] * (ranks - 1)))
+            yield TargetTensor(
+                f"optimizer.state.{fqn}.step",
+                BY_NAME["float32"],
+                (),
+                (whole(()), *[None] * (ranks - 1)),
+            )
 
 
 def build(shapes: Shapes, ranks: int, directory: Path, with_adamw: bool = False) -> int:
-    """Writes `.metadata` and files of the right length into a directory; returns the number of chunks."""
+    """Writes `.metadata` and files of the right length into a directory; returns the number of
+    chunks.
+    """
     tensors = list(targets(shapes, ranks, with_adamw))
     layout = dcp.lay_out(Request(tensors, ranks))
     directory.mkdir(parents=True, exist_ok=True)
@@ -122,13 +154,18 @@ def build(shapes: Shapes, ranks: int, directory: Path, with_adamw: bool = False)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Builds one, as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--adamw", action="store_true")
     args = parser.parse_args(arguments)
-    print(f"{build(MODELS[args.model](), args.ranks, args.directory, args.adamw):,} chunks in {args.directory}")
+    print(
+        f"{build(MODELS[args.model](), args.ranks, args.directory, args.adamw):,} chunks in"
+        f" {args.directory}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Kills at random instants: `PYTHONPATH=. python tests/benchmarks/kills.py ROOT --kills 4000 [--seed 1]`; a table. ROOT may be a URL.
+"""Kills at random instants: `PYTHONPATH=. python tests/benchmarks/kills.py ROOT --kills 4000
+[--seed 1]`; a table. ROOT may be a URL.
 
-One process saves steps as fast as it can, in turn blocking and in the background, with a new root every 200 kills; it is forked from one that has
-imported what it needs, so a kill costs a tenth of a second; a third of them come before it has resumed. After each SIGKILL the next process resumes: what it gets must be one step, whole,
-and none older than the last one of which a save, or a wait, had returned. What is complete is also read by stock torch now and then.
+One process saves steps as fast as it can, in turn blocking and in the background, with a new root
+every 200 kills; it is forked from one that has imported what it needs, so a kill costs a tenth of a
+second; a third of them come before it has resumed. After each SIGKILL the next process resumes:
+what it gets must be one step, whole, and none older than the last one of which a save, or a wait,
+had returned. What is complete is also read by stock torch now and then.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ def save_for_ever(root: str, asynchronous: bool, out: int) -> None:
 
 
 def run_and_kill(root: str, asynchronous: bool, seconds: float) -> list[str]:
-    """Returns what the job said until it was killed, so long after it had resumed, or, where that is negative, after it began."""
+    """Returns what the job said until it was killed, so long after it had resumed, or, where that
+    is negative, after it began.
+    """
     reader, writer = os.pipe()
     process = os.fork()
     if process == 0:
@@ -74,7 +79,9 @@ def run_and_kill(root: str, asynchronous: bool, seconds: float) -> list[str]:
 
 
 def check_all(root: str) -> int:
-    """Reads every complete step with stock torch, in a process of its own, and returns how many there are."""
+    """Reads every complete step with stock torch, in a process of its own, and returns how many
+    there are.
+    """
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -82,7 +89,13 @@ def check_all(root: str) -> int:
         complete = [step for step in list_steps(root) if not step.problem]
         for step in complete:
             got = {"model": state(0)}
-            dcp.load(got, storage_reader=FsspecReader(str(step.path)) if "://" in root else FileSystemReader(step.path), no_dist=True)
+            dcp.load(
+                got,
+                storage_reader=(
+                    FsspecReader(str(step.path)) if "://" in root else FileSystemReader(step.path)
+                ),
+                no_dist=True,
+            )
             assert is_uniform(got["model"], step.number) and damage(step) == "", step
         os._exit(len(complete))
     except BaseException:  # noqa: BLE001
@@ -91,9 +104,13 @@ def check_all(root: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("root")
-    parser.add_argument("--longest", type=float, default=0.12, metavar="SECONDS", help="from the resume to the kill")
+    parser.add_argument(
+        "--longest", type=float, default=0.12, metavar="SECONDS", help="from the resume to the kill"
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -114,15 +131,25 @@ def main() -> None:
         seen[kind]["lost"] += resumed < promised
         seen[kind]["steps"] += len(steps)
         if resumed < promised:
-            print(f"kill {number}: resumed at {resumed}, {promised} was promised; the job said {said[:3]}", flush=True)
+            print(
+                f"kill {number}: resumed at {resumed}, {promised} was promised; the job said"
+                f" {said[:3]}",
+                flush=True,
+            )
         promised = max([resumed, *steps])
         if number % 21 == 0:
             num_read = check_all(root)
             assert num_read < 100
             seen[kind]["read by stock torch"] += num_read
-    print("| saves | kills | steps promised | lost or wrong | also read by stock `dcp.load` |\n|---|---:|---:|---:|---:|")
+    print(
+        "| saves | kills | steps promised | lost or wrong | also read by stock `dcp.load`"
+        " |\n|---|---:|---:|---:|---:|"
+    )
     for kind, found in seen.items():
-        print(f"| {kind} | {found['kills']:,} | {found['steps']:,} | {found['lost']:,} | {found['read by stock torch']:,} |")
+        print(
+            f"| {kind} | {found['kills']:,} | {found['steps']:,} | {found['lost']:,} |"
+            f" {found['read by stock torch']:,} |"
+        )
     print(f"{time.perf_counter() - began:.0f} s")
 
 

@@ -1,9 +1,10 @@
 """Tokens/s of `training` against a bare FSDP2 loop written straight to PyTorch, in turn.
 
-    PYTHONPATH=. torchrun --standalone --nproc-per-node 2 tests/benchmarks/loop.py [TABLE.KEY=VALUE …]    # CKPT_DEVICE=cuda: on a GPU
+    PYTHONPATH=. torchrun --standalone --nproc-per-node 2 tests/benchmarks/loop.py [TABLE.KEY=VALUE
+    …]    # CKPT_DEVICE=cuda: on a GPU
 
-Both train the same model on the same sequences on the same ranks; the bare loop does nothing else: no metrics, no checkpoints, no
-clipping, no schedule. Medians of the rounds, and their ratio.
+Both train the same model on the same sequences on the same ranks; the bare loop does nothing else:
+no metrics, no checkpoints, no clipping, no schedule. Medians of the rounds, and their ratio.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def bare(config: Config) -> float:
     """Returns tokens/s of the bare loop."""
     model = models.make(config.model)
     mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(parallel.dtype_of(config.precision.param), parallel.dtype_of(config.precision.reduce))
+    policy = MixedPrecisionPolicy(
+        parallel.dtype_of(config.precision.param), parallel.dtype_of(config.precision.reduce)
+    )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -44,12 +47,18 @@ def bare(config: Config) -> float:
         torch.nn.init.normal_(parameter, std=0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = config.data
-    tokens, part = open_tokens("", data.seq_len, data.batch_size, 256), data.batch_size // dist.get_world_size()
+    tokens, part = (
+        open_tokens("", data.seq_len, data.batch_size, 256),
+        data.batch_size // dist.get_world_size(),
+    )
     times = []
     for step in range(config.run.steps):
         began = time.perf_counter()
         start = step * data.batch_size + dist.get_rank() * part
-        inputs, targets = (t.to(device.here()) for t in tokens.sequences(list(range(start, start + part)), data.seq_len))
+        inputs, targets = (
+            t.to(device.here())
+            for t in tokens.sequences(list(range(start, start + part)), data.seq_len)
+        )
         loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
         loss.backward()
         optimizer.step()
@@ -60,10 +69,19 @@ def bare(config: Config) -> float:
 
 
 def ours(config: Config) -> float:
-    """Returns tokens/s of the program, everything included that it does in a step without a checkpoint."""
+    """Returns tokens/s of the program, everything included that it does in a step without a
+    checkpoint.
+    """
     train.train(train.prove(config, dist.get_world_size(), dist.get_world_size()), device.here())
-    lines = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
-    return config.data.batch_size * config.data.seq_len / statistics.median(line["step_s"] for line in lines[WARM:-1])
+    lines = [
+        json.loads(line)
+        for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
+    ]
+    return (
+        config.data.batch_size
+        * config.data.seq_len
+        / statistics.median(line["step_s"] for line in lines[WARM:-1])
+    )
 
 
 def main() -> None:
@@ -79,16 +97,27 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             shared = [folder]
             dist.broadcast_object_list(shared)
-            options = [f"run.steps={args.steps}", "metrics.progress=false", f"run.dir={shared[0]}/run", *args.options]
+            options = [
+                f"run.steps={args.steps}",
+                "metrics.progress=false",
+                f"run.dir={shared[0]}/run",
+                *args.options,
+            ]
             config = configuration.resolve(None, options)
             for name, loop in (("bare", bare), ("training", ours))[:: 1 if number % 2 else -1]:
                 rates[name].append(loop(config))
             dist.barrier()
     if dist.get_rank() == 0:
         for name, values in rates.items():
-            print(f"{name:10} {statistics.median(values):10,.0f} tokens/s   {' '.join(f'{v:,.0f}' for v in values)}")
+            print(
+                f"{name:10} {statistics.median(values):10,.0f} tokens/s  "
+                f" {' '.join(f'{v:,.0f}' for v in values)}"
+            )
         ratios = [b / a for a, b in zip(rates["bare"], rates["training"], strict=True)]
-        print(f"ratio      {statistics.median(ratios):10.3f}            {' '.join(f'{r:.3f}' for r in ratios)}")
+        print(
+            f"ratio      {statistics.median(ratios):10.3f}           "
+            f" {' '.join(f'{r:.3f}' for r in ratios)}"
+        )
     dist.destroy_process_group()
 
 

@@ -1,9 +1,11 @@
-"""Peak memory of a rank: against the estimate, for every strategy; and of starting from pretrained weights, against the model's size.
+"""Peak memory of a rank: against the estimate, for every strategy; and of starting from pretrained
+weights, against the model's size.
 
-    PYTHONPATH=. python tests/benchmarks/memory.py strategies [RANKS]      # CKPT_DEVICE=cuda: on a GPU
-    PYTHONPATH=. python tests/benchmarks/memory.py pretrained
+    PYTHONPATH=. python tests/benchmarks/memory.py strategies [RANKS]      # CKPT_DEVICE=cuda: on a
+    GPU PYTHONPATH=. python tests/benchmarks/memory.py pretrained
 
-Measured is the most resident memory of a rank, less what it held before the model was made; on a GPU what PyTorch allocated there.
+Measured is the most resident memory of a rank, less what it held before the model was made; on a
+GPU what PyTorch allocated there.
 """
 
 from __future__ import annotations
@@ -26,18 +28,45 @@ from training.metrics import gather, peak_mib
 from training.plan import groups_of
 
 BASE = (
-    "run.steps=2", "model.dim=1024", "model.num_layers=6", "model.num_heads=16", "model.hidden_dim=2752", "model.max_seq_len=512",
-    "data.seq_len=256", "data.batch_size=8", "metrics.progress=false", "checkpoint.asynchronous=false", "optim.implementation=for-loop",
-)  # fmt: skip
+    "run.steps=2",
+    "model.dim=1024",
+    "model.num_layers=6",
+    "model.num_heads=16",
+    "model.hidden_dim=2752",
+    "model.max_seq_len=512",
+    "data.seq_len=256",
+    "data.batch_size=8",
+    "metrics.progress=false",
+    "checkpoint.asynchronous=false",
+    "optim.implementation=for-loop",
+)
 CASES = {
-    "FULL_SHARD": "", "SHARD_GRAD_OP": "fsdp.strategy=SHARD_GRAD_OP", "NO_SHARD": "fsdp.strategy=NO_SHARD",
-    "FULL_SHARD, checkpointed": "compute.checkpoint_every=1", "SHARD_GRAD_OP, checkpointed": "fsdp.strategy=SHARD_GRAD_OP compute.checkpoint_every=1",
-    "FULL_SHARD, every 2nd": "compute.checkpoint_every=2", "FULL_SHARD, bfloat16": "precision.param=bfloat16 precision.reduce=float32",
+    "FULL_SHARD": "",
+    "SHARD_GRAD_OP": "fsdp.strategy=SHARD_GRAD_OP",
+    "NO_SHARD": "fsdp.strategy=NO_SHARD",
+    "FULL_SHARD, checkpointed": "compute.checkpoint_every=1",
+    "SHARD_GRAD_OP, checkpointed": "fsdp.strategy=SHARD_GRAD_OP compute.checkpoint_every=1",
+    "FULL_SHARD, every 2nd": "compute.checkpoint_every=2",
+    "FULL_SHARD, bfloat16": "precision.param=bfloat16 precision.reduce=float32",
     "FULL_SHARD, 4 micro-batches": "data.accumulation=4",
-}  # fmt: skip
-LLAMA = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 16}
-STARTS = ((1, "fsdp2"), (2, "fsdp2"), (4, "fsdp2"), (8, "fsdp2"), (4, "fsdp1"), (4, "from_pretrained on every rank"))
-GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144"}  # freed tensors go back to the system, as they do on a GPU
+}
+LLAMA = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+STARTS = (
+    (1, "fsdp2"),
+    (2, "fsdp2"),
+    (4, "fsdp2"),
+    (8, "fsdp2"),
+    (4, "fsdp1"),
+    (4, "from_pretrained on every rank"),
+)
+# freed tensors go back to the system, as they do on a GPU
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144"}
 
 
 def rank_main(what: str, options: list[str]) -> None:
@@ -53,7 +82,13 @@ def rank_main(what: str, options: list[str]) -> None:
         train.train(plan, here)
     elif what.startswith("fsdp"):
         config = configuration.resolve(
-            None, [f"model.path={options[0]}", "data.batch_size=8", "fsdp.wrap_embeddings=true", f"fsdp.api={what}"]
+            None,
+            [
+                f"model.path={options[0]}",
+                "data.batch_size=8",
+                "fsdp.wrap_embeddings=true",
+                f"fsdp.api={what}",
+            ],
         )
         model = train.build(train.prove(config, ranks, ranks), here).model
         ckpt_tools.load(options[0], {"model": model}, cast=True)
@@ -61,16 +96,35 @@ def rank_main(what: str, options: list[str]) -> None:
         from transformers import AutoModelForCausalLM
 
         AutoModelForCausalLM.from_pretrained(options[0], dtype=torch.float32)
-    peaks = gather(torch.tensor([peak_mib(here) - (before if here.type == "cpu" else 0)], dtype=torch.float64))
+    peaks = gather(
+        torch.tensor([peak_mib(here) - (before if here.type == "cpu" else 0)], dtype=torch.float64)
+    )
     if dist.get_rank() == 0:
         print("PEAK", max(p[0] for p in peaks), flush=True)
     dist.destroy_process_group()
 
 
-def peak(num_ranks: int, what: str, *options: str, environment: dict[str, str] = GIVES_BACK) -> float:
+def peak(
+    num_ranks: int, what: str, *options: str, environment: dict[str, str] = GIVES_BACK
+) -> float:
     """Runs a job and returns its largest rank's peak, in MiB."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), __file__, what, *options]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+        __file__,
+        what,
+        *options,
+    ]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
     line = next((line for line in result.stdout.splitlines() if line.startswith("PEAK")), None)
     if line is None:
         raise SystemExit(result.stderr)
@@ -87,13 +141,27 @@ def strategies(num_ranks: int = 2) -> None:
             sizes = configuration.check(config, num_ranks, num_ranks)
             groups = groups_of(models.make(config.model), config)
             sequences = config.data.batch_size // sizes.data // config.data.accumulation
-            expected = estimate.memory_of(config, sizes, groups, estimate.activations_of(config, sequences)).peak / 2**20
+            expected = (
+                estimate.memory_of(
+                    config, sizes, groups, estimate.activations_of(config, sequences)
+                ).peak
+                / 2**20
+            )
             measured = peak(num_ranks, "train", *chosen)
-            print(f"| {name} | {expected:,.0f} | {measured:,.0f} | {measured / expected:.2f} |", flush=True)
+            print(
+                f"| {name} | {expected:,.0f} | {measured:,.0f} | {measured / expected:.2f} |",
+                flush=True,
+            )
     with tempfile.TemporaryDirectory() as folder:
         kept = peak(num_ranks, "train", *BASE, f"run.dir={folder}/run", environment={})
-    total = sum(g.numel for g in groups_of(models.make(config.model), configuration.resolve(None, BASE)).values())
-    print(f"\n{total / 1e6:.0f} M parameters; FULL_SHARD with glibc's allocator as it comes: {kept:,.0f} MiB")
+    total = sum(
+        g.numel
+        for g in groups_of(models.make(config.model), configuration.resolve(None, BASE)).values()
+    )
+    print(
+        f"\n{total / 1e6:.0f} M parameters; FULL_SHARD with glibc's allocator as it comes:"
+        f" {kept:,.0f} MiB"
+    )
 
 
 def pretrained() -> None:
@@ -104,10 +172,15 @@ def pretrained() -> None:
         model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, **LLAMA)).to(torch.bfloat16)
         model.save_pretrained(folder, max_shard_size="200MB")
         whole = sum(p.numel() for p in model.parameters()) * 4 / 2**20
-        print("| ranks | how | model, MiB | model / ranks | peak of a rank |\n|---|---|---|---|---|")
+        print(
+            "| ranks | how | model, MiB | model / ranks | peak of a rank |\n|---|---|---|---|---|"
+        )
         for num_ranks, how in STARTS:
             found = peak(num_ranks, how.split()[0], folder)
-            print(f"| {num_ranks} | {how} | {whole:,.0f} | {whole / num_ranks:,.0f} | {found:,.0f} |", flush=True)
+            print(
+                f"| {num_ranks} | {how} | {whole:,.0f} | {whole / num_ranks:,.0f} | {found:,.0f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

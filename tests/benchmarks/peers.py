@@ -1,9 +1,9 @@
-"""What people use instead, each as a whole process: `python tests/benchmarks/peers.py PEER SRC DST`.
+"""What people use instead, each as a whole process: `python tests/benchmarks/peers.py PEER SRC
+DST`.
 
-copy       the same bytes by `cp`'s own means, then fsync
-dcp        torch's dcp_to_torch_save
-accelerate accelerate's merge_fsdp_weights
-reshard    under torchrun: dcp.load and dcp.save of every tensor with `Shard(0)` on as many ranks as there are
+copy       the same bytes by `cp`'s own means, then fsync dcp        torch's dcp_to_torch_save
+accelerate accelerate's merge_fsdp_weights reshard    under torchrun: dcp.load and dcp.save of every
+tensor with `Shard(0)` on as many ranks as there are
 """
 
 import os
@@ -13,7 +13,9 @@ from pathlib import Path
 
 
 def copy(src: Path, dst: Path) -> None:
-    """Copies the data files one behind the other into one file, as fast as the kernel does it, and makes it durable."""
+    """Copies the data files one behind the other into one file, as fast as the kernel does it, and
+    makes it durable.
+    """
     with dst.open("wb") as out:
         for path in sorted(src.glob("*.distcp")):
             with path.open("rb") as file:
@@ -46,7 +48,9 @@ def accelerate(src: Path, dst: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Makes durable what the peer leaves to chance: every contender ends with its bytes on the disk."""
+    """Makes durable what the peer leaves to chance: every contender ends with its bytes on the
+    disk.
+    """
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -65,7 +69,11 @@ def reshard(src: Path, dst: Path) -> None:
     for fqn, value in metadata.state_dict_metadata.items():
         if hasattr(value, "size"):
             whole = len(value.size) == 0
-            state[fqn] = torch.zeros(value.size) if whole else zeros(value.size, device_mesh=mesh, placements=[Shard(0)])
+            state[fqn] = (
+                torch.zeros(value.size)
+                if whole
+                else zeros(value.size, device_mesh=mesh, placements=[Shard(0)])
+            )
         else:
             state[fqn] = None
     checkpoint.load(state, checkpoint_id=src)

@@ -1,8 +1,10 @@
-"""Reading from S3: `ckpt merge s3://…` to a local file against boto3's own parallel download of the same bytes, in turn.
+"""Reading from S3: `ckpt merge s3://…` to a local file against boto3's own parallel download of the
+same bytes, in turn.
 
     python tests/benchmarks/remote.py DIR --gb 1 --runs 5
 
-Starts a RadosGW in DIR on this machine, uploads a checkpoint of 8 ranks, and prints medians of whole processes, files durable.
+Starts a RadosGW in DIR on this machine, uploads a checkpoint of 8 ranks, and prints medians of
+whole processes, files durable.
 """
 
 from __future__ import annotations
@@ -46,17 +48,41 @@ def main() -> None:
     args.dir.mkdir(parents=True, exist_ok=True)
     source = args.dir / "input"
     if not source.exists():
-        make = torchrun_command(8, Path(__file__).with_name("make_input.py"), source, "--gb", args.gb)
+        make = torchrun_command(
+            8, Path(__file__).with_name("make_input.py"), source, "--gb", args.gb
+        )
         subprocess.run(make, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     with servers.running("radosgw", args.dir) as server:
-        upload = [sys.executable, "-c", UPLOAD, server.endpoint, str(source)]  # a process of its own: peaks are inherited
+        # a process of its own: peaks are inherited
+        upload = [sys.executable, "-c", UPLOAD, server.endpoint, str(source)]
         subprocess.run(upload, check=True, env=os.environ | server.environment)
-        merge = [sys.executable, "-m", "ckpt_tools", "merge", "s3://bench/step", str(args.dir / "out.safetensors"), "-q", "--overwrite"]
+        merge = [
+            sys.executable,
+            "-m",
+            "ckpt_tools",
+            "merge",
+            "s3://bench/step",
+            str(args.dir / "out.safetensors"),
+            "-q",
+            "--overwrite",
+        ]
         commands = {
             "ckpt merge s3://, with obstore": merge,
             "ckpt merge s3://, s3fs alone": ["env", "CKPT_S3_CLIENT=s3fs", *merge],
-            "boto3 download, 10 threads": [sys.executable, "-c", DOWNLOAD, str(args.dir / "boto"), "10"],
-            "boto3 download, 4 threads": [sys.executable, "-c", DOWNLOAD, str(args.dir / "boto"), "4"],
+            "boto3 download, 10 threads": [
+                sys.executable,
+                "-c",
+                DOWNLOAD,
+                str(args.dir / "boto"),
+                "10",
+            ],
+            "boto3 download, 4 threads": [
+                sys.executable,
+                "-c",
+                DOWNLOAD,
+                str(args.dir / "boto"),
+                "4",
+            ],
         }
         times: dict[str, list[float]] = {name: [] for name in commands}
         peaks: dict[str, float] = {}
@@ -70,11 +96,16 @@ def main() -> None:
                 if number:
                     times[name].append(time.perf_counter() - began)
                     peaks[name] = usage.ru_maxrss / 1024
-    base = min(statistics.median(values) for name, values in times.items() if name.startswith("boto3"))
+    base = min(
+        statistics.median(values) for name, values in times.items() if name.startswith("boto3")
+    )
     print("| | median s | min – max s | against boto3 | peak MiB |\n|---|---:|---:|---:|---:|")
     for name, values in times.items():
         median = statistics.median(values)
-        print(f"| {name} | {median:.2f} | {min(values):.2f} – {max(values):.2f} | {median / base:.2f}× | {peaks[name]:.0f} |")
+        print(
+            f"| {name} | {median:.2f} | {min(values):.2f} – {max(values):.2f} |"
+            f" {median / base:.2f}× | {peaks[name]:.0f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""Times saving and loading from inside a job, beside the raw limit and the peers, in turn; prints the tables of docs/benchmarks.md.
+"""Times saving and loading from inside a job, beside the raw limit and the peers, in turn; prints
+the tables of docs/benchmarks.md.
 
-    PYTHONPATH=. torchrun --standalone --nproc-per-node 4 tests/benchmarks/saving.py DIR --gb 1 --runs 5 [--only sync,async,load]
+    PYTHONPATH=. torchrun --standalone --nproc-per-node 4 tests/benchmarks/saving.py DIR --gb 1
+    --runs 5 [--only sync,async,load]
 
-The state is a decoder of float32 parameters under FSDP2, on CPU; on the machine's GPU with CKPT_DEVICE=cuda. Every time is from the first rank's beginning to the last
-one's end; results are durable unless the name says otherwise; each contender writes to a directory that does not exist yet, and what
-it wrote is removed outside the time. torch_checkpointing takes part where it can be imported.
+The state is a decoder of float32 parameters under FSDP2, on CPU; on the machine's GPU with
+CKPT_DEVICE=cuda. Every time is from the first rank's beginning to the last one's end; results are
+durable unless the name says otherwise; each contender writes to a directory that does not exist
+yet, and what it wrote is removed outside the time. torch_checkpointing takes part where it can be
+imported.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ try:
     from torch_checkpointing.staging import CheckpointStagerConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-    buffered = LocalFileSystemStorageConfig(use_direct_io=False)  # its O_DIRECT writes fail with EINVAL here: they are not aligned
+    # its O_DIRECT writes fail with EINVAL here: they are not aligned
+    buffered = LocalFileSystemStorageConfig(use_direct_io=False)
 except ImportError:
     tc = None
 
@@ -66,13 +71,22 @@ def build(gb: float, placement: Shard) -> nn.Module:
         step = -(-shape[dim] // mesh.size())
         local[dim] = max(0, min(step, shape[dim] - step * mesh.get_local_rank()))
         strides = torch.empty(shape, device="meta").stride()
-        value = DTensor.from_local(torch.rand(local), mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=strides)
+        value = DTensor.from_local(
+            torch.rand(local),
+            mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=strides,
+        )
         owner.register_parameter(leaf, nn.Parameter(value))
     return model
 
 
 def timed(call: Callable[[], object]) -> float:
-    """From the first rank's beginning to the last one's end: with more ranks than cores, they neither begin nor end together."""
+    """From the first rank's beginning to the last one's end: with more ranks than cores, they
+    neither begin nor end together.
+    """
     if IS_CUDA:
         torch.cuda.synchronize()
     dist.barrier()
@@ -84,9 +98,11 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def settle(folder: Path) -> None:
-    """Removes what was written, lets the disk come to rest, and frees as much page cache as the next one fills.
+    """Removes what was written, lets the disk come to rest, and frees as much page cache as the
+    next one fills.
 
-    A virtual machine pays for memory that it gave back to its host, and so would whoever writes after a large removal.
+    A virtual machine pays for memory that it gave back to its host, and so would whoever writes
+    after a large removal.
     """
     dist.barrier()
     if dist.get_rank() == 0:
@@ -118,8 +134,12 @@ def forget(source: Path | None) -> None:
     dist.barrier()
 
 
-def rounds(contenders: dict[str, Callable[[], float]], runs: int, folder: Path, cold: Path | None = None) -> Times:
-    """Runs all in turn, another one first in every round; the first round warms up and is not counted."""
+def rounds(
+    contenders: dict[str, Callable[[], float]], runs: int, folder: Path, cold: Path | None = None
+) -> Times:
+    """Runs all in turn, another one first in every round; the first round warms up and is not
+    counted.
+    """
     times: Times = {name: [] for name in contenders}
     names = list(contenders)
     for number in range(runs + 1):
@@ -135,22 +155,28 @@ def rounds(contenders: dict[str, Callable[[], float]], runs: int, folder: Path, 
 def show(title: str, times: Times, base: str, nbytes: int) -> None:
     if dist.get_rank():
         return
-    print(f"\n{title}\n\n| | median s | min–max | GB/s | against {base} |\n|---|---:|---:|---:|---:|")
+    print(
+        f"\n{title}\n\n| | median s | min–max | GB/s | against {base} |\n|---|---:|---:|---:|---:|"
+    )
     reference = statistics.median(times[base])
     for name, values in times.items():
         median = statistics.median(values)
         print(
-            f"| {name} | {median:.3f} | {min(values):.3f}–{max(values):.3f} | {nbytes / median / 1e9:.2f} | {median / reference:.2f} |",
+            f"| {name} | {median:.3f} | {min(values):.3f}–{max(values):.3f} |"
+            f" {nbytes / median / 1e9:.2f} | {median / reference:.2f} |",
             flush=True,
         )
 
 
-# ---- contenders --------------------------------------------------------------------------------------------------------------
+# ---- contenders ----------------------------------------------------------------------------------
 
 
 def hosts_of(model: nn.Module) -> list[torch.Tensor]:
     """Host memory for this rank's shards, pinned for those of a GPU."""
-    return [torch.empty(p._local_tensor.shape, dtype=p.dtype, device="cpu", pin_memory=IS_CUDA) for p in model.parameters()]
+    return [
+        torch.empty(p._local_tensor.shape, dtype=p.dtype, device="cpu", pin_memory=IS_CUDA)
+        for p in model.parameters()
+    ]
 
 
 def copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
@@ -182,8 +208,13 @@ def peer_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-def sync_saves(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[str, Callable[[], float]]:
-    shards, hosts = [p._local_tensor.detach() for p in model.parameters()], hosts_of(model) if IS_CUDA else []
+def sync_saves(
+    model: nn.Module, folder: Path, manager: CheckpointManager
+) -> dict[str, Callable[[], float]]:
+    shards, hosts = (
+        [p._local_tensor.detach() for p in model.parameters()],
+        (hosts_of(model) if IS_CUDA else []),
+    )
     number = [0]
 
     def ours() -> float:
@@ -193,15 +224,25 @@ def sync_saves(model: nn.Module, folder: Path, manager: CheckpointManager) -> di
     def stock(threads: int) -> Callable[[], float]:
         def call() -> float:
             return timed(
-                lambda: dcp.save({"model": peer_state(model)}, storage_writer=FileSystemWriter(folder / "dcp", thread_count=threads))
+                lambda: dcp.save(
+                    {"model": peer_state(model)},
+                    storage_writer=FileSystemWriter(folder / "dcp", thread_count=threads),
+                )
             )
 
         return call
 
-    found = {"raw: pwrite, fsync": lambda: raw_write(folder, shards, hosts), "CheckpointManager": ours}
+    found = {
+        "raw: pwrite, fsync": lambda: raw_write(folder, shards, hosts),
+        "CheckpointManager": ours,
+    }
     found |= {f"dcp.save, {n} thread{'s' * (n > 1)}": stock(n) for n in (1, 2, 4)}
     if tc is not None:
-        saver = tc.CheckpointManager(tc.CheckpointManager.Config(save=tc.SyncCheckpointSaverConfig(), storage_config=buffered))
+        saver = tc.CheckpointManager(
+            tc.CheckpointManager.Config(
+                save=tc.SyncCheckpointSaverConfig(), storage_config=buffered
+            )
+        )
 
         def meta() -> None:
             saver.save(str(folder / "tc"), {"model": peer_state(model)})
@@ -211,11 +252,16 @@ def sync_saves(model: nn.Module, folder: Path, manager: CheckpointManager) -> di
             dist.barrier()
             fsync_all(folder / "tc") if dist.get_rank() == 0 else None
 
-        found |= {"torch_checkpointing, not durable": lambda: timed(meta), "torch_checkpointing, then fsync": lambda: timed(meta_durable)}
+        found |= {
+            "torch_checkpointing, not durable": lambda: timed(meta),
+            "torch_checkpointing, then fsync": lambda: timed(meta_durable),
+        }
     return found
 
 
-def stalls(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[str, Callable[[], float]]:
+def stalls(
+    model: nn.Module, folder: Path, manager: CheckpointManager
+) -> dict[str, Callable[[], float]]:
     """How long the loop stands still; the writing itself is waited for outside the time."""
     parameters = [p._local_tensor.detach() for p in model.parameters()]
     buffers = hosts_of(model)
@@ -233,25 +279,38 @@ def stalls(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[s
             if is_pinned:  # and copied before it returns; `async_save` closes it, so it serves once
                 how["async_stager"] = DefaultStager(StagingOptions(True, False, False, True))
             state = {"model": peer_state(model)}
-            took = timed(lambda: futures.append(dcp.async_save(state, checkpoint_id=folder / "dcp", **how)))
+            took = timed(
+                lambda: futures.append(dcp.async_save(state, checkpoint_id=folder / "dcp", **how))
+            )
             done = futures[0]
             (done.upload_completion if hasattr(done, "upload_completion") else done).result()
             return took
 
         return call
 
-    found = {"memory copy": lambda: timed(lambda: copy_all(parameters, buffers)), "CheckpointManager": ours}
+    found = {
+        "memory copy": lambda: timed(lambda: copy_all(parameters, buffers)),
+        "CheckpointManager": ours,
+    }
     found |= {f"dcp.async_save, {kind.value}": stock(kind) for kind in AsyncCheckpointerType}
     if IS_CUDA:
-        found["dcp.async_save, thread, pinned"] = stock(AsyncCheckpointerType.THREAD, is_pinned=True)
+        found["dcp.async_save, thread, pinned"] = stock(
+            AsyncCheckpointerType.THREAD, is_pinned=True
+        )
     if tc is not None:
-        staging = CheckpointStagerConfig(use_pinned_memory=IS_CUDA, use_async_staging=False, use_non_blocking_copy=IS_CUDA)
-        config = tc.CheckpointManager.Config(save=tc.AsyncCheckpointSaverConfig(staging_config=staging), storage_config=buffered)
+        staging = CheckpointStagerConfig(
+            use_pinned_memory=IS_CUDA, use_async_staging=False, use_non_blocking_copy=IS_CUDA
+        )
+        config = tc.CheckpointManager.Config(
+            save=tc.AsyncCheckpointSaverConfig(staging_config=staging), storage_config=buffered
+        )
         saver = tc.CheckpointManager(config)
 
         def meta() -> float:
             futures = []
-            took = timed(lambda: futures.append(saver.save(str(folder / "tc"), {"model": peer_state(model)})))
+            took = timed(
+                lambda: futures.append(saver.save(str(folder / "tc"), {"model": peer_state(model)}))
+            )
             futures[0].result()
             return took
 
@@ -259,8 +318,13 @@ def stalls(model: nn.Module, folder: Path, manager: CheckpointManager) -> dict[s
     return found
 
 
-def loads(model: nn.Module, source: Path, manager: CheckpointManager) -> dict[str, Callable[[], float]]:
-    shards, hosts = [p._local_tensor.detach() for p in model.parameters()], hosts_of(model) if IS_CUDA else []
+def loads(
+    model: nn.Module, source: Path, manager: CheckpointManager
+) -> dict[str, Callable[[], float]]:
+    shards, hosts = (
+        [p._local_tensor.detach() for p in model.parameters()],
+        (hosts_of(model) if IS_CUDA else []),
+    )
     views = [as_bytes(t) for t in hosts or shards]
     files = sorted(source.glob("*.distcp"))
     sizes = [f.stat().st_size for f in files]
@@ -283,7 +347,9 @@ def loads(model: nn.Module, source: Path, manager: CheckpointManager) -> dict[st
             os.close(fd)
         if IS_CUDA:
             copy_all(hosts, shards)
-        assert at - sum(sizes) * rank // world >= 0.99 * sum(map(len, views)), "the end of the files came too early"
+        assert at - sum(sizes) * rank // world >= 0.99 * sum(map(len, views)), (
+            "the end of the files came too early"
+        )
 
     def stock() -> None:
         dcp.load({"model": peer_state(model)}, checkpoint_id=source)
@@ -296,7 +362,9 @@ def loads(model: nn.Module, source: Path, manager: CheckpointManager) -> dict[st
 
 
 def interference(model: nn.Module, manager: CheckpointManager, runs: int) -> None:
-    """How much the loop slows down while a save is being written, by its Python and by its arithmetic."""
+    """How much the loop slows down while a save is being written, by its Python and by its
+    arithmetic.
+    """
     matrix = torch.rand(384, 384)
 
     def python() -> None:
@@ -325,33 +393,54 @@ def interference(model: nn.Module, manager: CheckpointManager, runs: int) -> Non
             manager.wait()
         rows.append((name, statistics.median(ratios)))
     if dist.get_rank() == 0:
-        print("\nSpeed of the loop while a save is being written, of its speed alone: " + ", ".join(f"{n} {r:.2f}" for n, r in rows))
+        print(
+            "\nSpeed of the loop while a save is being written, of its speed alone: "
+            + ", ".join(f"{n} {r:.2f}" for n, r in rows)
+        )
 
 
-def show_loads(model: nn.Module, source: Path, manager: CheckpointManager, runs: int, what: str, nbytes: int) -> None:
+def show_loads(
+    model: nn.Module, source: Path, manager: CheckpointManager, runs: int, what: str, nbytes: int
+) -> None:
     for title, cold in (("warm page cache", None), ("cold", source)):
         times = rounds(loads(model, source, manager), runs, source.parent / "out", cold)
         show(f"Load, {what}, from {source.name}, {title}", times, "raw: preadv", nbytes)
     report = manager.last_load
     if dist.get_rank() == 0:
-        print(f"\nbytes read / needed on rank 0: {report.read_nbytes / report.needed_nbytes:.4f}; chunks proved: {report.num_proved}")
+        print(
+            f"\nbytes read / needed on rank 0: {report.read_nbytes / report.needed_nbytes:.4f};"
+            f" chunks proved: {report.num_proved}"
+        )
 
 
 def replicas(root: Path, gb: float, runs: int) -> None:
-    """A model that every rank holds whole, as under DDP: all read it, or one reads each part and sends it."""
+    """A model that every rank holds whole, as under DDP: all read it, or one reads each part and
+    sends it.
+    """
     torch.manual_seed(0)
-    model = nn.ParameterDict({name.replace(".", "_"): nn.Parameter(torch.rand(shape)) for name, shape in shapes(gb, 1024).items()})
-    with CheckpointManager(root / "all") as everybody, CheckpointManager(root / "one", read_once=True) as once:
+    model = nn.ParameterDict(
+        {
+            name.replace(".", "_"): nn.Parameter(torch.rand(shape))
+            for name, shape in shapes(gb, 1024).items()
+        }
+    )
+    with (
+        CheckpointManager(root / "all") as everybody,
+        CheckpointManager(root / "one", read_once=True) as once,
+    ):
         everybody.save(1, {"model": model}, asynchronous=False)
         source = root / "all" / "step-00000001"
         for title, cold in (("warm page cache", None), ("cold", source)):
             contenders = {
-                "all ranks read": lambda: timed(lambda: everybody.resume({"model": model}, path=source)),
+                "all ranks read": lambda: timed(
+                    lambda: everybody.resume({"model": model}, path=source)
+                ),
                 "read_once": lambda: timed(lambda: once.resume({"model": model}, path=source)),
             }
             times = rounds(contenders, runs, root / "out", cold)
             show(
-                f"Load of {gb:g} GB that each of {dist.get_world_size()} ranks needs, one host, {title}",
+                f"Load of {gb:g} GB that each of {dist.get_world_size()} ranks needs, one host,"
+                f" {title}",
                 times,
                 "all ranks read",
                 int(gb * 1e9),
@@ -365,10 +454,17 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", default="sync,async,load")
     parser.add_argument(
-        "--skip", default="$^", metavar="REGEX", help="for sync and async: contenders to leave out, where memory does not hold all"
+        "--skip",
+        default="$^",
+        metavar="REGEX",
+        help="for sync and async: contenders to leave out, where memory does not hold all",
     )
     parser.add_argument("--dim", type=int, default=0)
-    parser.add_argument("--source", type=Path, help="for load: a checkpoint, of any number of ranks, instead of one of these ranks")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        help="for load: a checkpoint, of any number of ranks, instead of one of these ranks",
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     device.begin()
@@ -386,7 +482,11 @@ def main() -> None:
             show(
                 f"Blocking save, {what}",
                 rounds(
-                    {n: c for n, c in sync_saves(model, work / "out", manager).items() if not re.search(args.skip, n)},
+                    {
+                        n: c
+                        for n, c in sync_saves(model, work / "out", manager).items()
+                        if not re.search(args.skip, n)
+                    },
                     args.runs,
                     work / "out",
                 ),
@@ -397,7 +497,13 @@ def main() -> None:
             show(
                 f"Stall of a save in the background, {what}",
                 rounds(
-                    {n: c for n, c in stalls(model, work / "out", manager).items() if not re.search(args.skip, n)}, args.runs, work / "out"
+                    {
+                        n: c
+                        for n, c in stalls(model, work / "out", manager).items()
+                        if not re.search(args.skip, n)
+                    },
+                    args.runs,
+                    work / "out",
                 ),
                 "memory copy",
                 nbytes,
@@ -409,9 +515,14 @@ def main() -> None:
         if "load" in args.only.split(","):
             if not args.source:
                 manager.save(1_000_000, {"model": model}, asynchronous=False)
-            show_loads(model, args.source or work / "step-01000000", manager, args.runs, what, nbytes)
+            show_loads(
+                model, args.source or work / "step-01000000", manager, args.runs, what, nbytes
+            )
     if dist.get_rank() == 0:
-        print(f"largest memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+        print(
+            "largest memory of rank 0:"
+            f" {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
+        )
         if "load" not in args.only.split(",") or args.source:
             shutil.rmtree(work)
     dist.barrier()

@@ -1,8 +1,10 @@
-"""How time and memory grow with ranks, tensors and bytes: `python -m tests.benchmarks.scale DIR [--runs 3]`.
+"""How time and memory grow with ranks, tensors and bytes: `python -m tests.benchmarks.scale DIR
+[--runs 3]`.
 
-Checkpoints of giants on sparse files (see `giants`), each work in a process of its own, beside torch's own reading of the same
-metadata. Those of 8b are medians, as torch's gather would write them; the others ran once. Prints tables in Markdown with the slopes fitted
-on log-log, and draws DIR/scale.png.
+Checkpoints of giants on sparse files (see `giants`), each work in a process of its own, beside
+torch's own reading of the same metadata. Those of 8b are medians, as torch's gather would write
+them; the others ran once. Prints tables in Markdown with the slopes fitted on log-log, and draws
+DIR/scale.png.
 """
 
 from __future__ import annotations
@@ -62,17 +64,31 @@ def work(name: str, directory: Path, ranks: int) -> None:
         elif name == "merge":
             ckpt_tools.merge(directory, out.with_suffix(".safetensors"), dry_run=True)
         else:
-            ckpt_tools.reshard(directory, out, to_ranks=64 if name == "reshard" else ranks - 1, dry_run=True)
+            ckpt_tools.reshard(
+                directory, out, to_ranks=64 if name == "reshard" else ranks - 1, dry_run=True
+            )
     took = time.monotonic() - began
-    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())  # unlike getrusage, not what the parent had before exec
+    # unlike getrusage, not what the parent had before exec
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     print(took, int(peak[1]) / 1024 if peak else 0)
 
 
 def measure(name: str, directory: Path, ranks: int, runs: int) -> Figure:
-    """Returns the medians of some runs, imports not counted, since torch's alone would be most of the small ones."""
+    """Returns the medians of some runs, imports not counted, since torch's alone would be most of
+    the small ones.
+    """
     found = []
     for _ in range(runs):
-        command = [sys.executable, "-m", "tests.benchmarks.scale", str(directory), "--work", name, "--ranks", str(ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.benchmarks.scale",
+            str(directory),
+            "--work",
+            name,
+            "--ranks",
+            str(ranks),
+        ]
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found.append([float(number) for number in out.split()])
     return Figure(*map(statistics.median, zip(*found, strict=True)))
@@ -94,18 +110,32 @@ def run(args: argparse.Namespace) -> None:
             metadata.write_bytes(as_torch_gathers(metadata.read_bytes()))
         names = [n for n in WORKS if n != "rewrite" or (model, ranks, with_adamw) in CASES]
         runs = args.runs if with_adamw else 1
-        table[model, ranks] = chunks, {name: measure(name, directory, ranks, runs) for name in names}
+        table[model, ranks] = (
+            chunks,
+            {name: measure(name, directory, ranks, runs) for name in names},
+        )
         shutil.rmtree(directory)
         print(f"{model} {ranks}: {chunks:,} chunks", file=sys.stderr)
-    print("| model | ranks | chunks | " + " | ".join(WORKS.values()) + " |\n|---|---:|---:|" + "---:|" * len(WORKS))
+    print(
+        "| model | ranks | chunks | "
+        + " | ".join(WORKS.values())
+        + " |\n|---|---:|---:|"
+        + "---:|" * len(WORKS)
+    )
     for (model, ranks), (chunks, figures) in table.items():
-        cells = [f"{f.seconds:.2f} s, {f.mebibytes:,.0f} MiB" if (f := figures.get(name)) else "" for name in WORKS]
+        cells = [
+            f"{f.seconds:.2f} s, {f.mebibytes:,.0f} MiB" if (f := figures.get(name)) else ""
+            for name in WORKS
+        ]
         print(f"| {model} | {ranks:,} | {chunks:,} | " + " | ".join(cells) + " |")
     grown = [(float(c), f) for (model, _), (c, f) in table.items() if model == "8b"]
     large = [(c, f) for c, f in grown if c >= 10_000]
     for name in SHOWN:
         seconds = slope([c for c, _ in large], [f[name].seconds for _, f in large])
-        print(f"slope of {WORKS[name]} from {large[0][0]:,.0f} to {large[-1][0]:,.0f} chunks: {seconds:.2f}")
+        print(
+            f"slope of {WORKS[name]} from {large[0][0]:,.0f} to {large[-1][0]:,.0f} chunks:"
+            f" {seconds:.2f}"
+        )
     draw(grown, args.dir / "scale.png")
 
 
@@ -118,7 +148,12 @@ def draw(grown: list[tuple[float, dict[str, Figure]]], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     for name in SHOWN:
-        axes[0].plot([c for c, _ in grown], [f[name].seconds for _, f in grown], "o-", label=WORKS[name].replace("`", ""))
+        axes[0].plot(
+            [c for c, _ in grown],
+            [f[name].seconds for _, f in grown],
+            "o-",
+            label=WORKS[name].replace("`", ""),
+        )
         axes[1].plot([c for c, _ in grown], [f[name].mebibytes for _, f in grown], "o-")
     for axis, label in zip(axes, ("seconds", "peak memory, MiB"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel="chunks", ylabel=label)
@@ -130,7 +165,9 @@ def draw(grown: list[tuple[float, dict[str, Figure]]], path: Path) -> None:
 
 def main() -> None:
     """Does what the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dir", type=Path)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--work", choices=WORKS, help=argparse.SUPPRESS)

@@ -1,8 +1,10 @@
-"""How a merge gets faster with processes where each connection to the store is slow: `python -m tests.benchmarks.throttled DIR --gb 2`.
+"""How a merge gets faster with processes where each connection to the store is slow: `python -m
+tests.benchmarks.throttled DIR --gb 2`.
 
-Writes a checkpoint of that size in DIR, serves it with nginx at so many MB/s a connection, and merges it from there to DIR with 1, 2, 4
-and 8 processes, in turn. Prints the seconds that the command itself tells (what torch takes to import in each process is not in
-them) and how much of linear that is. nginx must be installed.
+Writes a checkpoint of that size in DIR, serves it with nginx at so many MB/s a connection, and
+merges it from there to DIR with 1, 2, 4 and 8 processes, in turn. Prints the seconds that the
+command itself tells (what torch takes to import in each process is not in them) and how much of
+linear that is. nginx must be installed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def serve(at: Path, rate: int) -> tuple[subprocess.Popen[bytes], str]:
     """Starts nginx; returns it and its URL."""
     port = free_port()
     (at / "nginx.conf").write_text(CONFIG.format(at=at, port=port, rate=rate))
-    server, url = subprocess.Popen(["nginx", "-c", str(at / "nginx.conf"), "-p", str(at)]), f"http://127.0.0.1:{port}"
+    server, url = (
+        subprocess.Popen(["nginx", "-c", str(at / "nginx.conf"), "-p", str(at)]),
+        f"http://127.0.0.1:{port}",
+    )
     for _ in range(100):
         try:
             urllib.request.urlopen(url).close()
@@ -57,7 +62,9 @@ def merge(url: str, out: Path, size: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dir", type=Path)
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--rate", type=int, default=3, help="MB/s a connection")
@@ -67,7 +74,11 @@ def main() -> None:
     shutil.rmtree(at, ignore_errors=True)
     (at / "src").mkdir(parents=True)
     save_file(
-        {f"layers.{i}.weight": torch.randn(5000, 1000) for i in range(max(1, round(asked.gb * 50)))}, at / "src" / "model.safetensors"
+        {
+            f"layers.{i}.weight": torch.randn(5000, 1000)
+            for i in range(max(1, round(asked.gb * 50)))
+        },
+        at / "src" / "model.safetensors",
     )
     (at / "src" / "model.safetensors").chmod(0o644)  # nginx works as another user
     server, url = serve(at, asked.rate * 1_000_000)
@@ -85,7 +96,8 @@ def main() -> None:
     for size, found in seconds.items():
         median = statistics.median(found)
         print(
-            f"| {size} | {median:.1f} | {min(found):.1f} - {max(found):.1f} | {asked.gb * 1000 / median:.0f} | {one / median / size:.2f} |"
+            f"| {size} | {median:.1f} | {min(found):.1f} - {max(found):.1f} |"
+            f" {asked.gb * 1000 / median:.0f} | {one / median / size:.2f} |"
         )
     shutil.rmtree(at)
 

@@ -1,7 +1,9 @@
-"""Proving and comparing: `python tests/benchmarks/trust.py DIR [--gb 4] [--runs 5]`; tables in Markdown.
+"""Proving and comparing: `python tests/benchmarks/trust.py DIR [--gb 4] [--runs 5]`; tables in
+Markdown.
 
-A checkpoint of 8 ranks, once as stock torch wrote it and once sealed: `ckpt verify` beside reading alone and beside a checksum
-of coreutils, from a warm and from a cold page cache; `ckpt diff` of it and its reshard to 4 ranks, beside stock torch.
+A checkpoint of 8 ranks, once as stock torch wrote it and once sealed: `ckpt verify` beside reading
+alone and beside a checksum of coreutils, from a warm and from a cold page cache; `ckpt diff` of it
+and its reshard to 4 ranks, beside stock torch.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ assert same(read(sys.argv[1]), read(sys.argv[2]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dir", type=Path)
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--runs", type=int, default=5)
@@ -38,7 +42,11 @@ def main() -> None:
     args.dir.mkdir(parents=True, exist_ok=True)
     stock, sealed, other = (args.dir / name for name in ("stock", "sealed", "other"))
     if not stock.exists():
-        subprocess.run(torchrun(8, str(HERE / "make_input.py"), str(stock), "--gb", str(args.gb)), check=True, capture_output=True)
+        subprocess.run(
+            torchrun(8, str(HERE / "make_input.py"), str(stock), "--gb", str(args.gb)),
+            check=True,
+            capture_output=True,
+        )
         subprocess.run(["cp", "-r", str(stock), str(sealed)], check=True)
         subprocess.run(ckpt("seal", sealed), check=True, capture_output=True)
         subprocess.run(ckpt("reshard", sealed, other, "--to", 4), check=True, capture_output=True)
@@ -53,13 +61,22 @@ def main() -> None:
     comparing = [
         Contender("`ckpt diff`, by fingerprint", ckpt("diff", sealed, other)),
         Contender("`ckpt diff --read-all`", ckpt("diff", sealed, other, "--read-all")),
-        Contender("stock torch: load both, `torch.equal`", [PYTHON, "-c", STOCK, str(sealed), str(other)]),
+        Contender(
+            "stock torch: load both, `torch.equal`", [PYTHON, "-c", STOCK, str(sealed), str(other)]
+        ),
     ]
-    measure(f"Comparing {args.gb:g} GB of 8 ranks with its reshard to 4, warm page cache", comparing, args.runs, None)
+    measure(
+        f"Comparing {args.gb:g} GB of 8 ranks with its reshard to 4, warm page cache",
+        comparing,
+        args.runs,
+        None,
+    )
 
 
 def measure(title: str, contenders: list[Contender], runs: int, cold: Path | None) -> None:
-    """Times whole processes, those of one contender in a row, after one that warms up: nothing is written, and memory holds one input."""
+    """Times whole processes, those of one contender in a row, after one that warms up: nothing is
+    written, and memory holds one input.
+    """
     print(f"\n**{title}**\n\n| | median s | min – max s | peak MiB |\n|---|---:|---:|---:|")
     for contender in contenders:
         contender.seconds.clear()
@@ -75,7 +92,8 @@ def measure(title: str, contenders: list[Contender], runs: int, cold: Path | Non
             contender.peak_mib = max(contender.peak_mib, usage.ru_maxrss >> 10)
         found = contender.seconds
         print(
-            f"| {contender.name} | {statistics.median(found):.2f} | {min(found):.2f} – {max(found):.2f} | {contender.peak_mib} |",
+            f"| {contender.name} | {statistics.median(found):.2f} | {min(found):.2f} –"
+            f" {max(found):.2f} | {contender.peak_mib} |",
             flush=True,
         )
 

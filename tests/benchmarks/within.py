@@ -1,9 +1,10 @@
-"""Work within one S3: what the store copies by itself against the same bytes through this machine, in turn.
+"""Work within one S3: what the store copies by itself against the same bytes through this machine,
+in turn.
 
     python tests/benchmarks/within.py DIR --gb 1 --ranks 8 --runs 3
 
-Starts a RadosGW in DIR on this machine and uploads a checkpoint of large matrices, once with the checksums of its pieces and once without.
-Prints medians of whole processes.
+Starts a RadosGW in DIR on this machine and uploads a checkpoint of large matrices, once with the
+checksums of its pieces and once without. Prints medians of whole processes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from tests.servers import servers
 
 
 def upload(args: argparse.Namespace, server: servers.Server) -> None:
-    """Puts the checkpoint into the bucket: `sealed`, and `bare`, of whose pieces the manifest says nothing."""
+    """Puts the checkpoint into the bucket: `sealed`, and `bare`, of whose pieces the manifest says
+    nothing.
+    """
     stock = args.dir / "stock"
     if not stock.exists():
         words = ["make_input.py", stock, "--gb", args.gb, "--hidden", 4096]
@@ -54,11 +57,31 @@ def main() -> None:
         half, reshard = str(args.ranks // 2), ["reshard", "--overwrite", "--to"]
         commands = {
             "merge": ["merge", "--overwrite", "s3://within/sealed", "s3://within/m.safetensors"],
-            f"reshard {args.ranks} to {half}": [*reshard, half, "s3://within/sealed", "s3://within/half"],
-            f"reshard {args.ranks} to {half}, through the client": [*reshard, half, "s3://within/bare", "s3://within/half"],
+            f"reshard {args.ranks} to {half}": [
+                *reshard,
+                half,
+                "s3://within/sealed",
+                "s3://within/half",
+            ],
+            f"reshard {args.ranks} to {half}, through the client": [
+                *reshard,
+                half,
+                "s3://within/bare",
+                "s3://within/half",
+            ],
             f"reshard {args.ranks} to 1": [*reshard, "1", "s3://within/sealed", "s3://within/one"],
-            f"reshard {args.ranks} to {args.ranks}": [*reshard, str(args.ranks), "s3://within/sealed", "s3://within/same"],
-            f"reshard {args.ranks} to {2 * args.ranks}": [*reshard, str(2 * args.ranks), "s3://within/sealed", "s3://within/double"],
+            f"reshard {args.ranks} to {args.ranks}": [
+                *reshard,
+                str(args.ranks),
+                "s3://within/sealed",
+                "s3://within/same",
+            ],
+            f"reshard {args.ranks} to {2 * args.ranks}": [
+                *reshard,
+                str(2 * args.ranks),
+                "s3://within/sealed",
+                "s3://within/double",
+            ],
         }
         times: dict[str, list[float]] = {name: [] for name in commands}
         told: dict[str, dict[str, int]] = {}
@@ -67,13 +90,21 @@ def main() -> None:
                 began = time.perf_counter()
                 call = [sys.executable, "-m", "ckpt_tools", *words, "--json"]
                 told[name] = json.loads(
-                    subprocess.run(call, check=True, stdout=subprocess.PIPE, env=os.environ | server.environment).stdout
+                    subprocess.run(
+                        call,
+                        check=True,
+                        stdout=subprocess.PIPE,
+                        env=os.environ | server.environment,
+                    ).stdout
                 )
                 times[name].append(time.perf_counter() - began)
     print("| | median s | min – max s | through the client |\n|---|---:|---:|---:|")
     for name, values in times.items():
         passed = 1 - told[name]["store_nbytes"] / told[name]["written_nbytes"]
-        print(f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} – {max(values):.2f} | {passed:.2%} |")
+        print(
+            f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} – {max(values):.2f} |"
+            f" {passed:.2%} |"
+        )
 
 
 if __name__ == "__main__":

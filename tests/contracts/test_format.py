@@ -1,4 +1,6 @@
-"""The suite that every format passes: lay out, fill, recognise, read back, locate; values and names intact."""
+"""The suite that every format passes: lay out, fill, recognise, read back, locate; values and names
+intact.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,16 @@ from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.registry import FORMATS, Request, TargetTensor
 from ckpt_tools.storage import MemoryStore, Store, read
 
-NAMES = ["w", "dots.in.name", "a/b", "ünïcödé-名前", "line\nbreak", "\x1b]0;pwn", '"quoted"\\', "x" * 400]
+NAMES = [
+    "w",
+    "dots.in.name",
+    "a/b",
+    "ünïcödé-名前",
+    "line\nbreak",
+    "\x1b]0;pwn",
+    '"quoted"\\',
+    "x" * 400,
+]
 SHAPES = [(7, 3), (), (0,), (3, 0, 2), (1, 17), (5,), (2, 3, 4), (300,)]
 
 
@@ -35,18 +46,25 @@ def filled(form: ModuleType, dtype: str, ranks: int) -> tuple[MemoryStore, dict[
     """Writes a set of tensors through a format's layout, from memory to memory."""
     rng = np.random.default_rng(0)
     itemsize = BY_NAME[dtype].itemsize
-    values = {n: rng.integers(0, 255, (*s, itemsize), np.uint8) for n, s in zip(NAMES, SHAPES, strict=True)}
+    values = {
+        n: rng.integers(0, 255, (*s, itemsize), np.uint8)
+        for n, s in zip(NAMES, SHAPES, strict=True)
+    }
     blob, entries = bytearray(), {}
     for name, shape in zip(NAMES, SHAPES, strict=True):
         raw = values[name].tobytes()
-        entries[name] = TensorEntry(name, BY_NAME[dtype], shape, (Chunk(whole(shape), Extent("f", len(blob), len(raw))),))
+        entries[name] = TensorEntry(
+            name, BY_NAME[dtype], shape, (Chunk(whole(shape), Extent("f", len(blob), len(raw))),)
+        )
         blob += raw
     tensors = []
     for name, shape in zip(NAMES, SHAPES, strict=True):
         boxes = [whole(shape)]
         if ranks > 1 and form.NAME == "dcp" and shape:
             boxes = reshard_boxes([whole(shape), whole((*shape[:-1], 0))], shape, ranks)
-        tensors.append(TargetTensor(name, BY_NAME[dtype], shape, (*boxes, *[None] * (ranks - len(boxes)))))
+        tensors.append(
+            TargetTensor(name, BY_NAME[dtype], shape, (*boxes, *[None] * (ranks - len(boxes))))
+        )
     name = "pytorch_model.bin" if form is torch_save else "model.safetensors"
     target = form.lay_out(Request(tensors, ranks, file_name=name, with_index=ranks > 1))
     source, out = Catalog("memory", entries, file_sizes={"f": len(blob)}), MemoryStore()
@@ -71,13 +89,16 @@ def value(store: Store, catalog: Catalog, form: ModuleType, name: str) -> np.nda
     return full
 
 
-@pytest.fixture(params=[dcp, safetensors, torch_save], ids=lambda f: f.NAME)  # those that are written
+# those that are written
+@pytest.fixture(params=[dcp, safetensors, torch_save], ids=lambda f: f.NAME)
 def form(request: pytest.FixtureRequest) -> ModuleType:
     return request.param
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int64", "float8_e4m3fn", "uint16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "bool", "int64", "float8_e4m3fn", "uint16"]
+)
 def test_what_is_laid_out_reads_back(form: ModuleType, dtype: str, ranks: int) -> None:
     store, values = filled(form, dtype, ranks)
     assert form.recognise(store.list_files())
@@ -98,7 +119,9 @@ def test_other_files_are_not_mistaken(any_form: ModuleType) -> None:
 
 @pytest.mark.parametrize("suffix", [".npz", ".gguf", ".safetensors", ".pt"])
 @pytest.mark.parametrize("content", ["npz", "gguf", "safetensors", "pt", "text"])
-def test_a_file_of_another_format_under_this_suffix_is_refused(suffix: str, content: str, tmp_path: Path) -> None:
+def test_a_file_of_another_format_under_this_suffix_is_refused(
+    suffix: str, content: str, tmp_path: Path
+) -> None:
     if suffix == f".{content}":
         pytest.skip("the right suffix")
     data = io.BytesIO()
@@ -106,7 +129,11 @@ def test_a_file_of_another_format_under_this_suffix_is_refused(suffix: str, cont
         np.savez(data, w=np.ones(3))
     elif content == "pt":
         torch.save({"w": torch.ones(3)}, data)
-    others = {"gguf": b"GGUF" + bytes(60), "safetensors": save({"w": torch.ones(3)}), "text": b"just a text\n" * 9}
+    others = {
+        "gguf": b"GGUF" + bytes(60),
+        "safetensors": save({"w": torch.ones(3)}),
+        "text": b"just a text\n" * 9,
+    }
     (tmp_path / f"x{suffix}").write_bytes(others.get(content, data.getvalue()))
     with pytest.raises(CheckpointError):
         ckpt_tools.inspect(tmp_path / f"x{suffix}")
@@ -121,7 +148,8 @@ class Counting(MemoryStore):
         self.nbytes += len(buffer)
         buffer[:] = self.files[path][start : start + len(buffer)]
 
-    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:  # every read goes through read_into
+    # every read goes through read_into
+    def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
         return None
 
 
@@ -129,14 +157,23 @@ def test_locating_a_few_tensors_reads_no_payload(form: ModuleType) -> None:
     big = 4 << 20
     shape = (big // 4,)
     blob = bytes(big)
-    entry = TensorEntry("big", BY_NAME["float32"], shape, (Chunk(whole(shape), Extent("f", 0, big)),))
+    entry = TensorEntry(
+        "big", BY_NAME["float32"], shape, (Chunk(whole(shape), Extent("f", 0, big)),)
+    )
     name = "pytorch_model.bin" if form is torch_save else "model.safetensors"
-    target = form.lay_out(Request([TargetTensor("big", entry.dtype, shape, (whole(shape),))], 1, file_name=name))
+    target = form.lay_out(
+        Request([TargetTensor("big", entry.dtype, shape, (whole(shape),))], 1, file_name=name)
+    )
     out = MemoryStore()
     sink = WriteSink(target, out)
     sink.open()
     source = Catalog("memory", {"big": entry}, file_sizes={"f": big})
-    run(schedule(plan_transfer(source, target), {}, 1 << 20, 1 << 20), MemoryStore({"f": blob}), sink, 1)
+    run(
+        schedule(plan_transfer(source, target), {}, 1 << 20, 1 << 20),
+        MemoryStore({"f": blob}),
+        sink,
+        1,
+    )
     sink.finish()
     if target.index:
         out.files[target.index.file] = memoryview(target.index.data)

@@ -11,7 +11,9 @@ from ckpt_tools.storage import LocalStore, MemoryStore, RemoteStore, Store, read
 
 
 @pytest.fixture(params=["local", "memory", "remote"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[dict[str, bytes]], Store]]:
+def make(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[dict[str, bytes]], Store]]:
     fs = fsspec.filesystem("memory")
 
     def build(files: dict[str, bytes]) -> Store:
@@ -53,7 +55,22 @@ def test_a_missing_file_is_named(make) -> None:
         make({}).size("nothing")
 
 
-@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "a//b", "", ".", "c:\\x", "s3://b/x", "a::b", "a\0b", "x" * 300])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../x",
+        "/etc/passwd",
+        "a/../../x",
+        "a//b",
+        "",
+        ".",
+        "c:\\x",
+        "s3://b/x",
+        "a::b",
+        "a\0b",
+        "x" * 300,
+    ],
+)
 def test_a_name_that_leaves_the_root_is_refused(make, path: str) -> None:
     with pytest.raises(StorageError):
         make({"f": b""}).size(path)

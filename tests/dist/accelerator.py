@@ -1,6 +1,8 @@
-"""Accelerate's own `save_state` and `load_state` on a CPU: `accelerator.py FOLDER save`, or `… load CONVERTED`, which compares with what was saved.
+"""Accelerate's own `save_state` and `load_state` on a CPU: `accelerator.py FOLDER save`, or `… load
+CONVERTED`, which compares with what was saved.
 
-An Accelerator that shards wants an accelerator; its methods are called for an object that has what they ask of one.
+An Accelerator that shards wants an accelerator; its methods are called for an object that has what
+they ask of one.
 """
 
 import sys
@@ -56,7 +58,7 @@ def accelerator(net, optimizer, scheduler):
         _models=[net], _optimizers=[optimizer], _schedulers=[scheduler], _dataloaders=[], _custom_objects=[], scaler=None, step=0,
         _load_model_state_pre_hook={}, _save_model_state_pre_hook={}, project_configuration=ProjectConfiguration(), device=state.device,
         save_iteration=0,
-    )  # fmt: skip
+    )
 
 
 def main():

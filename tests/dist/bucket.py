@@ -1,4 +1,6 @@
-"""A loop that saves steps of known contents to a run for as long as it lives: `bucket.py ROOT [MIRROR]`. It says what it resumed from."""
+"""A loop that saves steps of known contents to a run for as long as it lives: `bucket.py ROOT
+[MIRROR]`. It says what it resumed from.
+"""
 
 import sys
 import time

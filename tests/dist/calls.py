@@ -47,7 +47,7 @@ def different_arguments(checkpoints: CheckpointManager, rank: int) -> None:
     for mine, other in (
         ({"select": ["w"]}, {}), ({"step": 1}, {}), ({"step": 1}, {"step": 2}), ({"path": checkpoints.root / "step-00000001"}, {}),
         ({"cast": True}, {}), ({"strict": False}, {}), ({"rename": {"w": "w"}}, {}), ({"on_mismatch": {"w": "skip"}}, {"on_mismatch": {"w": "grow"}}),
-    ):  # fmt: skip
+    ):
         text = refused(lambda mine=mine, other=other: checkpoints.resume(dict(STATE), **(mine if rank == 1 else other)))
         assert "rank 0: resume(" in text and f"rank 1: resume({next(iter(mine))}=" in text, text
     text = refused(lambda: checkpoints.save(3, STATE, asynchronous=bool(rank)))
@@ -63,7 +63,7 @@ def different_values(checkpoints: CheckpointManager, rank: int) -> None:
             ({"b": PerRank(2)}, {}), ({}, {"b": PerRank(2)}), ({}, {"b": 2}), ({"b": 1}, {"b": torch.ones(2, device="cpu")}), ({"b": 1}, {"b": PerRank(5)}),
             ({"b": 1}, {"b": lambda: 0}),
         )
-    ):  # fmt: skip
+    ):
         try:
             checkpoints.save(step, {"a": 1, **(others if rank == 1 else first)}, asynchronous=False)
         except CheckpointError as error:
@@ -77,7 +77,9 @@ def different_values(checkpoints: CheckpointManager, rank: int) -> None:
 
 
 def one_rank_only(checkpoints: CheckpointManager, rank: int) -> None:
-    """The ranks that do not come are named with their last call, to those that come late, too; then the manager says that it cannot go on."""
+    """The ranks that do not come are named with their last call, to those that come late, too; then
+    the manager says that it cannot go on.
+    """
     checkpoints.save(1, STATE, asynchronous=False)
     if rank == 0:
         text = refused(lambda: checkpoints.save(2, STATE))
@@ -97,7 +99,9 @@ def one_rank_only(checkpoints: CheckpointManager, rank: int) -> None:
 
 
 def user_code_fails_on_one_rank(checkpoints: CheckpointManager, rank: int) -> None:
-    """Its exception is that rank's own; the others are told whose it was, and nobody waits for anybody."""
+    """Its exception is that rank's own; the others are told whose it was, and nobody waits for
+    anybody.
+    """
 
     class Sampler:
         def state_dict(self) -> dict[str, int]:

@@ -1,4 +1,6 @@
-"""Where real jobs compute: on the CPU, or with CKPT_DEVICE=cuda on the GPUs of the machine, ranks going round: `make test-cuda`."""
+"""Where real jobs compute: on the CPU, or with CKPT_DEVICE=cuda on the GPUs of the machine, ranks
+going round: `make test-cuda`.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ NAME = os.environ.get("CKPT_DEVICE") or "cpu"
 
 
 def is_shared(num_ranks: int) -> bool:
-    """Tells whether several ranks share a GPU: by gloo then, which crashes at some of what FSDP1 and DTensor ask of it."""
+    """Tells whether several ranks share a GPU: by gloo then, which crashes at some of what FSDP1
+    and DTensor ask of it.
+    """
     return NAME != "cpu" and torch.cuda.device_count() < num_ranks
 
 
 def on_cpu(value: DTensor) -> DTensor:
-    """Returns a copy on the host, which gloo gathers; of a GPU's, it cannot do all that DTensor asks for."""
+    """Returns a copy on the host, which gloo gathers; of a GPU's, it cannot do all that DTensor
+    asks for.
+    """
     if value.device_mesh.device_type == "cpu":
         return value
     mesh = DeviceMesh("cpu", value.device_mesh.mesh)
@@ -32,7 +38,9 @@ def here() -> torch.device:
 
 
 def begin(is_default: bool = True) -> torch.device:
-    """Joins the job and returns this rank's device, torch's default from then on: by nccl where each has a GPU of its own, else by gloo."""
+    """Joins the job and returns this rank's device, torch's default from then on: by nccl where
+    each has a GPU of its own, else by gloo.
+    """
     if NAME == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")

@@ -1,4 +1,5 @@
-"""A model with dropout on the stream that all ranks of a tensor group hold: their replicated weights must stay the same.
+"""A model with dropout on the stream that all ranks of a tensor group hold: their replicated
+weights must stay the same.
 
     torchrun --nproc-per-node 2 dropout.py CONFIG_ARGS…
 """

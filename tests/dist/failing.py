@@ -1,4 +1,6 @@
-"""Trains, and on rank 1 the third batch cannot be read: run by torchrun with a configuration's overrides."""
+"""Trains, and on rank 1 the third batch cannot be read: run by torchrun with a configuration's
+overrides.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""FSDP1 saves a tied model of transformers, flat parameters, one file a rank: `fsdp1_llama.py OUT`; `OUT/full.pt` has its weights by name."""
+"""FSDP1 saves a tied model of transformers, flat parameters, one file a rank: `fsdp1_llama.py OUT`;
+`OUT/full.pt` has its weights by name.
+"""
 
 import sys
 import warnings
@@ -23,7 +25,7 @@ def main():
     config = LlamaConfig(
         vocab_size=101, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=64, tie_word_embeddings=True, dtype="bfloat16",
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config).bfloat16()
     if dist.get_rank() == 0:
         config.architectures = ["LlamaForCausalLM"]

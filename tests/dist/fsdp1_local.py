@@ -1,4 +1,6 @@
-"""FSDP1 saves one file a rank, as ShardedTensors and as LOCAL_STATE_DICT: `fsdp1_local.py OUT`; `OUT/full_….pt` has all of it by name."""
+"""FSDP1 saves one file a rank, as ShardedTensors and as LOCAL_STATE_DICT: `fsdp1_local.py OUT`;
+`OUT/full_….pt` has all of it by name.
+"""
 
 import sys
 import warnings
@@ -14,7 +16,9 @@ warnings.simplefilter("ignore")
 
 
 class Net(nn.Module):
-    """Uneven shapes; a parameter that begins on one rank and ends on another; one that a rank has nothing of."""
+    """Uneven shapes; a parameter that begins on one rank and ends on another; one that a rank has
+    nothing of.
+    """
 
     def __init__(self):
         super().__init__()

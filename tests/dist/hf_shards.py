@@ -1,4 +1,6 @@
-"""Saves a sharded model as torch's HuggingFaceStorageWriter does, a safetensors file a rank: `hf_shards.py OUT`; `whole.pt` is the whole."""
+"""Saves a sharded model as torch's HuggingFaceStorageWriter does, a safetensors file a rank:
+`hf_shards.py OUT`; `whole.pt` is the whole.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""A real job that loads a checkpoint with stock `dcp.load` and compares every value: `torchrun … load.py CHECKPOINT ORACLE.pt`."""
+"""A real job that loads a checkpoint with stock `dcp.load` and compares every value: `torchrun …
+load.py CHECKPOINT ORACLE.pt`.
+"""
 
 import sys
 

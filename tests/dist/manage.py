@@ -1,7 +1,9 @@
-"""Real jobs that save and resume with the manager: `torchrun … tests/dist/manage.py ROOT {save|resume|once|fallback|stock|titan|accelerate} CASE …`.
+"""Real jobs that save and resume with the manager: `torchrun … tests/dist/manage.py ROOT
+{save|resume|once|fallback|stock|titan|accelerate} CASE …`.
 
-`save` trains, saves twice (blocking, then in the background), disturbs everything, resumes, and compares bit for bit with
-what was live; rank 0 writes the live state as whole tensors to ROOT/CASE.pt. `resume` loads it on another number of ranks.
+`save` trains, saves twice (blocking, then in the background), disturbs everything, resumes, and
+compares bit for bit with what was live; rank 0 writes the live state as whole tensors to
+ROOT/CASE.pt. `resume` loads it on another number of ranks.
 """
 
 import os
@@ -79,7 +81,8 @@ def build(case):
         model[3].weight = model[0].weight
         fully_shard(model)
         return model, [torch.optim.AdamW(model.parameters())]
-    if case == "two":  # two optimizers, one of them without state; a parameter that never gets a gradient
+    # two optimizers, one of them without state; a parameter that never gets a gradient
+    if case == "two":
         model.unused = nn.Parameter(torch.zeros(3))
         fsdp2(model)
         return model, [
@@ -90,7 +93,8 @@ def build(case):
 
 
 def train(model, optimizers, num_steps):
-    inputs = torch.Generator(device.NAME).manual_seed(num_steps)  # the same on all ranks, so that their replicated buffers stay the same
+    # the same on all ranks, so that their replicated buffers stay the same
+    inputs = torch.Generator(device.NAME).manual_seed(num_steps)
     for _ in range(num_steps):
         model(torch.randn(4, 6, generator=inputs)).pow(2).mean().backward()
         for optimizer in optimizers:
@@ -145,7 +149,8 @@ def draw():
 
 
 def run_of(root, name):
-    """Where the steps of a case lie: in the bucket that the environment names, or under the root."""
+    """Where the steps of a case lie: in the bucket that the environment names, or under the root.
+    """
     return f"{os.environ['RUNS']}/{name}" if "RUNS" in os.environ else root / name
 
 
@@ -248,7 +253,9 @@ def stock(root, case):
 
 
 def titan(root, case):
-    """What `tests/dist/save.py` wrote as torchtitan does: the model at the top, the optimizer flattened."""
+    """What `tests/dist/save.py` wrote as torchtitan does: the model at the top, the optimizer
+    flattened.
+    """
     torch.manual_seed(99)
     model = fsdp2(Net())
     optimizer = adamw(model)
@@ -263,7 +270,8 @@ def titan(root, case):
     assert_same(whole(get_optimizer_state_dict(model, optimizer, options=options)), want["optimizer"])
     assert_same(whole(get_model_state_dict(model)), {k: v for k, v in want.items() if k not in ("optimizer", "train_state")})
     assert state["train_state"]["step"].item() == 5
-    one = torch.optim.AdamW(model.parameters())  # groups them in another way: some had weight decay, others none
+    # groups them in another way: some had weight decay, others none
+    one = torch.optim.AdamW(model.parameters())
     try:
         with CheckpointManager(root / f"scratch-{case}-{dist.get_world_size()}") as checkpoints:
             checkpoints.resume({"model": model, "optimizer": one}, path=root / case, strict=False)
@@ -292,7 +300,7 @@ def accelerate(root, case):
     job = SimpleNamespace(
         is_fsdp2=True, process_index=rank, is_main_process=rank == 0, num_processes=dist.get_world_size(), wait_for_everyone=dist.barrier,
         multi_device=True, distributed_type=None,
-    )  # fmt: skip
+    )
     save_fsdp_model(plugin, job, model, str(outer), 0)
     save_fsdp_optimizer(plugin, job, optimizers[0], model, str(outer), 0)
     dist.barrier()
@@ -301,7 +309,8 @@ def accelerate(root, case):
     with CheckpointManager(outer.parent / "run") as checkpoints:
         assert checkpoints.resume({"model": model, "optimizer": optimizers[0]}, path=outer) == 2
         assert_same(snapshot(model, optimizers), want)
-        checkpoints.save(3, {"model": model})  # a model alone: Accelerate's merge takes nothing else, of stock DCP either
+        # a model alone: Accelerate's merge takes nothing else, of stock DCP either
+        checkpoints.save(3, {"model": model})
     merge_fsdp_weights(str(outer.parent / "run" / "step-00000003"), str(outer.parent / "merged"))
     if rank == 0:
         torch.save(want, outer.parent / "want.pt")

@@ -1,4 +1,6 @@
-"""Writes one `torch.save` file a rank, as verl does, for several meshes: `per_rank.py OUT`; `OUT/CASE.pt` is the whole."""
+"""Writes one `torch.save` file a rank, as verl does, for several meshes: `per_rank.py OUT`;
+`OUT/CASE.pt` is the whole.
+"""
 
 import sys
 from pathlib import Path
@@ -13,7 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 def model():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(10, 14), nn.Linear(14, 7), nn.BatchNorm1d(7))  # 7 over 4 ranks is uneven
+    # 7 over 4 ranks is uneven
+    return nn.Sequential(nn.Linear(10, 14), nn.Linear(14, 7), nn.BatchNorm1d(7))
 
 
 def sharded(case):

@@ -1,4 +1,6 @@
-"""Goes on from files of ranks as a job of FSDP2 does that saved them itself: `per_rank_on.py WHOLE.pt FOLDER:AXIS …`."""
+"""Goes on from files of ranks as a job of FSDP2 does that saved them itself: `per_rank_on.py
+WHOLE.pt FOLDER:AXIS …`.
+"""
 
 import sys
 from pathlib import Path

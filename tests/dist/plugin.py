@@ -1,7 +1,8 @@
-"""Real jobs that stay with `dcp.save` and `dcp.load`, on our writer and reader: `torchrun … tests/dist/plugin.py OUT CASE …`.
+"""Real jobs that stay with `dcp.save` and `dcp.load`, on our writer and reader: `torchrun …
+tests/dist/plugin.py OUT CASE …`.
 
-Each case is saved with our writer and loaded by stock torch, saved by stock torch and loaded with our reader, and saved in the
-background by a thread and by a process.
+Each case is saved with our writer and loaded by stock torch, saved by stock torch and loaded with
+our reader, and saved in the background by a thread and by a process.
 """
 
 import copy

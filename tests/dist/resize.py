@@ -1,4 +1,5 @@
-"""Shards of tensors that have grown, were skipped or are made by a function, on uneven numbers of rows; and shards within a tuple.
+"""Shards of tensors that have grown, were skipped or are made by a function, on uneven numbers of
+rows; and shards within a tuple.
 
     torchrun --nproc-per-node 3 resize.py FOLDER
 """

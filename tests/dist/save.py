@@ -1,7 +1,8 @@
-"""Real jobs that save real checkpoints, one case after the other: `torchrun … tests/dist/save.py OUT CASE …`.
+"""Real jobs that save real checkpoints, one case after the other: `torchrun … tests/dist/save.py
+OUT CASE …`.
 
-Each case saves with stock `dcp.save` and, on rank 0, writes what the checkpoint must hold as whole tensors to OUT/CASE.pt:
-the oracle, gathered from the live objects and never from files.
+Each case saves with stock `dcp.save` and, on rank 0, writes what the checkpoint must hold as whole
+tensors to OUT/CASE.pt: the oracle, gathered from the live objects and never from files.
 """
 
 import sys
@@ -21,7 +22,9 @@ from tests.dist import device
 
 
 class Net(nn.Module):
-    """Uneven, tiny, replicated, 0-d, frozen: dims of 6, 7 and 1 do not divide by anybody's number of ranks."""
+    """Uneven, tiny, replicated, 0-d, frozen: dims of 6, 7 and 1 do not divide by anybody's number
+    of ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +219,9 @@ def case_flat():
 
 
 def case_headless():
-    """The coordinator holds nothing: the mesh starts at rank 1; and tensors of which every shard is empty."""
+    """The coordinator holds nothing: the mesh starts at rank 1; and tensors of which every shard is
+    empty.
+    """
     mesh = DeviceMesh(device.NAME, list(range(1, dist.get_world_size())))
     torch.manual_seed(0)
     full = {"w": torch.randn(9, 4), "one": torch.randn(1, 17), "empty": torch.empty(0, 5)}

@@ -1,4 +1,5 @@
-"""Trains one small model under every option, and compares the losses with a plain loop in one process. Run by torchrun.
+"""Trains one small model under every option, and compares the losses with a plain loop in one
+process. Run by torchrun.
 
     PYTHONPATH=. torchrun --standalone --nproc-per-node 4 tests/dist/strategies.py DIR [NAME …]
 
@@ -28,17 +29,20 @@ STEPS = 5
 BASE = (
     "run.steps=5", "model.dim=32", "model.num_layers=4", "model.num_heads=4", "model.hidden_dim=64", "data.seq_len=32", "data.batch_size=8",
     "optim.max_grad_norm=0.5", "optim.warmup_steps=2", "metrics.progress=false",
-)  # fmt: skip
+)
 
 
 IS_CPU = device.NAME == "cpu"
-# two units in the last place: on some processors a sum depends on where its numbers lie in memory; offloading from a GPU, AdamW runs on another
+# two units in the last place: on some processors a sum depends on where its numbers lie in memory;
+# offloading from a GPU, AdamW runs on another
 ROUNDING = 2.5e-7 if IS_CPU else 1e-4
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Options, and what the losses are compared with: another variant but for rounding, or the plain loop within a relative tolerance."""
+    """Options, and what the losses are compared with: another variant but for rounding, or the
+    plain loop within a relative tolerance.
+    """
 
     options: str
     same_as: str = ""
@@ -99,13 +103,14 @@ VARIANTS = {
     "fsdp1_no_shard": Variant(f"{FSDP1} fsdp.strategy=NO_SHARD"),
     "fsdp1_hybrid": Variant(f"{FSDP1} fsdp.strategy=HYBRID_SHARD fsdp.shard_size=2", min_ranks=4),
     "fsdp1_hybrid_zero2": Variant(f"{FSDP1} fsdp.strategy=HYBRID_SHARD_ZERO2 fsdp.shard_size=2", "fsdp1_hybrid", min_ranks=4),
-    "fsdp1_flat": Variant(f"{FSDP1} fsdp1.use_orig_params=false"),  # the norm adds up in another order
+    # the norm adds up in another order
+    "fsdp1_flat": Variant(f"{FSDP1} fsdp1.use_orig_params=false"),
     "fsdp1_prefetch": Variant(f"{FSDP1} fsdp1.forward_prefetch=true fsdp1.backward_prefetch=BACKWARD_POST", "fsdp1_full"),
     "fsdp1_no_prefetch": Variant(f"{FSDP1} fsdp1.backward_prefetch=NO_PREFETCH fsdp1.limit_all_gathers=false", "fsdp1_full"),
     "fsdp1_checkpointed": Variant(f"{FSDP1} compute.checkpoint_every=1", "fsdp1_full"),
     "fsdp1_tied": Variant(f"{FSDP1} model.tied_embeddings=true"),
     "fsdp1_size": Variant(f"{FSDP1} fsdp.wrap=size fsdp.min_num_params=5000"),
-}  # fmt: skip
+}
 
 
 def config_of(variant: Variant, directory: Path) -> Config:
@@ -144,7 +149,9 @@ def build(*options: str) -> train.Job:
 
 
 def prove_memory() -> None:
-    """FULL_SHARD leaves each rank total/N of the parameters; recomputed blocks keep nothing but their inputs."""
+    """FULL_SHARD leaves each rank total/N of the parameters; recomputed blocks keep nothing but
+    their inputs.
+    """
     kept = {}
     for every in (0, 1):
         job = build(f"compute.checkpoint_every={every}")
@@ -163,19 +170,22 @@ def prove_memory() -> None:
     assert kept[1] < kept[0] / 2, kept
 
 
-# Collectives of one step, worked out by hand: four blocks and the root are five units. A unit is gathered in the forward, and again in
-# the backward if it was freed between (the root only where told); its gradients are scattered once, and where it is replicated, summed.
-# Sharded gradients need one sum more, for their norm.
+# Collectives of one step, worked out by hand: four blocks and the root are five units. A unit is
+# gathered in the forward, and again in the backward if it was freed between (the root only where
+# told); its gradients are scattered once, and where it is replicated, summed. Sharded gradients
+# need one sum more, for their norm.
 COLLECTIVES = {
     "full": (9, 5, 1), "grad_op": (5, 5, 1), "reshard_true": (10, 5, 1), "reshard_false": (5, 5, 1), "reshard_2": (10, 5, 1),
     "no_shard": (0, 0, 1), "hybrid": (9, 5, 6), "hybrid_zero2": (5, 5, 6), "wrap_none": (1, 1, 1), "wrap_classes": (17, 9, 1),
     "wrap_embeddings": (13, 7, 1), "accumulation": (18, 5, 1), "accumulation_grad_op": (10, 5, 1), "accumulation_no_shard": (0, 0, 1),
     "accumulation_fsdp1": (18, 5, 1), "fsdp1_full": (9, 5, 1), "fsdp1_grad_op": (5, 5, 1), "fsdp1_hybrid": (9, 5, 6), "fsdp1_hybrid_zero2": (5, 5, 6),
-}  # fmt: skip
+}
 
 
 def collectives(job: train.Job, root: Path) -> tuple[int, int, int]:
-    """Counts all-gathers, reduce-scatters and all-reduces of gradients in one step, as torch's own profiler sees them."""
+    """Counts all-gathers, reduce-scatters and all-reduces of gradients in one step, as torch's own
+    profiler sees them.
+    """
     meter = train.Meter(root, 0, 1, 1, False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train.take_step(job, meter)
@@ -202,7 +212,8 @@ def prove_effects() -> None:
     assert [[states.index(s) for s in state._states_to_backward_prefetch] for state in states] == [[], [0], [1], [2]]
     job = build("fsdp.cpu_offload=true")
     state = job.model._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.13
+    # before torch 2.13
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     assert all(p.offload_to_cpu for g in groups for p in g.fsdp_params)
     train.take_step(job, train.Meter(Path("/nonexistent"), 0, 1, 1, False))
     assert all(p.grad is not None and not p.grad.to_local().any() for p in job.model.parameters())
@@ -245,7 +256,8 @@ def differs(name: str, root: Path, reference: dict[bool, list[float]]) -> str:
     worst = _gap(losses, wanted)
     adds_otherwise = any(option in variant.options for option in ("accumulation", "use_orig_params=false"))
     reordered = not IS_CPU or dist.get_world_size() > 1 or adds_otherwise or variant.tolerance > 1e-3
-    if worst > (variant.tolerance if reordered else ROUNDING):  # one process adds up in the same order
+    # one process adds up in the same order
+    if worst > (variant.tolerance if reordered else ROUNDING):
         return f"{losses} is {worst:.1e} away from {wanted}"
     if variant.tolerance > 1e-3 and losses == losses_of(root / "full"):
         return "bfloat16 changed nothing"

@@ -1,4 +1,6 @@
-"""Real jobs that save and resume with the manager, on the same ranks and on others, and what others make of their files."""
+"""Real jobs that save and resume with the manager, on the same ranks and on others, and what others
+make of their files.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ from tests.dist.test_real_jobs import assert_same, same_bits, stock_load
 
 CRASHES = ["fsdp1"] if device.is_shared(4) else []
 CASES = [case for case in "fsdp2 hsdp tp fsdp1 ddp wrapped tied two all big".split() if case not in CRASHES]
-ANYWHERE = [case for case in "fsdp2 fsdp1 ddp wrapped tied two big".split() if case in CASES]  # the others need a mesh of an even number of ranks
+# the others need a mesh of an even number of ranks
+ANYWHERE = [case for case in "fsdp2 fsdp1 ddp wrapped tied two big".split() if case in CASES]
 
 
 @pytest.fixture(scope="module")
 def managed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case trained, saved, disturbed and resumed on 4 ranks, compared bit for bit within the job."""
+    """Every case trained, saved, disturbed and resumed on 4 ranks, compared bit for bit within the
+    job.
+    """
     root = tmp_path_factory.mktemp("managed")
     torchrun(4, "manage.py", str(root), "save", *CASES)
     return root
@@ -43,7 +48,9 @@ def test_a_flipped_bit_that_one_rank_meets_makes_all_resume_from_the_step_before
 
 
 def nested(value: Any) -> Any:
-    """As DCP nests it: lists become dicts by position where they were flattened; tuples compare as lists."""
+    """As DCP nests it: lists become dicts by position where they were flattened; tuples compare as
+    lists.
+    """
     return {str(k): nested(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 

@@ -1,4 +1,6 @@
-"""What real FSDP jobs of 1, 3, 4, 8 and 16 ranks saved, against stock torch and safetensors as oracles."""
+"""What real FSDP jobs of 1, 3, 4, 8 and 16 ranks saved, against stock torch and safetensors as
+oracles.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_a_resharded_checkpoint_is_the_same_to_stock_torch(case: str, num_ranks:
 
 
 def chunks(path: Path) -> dict[str, Any]:
-    """Every entry as stock torch reads it: properties, size, and chunks with their coordinates; strides, of torch 2.15, go into no load."""
+    """Every entry as stock torch reads it: properties, size, and chunks with their coordinates;
+    strides, of torch 2.15, go into no load.
+    """
     metadata = FileSystemReader(path).read_metadata()
     entries: dict[str, Any] = {"planner_data": metadata.planner_data}
     for fqn, value in metadata.state_dict_metadata.items():

@@ -1,4 +1,5 @@
-"""Loads from a bucket what several ranks need, in many layouts: `together.py BUCKET-URL TENSORS.pt`, on four ranks.
+"""Loads from a bucket what several ranks need, in many layouts: `together.py BUCKET-URL
+TENSORS.pt`, on four ranks.
 
 At the end two hosts are made of one, by namespaces with names of their own.
 """
@@ -25,13 +26,16 @@ LAYOUTS = {
     "hsdp": ((2, 2), [Replicate(), Shard(0)]),
     "both": ((2, 2), [Shard(1), Shard(0)]),
     "tp": ((2, 2), [Replicate(), Shard(1)]),
-    "strided": ((4,), [Replicate()]),  # whose memory is not row-major, like a device's, goes through the host's
+    # whose memory is not row-major, like a device's, goes through the host's
+    "strided": ((4,), [Replicate()]),
 }
 CLONE_NEWUTS = 0x04000000
 
 
 def state_for(whole, layout):
-    """Empty tensors of a layout, plain ones where there are too few dims, and what they should hold."""
+    """Empty tensors of a layout, plain ones where there are too few dims, and what they should
+    hold.
+    """
     sizes, placements = LAYOUTS[layout]
     mesh = init_device_mesh(device.NAME, sizes)
     found = {}
@@ -69,7 +73,8 @@ def main():
         alone = check(whole, f"{url}/good", layout, False, group)
         assert nbytes <= read <= 1.05 * nbytes and received > 0, (layout, read, received, nbytes)
         assert needed == nbytes and alone[1] == 0 and (layout == "rows" or alone[0] > 1.5 * nbytes), (layout, needed, alone)
-        assert proved == {"rows": 4, "both": 13}.get(layout, 16), (layout, proved)  # of 16 chunks, whoever read their pieces
+        # of 16 chunks, whoever read their pieces
+        assert proved == {"rows": 4, "both": 13}.get(layout, 16), (layout, proved)
         check(whole, f"{url}/elsewhere", layout, None, group)
     state, want = state_for({n: v for n, v in whole.items() if v.is_floating_point()}, "columns")
     state = {n: v.to(torch.float64) for n, v in state.items()}

@@ -1,6 +1,8 @@
-"""The Transformers Trainer on a CPU: `trainer_job.py OUT STEPS [CHECKPOINT]` trains a tiny model and saves every two steps.
+"""The Transformers Trainer on a CPU: `trainer_job.py OUT STEPS [CHECKPOINT]` trains a tiny model
+and saves every two steps.
 
-Rank 0 writes `OUT/moments.pt`: the Trainer's own moments by the name of their parameter, which is the oracle.
+Rank 0 writes `OUT/moments.pt`: the Trainer's own moments by the name of their parameter, which is
+the oracle.
 """
 
 import sys
@@ -26,7 +28,7 @@ def make(out, steps):
     arguments = TrainingArguments(
         out, max_steps=steps, save_steps=2, per_device_train_batch_size=4, logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True,
         seed=1, learning_rate=1e-2, weight_decay=0.1,
-    )  # fmt: skip
+    )
     return Trainer(LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)), arguments, train_dataset=Tokens())
 
 

@@ -1,4 +1,6 @@
-"""Saves tensors with pieces of more than 5 MiB a rank, by all three writers: `wide.py OUT`, below which `manager/`, `ours` and `stock` are made."""
+"""Saves tensors with pieces of more than 5 MiB a rank, by all three writers: `wide.py OUT`, below
+which `manager/`, `ours` and `stock` are made.
+"""
 
 import sys
 from pathlib import Path

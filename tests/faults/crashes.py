@@ -1,8 +1,11 @@
-"""What a disk may hold after a power cut: every prefix of the system calls of a real run, with what was not yet made durable lost in part.
+"""What a disk may hold after a power cut: every prefix of the system calls of a real run, with what
+was not yet made durable lost in part.
 
-`record` runs a command under strace and keeps what changed the disk below a folder. `Disk.crashed` builds one of the states that a POSIX file
-system may be found in after it: bytes and sizes that no fsync of their file came after may be there, be zeros, be cut, in blocks of 512; names that no
-fsync of their directory came after may be there or not, one by one (`LOOSE`), or all up to some point (`JOURNALED`), as those that keep a log do.
+`record` runs a command under strace and keeps what changed the disk below a folder. `Disk.crashed`
+builds one of the states that a POSIX file system may be found in after it: bytes and sizes that no
+fsync of their file came after may be there, be zeros, be cut, in blocks of 512; names that no fsync
+of their directory came after may be there or not, one by one (`LOOSE`), or all up to some point
+(`JOURNALED`), as those that keep a log do.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ _PATH = re.compile(r'(?:(?:AT_FDCWD|\d+)(?:<([^>]*)>)?, )?"((?:[^"\\]|\\.)*)"')
 
 @dataclass
 class Inode:
-    """A file or directory: what it ends up as, and what was done to it, each with the number of the call."""
+    """A file or directory: what it ends up as, and what was done to it, each with the number of the
+    call.
+    """
 
     is_folder: bool
     writes: list[tuple[int, int, int]] = field(default_factory=list)  # when, from, to
@@ -36,7 +41,9 @@ class Inode:
 
 @dataclass(frozen=True)
 class Naming:
-    """A change of names: in which directories, which name is gone, and which stands for what afterwards."""
+    """A change of names: in which directories, which name is gone, and which stands for what
+    afterwards.
+    """
 
     when: int
     parents: tuple[Inode, ...]
@@ -81,7 +88,9 @@ class Disk:
         new = tuple((self.find(p.parent), p.name, number) for p, number in added)
         parents = {n for n, *_ in (*out, *new)}
         assert -1 not in parents, (gone, added)
-        self.namings.append(Naming(self.now, tuple(self.inodes[n] for n in sorted(parents)), out, new))
+        self.namings.append(
+            Naming(self.now, tuple(self.inodes[n] for n in sorted(parents)), out, new)
+        )
         self._apply(self.tree, self.namings[-1])
 
     def make(self, path: Path, is_folder: bool) -> int:
@@ -97,15 +106,23 @@ class Disk:
         for parent, name, number in naming.added:
             tree[parent, name] = number
 
-    def crashed(self, when: int, mode: str, rng: random.Random, keep: float) -> dict[tuple[int, str], int]:
-        """Returns the names that are there after a crash right behind call number `when`; each that is not durable stays with a chance of `keep`."""
+    def crashed(
+        self, when: int, mode: str, rng: random.Random, keep: float
+    ) -> dict[tuple[int, str], int]:
+        """Returns the names that are there after a crash right behind call number `when`; each that
+        is not durable stays with a chance of `keep`.
+        """
         done = [n for n in self.namings if n.when <= when]
-        sure = [all(any(n.when < s <= when for s in parent.syncs) for parent in n.parents) for n in done]
+        sure = [
+            all(any(n.when < s <= when for s in parent.syncs) for parent in n.parents) for n in done
+        ]
         if mode == JOURNALED:  # what is durable brings everything before it along
             last = max((i for i, is_sure in enumerate(sure) if is_sure), default=-1)
             kept = done[: rng.randint(last + 1, len(done)) if keep < 1 else len(done)]
         else:
-            kept = [n for n, is_sure in zip(done, sure, strict=True) if is_sure or rng.random() < keep]
+            kept = [
+                n for n, is_sure in zip(done, sure, strict=True) if is_sure or rng.random() < keep
+            ]
         tree = dict(self.first)
         for naming in kept:
             self._apply(tree, naming)
@@ -148,12 +165,35 @@ class Disk:
         fill(0, into)
 
 
-def record(command: Sequence[str], root: Path, log: Path, faults: Sequence[str] = (), **environment: str) -> Disk:
-    """Runs a command, with faults injected, and returns what it did below a folder, call by call in the order of their ends."""
+def record(
+    command: Sequence[str], root: Path, log: Path, faults: Sequence[str] = (), **environment: str
+) -> Disk:
+    """Runs a command, with faults injected, and returns what it did below a folder, call by call in
+    the order of their ends.
+    """
     disk = Disk(root)
-    strace = ["strace", "-f", "-y", "-qq", "-s", "0", "-o", str(log), "-e", f"trace={CALLS}", "-e", "signal=none"]
+    strace = [
+        "strace",
+        "-f",
+        "-y",
+        "-qq",
+        "-s",
+        "0",
+        "-o",
+        str(log),
+        "-e",
+        f"trace={CALLS}",
+        "-e",
+        "signal=none",
+    ]
     strace += [word for fault in faults for word in ("-e", f"inject={fault}")]
-    done = subprocess.run([*strace, *command], env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*strace, *command],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     at: dict[int, int] = {}  # where the next `write` to an inode goes
     begun: dict[str, str] = {}
@@ -190,10 +230,17 @@ def _note(disk: Disk, call: str, text: str, result: int, at: dict[int, int]) -> 
     number = disk.find(Path(opened[1])) if opened else -1
     inode = disk.inodes[number] if number >= 0 else None
     numbers = [int(n) for n in re.findall(r", (\d+)", text)]
-    if call == "openat" and "O_CREAT" in text and disk.find(paths[0].parent) >= 0 and disk.find(paths[0]) < 0:
+    if (
+        call == "openat"
+        and "O_CREAT" in text
+        and disk.find(paths[0].parent) >= 0
+        and disk.find(paths[0]) < 0
+    ):
         disk.make(paths[0], False)
     elif call == "openat":
-        assert "O_TRUNC" not in text or disk.find(paths[0]) < 0, f"written over in place: {paths[0]}"
+        assert "O_TRUNC" not in text or disk.find(paths[0]) < 0, (
+            f"written over in place: {paths[0]}"
+        )
     elif call in ("mkdir", "mkdirat"):
         _ = disk.find(paths[0].parent) >= 0 and disk.make(paths[0], True)
     elif call in ("pwrite64", "write") and inode is not None:
@@ -214,7 +261,9 @@ def _note(disk: Disk, call: str, text: str, result: int, at: dict[int, int]) -> 
 
 
 def _note_rename(disk: Disk, old: Path, new: Path, is_exchange: bool) -> None:
-    """Notes a rename: at once within a directory; from one to another the new name may last without the old one's being gone."""
+    """Notes a rename: at once within a directory; from one to another the new name may last without
+    the old one's being gone.
+    """
     number, other = disk.find(old), disk.find(new)
     if is_exchange:
         disk.name([], [(new, number), (old, other)])
@@ -225,7 +274,9 @@ def _note_rename(disk: Disk, old: Path, new: Path, is_exchange: bool) -> None:
         disk.name([old], [])
 
 
-def crash(disk: Disk, states: int, seed: int, scratch: Path, check: Callable[[Path, bool], None]) -> None:
+def crash(
+    disk: Disk, states: int, seed: int, scratch: Path, check: Callable[[Path, bool], None]
+) -> None:
     """Builds that many states and checks each: the directory, and whether the command had ended.
 
     Half of them are right behind a change of names, of which there are few among all calls.
@@ -234,7 +285,13 @@ def crash(disk: Disk, states: int, seed: int, scratch: Path, check: Callable[[Pa
     changes = sorted({naming.when for naming in disk.namings}) or [disk.now]
     scratch.mkdir(exist_ok=True)
     for number in range(states):
-        when = disk.now if number % 8 == 0 else rng.choice(changes) if number % 2 else rng.randrange(disk.now + 1)
+        when = (
+            disk.now
+            if number % 8 == 0
+            else rng.choice(changes)
+            if number % 2
+            else rng.randrange(disk.now + 1)
+        )
         folder = scratch / f"crash{number}"
         disk.build(folder, when, rng.choice((LOOSE, JOURNALED)), rng)
         check(folder, when == disk.now)

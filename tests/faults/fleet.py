@@ -1,12 +1,14 @@
-"""Real ranks, forked from one warm process, that save until something dies: `fleet.py ROOT SCENARIO [--runs N] [--seed S]`.
+"""Real ranks, forked from one warm process, that save until something dies: `fleet.py ROOT SCENARIO
+[--runs N] [--seed S]`.
 
-What a step must hold follows from its number by a formula, and is compared through stock torch. Scenarios:
+What a step must hold follows from its number by a formula, and is compared through stock torch.
+Scenarios:
 
-    kills      SIGKILL to one rank, to all, or to the one that commits, at random instants; then the job starts again
-    syscalls   at every system call of a save that changes the disk: the process dies, or the call fails and the job goes on
-    stops      a rank that hangs: the others name it
-    limits     one rank's disk is full: all ranks say whose and why, nothing is published, and saving goes on once there is room
-    unshared   one rank sees another directory under the name
+    kills      SIGKILL to one rank, to all, or to the one that commits, at random instants; then the
+    job starts again syscalls   at every system call of a save that changes the disk: the process
+    dies, or the call fails and the job goes on stops      a rank that hangs: the others name it
+    limits     one rank's disk is full: all ranks say whose and why, nothing is published, and
+    saving goes on once there is room unshared   one rank sees another directory under the name
     disagree   ranks have different shapes, or one of them cannot export its state
 """
 
@@ -44,7 +46,7 @@ from tests.jobs import EVERY
 warnings.simplefilter("ignore")
 
 
-# ---- the job -----------------------------------------------------------------------------------------------------------------
+# ---- the job -------------------------------------------------------------------------------------
 
 
 def expected(step: int, name: str, shape: torch.Size) -> torch.Tensor:
@@ -86,11 +88,17 @@ def assert_holds(model: torch.nn.Module, step: int) -> None:
         assert torch.equal(whole, expected(step, name, tensor.shape).to(tensor.dtype)), (step, name)
 
 
-def loop(root: Path, tell: Callable[[str], None], num_steps: int = 10**9, **options: object) -> None:
-    """Resumes, proves what it got, and saves step after step: one blocking, one in the background."""
+def loop(
+    root: Path, tell: Callable[[str], None], num_steps: int = 10**9, **options: object
+) -> None:
+    """Resumes, proves what it got, and saves step after step: one blocking, one in the
+    background.
+    """
     model = build()
     state = {"model": model, "rng": RngState(), "step": 0}
-    with CheckpointManager(root, **{"keep_last": 2, "timeout_s": 20, "handle_signals": False} | options) as checkpoints:
+    with CheckpointManager(
+        root, **{"keep_last": 2, "timeout_s": 20, "handle_signals": False} | options
+    ) as checkpoints:
         first = checkpoints.resume(state)
         assert state["step"] == first
         if first:
@@ -104,7 +112,7 @@ def loop(root: Path, tell: Callable[[str], None], num_steps: int = 10**9, **opti
         checkpoints.wait()
 
 
-# ---- the fleet ---------------------------------------------------------------------------------------------------------------
+# ---- the fleet -----------------------------------------------------------------------------------
 
 
 class Fleet:
@@ -115,7 +123,9 @@ class Fleet:
         self.pids = [self._fork(rank, num_ranks, work) for rank in range(num_ranks)]
         self.codes: dict[int, int] = {}
 
-    def _fork(self, rank: int, num_ranks: int, work: Callable[[Callable[[str], None]], None]) -> int:
+    def _fork(
+        self, rank: int, num_ranks: int, work: Callable[[Callable[[str], None]], None]
+    ) -> int:
         pid = os.fork()
         if pid:
             return pid
@@ -123,7 +133,9 @@ class Fleet:
         os.dup2(log, 1), os.dup2(log, 2)
         code = 1
         try:
-            dist.init_process_group("gloo", init_method=f"file://{self.folder}/store", rank=rank, world_size=num_ranks)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{self.folder}/store", rank=rank, world_size=num_ranks
+            )
             work(lambda text: os.write(log, f"{text}\n".encode()))
             code = 0
         except CheckpointError as error:
@@ -144,7 +156,9 @@ class Fleet:
     def wait_for(self, text: str, rank: int, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while text not in self.said(rank):
-            assert time.monotonic() < end and not self._is_over(rank), f"rank {rank} never said {text!r}: {self.said(rank)}"
+            assert time.monotonic() < end and not self._is_over(rank), (
+                f"rank {rank} never said {text!r}: {self.said(rank)}"
+            )
             time.sleep(0.005)
 
     def _is_over(self, rank: int) -> bool:
@@ -176,7 +190,9 @@ def committed(text: str) -> int:
 
 
 def assert_sound(root: Path, at_least: int, must_verify: bool = True) -> int:
-    """Every complete step is what its number says, read by stock torch; none is lost. Returns the newest."""
+    """Every complete step is what its number says, read by stock torch; none is lost. Returns the
+    newest.
+    """
     steps = [s for s in list_steps(root) if not s.problem]
     newest = steps[-1].number if steps else 0
     assert newest >= at_least, f"step {at_least} was committed, and now {newest} is the newest"
@@ -184,14 +200,18 @@ def assert_sound(root: Path, at_least: int, must_verify: bool = True) -> int:
     for step in steps if must_verify else ():
         assert damage(step) == ""
         loaded: dict[str, torch.Tensor] = {}
-        _load_state_dict(loaded, FileSystemReader(step.path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        _load_state_dict(
+            loaded, FileSystemReader(step.path), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        )
         names = tensors(build())
         for name, tensor in names.items():
-            assert torch.equal(loaded["model"][name], expected(step.number, name, tensor.shape).to(tensor.dtype)), (step.path, name)
+            assert torch.equal(
+                loaded["model"][name], expected(step.number, name, tensor.shape).to(tensor.dtype)
+            ), (step.path, name)
     return newest
 
 
-# ---- scenarios ---------------------------------------------------------------------------------------------------------------
+# ---- scenarios -----------------------------------------------------------------------------------
 
 
 def kills(root: Path, runs: int, rng: random.Random) -> None:
@@ -201,7 +221,8 @@ def kills(root: Path, runs: int, rng: random.Random) -> None:
     for _ in range(runs):
         num_ranks = rng.choice((1, 2, 2, 3))
         fleet = Fleet(num_ranks, lambda tell: loop(root, tell))
-        is_early = rng.random() < 0.1  # before torch's own start is over, in which a survivor would wait half an hour
+        # before torch's own start is over, in which a survivor would wait half an hour
+        is_early = rng.random() < 0.1
         if not is_early:
             fleet.wait_for("resumed", 0)
         time.sleep(rng.random() ** 2 * 0.4)
@@ -212,7 +233,8 @@ def kills(root: Path, runs: int, rng: random.Random) -> None:
         codes = fleet.end()
         for rank, code in enumerate(codes):
             assert code == (-9 if rank in victims[kind] else code), (rank, code)
-            if rank not in victims[kind] and "resumed" in fleet.said(rank):  # before, it may be torch's own start that fails
+            # before, it may be torch's own start that fails
+            if rank not in victims[kind] and "resumed" in fleet.said(rank):
                 assert code == 7 and "PeerError" in fleet.said(rank), (rank, code, fleet.said(rank))
                 told += f"rank {victims[kind][0]} did not answer" in fleet.said(rank)
         safe = assert_sound(root, max(safe, *(committed(fleet.said(r)) for r in range(num_ranks))))
@@ -224,15 +246,28 @@ def kills(root: Path, runs: int, rng: random.Random) -> None:
     left = sorted(p.name for p in root.iterdir() if not p.name.startswith("step-"))
     assert left == [".ckpt.lock"], left
     print(
-        f"{sum(tally.values())} kills ({', '.join(f'{k} {v}' for k, v in sorted(tally.items()))}), {safe} steps, 0 lost; dead rank named {told} times"
+        f"{sum(tally.values())} kills ({', '.join(f'{k} {v}' for k, v in sorted(tally.items()))}),"
+        f" {safe} steps, 0 lost; dead rank named {told} times"
     )
 
 
-CALLS = ("mkdir", "ftruncate", "pwrite64", "fsync", "chmod", "renameat2", "rename", "unlinkat", "rmdir")
+CALLS = (
+    "mkdir",
+    "ftruncate",
+    "pwrite64",
+    "fsync",
+    "chmod",
+    "renameat2",
+    "rename",
+    "unlinkat",
+    "rmdir",
+)
 
 
 def syscalls(root: Path, faults: list[str]) -> None:
-    """Faults the first call of a kind within a save, then the second (or third), …, until a save goes through untouched."""
+    """Faults the first call of a kind within a save, then the second (or third), …, until a save
+    goes through untouched.
+    """
     assert Fleet(1, lambda tell: loop(root.parent / "two", tell, num_steps=2)).end() == [0]
     for fault in faults:
         hits: dict[str, int] = {}
@@ -241,14 +276,36 @@ def syscalls(root: Path, faults: list[str]) -> None:
                 if not _faulted(root, call, fault, number):
                     hits[call] = number - 1
                     break
-        few = {"mkdir": 1, "ftruncate": 1, "pwrite64": 2, "fsync": 5, "chmod": 1, "renameat2": 1, "rename": 1, "unlinkat": 3, "rmdir": 1}
+        few = {
+            "mkdir": 1,
+            "ftruncate": 1,
+            "pwrite64": 2,
+            "fsync": 5,
+            "chmod": 1,
+            "renameat2": 1,
+            "rename": 1,
+            "unlinkat": 3,
+            "rmdir": 1,
+        }
         assert all(hits[c] >= n for c, n in few.items()), hits
         print(f"{fault}: " + ", ".join(f"{c} {n}" for c, n in hits.items()))
 
 
 def inject(pid: int, call: str, fault: str, number: int, trace: Path) -> subprocess.Popen[bytes]:
-    """Has strace put a fault into the n-th system call of that name; returns once it watches the process."""
-    strace = ["strace", "-f", "-qq", "-o", str(trace), "-e", f"trace={call}", "-e", f"inject={call}:{fault}:when={number}"]
+    """Has strace put a fault into the n-th system call of that name; returns once it watches the
+    process.
+    """
+    strace = [
+        "strace",
+        "-f",
+        "-qq",
+        "-o",
+        str(trace),
+        "-e",
+        f"trace={call}",
+        "-e",
+        f"inject={call}:{fault}:when={number}",
+    ]
     tracer = subprocess.Popen([*strace, "-p", str(pid)])
     status = Path(f"/proc/{pid}/status")
     while "TracerPid:\t0\n" in status.read_text():
@@ -257,7 +314,9 @@ def inject(pid: int, call: str, fault: str, number: int, trace: Path) -> subproc
 
 
 def _faulted(root: Path, call: str, fault: str, number: int) -> bool:
-    """Runs one save with a fault in it, another one if the job survived, and tells whether the fault struck."""
+    """Runs one save with a fault in it, another one if the job survived, and tells whether the
+    fault struck.
+    """
     shutil.rmtree(root)
     shutil.copytree(root.parent / "two", root)
     go = root.parent / "go"
@@ -279,10 +338,16 @@ def _faulted(root: Path, call: str, fault: str, number: int) -> bool:
         saved = [int(n) for n in re.findall(r"saved (\d)", said)]
         assert len(saved) + said.count("StorageError: ") == 2, said
         assert saved == [3, 4] or has_struck, said
-        assert saved or call == "pwrite64", said  # one save fails, not the next; strace counts thread by thread
+        # one save fails, not the next; strace counts thread by thread
+        assert saved or call == "pwrite64", said
         assert_sound(root, max([2, *saved]))
-        left = [p.name for p in root.iterdir() if not p.name.startswith(("step-", ".trash.")) and p.name != ".ckpt.lock"]
-        assert not left or call in ("unlinkat", "rmdir"), left  # a step on its way out waits for the next start
+        left = [
+            p.name
+            for p in root.iterdir()
+            if not p.name.startswith(("step-", ".trash.")) and p.name != ".ckpt.lock"
+        ]
+        # a step on its way out waits for the next start
+        assert not left or call in ("unlinkat", "rmdir"), left
     fleet.remove()
     return has_struck
 
@@ -306,7 +371,9 @@ def _save_on_signal(root: Path, tell: Callable[[str], None], go: Path) -> None:
 
 
 def stops(root: Path) -> None:
-    """A rank that hangs is named by the others within their time; when it wakes, it learns the same."""
+    """A rank that hangs is named by the others within their time; when it wakes, it learns the
+    same.
+    """
     fleet = Fleet(3, lambda tell: loop(root, tell, timeout_s=3))
     fleet.wait_for("committed 2", 0)
     os.kill(fleet.pids[2], signal.SIGSTOP)
@@ -360,11 +427,16 @@ def limits(root: Path) -> None:
                 assert f"{failed}: StorageError in write_part: cannot make room for" in said, said
             else:
                 assert (
-                    f"{failed}: PeerError elsewhere: write step-0000000{step} failed on 1 of 3 ranks:\n  rank 1: StorageError:" in said
+                    f"{failed}: PeerError elsewhere: write step-0000000{step} failed on 1 of 3"
+                    " ranks:\n  rank 1: StorageError:" in said
                 ), said
         assert said.count("File too large") == 2, said
     assert assert_sound(root, 5) == 5
-    assert sorted(p.name for p in root.iterdir()) == [".ckpt.lock", "step-00000001", "step-00000005"]
+    assert sorted(p.name for p in root.iterdir()) == [
+        ".ckpt.lock",
+        "step-00000001",
+        "step-00000005",
+    ]
     print("a full disk on one rank: told by all, nothing published")
 
 
@@ -389,19 +461,37 @@ def disagree(root: Path) -> None:
     def work(tell: Callable[[str], None]) -> None:
         rank = dist.get_rank()
         with CheckpointManager(root, timeout_s=20) as checkpoints:
-            _attempt(tell, "shapes", lambda: checkpoints.save(1, {"w": torch.ones(3 + rank)}, asynchronous=False))
             _attempt(
-                tell, "kinds", lambda: checkpoints.save(2, {"w": torch.ones(3) if rank else torch.ones(3).to_sparse()}, asynchronous=False)
+                tell,
+                "shapes",
+                lambda: checkpoints.save(1, {"w": torch.ones(3 + rank)}, asynchronous=False),
             )
-            _attempt(tell, "well", lambda: checkpoints.save(3, {"w": torch.ones(3)}, asynchronous=False))
-            _attempt(tell, "more", lambda: checkpoints.save(4, {"w": torch.ones(3)}, asynchronous=False))
-            _attempt(tell, "again", lambda: checkpoints.save(3, {"w": torch.ones(3)}, asynchronous=False))
+            _attempt(
+                tell,
+                "kinds",
+                lambda: checkpoints.save(
+                    2,
+                    {"w": torch.ones(3) if rank else torch.ones(3).to_sparse()},
+                    asynchronous=False,
+                ),
+            )
+            _attempt(
+                tell, "well", lambda: checkpoints.save(3, {"w": torch.ones(3)}, asynchronous=False)
+            )
+            _attempt(
+                tell, "more", lambda: checkpoints.save(4, {"w": torch.ones(3)}, asynchronous=False)
+            )
+            _attempt(
+                tell, "again", lambda: checkpoints.save(3, {"w": torch.ones(3)}, asynchronous=False)
+            )
 
     fleet = Fleet(2, work)
     assert fleet.end() == [0, 0], fleet.said(1)
     for rank in range(2):
         said = fleet.said(rank)
-        assert "ranks disagree about 'w': rank 0 has float32 [3], rank 1 has float32 [4]" in said, said
+        assert "ranks disagree about 'w': rank 0 has float32 [3], rank 1 has float32 [4]" in said, (
+            said
+        )
         assert "sparse" in said and "well: fine" in said and "step 3 is there already" in said, said
     assert [s.number for s in list_steps(root)] == [3, 4]
     print("ranks that disagree: told by all")
@@ -410,10 +500,14 @@ def disagree(root: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
-    parser.add_argument("scenario", choices=("kills", "syscalls", "stops", "limits", "unshared", "disagree"))
+    parser.add_argument(
+        "scenario", choices=("kills", "syscalls", "stops", "limits", "unshared", "disagree")
+    )
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", nargs="+", default=["error=EIO", "error=ENOSPC", "signal=SIGKILL"])
+    parser.add_argument(
+        "--faults", nargs="+", default=["error=EIO", "error=ENOSPC", "signal=SIGKILL"]
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     root = args.root / args.scenario
@@ -423,7 +517,9 @@ def main() -> None:
     elif args.scenario == "syscalls":
         syscalls(root, args.faults)
     else:
-        {"stops": stops, "limits": limits, "unshared": unshared, "disagree": disagree}[args.scenario](root)
+        {"stops": stops, "limits": limits, "unshared": unshared, "disagree": disagree}[
+            args.scenario
+        ](root)
 
 
 if __name__ == "__main__":

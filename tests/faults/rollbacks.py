@@ -1,8 +1,10 @@
-"""A job goes back to step 1 and saves step 2 anew, and is killed at every call that changes the disk.
+"""A job goes back to step 1 and saves step 2 anew, and is killed at every call that changes the
+disk.
 
     python -m tests.faults.rollbacks FOLDER
 
-Until the new step is committed the old branch is the run; from then on the new one is. Nothing of either is ever lost.
+Until the new step is committed the old branch is the run; from then on the new one is. Nothing of
+either is ever lost.
 """
 
 from __future__ import annotations
@@ -77,11 +79,19 @@ def main() -> None:
             first, second = check(root), check(root)
             assert first == second
             if code == 0:
-                assert first == "new" and len(list(root.glob(".ckpt.rollback*"))) == 1, os.listdir(root)
+                assert first == "new" and len(list(root.glob(".ckpt.rollback*"))) == 1, os.listdir(
+                    root
+                )
                 break
             tally.setdefault(call, []).append(first)
-    assert len(tally) >= 5 and {b for branches in tally.values() for b in branches} == {"old", "new"}, tally
-    print("; ".join(f"{call}: {' '.join(branches)}" for call, branches in tally.items()), f"{sum(map(len, tally.values()))} kills")
+    assert len(tally) >= 5 and {b for branches in tally.values() for b in branches} == {
+        "old",
+        "new",
+    }, tally
+    print(
+        "; ".join(f"{call}: {' '.join(branches)}" for call, branches in tally.items()),
+        f"{sum(map(len, tally.values()))} kills",
+    )
 
 
 if __name__ == "__main__":

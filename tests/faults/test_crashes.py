@@ -1,4 +1,6 @@
-"""A power cut at any call of a save, merge, reshard, copy, prune: the old or the new is there, whole, and the new for sure once it was said so."""
+"""A power cut at any call of a save, merge, reshard, copy, prune: the old or the new is there,
+whole, and the new for sure once it was said so.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def contents(path: Path) -> Files:
     """Every file below a directory, or a file by itself."""
     if path.is_file():
         return {"": path.read_bytes()}
-    return {p.relative_to(path).as_posix(): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(path).as_posix(): p.read_bytes()
+        for p in sorted(path.rglob("*"))
+        if p.is_file()
+    }
 
 
 @pytest.fixture
@@ -50,12 +56,18 @@ def run(tmp_path: Path, *words: object, faults: Sequence[str] = ()) -> Disk:
     return record([sys.executable, *map(str, words)], tmp_path / "disk", tmp_path / "trace", faults)
 
 
-def old_or_new(name: str, old: Files | None, new: Files, seen: set[str]) -> Callable[[Path, bool], None]:
+def old_or_new(
+    name: str, old: Files | None, new: Files, seen: set[str]
+) -> Callable[[Path, bool], None]:
     """Checks that what bears the name is one or the other, byte by byte."""
 
     def check(folder: Path, is_over: bool) -> None:
         found = contents(folder / name) if (folder / name).exists() else None
-        assert found == new or (found == old and not is_over), (folder, is_over, found and {n: len(d) for n, d in found.items()})
+        assert found == new or (found == old and not is_over), (
+            folder,
+            is_over,
+            found and {n: len(d) for n, d in found.items()},
+        )
         seen.add("new" if found == new else "old")
 
     return check
@@ -63,12 +75,21 @@ def old_or_new(name: str, old: Files | None, new: Files, seen: set[str]) -> Call
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize("verb", ["merge", "reshard", "copy"])
-def test_a_result_is_there_whole_or_not_at_all(verb: str, overwrite: bool, source: Path, tmp_path: Path) -> None:
+def test_a_result_is_there_whole_or_not_at_all(
+    verb: str, overwrite: bool, source: Path, tmp_path: Path
+) -> None:
     if verb == "copy" and overwrite:
         pytest.skip("a copy replaces nothing")
     (tmp_path / "disk").mkdir()
     name = "out.safetensors" if verb == "merge" else "out"
-    words = ["-m", "ckpt_tools", verb, str(source), str(tmp_path / "disk" / name), *(("--to", "2") if verb == "reshard" else ())]
+    words = [
+        "-m",
+        "ckpt_tools",
+        verb,
+        str(source),
+        str(tmp_path / "disk" / name),
+        *(("--to", "2") if verb == "reshard" else ()),
+    ]
     old = None
     if overwrite:
         dcp.save({"model": {"x": torch.ones(700)}}, checkpoint_id=tmp_path / "before", no_dist=True)
@@ -83,7 +104,9 @@ def test_a_result_is_there_whole_or_not_at_all(verb: str, overwrite: bool, sourc
     assert seen == {"old", "new"}
 
 
-def test_where_names_cannot_be_exchanged_the_old_one_comes_back(source: Path, tmp_path: Path) -> None:
+def test_where_names_cannot_be_exchanged_the_old_one_comes_back(
+    source: Path, tmp_path: Path
+) -> None:
     """As the next run finds it: before that, for a moment, it may stand aside."""
     dcp.save({"model": {"x": torch.ones(700)}}, checkpoint_id=tmp_path / "before", no_dist=True)
     out = tmp_path / "disk" / "out"
@@ -114,7 +137,10 @@ def test_a_run_has_a_newest_step_that_is_right(tmp_path: Path) -> None:
         def check(folder: Path, is_over: bool, number: int = number, seen: set[str] = seen) -> None:
             found = latest(folder / "run").step if (folder / "run").exists() else None
             name = Path(found.path).name if found else ""
-            assert name in ([f"step-{number:08d}"] if is_over else ["", *right][number - 1 :]), (folder, name)
+            assert name in ([f"step-{number:08d}"] if is_over else ["", *right][number - 1 :]), (
+                folder,
+                name,
+            )
             assert not name or contents(folder / "run" / name) == right[name], (folder, name)
             seen.add(name)
 
@@ -139,11 +165,21 @@ def test_what_is_pruned_goes_and_the_newest_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["files", "folders"])
-def test_the_states_are_bad_enough_to_show_a_missing_fsync(kind: str, source: Path, tmp_path: Path) -> None:
+def test_the_states_are_bad_enough_to_show_a_missing_fsync(
+    kind: str, source: Path, tmp_path: Path
+) -> None:
     (tmp_path / "disk").mkdir()
-    disk = run(tmp_path, "-m", "ckpt_tools", "reshard", source, tmp_path / "disk" / "out", "--to", "2")
+    disk = run(
+        tmp_path, "-m", "ckpt_tools", "reshard", source, tmp_path / "disk" / "out", "--to", "2"
+    )
     for inode in disk.inodes:
         if inode.is_folder == (kind == "folders"):
             inode.syncs.clear()
     with pytest.raises(AssertionError):
-        crash(disk, STATES, 4, tmp_path, old_or_new("out", None, contents(tmp_path / "disk" / "out"), set()))
+        crash(
+            disk,
+            STATES,
+            4,
+            tmp_path,
+            old_or_new("out", None, contents(tmp_path / "disk" / "out"), set()),
+        )

@@ -1,4 +1,6 @@
-"""Real signals, real limits, real full disks: afterwards the destination is absent, old or complete, and a re-run succeeds."""
+"""Real signals, real limits, real full disks: afterwards the destination is absent, old or
+complete, and a re-run succeeds.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,21 @@ from safetensors.torch import load_file
 from ckpt_tools.publish import local as commit
 from tests.jobs import EVERY, LONG
 
-VERBS = {"merge": ["merge", "src", "out.safetensors"], "reshard": ["reshard", "src", "out", "--to", "3"]}
+VERBS = {
+    "merge": ["merge", "src", "out.safetensors"],
+    "reshard": ["reshard", "src", "out", "--to", "3"],
+}
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("source")
     torch.manual_seed(0)
-    dcp.save({"model": {f"w{i}": torch.randn(1024, 1024) for i in range(24)}, "step": 1}, checkpoint_id=root / "src", no_dist=True)
+    dcp.save(
+        {"model": {f"w{i}": torch.randn(1024, 1024) for i in range(24)}, "step": 1},
+        checkpoint_id=root / "src",
+        no_dist=True,
+    )
     return root / "src"
 
 
@@ -42,7 +51,9 @@ def work(source: Path, tmp_path: Path) -> Path:
 
 def start(work: Path, *args: str, **kwargs: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "ckpt_tools", *args]
-    return subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)  # type: ignore[call-overload]
+    return subprocess.Popen(
+        command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )  # type: ignore[call-overload]
 
 
 def leftovers(work: Path) -> list[str]:
@@ -74,7 +85,9 @@ def staged(work: Path, process: subprocess.Popen[str]) -> bool:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_in_the_middle_leaves_nothing(verb: str, number: signal.Signals, code: int, work: Path, source: Path) -> None:
+def test_a_signal_in_the_middle_leaves_nothing(
+    verb: str, number: signal.Signals, code: int, work: Path, source: Path
+) -> None:
     hit = 0
     for _ in range(4):
         process = start(work, *VERBS[verb])
@@ -93,7 +106,9 @@ def test_a_signal_in_the_middle_leaves_nothing(verb: str, number: signal.Signals
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_second_signal_in_the_middle_of_the_first_ones_work(verb: str, work: Path, source: Path) -> None:
+def test_a_second_signal_in_the_middle_of_the_first_ones_work(
+    verb: str, work: Path, source: Path
+) -> None:
     for pause in (0, 0.0005, 0.002, 0.01):
         process = start(work, *VERBS[verb])
         staged(work, process)
@@ -104,7 +119,12 @@ def test_a_second_signal_in_the_middle_of_the_first_ones_work(verb: str, work: P
         if (work / "out").exists() or (work / "out.safetensors").exists():
             assert is_complete(work, source)
         assert (
-            subprocess.run([sys.executable, "-m", "ckpt_tools", *VERBS[verb], "--overwrite"], cwd=work, capture_output=True).returncode == 0
+            subprocess.run(
+                [sys.executable, "-m", "ckpt_tools", *VERBS[verb], "--overwrite"],
+                cwd=work,
+                capture_output=True,
+            ).returncode
+            == 0
         )
         assert is_complete(work, source) and leftovers(work) == []
         for path in work.glob("out*"):
@@ -112,7 +132,9 @@ def test_a_second_signal_in_the_middle_of_the_first_ones_work(verb: str, work: P
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_kill_9_at_any_moment_leaves_absent_or_complete_and_a_rerun_cleans_up(verb: str, work: Path, source: Path) -> None:
+def test_kill_9_at_any_moment_leaves_absent_or_complete_and_a_rerun_cleans_up(
+    verb: str, work: Path, source: Path
+) -> None:
     rng = random.Random(0)
     seen = set()
     for _ in range(8):
@@ -125,15 +147,27 @@ def test_kill_9_at_any_moment_leaves_absent_or_complete_and_a_rerun_cleans_up(ve
         for path in work.glob("out*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert False in seen
-    assert subprocess.run([sys.executable, "-m", "ckpt_tools", *VERBS[verb]], cwd=work, capture_output=True).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-m", "ckpt_tools", *VERBS[verb]], cwd=work, capture_output=True
+        ).returncode
+        == 0
+    )
     assert is_complete(work, source)
     assert leftovers(work) == []
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_kill_9_while_overwriting_leaves_the_old_or_the_new_whole(verb: str, work: Path, source: Path) -> None:
+def test_kill_9_while_overwriting_leaves_the_old_or_the_new_whole(
+    verb: str, work: Path, source: Path
+) -> None:
     rng = random.Random(1)
-    subprocess.run([sys.executable, "-m", "ckpt_tools", *VERBS[verb]], cwd=work, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "ckpt_tools", *VERBS[verb]],
+        cwd=work,
+        check=True,
+        capture_output=True,
+    )
     for _ in range(6):
         process = start(work, *VERBS[verb], "--overwrite")
         staged(work, process)
@@ -153,7 +187,12 @@ def test_a_run_leaves_the_staging_of_a_live_one_alone(verb: str, work: Path, sou
     first.send_signal(signal.SIGSTOP)
     try:
         alive = leftovers(work)
-        second = subprocess.run([sys.executable, "-m", "ckpt_tools", *VERBS[verb]], cwd=work, capture_output=True, text=True)
+        second = subprocess.run(
+            [sys.executable, "-m", "ckpt_tools", *VERBS[verb]],
+            cwd=work,
+            capture_output=True,
+            text=True,
+        )
         assert second.returncode == 0, second.stderr
         assert leftovers(work) == alive
     finally:
@@ -165,7 +204,9 @@ def test_a_run_leaves_the_staging_of_a_live_one_alone(verb: str, work: Path, sou
     assert leftovers(work) == []
 
 
-def test_a_staging_directory_that_is_taken_for_a_dead_ones_is_made_again(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_staging_directory_that_is_taken_for_a_dead_ones_is_made_again(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another run may come between the making of a directory and its locking."""
     opened = os.open
     removed = []
@@ -186,7 +227,11 @@ def test_a_staging_directory_that_is_taken_for_a_dead_ones_is_made_again(work: P
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_file_size_limit_in_the_middle_is_a_clear_error(verb: str, work: Path) -> None:
-    process = start(work, *VERBS[verb], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20)))
+    process = start(
+        work,
+        *VERBS[verb],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20)),
+    )
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 15
     assert "File too large" in error
@@ -209,10 +254,14 @@ def small_disk(work: Path) -> Iterator[Callable[[int], Path]]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_too_small_a_disk_is_refused_before_anything_is_written(verb: str, work: Path, small_disk: Callable[[int], Path]) -> None:
+def test_too_small_a_disk_is_refused_before_anything_is_written(
+    verb: str, work: Path, small_disk: Callable[[int], Path]
+) -> None:
     disk = small_disk(16)
     args = [a.replace("out", "disk/out") for a in VERBS[verb]]
-    result = subprocess.run([sys.executable, "-m", "ckpt_tools", *args], cwd=work, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "ckpt_tools", *args], cwd=work, capture_output=True, text=True
+    )
     assert result.returncode == 15
     assert "no room: expected" in result.stderr
     assert list(disk.iterdir()) == []
@@ -246,18 +295,26 @@ def fill(path: Path) -> None:
 def test_a_destination_that_cannot_be_written_to_is_refused(work: Path, source: Path) -> None:
     if os.geteuid() == 0:
         (work / "ro").mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(work / "ro")], capture_output=True).returncode:
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(work / "ro")], capture_output=True
+        ).returncode:
             pytest.skip("root may write anywhere, and mounting is not allowed")
         try:
             result = subprocess.run(
-                [sys.executable, "-m", "ckpt_tools", "merge", "src", "ro/m.safetensors"], cwd=work, capture_output=True, text=True
+                [sys.executable, "-m", "ckpt_tools", "merge", "src", "ro/m.safetensors"],
+                cwd=work,
+                capture_output=True,
+                text=True,
             )
         finally:
             subprocess.run(["umount", str(work / "ro")], check=True)
     else:
         (work / "ro").mkdir(mode=0o500)
         result = subprocess.run(
-            [sys.executable, "-m", "ckpt_tools", "merge", "src", "ro/m.safetensors"], cwd=work, capture_output=True, text=True
+            [sys.executable, "-m", "ckpt_tools", "merge", "src", "ro/m.safetensors"],
+            cwd=work,
+            capture_output=True,
+            text=True,
         )
     assert result.returncode == 15
     assert "cannot be written to" in result.stderr
@@ -273,14 +330,26 @@ def test_a_destination_that_cannot_be_written_to_is_refused(work: Path, source: 
     ],
 )
 def test_a_fault_at_every_call_that_changes_the_disk(verb: str, fault: str, tmp_path: Path) -> None:
-    """Of each system call: faults the first, then the second (or third), …, until a run goes through untouched."""
-    dcp.save({"model": {"w": torch.ones(300)}, "step": 1}, checkpoint_id=tmp_path / "src", no_dist=True)
-    hits = {call: fault_every(call, fault, verb, tmp_path) for call in ("fsync", "renameat2", "rename", "chmod", "pwrite64", "ftruncate")}
+    """Of each system call: faults the first, then the second (or third), …, until a run goes
+    through untouched.
+    """
+    dcp.save(
+        {"model": {"w": torch.ones(300)}, "step": 1}, checkpoint_id=tmp_path / "src", no_dist=True
+    )
+    hits = {
+        call: fault_every(call, fault, verb, tmp_path)
+        for call in ("fsync", "renameat2", "rename", "chmod", "pwrite64", "ftruncate")
+    }
     few = {"fsync": 4, "pwrite64": 2, "ftruncate": 1, "renameat2": 1}
     assert all(hits[call] >= count for call, count in few.items()), hits
     for path in tmp_path.glob("out*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert subprocess.run([sys.executable, "-m", "ckpt_tools", *VERBS[verb]], cwd=tmp_path, capture_output=True).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-m", "ckpt_tools", *VERBS[verb]], cwd=tmp_path, capture_output=True
+        ).returncode
+        == 0
+    )
     assert leftovers(tmp_path) == []
 
 
@@ -296,8 +365,12 @@ with CheckpointManager(sys.argv[1], keep_last=1) as checkpoints:
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.parametrize("error", ["ENOSYS", "ENOLCK"])
 def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
-    """As Lustre is often mounted, and NFS without its lock daemon: all works, and what cannot be promised is said."""
-    dcp.save({"model": {"w": torch.ones(300)}, "step": 1}, checkpoint_id=tmp_path / "src", no_dist=True)
+    """As Lustre is often mounted, and NFS without its lock daemon: all works, and what cannot be
+    promised is said.
+    """
+    dcp.save(
+        {"model": {"w": torch.ones(300)}, "step": 1}, checkpoint_id=tmp_path / "src", no_dist=True
+    )
     strace = [
         "strace",
         "-f",
@@ -312,7 +385,9 @@ def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
     ]
 
     def run(*words: object) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run([*strace, *map(str, words)], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            [*strace, *map(str, words)], cwd=tmp_path, capture_output=True, text=True
+        )
         assert done.returncode == 0 and "INJECTED" in (tmp_path / "trace").read_text(), done.stderr
         return done
 
@@ -320,7 +395,11 @@ def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
     for _ in range(2):
         run("-m", "ckpt_tools", *VERBS["reshard"], "--overwrite")
         run("-m", "ckpt_tools", *VERBS["merge"], "--overwrite")
-    assert whole(tmp_path / "out") and whole(tmp_path / "out.safetensors") and leftovers(tmp_path) == [".tmp.out.abcdef12"]
+    assert (
+        whole(tmp_path / "out")
+        and whole(tmp_path / "out.safetensors")
+        and leftovers(tmp_path) == [".tmp.out.abcdef12"]
+    )
     told = run("-c", SAVE, tmp_path / "run").stderr
     assert "no file locks here; a second job would not be refused" in told
     assert [p.name for p in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
@@ -332,10 +411,20 @@ NO_FLAGS = ["-e", "inject=renameat2:error=EINVAL"]  # as NFS answers
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.parametrize("fault", ["signal=SIGKILL", "error=EIO"])
 @pytest.mark.parametrize(("verb", "call"), [("reshard", "rename"), ("merge", "link")])
-def test_where_names_cannot_be_exchanged_in_one_step(verb: str, call: str, fault: str, tmp_path: Path) -> None:
-    """An old result that is to be replaced is there, or stands aside and is brought back; a new one is never in part."""
-    dcp.save({"model": {"w": torch.ones(300)}, "step": 1}, checkpoint_id=tmp_path / "src", no_dist=True)
-    words, out, trace = [sys.executable, "-m", "ckpt_tools", *VERBS[verb], "-q"], tmp_path / VERBS[verb][2], tmp_path / "trace"
+def test_where_names_cannot_be_exchanged_in_one_step(
+    verb: str, call: str, fault: str, tmp_path: Path
+) -> None:
+    """An old result that is to be replaced is there, or stands aside and is brought back; a new one
+    is never in part.
+    """
+    dcp.save(
+        {"model": {"w": torch.ones(300)}, "step": 1}, checkpoint_id=tmp_path / "src", no_dist=True
+    )
+    words, out, trace = (
+        [sys.executable, "-m", "ckpt_tools", *VERBS[verb], "-q"],
+        tmp_path / VERBS[verb][2],
+        tmp_path / "trace",
+    )
     strace = ["strace", "-f", "-qq", "-o", str(trace), "-e", f"trace=renameat2,{call}", *NO_FLAGS]
     is_over, aside = call == "rename", 0
 
@@ -348,33 +437,61 @@ def test_where_names_cannot_be_exchanged_in_one_step(verb: str, call: str, fault
         else:
             out.unlink(missing_ok=True)
         before = out.stat().st_ino if is_over else 0
-        done = run([*strace, "-e", f"inject={call}:{fault}:when={number}", *words], *(["--overwrite"] if is_over else []))
+        done = run(
+            [*strace, "-e", f"inject={call}:{fault}:when={number}", *words],
+            *(["--overwrite"] if is_over else []),
+        )
         if done.returncode == 0:
             break
         assert "Traceback" not in done.stderr
         if is_over and not out.exists():
-            assert "signal" in fault and len(leftovers(tmp_path)) == 2  # what was to be, and what was
+            # what was to be, and what was
+            assert "signal" in fault and len(leftovers(tmp_path)) == 2
             aside += 1
             told = run([sys.executable, "-m", "ckpt_tools", "inspect", str(out)])
             assert told.returncode and "an --overwrite that was killed left it as" in told.stderr
             refused = run(words)
-            assert refused.returncode == 15 and "the destination exists" in refused.stderr and out.stat().st_ino == before
+            assert (
+                refused.returncode == 15
+                and "the destination exists" in refused.stderr
+                and out.stat().st_ino == before
+            )
         assert whole(out) if is_over else not out.exists() or whole(out)
         assert leftovers(tmp_path) == [] or "signal" in fault
-    assert "EINVAL" in trace.read_text() and number > 1 and whole(out) and (aside == 1 or (verb, fault) != ("reshard", "signal=SIGKILL"))
+    assert (
+        "EINVAL" in trace.read_text()
+        and number > 1
+        and whole(out)
+        and (aside == 1 or (verb, fault) != ("reshard", "signal=SIGKILL"))
+    )
     assert run(words, "--overwrite").returncode == 0 and leftovers(tmp_path) == []
 
 
 def fault_every(call: str, fault: str, verb: str, work: Path) -> int:
-    """Returns up to which call a fault was injected; after each, the destination was absent or whole."""
+    """Returns up to which call a fault was injected; after each, the destination was absent or
+    whole.
+    """
     out = work / VERBS[verb][2]
     for number in range(1, 30, EVERY):
         for path in work.glob("out*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         trace = work / "trace"
-        command = ["strace", "-f", "-qq", "-o", str(trace), "-e", f"trace={call}", "-e", f"inject={call}:{fault}:when={number}"]
+        command = [
+            "strace",
+            "-f",
+            "-qq",
+            "-o",
+            str(trace),
+            "-e",
+            f"trace={call}",
+            "-e",
+            f"inject={call}:{fault}:when={number}",
+        ]
         result = subprocess.run(
-            [*command, sys.executable, "-m", "ckpt_tools", *VERBS[verb], "-q"], cwd=work, capture_output=True, text=True
+            [*command, sys.executable, "-m", "ckpt_tools", *VERBS[verb], "-q"],
+            cwd=work,
+            capture_output=True,
+            text=True,
         )
         if "INJECTED" not in trace.read_text() and "SIGKILL" not in trace.read_text():
             assert result.returncode == 0, (number, result.stderr, sorted(work.iterdir()))

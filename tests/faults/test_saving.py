@@ -1,4 +1,6 @@
-"""A job that saves, and everything that can end it: kills, full disks, faults of single system calls, hanging ranks, signals."""
+"""A job that saves, and everything that can end it: kills, full disks, faults of single system
+calls, hanging ranks, signals.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +38,36 @@ def test_the_failure_of_one_rank_is_told_by_all(scenario: str, tmp_path: Path) -
 
 
 def test_a_kill_at_any_instant_loses_nothing_and_the_job_goes_on(tmp_path: Path) -> None:
-    assert "0 lost" in fleet(tmp_path, "kills", "--runs", "25" if LONG else "12", "--seed", str(time.time_ns() % 10**6))
+    assert "0 lost" in fleet(
+        tmp_path, "kills", "--runs", "25" if LONG else "12", "--seed", str(time.time_ns() % 10**6)
+    )
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-@pytest.mark.parametrize("fault", ["error=EIO", "signal=SIGKILL"] if LONG else ["error=EIO"])  # kills at any instant are above
+# kills at any instant are above
+@pytest.mark.parametrize("fault", ["error=EIO", "signal=SIGKILL"] if LONG else ["error=EIO"])
 def test_a_fault_at_every_call_of_a_save_that_changes_the_disk(fault: str, tmp_path: Path) -> None:
     fleet(tmp_path, "syscalls", "--faults", fault)
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-def test_going_back_to_an_older_step_is_safe_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
+def test_going_back_to_an_older_step_is_safe_at_every_call_that_changes_the_disk(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, "-m", "tests.faults.rollbacks", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(
+        command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert result.returncode == 0 and "kills" in result.stdout, result.stdout + result.stderr
 
 
-def test_a_disk_that_is_full_fails_the_save_and_once_there_is_room_saving_goes_on(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path)], capture_output=True).returncode:
+def test_a_disk_that_is_full_fails_the_save_and_once_there_is_room_saving_goes_on(
+    tmp_path: Path,
+) -> None:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path)], capture_output=True
+    ).returncode:
         pytest.skip("mounting a tmpfs needs root")
     try:
         state = {"w": torch.arange(1_000_000, dtype=torch.float32)}
@@ -63,7 +76,11 @@ def test_a_disk_that_is_full_fails_the_save_and_once_there_is_room_saving_goes_o
                 checkpoints.save(step, state, asynchronous=False)
             with pytest.raises(StorageError, match="no room: expected"):
                 checkpoints.save(4, state, asynchronous=False)
-            assert [(s.number, damage(s)) for s in list_steps(tmp_path)] == [(1, ""), (2, ""), (3, "")]
+            assert [(s.number, damage(s)) for s in list_steps(tmp_path)] == [
+                (1, ""),
+                (2, ""),
+                (3, ""),
+            ]
             prune(tmp_path, 1)
             checkpoints.save(5, state)
         assert [(s.number, damage(s)) for s in list_steps(tmp_path)] == [(3, ""), (5, "")]
@@ -71,16 +88,26 @@ def test_a_disk_that_is_full_fails_the_save_and_once_there_is_room_saving_goes_o
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-# ---- the training program ----------------------------------------------------------------------------------------------------
+# ---- the training program ------------------------------------------------------------------------
 
 
-def training(num_ranks: int, folder: Path, *args: str, is_forked: bool = True) -> subprocess.Popen[str]:
+def training(
+    num_ranks: int, folder: Path, *args: str, is_forked: bool = True
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         torchrun_command(
-            num_ranks, "-m", "training", *(word for option in (f"run.dir={folder}", *args) for word in ("--set", option)), is_forked=is_forked
+            num_ranks,
+            "-m",
+            "training",
+            *(word for option in (f"run.dir={folder}", *args) for word in ("--set", option)),
+            is_forked=is_forked,
         ),
-        cwd=HERE.parent, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        cwd=HERE.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
@@ -90,7 +117,11 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> str:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    return [int(pid) for path in Path(f"/proc/{process.pid}/task").glob("*/children") for pid in path.read_text().split()]
+    return [
+        int(pid)
+        for path in Path(f"/proc/{process.pid}/task").glob("*/children")
+        for pid in path.read_text().split()
+    ]
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
@@ -100,14 +131,19 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    return {m["step"]: m["loss"] for m in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    return {
+        m["step"]: m["loss"]
+        for m in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    }
 
 
 SMALL = ("data.batch_size=4", "data.seq_len=32")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_step_saves_it_and_exits_with_its_code(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_the_step_saves_it_and_exits_with_its_code(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     process = training(2, tmp_path, "run.steps=100000", *SMALL, is_forked=number != signal.SIGTERM)
     wait_for(tmp_path / "metrics.jsonl", process)
     if number == signal.SIGTERM:  # as a spot instance gets it: torchrun itself passes it on

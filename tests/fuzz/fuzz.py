@@ -1,8 +1,10 @@
-"""Hostile input by the million: `python -m tests.fuzz.fuzz TARGET --runs 1000000 [--seed 1] [--keep DIR]`.
+"""Hostile input by the million: `python -m tests.fuzz.fuzz TARGET --runs 1000000 [--seed 1] [--keep
+DIR]`.
 
-Genuine files are mutated, and pickles are also put together from opcodes. Whatever comes, a reader may do one of two things:
-read it, or raise a CheckpointError (for a configuration: its own error). Anything else ends the run and leaves the input in DIR:
-another exception, a crash, more than 5 s, more than 300 MiB, a file or a process made. The last line tells what was seen.
+Genuine files are mutated, and pickles are also put together from opcodes. Whatever comes, a reader
+may do one of two things: read it, or raise a CheckpointError (for a configuration: its own error).
+Anything else ends the run and leaves the input in DIR: another exception, a crash, more than 5 s,
+more than 300 MiB, a file or a process made. The last line tells what was seen.
 """
 
 from __future__ import annotations
@@ -49,7 +51,12 @@ from ckpt_tools.formats.pickle.write import integer
 from ckpt_tools.formats.pickle.write import opcodes as opcodes_of
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.formats.zip import verify as zip_check
-from ckpt_tools.operations.convert.training_state import FORMS, put_together, take_apart, unpack_objects
+from ckpt_tools.operations.convert.training_state import (
+    FORMS,
+    put_together,
+    take_apart,
+    unpack_objects,
+)
 from ckpt_tools.publish.journal import find, load, prove
 from ckpt_tools.publish.manifest import parse as parse_manifest
 from ckpt_tools.ranks.base import ALONE
@@ -81,22 +88,80 @@ INTERESTING = [
     b"-1",
 ]
 OPCODES = [
-    b"(", b")", b"}", b"]", b"N", b"\x88", b"\x89", b"t", b"\x85", b"\x86", b"\x87", b"a", b"e", b"s", b"u", b"b", b"R", b"\x81", b"\x93", b"\x94",
-    b"K\x01", b"K\x94", b"M\x85\x86", b"J\xff\xff\xff\xff", b"h\x00", b"h\x01", b"h\x02", b"h\x94", b"j\x00\x01\x00\x00", b"q\x00", b"q\x01",
-    b"r\x05\x00\x00\x00", b"\x8c\x01a", b"\x8c\x02ub", b"\x8c\x04size", b"X\x01\x00\x00\x00b", b"\x8a\x01\x05", b"\x8a\x08" + b"\x7f" * 8, b"Q",
-    b"ctorch\nSize\n", b"ctorch\nfloat32\n", b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
-    b"ctorch.serialization\n_get_layout\n", b"cpathlib\nPosixPath\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n", b"cos\nsystem\n",
-]  # fmt: skip
+    b"(",
+    b")",
+    b"}",
+    b"]",
+    b"N",
+    b"\x88",
+    b"\x89",
+    b"t",
+    b"\x85",
+    b"\x86",
+    b"\x87",
+    b"a",
+    b"e",
+    b"s",
+    b"u",
+    b"b",
+    b"R",
+    b"\x81",
+    b"\x93",
+    b"\x94",
+    b"K\x01",
+    b"K\x94",
+    b"M\x85\x86",
+    b"J\xff\xff\xff\xff",
+    b"h\x00",
+    b"h\x01",
+    b"h\x02",
+    b"h\x94",
+    b"j\x00\x01\x00\x00",
+    b"q\x00",
+    b"q\x01",
+    b"r\x05\x00\x00\x00",
+    b"\x8c\x01a",
+    b"\x8c\x02ub",
+    b"\x8c\x04size",
+    b"X\x01\x00\x00\x00b",
+    b"\x8a\x01\x05",
+    b"\x8a\x08" + b"\x7f" * 8,
+    b"Q",
+    b"ctorch\nSize\n",
+    b"ctorch\nfloat32\n",
+    b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n",
+    b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
+    b"ctorch.serialization\n_get_layout\n",
+    b"cpathlib\nPosixPath\n",
+    b"ctorch._utils\n_rebuild_tensor_v2\n",
+    b"ccollections\nOrderedDict\n",
+    b"cos\nsystem\n",
+]
 
 
 GLOBALS = [
     b"c" + name.replace(".", "\n", 1).replace("/", ".").encode() + b"\n"
     for name in (
-        "torch/_utils._rebuild_tensor_v2", "torch/_utils._rebuild_tensor_v3", "torch/_utils._rebuild_parameter", "torch/_tensor._rebuild_from_type_v2",
-        "_codecs.encode", "builtins.set", "builtins.bytearray", "builtins.complex", "builtins.getattr", "collections.Counter", "collections.OrderedDict",
-        "collections.defaultdict", "torch.device", "torch.Size", "torch.float32", "torch.FloatStorage", "numpy.dtype", "numpy/core/multiarray.scalar",
+        "torch/_utils._rebuild_tensor_v2",
+        "torch/_utils._rebuild_tensor_v3",
+        "torch/_utils._rebuild_parameter",
+        "torch/_tensor._rebuild_from_type_v2",
+        "_codecs.encode",
+        "builtins.set",
+        "builtins.bytearray",
+        "builtins.complex",
+        "builtins.getattr",
+        "collections.Counter",
+        "collections.OrderedDict",
+        "collections.defaultdict",
+        "torch.device",
+        "torch.Size",
+        "torch.float32",
+        "torch.FloatStorage",
+        "numpy.dtype",
+        "numpy/core/multiarray.scalar",
     )
-]  # fmt: skip
+]
 _watch = [False]
 
 
@@ -123,7 +188,9 @@ def metadata(data: bytes) -> object:
 
 
 def many(data: bytes) -> object:
-    """Reads as arrays what may be read so; it must be what the reader of single objects says, and nothing that this one refuses."""
+    """Reads as arrays what may be read so; it must be what the reader of single objects says, and
+    nothing that this one refuses.
+    """
     try:
         plain = dcp_metadata.parse(data, "test")
     except CheckpointError:
@@ -133,7 +200,11 @@ def many(data: bytes) -> object:
     if found is None:
         return plain
     metadata, chunks = found
-    assert (metadata.objects, metadata.paths, list(chunks)) == (plain.objects, plain.paths, list(plain.tensors))
+    assert (metadata.objects, metadata.paths, list(chunks)) == (
+        plain.objects,
+        plain.paths,
+        list(plain.tensors),
+    )
     for fqn, meta in plain.tensors.items():
         expected = [(box, tuple(plain.places[fqn, box.offsets])) for box in meta.boxes]
         assert [(c.box, tuple(c.extent[:3])) for c in chunks[fqn]] == expected
@@ -174,14 +245,22 @@ def header(data: bytes) -> object:
 
 
 def index(data: bytes) -> object:
-    files = {safetensors.INDEX: data, "a.safetensors": save({"a": torch.ones(2)}), "b.safetensors": save({"b": torch.ones(3)})}
+    files = {
+        safetensors.INDEX: data,
+        "a.safetensors": save({"a": torch.ones(2)}),
+        "b.safetensors": save({"b": torch.ones(3)}),
+    }
     return safetensors.read_catalog(MemoryStore(files))
 
 
 def manifest(data: bytes) -> object:
     """With the checksum of its own text, which an attacker can write too; and without."""
-    text = data[: data.rfind(b',\n "crc64nvme"')] if b',\n "crc64nvme"' in data else data.rstrip()[:-1]
-    found = parse_manifest(text + f',\n "crc64nvme": "{hex64(crc64nvme(text))}"\n}}\n'.encode(), "fuzz")
+    text = (
+        data[: data.rfind(b',\n "crc64nvme"')] if b',\n "crc64nvme"' in data else data.rstrip()[:-1]
+    )
+    found = parse_manifest(
+        text + f',\n "crc64nvme": "{hex64(crc64nvme(text))}"\n}}\n'.encode(), "fuzz"
+    )
     with suppress(CheckpointError):
         parse_manifest(data, "fuzz")
     return found
@@ -194,7 +273,9 @@ def journal(data: bytes) -> object:
         JOURNAL.mkdir(exist_ok=True)
         (JOURNAL / ".ckpt.journal.fuzz").write_bytes(b"".join(lines))
     earlier = find([JOURNAL], WORK)
-    past = prove(load(JOURNAL, WORK), MemoryStore({"f": DATA, "g": DATA}), (1 << 16, 1 << 16), 1, ALONE)
+    past = prove(
+        load(JOURNAL, WORK), MemoryStore({"f": DATA, "g": DATA}), (1 << 16, 1 << 16), 1, ALONE
+    )
     if earlier is None:
         raise CheckpointError("not gone on with")
     sink = WriteSink(Target("dcp", {"f": len(DATA), "g": len(DATA)}, {}), MemoryStore({}))
@@ -214,7 +295,9 @@ def accelerate(data: bytes) -> object:
 
 
 def zero(data: bytes) -> object:
-    """A file of DeepSpeed's, the model's states beside good states of the optimizer or the other way round."""
+    """A file of DeepSpeed's, the model's states beside good states of the optimizer or the other
+    way round.
+    """
     names = {"mp_rank_00_model_states.pt": 0, "zero_pp_rank_0_mp_rank_00_optim_states.pt": 1}
     results = []
     for name, number in names.items():
@@ -251,12 +334,28 @@ def flats(data: bytes) -> object:
 
 
 TARGETS: dict[str, Callable[[bytes], object]] = {
-    "zero": zero, "parts": parts, "flats": flats, "metadata": metadata, "many": many, "item": item, "file": file, "arrays": arrays, "llama": llama, "header": header, "index": index, "manifest": manifest, "journal": journal, "url": url, "accelerate": accelerate,
-}  # fmt: skip
+    "zero": zero,
+    "parts": parts,
+    "flats": flats,
+    "metadata": metadata,
+    "many": many,
+    "item": item,
+    "file": file,
+    "arrays": arrays,
+    "llama": llama,
+    "header": header,
+    "index": index,
+    "manifest": manifest,
+    "journal": journal,
+    "url": url,
+    "accelerate": accelerate,
+}
 
 
 def mutate(data: bytearray, rng: random.Random, pool: list[bytes]) -> bytearray:
-    """Changes a few places: bits, bytes, numbers, pieces removed, doubled, or taken from another."""
+    """Changes a few places: bits, bytes, numbers, pieces removed, doubled, or taken from
+    another.
+    """
     for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
         at, kind = rng.randrange(len(data) + 1), rng.randrange(8)
         if kind == 0 and at < len(data):
@@ -275,9 +374,10 @@ def mutate(data: bytearray, rng: random.Random, pool: list[bytes]) -> bytearray:
             start = rng.randrange(len(other))
             data[at : at + rng.choice((0, 20))] = other[start : start + rng.randrange(1, 80)]
         elif kind == 6:
-            data[at : at + 8] = struct.pack("<Q", rng.choice((0, 1, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1, len(data))))[
-                : rng.choice((2, 4, 8))
-            ]
+            data[at : at + 8] = struct.pack(
+                "<Q",
+                rng.choice((0, 1, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1, len(data))),
+            )[: rng.choice((2, 4, 8))]
         else:
             del data[at:]
     return data[:MAX_BYTES]
@@ -285,26 +385,62 @@ def mutate(data: bytearray, rng: random.Random, pool: list[bytes]) -> bytearray:
 
 def program(rng: random.Random, opcodes: Sequence[bytes] = OPCODES) -> bytes:
     """Returns a pickle of opcodes in any order."""
-    return b"\x80" + bytes([rng.choice((2, 4))]) + b"".join(rng.choices(opcodes, k=rng.randrange(2, 60))) + b"."
+    return (
+        b"\x80"
+        + bytes([rng.choice((2, 4))])
+        + b"".join(rng.choices(opcodes, k=rng.randrange(2, 60)))
+        + b"."
+    )
 
 
 def hostile(rng: random.Random) -> bytes:
-    """Returns a torch.save file: states that hold one dict many times, integers that hash alike, attributes for functions, giant lengths."""
+    """Returns a torch.save file: states that hold one dict many times, integers that hash alike,
+    attributes for functions, giant lengths.
+    """
     kind = rng.randrange(4)
     if kind == 0:
         data = b"\x80\x02}" + b"".join(
-            b"q" + bytes([i]) + b"}(X\x01\x00\x00\x00ah" + bytes([i]) + b"X\x01\x00\x00\x00bh" + bytes([i]) + b"u"
+            b"q"
+            + bytes([i])
+            + b"}(X\x01\x00\x00\x00ah"
+            + bytes([i])
+            + b"X\x01\x00\x00\x00bh"
+            + bytes([i])
+            + b"u"
             for i in range(rng.randrange(70))
         )
     elif kind == 1:
-        data = b"\x80\x02}(" + b"".join(integer(sys.hash_info.modulus * i) + b"N" for i in range(1, rng.choice((3, 500, 4000)))) + b"u"
+        data = (
+            b"\x80\x02}("
+            + b"".join(
+                integer(sys.hash_info.modulus * i) + b"N"
+                for i in range(1, rng.choice((3, 500, 4000)))
+            )
+            + b"u"
+        )
     elif kind == 2:
-        state = rng.choice([(None, {"__kwdefaults__": {"dtype": 1}}), {"x": 1}, (None, {"function": 1}), [1, 2], "x"])
+        state = rng.choice(
+            [
+                (None, {"__kwdefaults__": {"dtype": 1}}),
+                {"x": 1},
+                (None, {"function": 1}),
+                [1, 2],
+                "x",
+            ]
+        )
         data = b"\x80\x02" + rng.choice(GLOBALS) + opcodes_of(state) + b"b"
     else:
-        data = b"\x80\x02" + rng.choice(GLOBALS) + opcodes_of(rng.choice([(1 << 40,), ("x",), ([1, "a"],), ({1: 2},), (1.0, 2.0)])) + b"R"
+        data = (
+            b"\x80\x02"
+            + rng.choice(GLOBALS)
+            + opcodes_of(rng.choice([(1 << 40,), ("x",), ([1, "a"],), ({1: 2},), (1.0, 2.0)]))
+            + b"R"
+        )
     with io.BytesIO() as buffer, zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("archive/data.pkl", program(rng, [*OPCODES, *GLOBALS]) if rng.random() < 0.3 else data + b".")
+        archive.writestr(
+            "archive/data.pkl",
+            program(rng, [*OPCODES, *GLOBALS]) if rng.random() < 0.3 else data + b".",
+        )
         archive.close()
         return buffer.getvalue()
 
@@ -330,13 +466,18 @@ def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
             elif name in ("zero", "parts", "flats") and rng.random() < 0.5:
                 data = saved(odd(rng.choice(states(name)), rng))[:MAX_BYTES]
             elif name in ("index", "manifest", "journal") and rng.random() < 0.5:
-                texts = rng.choice(genuine).split(b"\n") if name == "journal" else [rng.choice(genuine)]
-                data = b"\n".join(json.dumps(odd(json.loads(text), rng), default=str).encode() for text in texts)[:MAX_BYTES]
+                texts = (
+                    rng.choice(genuine).split(b"\n") if name == "journal" else [rng.choice(genuine)]
+                )
+                data = b"\n".join(
+                    json.dumps(odd(json.loads(text), rng), default=str).encode() for text in texts
+                )[:MAX_BYTES]
             else:
                 data = bytes(mutate(bytearray(rng.choice(pool)), rng, pool))
             shared[: len(data) + 8] = struct.pack("<Q", len(data)) + data
             if number % (1 if name == "accelerate" else 64) == 0:
-                faulthandler.dump_traceback_later(SECONDS, exit=True)  # as a rule 64 of them within the time of one
+                # as a rule 64 of them within the time of one
+                faulthandler.dump_traceback_later(SECONDS, exit=True)
             try:
                 _watch[0] = True
                 target(data)
@@ -359,7 +500,9 @@ def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--runs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)

@@ -30,7 +30,14 @@ WORK = "0" * 64  # what the journal is of
 
 
 def _checkpoint() -> dict[str, bytes]:
-    state = {"m": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2).bfloat16(), "s": torch.tensor(1)}, "step": 3}
+    state = {
+        "m": {
+            "a": torch.arange(12.0).reshape(3, 4),
+            "b": torch.ones(2).bfloat16(),
+            "s": torch.tensor(1),
+        },
+        "step": 3,
+    }
     with tempfile.TemporaryDirectory() as path:
         with warnings.catch_warnings(action="ignore"):
             dcp.save(state, checkpoint_id=path, no_dist=True)
@@ -48,10 +55,29 @@ def odd(value: object, rng: random.Random) -> object:
     """Returns a state in which something is replaced by what does not belong there."""
     if rng.random() < 0.04:
         return rng.choice(
-            [None, -1, 1 << 70, "x", "9" * 5000, [], {}, [[]], torch.ones(2), torch.Size([3, 4]), 1.5, {"params": 3}, [{"params": [[0]]}]]
+            [
+                None,
+                -1,
+                1 << 70,
+                "x",
+                "9" * 5000,
+                [],
+                {},
+                [[]],
+                torch.ones(2),
+                torch.Size([3, 4]),
+                1.5,
+                {"params": 3},
+                [{"params": [[0]]}],
+            ]
         )
     if isinstance(value, dict):
-        return {k if rng.random() > 0.02 else rng.choice(["params", "state", "0", "exp_avg", 7]): odd(v, rng) for k, v in value.items()}
+        return {
+            k if rng.random() > 0.02 else rng.choice(["params", "state", "0", "exp_avg", 7]): odd(
+                v, rng
+            )
+            for k, v in value.items()
+        }
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         return type(value)(odd(v, rng) for v in value)
     return value
@@ -62,37 +88,94 @@ def states(kind: str) -> list[object]:
     flat, group = torch.arange(17.0), {"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}
     moments = {"step": torch.tensor(2.0), "exp_avg": flat.clone(), "exp_avg_sq": flat.clone()}
     if kind == "parts":
-        state = {0: {"step": 3, "exp_avg": torch.ones(3, 4)}, 1: {"step": torch.tensor(1.0), "exp_avg": torch.ones(5)}}
+        state = {
+            0: {"step": 3, "exp_avg": torch.ones(3, 4)},
+            1: {"step": torch.tensor(1.0), "exp_avg": torch.ones(5)},
+        }
         model = {"a.w": torch.ones(3, 4), "b": torch.ones(5)}
-        by_name = {"state": {"a.w": state[0], "b": state[1]}, "param_groups": [{"lr": 1.0, "params": ["a.w", "b"]}]}
+        by_name = {
+            "state": {"a.w": state[0], "b": state[1]},
+            "param_groups": [{"lr": 1.0, "params": ["a.w", "b"]}],
+        }
         return [
-            {"model": model, "optimizer": {"state": state, "param_groups": [{"lr": 1.0, "params": [0, 1]}]}, "epoch": 1},
-            {"model": model, "optimizer": by_name, "optimizer_1": {"param_groups.a.w.lr": 1.0, "state.a.w.step": 3}},
-            {**model, "optimizer.state.a.w.exp_avg": torch.ones(3, 4), "optimizer.param_groups.0": 1, "param_groups": [1]},
+            {
+                "model": model,
+                "optimizer": {"state": state, "param_groups": [{"lr": 1.0, "params": [0, 1]}]},
+                "epoch": 1,
+            },
+            {
+                "model": model,
+                "optimizer": by_name,
+                "optimizer_1": {"param_groups.a.w.lr": 1.0, "state.a.w.step": 3},
+            },
+            {
+                **model,
+                "optimizer.state.a.w.exp_avg": torch.ones(3, 4),
+                "optimizer.param_groups.0": 1,
+                "param_groups": [1],
+            },
         ]
     if kind == "flats":
         return [
             {
-                "model": {"a._flat_param": torch.ones(12), "_flat_param": flat, "a.w": torch.ones(3), "b": torch.ones(5)},
+                "model": {
+                    "a._flat_param": torch.ones(12),
+                    "_flat_param": flat,
+                    "a.w": torch.ones(3),
+                    "b": torch.ones(5),
+                },
                 "optim": {"state": {0: moments}, "param_groups": [group]},
             },
             {
-                "model": OrderedDict([("_fsdp_shard_w", flat), ("u._fsdp_shard_f", flat), ("_fsdp_wrapped_module.s", torch.ones(2))]),
-                "optimizer": {"state": {0: moments, 1: moments}, "param_groups": [group | {"params": [0, 1]}]},
+                "model": OrderedDict(
+                    [
+                        ("_fsdp_shard_w", flat),
+                        ("u._fsdp_shard_f", flat),
+                        ("_fsdp_wrapped_module.s", torch.ones(2)),
+                    ]
+                ),
+                "optimizer": {
+                    "state": {0: moments, 1: moments},
+                    "param_groups": [group | {"params": [0, 1]}],
+                },
                 "shard_metadata": {
                     "shard_info": {
-                        "": {"_fsdp_shard_w": {"_orig_size": torch.Size([3, 4]), "_orig_name": "_fsdp_wrapped_module.w"}},
-                        "u": {"_fsdp_shard_f": {"_orig_size": torch.Size([17]), "_orig_name": "_fsdp_wrapped_module.flat_param_0"}},
+                        "": {
+                            "_fsdp_shard_w": {
+                                "_orig_size": torch.Size([3, 4]),
+                                "_orig_name": "_fsdp_wrapped_module.w",
+                            }
+                        },
+                        "u": {
+                            "_fsdp_shard_f": {
+                                "_orig_size": torch.Size([17]),
+                                "_orig_name": "_fsdp_wrapped_module.flat_param_0",
+                            }
+                        },
                     },
-                    "flatten_info": {"u._fsdp_wrapped_module.flat_param_0": (["a", "b"], [torch.Size([3, 4]), torch.Size([5])], [12, 5])},
+                    "flatten_info": {
+                        "u._fsdp_wrapped_module.flat_param_0": (
+                            ["a", "b"],
+                            [torch.Size([3, 4]), torch.Size([5])],
+                            [12, 5],
+                        )
+                    },
                     "world_size": 1,
                     "rank": 0,
                 },
             },
         ]
     shapes = [OrderedDict([("a.w", torch.Size([3, 4])), ("b", torch.Size([5]))])]
-    model = {"module": OrderedDict([("a.w", torch.ones(3, 4)), ("s", torch.ones(1))]), "buffer_names": ["s"], "param_shapes": shapes, "shared_params": {"c": "b"},
-             "frozen_param_shapes": {"f": torch.Size([2])}, "frozen_param_fragments": {"f": torch.ones(2)}, "ds_version": "0.19", "epoch": 3}  # fmt: skip
+    model = {
+        "module": OrderedDict([("a.w", torch.ones(3, 4)), ("s", torch.ones(1))]),
+        "buffer_names": ["s"],
+        "param_shapes": shapes,
+        "shared_params": {"c": "b"},
+        "frozen_param_shapes": {"f": torch.Size([2])},
+        "frozen_param_fragments": {"f": torch.ones(2)},
+        "ds_version": "0.19",
+        "epoch": 3,
+    }
     base = {"state": {0: moments}, "param_groups": [group]}
     two = {
         "zero_stage": 2,
@@ -101,7 +184,12 @@ def states(kind: str) -> list[object]:
         "single_partition_of_fp32_groups": [flat],
         "base_optimizer_state": base,
     }
-    three = {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": [flat], "optimizer_state_dict": base}
+    three = {
+        "zero_stage": 3,
+        "partition_count": 1,
+        "fp32_flat_groups": [flat],
+        "optimizer_state_dict": base,
+    }
     return [model, {"optimizer_state_dict": two}, {"optimizer_state_dict": three}]
 
 
@@ -140,16 +228,37 @@ def _arrays() -> list[bytes]:
 
 
 def _llama() -> list[bytes]:
-    head = struct.pack("<2I2Q", 0x46554747, 3, 2, 2) + _text("general.alignment") + struct.pack("<2I", 4, 32)
+    head = (
+        struct.pack("<2I2Q", 0x46554747, 3, 2, 2)
+        + _text("general.alignment")
+        + struct.pack("<2I", 4, 32)
+    )
     head += _text("words") + struct.pack("<2IQ", 9, 8, 2) + _text("a") + _text("bc")
-    head += _text("w") + struct.pack("<I2QIQ", 2, 4, 3, 0, 0) + _text("b") + struct.pack("<IQIQ", 1, 4, 1, 64)
+    head += (
+        _text("w")
+        + struct.pack("<I2QIQ", 2, 4, 3, 0, 0)
+        + _text("b")
+        + struct.pack("<IQIQ", 1, 4, 1, 64)
+    )
     return [head + bytes(-len(head) % 32 + 96)]
 
 
 def _manifest() -> list[bytes]:
     tensors = {"a": SealedTensor("float32", (3, 4), "0" * 16)}
-    files = {"f": Sealed(3, "0" * 16), "g": Sealed(9, "2" * 16, (SealedRun(1, 8, "3" * 16, "4" * 8),))}
-    sealed = Manifest.now("f" * 32, "save", "dcp", {}, world_size=2, files=files, index=("i", Sealed(3, "1" * 16)), tensors=tensors)
+    files = {
+        "f": Sealed(3, "0" * 16),
+        "g": Sealed(9, "2" * 16, (SealedRun(1, 8, "3" * 16, "4" * 8),)),
+    }
+    sealed = Manifest.now(
+        "f" * 32,
+        "save",
+        "dcp",
+        {},
+        world_size=2,
+        files=files,
+        index=("i", Sealed(3, "1" * 16)),
+        tensors=tensors,
+    )
     return [sealed.render()]
 
 
@@ -162,12 +271,18 @@ def _journal() -> list[bytes]:
         for name in ("f", "g"):
             journal.note(Moved(48, {"w": 1}, [("src", 0, 48, 9)], Handed({name: pieces}, noted)))
         journal.close()
-        return [b"\n".join(line.partition(b" ")[2] for line in Path(path, "j").read_bytes().splitlines())]
+        return [
+            b"\n".join(
+                line.partition(b" ")[2] for line in Path(path, "j").read_bytes().splitlines()
+            )
+        ]
 
 
 def _broken(kind: str) -> list[bytes]:
     rng = random.Random(0)
-    return [saved(value) for value in states(kind)] + [saved(odd(value, rng)) for _ in range(300) for value in states(kind)]
+    return [saved(value) for value in states(kind)] + [
+        saved(odd(value, rng)) for _ in range(300) for value in states(kind)
+    ]
 
 
 _CONFIG = """distributed_type: FSDP
@@ -187,10 +302,25 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "file": _files,
     "arrays": _arrays,
     "llama": _llama,
-    "header": lambda: [save({"a": torch.ones(2, 3), "b": torch.zeros(0), "c": torch.tensor(1)}, {"format": "pt"})],
-    "index": lambda: [json.dumps({"metadata": {"total_size": 20}, "weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}).encode()],
+    "header": lambda: [
+        save({"a": torch.ones(2, 3), "b": torch.zeros(0), "c": torch.tensor(1)}, {"format": "pt"})
+    ],
+    "index": lambda: [
+        json.dumps(
+            {
+                "metadata": {"total_size": 20},
+                "weight_map": {"a": "a.safetensors", "b": "b.safetensors"},
+            }
+        ).encode()
+    ],
     "manifest": _manifest,
     "journal": _journal,
-    "url": lambda: [b"s3://bucket/run/step-1", b"file:///tmp/x", b"a/b/c.distcp", b"../x", b"filecache::s3://x"],
+    "url": lambda: [
+        b"s3://bucket/run/step-1",
+        b"file:///tmp/x",
+        b"a/b/c.distcp",
+        b"../x",
+        b"filecache::s3://x",
+    ],
     "accelerate": lambda: [_CONFIG.encode()],
 }

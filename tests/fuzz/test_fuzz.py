@@ -31,11 +31,26 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_reader_reads_or_refuses_and_does_nothing_else(target: str, tmp_path: Path) -> None:
-    runs = (500 if target in ("zero", "parts", "flats") else 2500) * (4 if LONG else 1)  # those write their input with torch
-    command = [sys.executable, "-m", "tests.fuzz.fuzz", target, "--runs", str(runs), "--keep", str(tmp_path / "found")]
+    # those write their input with torch
+    runs = (500 if target in ("zero", "parts", "flats") else 2500) * (4 if LONG else 1)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz.fuzz",
+        target,
+        "--runs",
+        str(runs),
+        "--keep",
+        str(tmp_path / "found"),
+    ]
     (tmp_path / "cwd").mkdir()
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=800, cwd=tmp_path / "cwd", env=os.environ | {"PYTHONPATH": str(ROOT)}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        cwd=tmp_path / "cwd",
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0 and f"{runs:,} runs" in done.stdout, done.stdout + done.stderr
     assert "'read'" in done.stdout and "Error" in done.stdout, done.stdout  # both happen
@@ -48,11 +63,19 @@ def nested(how_deep: int) -> bytes:
 
 def doubled(how_often: int) -> bytes:
     """A dict whose key is a tuple that holds one twice, which holds one twice."""
-    return b"\x80\x04})\x94" + b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(how_often)) + b"Ns."
+    return (
+        b"\x80\x04})\x94"
+        + b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(how_often))
+        + b"Ns."
+    )
 
 
 def doubled_by_put(how_often: int) -> bytes:
-    return b"\x80\x02})" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(how_often)) + b"Ns."
+    return (
+        b"\x80\x02})"
+        + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(how_often))
+        + b"Ns."
+    )
 
 
 def by_way_of_a_list(how_often: int) -> bytes:
@@ -60,12 +83,17 @@ def by_way_of_a_list(how_often: int) -> bytes:
     size = b"ctorch\nSize\n"
     return (
         b"\x80\x02})"
-        + b"".join(b"q" + bytes([i]) + size + b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x85R" for i in range(how_often))
+        + b"".join(
+            b"q" + bytes([i]) + size + b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x85R"
+            for i in range(how_often)
+        )
         + b"Ns."
     )
 
 
-@pytest.mark.parametrize("data", [nested(1_000_000), nested(5000), doubled(60), doubled_by_put(60), by_way_of_a_list(60)])
+@pytest.mark.parametrize(
+    "data", [nested(1_000_000), nested(5000), doubled(60), doubled_by_put(60), by_way_of_a_list(60)]
+)
 def test_a_tuple_that_would_end_the_process_or_never_end_is_refused(data: bytes) -> None:
     with pytest.raises(UnsafePickleError, match="a tuple holds more than 4096 elements"):
         dcp_metadata.parse(data, "test")
@@ -80,11 +108,13 @@ def test_a_zip64_field_that_is_cut_short_is_refused() -> None:
     data = bytearray(SEEDS["item"]()[0])
     entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"version"))
     data[entry + 20 : entry + 28] = b"\xff" * 8
-    data[entry + 30 : entry + 32] = b"\x0b\x00"  # eleven bytes of extra field, a number and three bytes of another
+    # eleven bytes of extra field, a number and three bytes of another
+    data[entry + 30 : entry + 32] = b"\x0b\x00"
     with pytest.raises(FormatError):
         list(
             torch_zip.locate(
-                MemoryStore({"f": bytes(data)}), [torch_zip.Item(Extent("f", 0, len(data), TORCH_ZIP), BY_NAME["float32"], (3, 4))]
+                MemoryStore({"f": bytes(data)}),
+                [torch_zip.Item(Extent("f", 0, len(data), TORCH_ZIP), BY_NAME["float32"], (3, 4))],
             )
         )
 
@@ -92,12 +122,26 @@ def test_a_zip64_field_that_is_cut_short_is_refused() -> None:
 LONGEST = (1 << 64) - 1
 
 
-@pytest.mark.parametrize(("pieces", "nbytes"), [([[2, 48, 11, 0]], 48), ([[0, LONGEST, crc, 0] for crc in range(3)], 3 * LONGEST)])
-def test_a_journal_whose_pieces_lie_outside_of_their_tensor_is_no_crash(pieces: list[list[int]], nbytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pieces", "nbytes"),
+    [([[2, 48, 11, 0]], 48), ([[0, LONGEST, crc, 0] for crc in range(3)], 3 * LONGEST)],
+)
+def test_a_journal_whose_pieces_lie_outside_of_their_tensor_is_no_crash(
+    pieces: list[list[int]], nbytes: int, tmp_path: Path
+) -> None:
     """The share of a piece that ends behind its tensor; found by the fuzzer."""
-    step = {"files": {"f": []}, "prints": [{"w": pieces}, {"w": []}, {"w": nbytes}], "read": [], "overflowed": {}}
-    lines = [json.dumps(line).encode() for line in ({"work": WORK, "tiles": [1 << 20, 4 << 20]}, step)]
-    (tmp_path / ".ckpt.journal.fuzz").write_bytes(b"".join(hex64(crc64nvme(line)).encode() + b" " + line + b"\n" for line in lines))
+    step = {
+        "files": {"f": []},
+        "prints": [{"w": pieces}, {"w": []}, {"w": nbytes}],
+        "read": [],
+        "overflowed": {},
+    }
+    lines = [
+        json.dumps(line).encode() for line in ({"work": WORK, "tiles": [1 << 20, 4 << 20]}, step)
+    ]
+    (tmp_path / ".ckpt.journal.fuzz").write_bytes(
+        b"".join(hex64(crc64nvme(line)).encode() + b" " + line + b"\n" for line in lines)
+    )
     memory, sink = MemoryStore({"f": b""}), WriteSink(Target("dcp", {"f": 0}, {}), MemoryStore({}))
     prove(load(tmp_path, WORK), memory, (1 << 16, 1 << 16), 1, ALONE).tell(sink, Seals({}), {})
     assert sink.fingerprints.join() == {}

@@ -1,4 +1,5 @@
-"""Composer's Trainer trains two batches under FSDP2 and saves: `composer_job.py OUT`; or goes on from a checkpoint: `composer_job.py OUT FROM`.
+"""Composer's Trainer trains two batches under FSDP2 and saves: `composer_job.py OUT`; or goes on
+from a checkpoint: `composer_job.py OUT FROM`.
 
 `OUT/full.pt` is what it then has, by name.
 """
@@ -23,7 +24,9 @@ warnings.simplefilter("ignore")
 
 
 class Tied(ComposerModel):
-    """Uneven shapes, a tied weight, a bfloat16 buffer (on a CPU Composer trains in float32 only)."""
+    """Uneven shapes, a tied weight, a bfloat16 buffer (on a CPU Composer trains in float32
+    only).
+    """
 
     def __init__(self):
         super().__init__()
@@ -42,20 +45,46 @@ class Tied(ComposerModel):
 
 
 def main():
-    out, data, model = Path(sys.argv[1]), TensorDataset(torch.arange(36) % 11, torch.arange(1, 37) % 11), Tied()
+    out, data, model = (
+        Path(sys.argv[1]),
+        TensorDataset(torch.arange(36) % 11, torch.arange(1, 37) % 11),
+        Tied(),
+    )
     loader = DataLoader(data, batch_size=2, sampler=composer.utils.dist.get_sampler(data))
-    how = {"load_path": sys.argv[2]} if len(sys.argv) > 2 else {"save_folder": str(out / "run"), "save_interval": "1ba"}
+    how = (
+        {"load_path": sys.argv[2]}
+        if len(sys.argv) > 2
+        else {"save_folder": str(out / "run"), "save_interval": "1ba"}
+    )
     trainer = Trainer(
-        model=model, train_dataloader=loader, optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2), max_duration="2ba", device="cpu",
-        parallelism_config={"fsdp": FSDP2Config()}, progress_bar=False, **how,
-    )  # fmt: skip
+        model=model,
+        train_dataloader=loader,
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        max_duration="2ba",
+        device="cpu",
+        parallelism_config={"fsdp": FSDP2Config()},
+        progress_bar=False,
+        **how,
+    )
     if "load_path" not in how:
         trainer.fit()
     model, (optimizer,) = trainer.state.model, trainer.state.optimizers
-    whole = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in model.state_dict().items()}
-    moments = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = {
+        n: v.full_tensor() if hasattr(v, "full_tensor") else v
+        for n, v in model.state_dict().items()
+    }
+    moments = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if dist.get_rank() == 0:
-        torch.save({"model": whole, "optim": moments["state"], "batch": trainer.state.timestamp.batch.value}, out / "full.pt")
+        torch.save(
+            {
+                "model": whole,
+                "optim": moments["state"],
+                "batch": trainer.state.timestamp.batch.value,
+            },
+            out / "full.pt",
+        )
 
 
 if __name__ == "__main__":

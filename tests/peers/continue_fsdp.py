@@ -1,4 +1,6 @@
-"""Resumes a converted DeepSpeed checkpoint under FSDP2 and takes a step; compares with one process: `continue_fsdp.py FOLDER DEEPSPEED`."""
+"""Resumes a converted DeepSpeed checkpoint under FSDP2 and takes a step; compares with one process:
+`continue_fsdp.py FOLDER DEEPSPEED`.
+"""
 
 import sys
 from pathlib import Path
@@ -45,7 +47,9 @@ def main():
         manager.resume({"model": direct, "optimizer": other}, path=Path(sys.argv[2]), cast=True)
     for one, two in zip(model.parameters(), direct.parameters(), strict=True):
         assert torch.equal(one.full_tensor(), two.full_tensor())
-    for one, two in zip(optimizer.state_dict()["state"].values(), other.state_dict()["state"].values(), strict=True):
+    for one, two in zip(
+        optimizer.state_dict()["state"].values(), other.state_dict()["state"].values(), strict=True
+    ):
         assert all(torch.equal(full(one[k]), full(two[k])) for k in one)
     loss = step(model, optimizer)
 

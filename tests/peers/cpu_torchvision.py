@@ -1,4 +1,6 @@
-"""Imported before torchvision, lets it be imported where torch has no CUDA: its kernels, of which nothing here makes use, are built for it."""
+"""Imported before torchvision, lets it be imported where torch has no CUDA: its kernels, of which
+nothing here makes use, are built for it.
+"""
 
 import sys
 import types

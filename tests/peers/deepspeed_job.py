@@ -1,4 +1,5 @@
-"""Trains a few steps with DeepSpeed and saves: `deepspeed_job.py OUT STAGE DTYPE [UNIVERSAL]`, under torchrun on a CPU.
+"""Trains a few steps with DeepSpeed and saves: `deepspeed_job.py OUT STAGE DTYPE [UNIVERSAL]`,
+under torchrun on a CPU.
 
 With a universal checkpoint it loads that, and saves it again without training.
 """
@@ -47,7 +48,9 @@ def main():
         engine.step()
     engine.save_checkpoint(str(out), client_state={"epoch": 7})
     if dist.get_rank() == 0:
-        (out / "job.json").write_text(json.dumps({"stage": stage, "dtype": dtype, "deepspeed": deepspeed.__version__}))
+        (out / "job.json").write_text(
+            json.dumps({"stage": stage, "dtype": dtype, "deepspeed": deepspeed.__version__})
+        )
     dist.barrier()
 
 

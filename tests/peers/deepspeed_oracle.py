@@ -1,4 +1,6 @@
-"""What DeepSpeed itself makes of a checkpoint: `deepspeed_oracle.py CHECKPOINT OUT`: `OUT/fp32.pt` by zero_to_fp32, `OUT/universal` by ds_to_universal."""
+"""What DeepSpeed itself makes of a checkpoint: `deepspeed_oracle.py CHECKPOINT OUT`: `OUT/fp32.pt`
+by zero_to_fp32, `OUT/universal` by ds_to_universal.
+"""
 
 import subprocess
 import sys
@@ -21,7 +23,14 @@ def main():
         "--input_folder",
         str(checkpoint / tag),
     ]
-    command += ["--output_folder", str(out / "universal"), "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    command += [
+        "--output_folder",
+        str(out / "universal"),
+        "--num_extract_workers",
+        "1",
+        "--num_merge_workers",
+        "1",
+    ]
     subprocess.run(command, check=True)
 
 

@@ -1,6 +1,8 @@
-"""The environments of the peers that write the test checkpoints, laid over the present one, so that torch is installed once.
+"""The environments of the peers that write the test checkpoints, laid over the present one, so that
+torch is installed once.
 
-Each peer's packages go in without those that they depend on: none may replace what the tests run with.
+Each peer's packages go in without those that they depend on: none may replace what the tests run
+with.
 """
 
 from __future__ import annotations
@@ -20,29 +22,48 @@ ROOT = Path(__file__).parent.parent.parent
 JOBS = Path(__file__).parent
 FOLDER = ROOT / ".peers"
 _PEERS = {
-    "deepspeed": "deepspeed==0.19.8 hjson msgpack ninja py-cpuinfo pydantic pydantic-core annotated-types typing-inspection einops",
+    "deepspeed": (
+        "deepspeed==0.19.8 hjson msgpack ninja py-cpuinfo pydantic pydantic-core annotated-types"
+        " typing-inspection einops"
+    ),
     "lightning": "lightning==2.6.6 pytorch-lightning==2.6.6 lightning-utilities torchmetrics",
     "megatron": "megatron-core==0.16.1",
     "torch_checkpointing": "torch_checkpointing==0.1.1",
-    "composer": "mosaicml==0.32.1 mosaicml-cli torchvision==0.28.0 torchmetrics lightning-utilities torch-optimizer pytorch-ranger coolname tabulate"
-    " py-cpuinfo importlib-metadata==8.7.0 zipp requests urllib3 idna certifi charset-normalizer questionary prompt-toolkit wcwidth ruamel.yaml"
-    " gql graphql-core validators backoff argcomplete arrow pillow tenacity websockets",
+    "composer": (
+        "mosaicml==0.32.1 mosaicml-cli torchvision==0.28.0 torchmetrics lightning-utilities"
+        " torch-optimizer pytorch-ranger coolname tabulate py-cpuinfo importlib-metadata==8.7.0"
+        " zipp requests urllib3 idna certifi charset-normalizer questionary prompt-toolkit wcwidth"
+        " ruamel.yaml gql graphql-core validators backoff argcomplete arrow pillow tenacity"
+        " websockets"
+    ),
     "peft": "peft==0.21.2",
-    "torchtitan": "torchtitan==0.3.0 torchdata tyro docstring-parser typeguard einops spmd_types==0.2.3",
-    "verl": "verl==0.9.1 tensordict pyvers orjson omegaconf hydra-core antlr4-python3-runtime==4.9.3 peft==0.21.2 ray msgpack cloudpickle codetiming"
-    " protobuf datasets multiprocess dill xxhash pandas pytz tzdata python-dateutil six pyarrow",
-    "clouds": "adlfs azure-core azure-identity azure-storage-blob msal msal-extensions isodate pyjwt decorator gcsfs gcp-storage-emulator"
-    " google-api-core google-auth google-auth-oauthlib google-cloud-core google-cloud-storage google-cloud-storage-control google-crc32c"
-    " google-resumable-media googleapis-common-protos grpc-google-iam-v1 grpcio grpcio-status oauthlib proto-plus protobuf pyasn1"
-    " pyasn1-modules requests-oauthlib opentelemetry-api fs appdirs six",
+    "torchtitan": (
+        "torchtitan==0.3.0 torchdata tyro docstring-parser typeguard einops spmd_types==0.2.3"
+    ),
+    "verl": (
+        "verl==0.9.1 tensordict pyvers orjson omegaconf hydra-core antlr4-python3-runtime==4.9.3"
+        " peft==0.21.2 ray msgpack cloudpickle codetiming protobuf datasets multiprocess dill"
+        " xxhash pandas pytz tzdata python-dateutil six pyarrow"
+    ),
+    "clouds": (
+        "adlfs azure-core azure-identity azure-storage-blob msal msal-extensions isodate pyjwt"
+        " decorator gcsfs gcp-storage-emulator google-api-core google-auth google-auth-oauthlib"
+        " google-cloud-core google-cloud-storage google-cloud-storage-control google-crc32c"
+        " google-resumable-media googleapis-common-protos grpc-google-iam-v1 grpcio grpcio-status"
+        " oauthlib proto-plus protobuf pyasn1 pyasn1-modules requests-oauthlib opentelemetry-api fs"
+        " appdirs six"
+    ),
 }
 
 
-_ALONE = ("composer",)  # its torchvision has kernels for CUDA only, and others that see it import it
+# its torchvision has kernels for CUDA only, and others that see it import it
+_ALONE = ("composer",)
 
 
 def python_of(peer: str) -> str:
-    """Returns the interpreter of an environment with a peer installed; skips the test where that cannot be done."""
+    """Returns the interpreter of an environment with a peer installed; skips the test where that
+    cannot be done.
+    """
     folder = FOLDER.with_name(f"{FOLDER.name}-{peer}") if peer in _ALONE else FOLDER
     done = folder / f"{peer}.done"
     with (ROOT / ".peers.lock").open("w") as lock:
@@ -56,10 +77,22 @@ def python_of(peer: str) -> str:
 
 
 def _install(folder: Path, packages: list[str]) -> str:
-    """Makes an environment where it is missing, and installs; returns the last line of what went wrong, "" for nothing."""
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    """Makes an environment where it is missing, and installs; returns the last line of what went
+    wrong, "" for nothing.
+    """
+    pip = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     if not (folder / "bin" / "python").exists():
-        log = _run([sys.executable, "-m", "venv", str(folder)]) or _run([*pip, "setuptools", "wheel"])
+        log = _run([sys.executable, "-m", "venv", str(folder)]) or _run(
+            [*pip, "setuptools", "wheel"]
+        )
         if log:
             return log
         (packages_folder,) = (folder / "lib").glob("python*/site-packages")
@@ -70,16 +103,30 @@ def _install(folder: Path, packages: list[str]) -> str:
 def _run(step: list[str]) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
-        step, env=environment | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, timeout=600
+        step,
+        env=environment | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     return (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else ""
 
 
 def run_job(peer: str, num_ranks: int, script: str, *arguments: object) -> None:
-    """Runs one of the scripts of this folder in a peer's environment, under torchrun where it has several ranks."""
+    """Runs one of the scripts of this folder in a peer's environment, under torchrun where it has
+    several ranks.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    environment |= {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore",
+    }
     words = [JOBS / script, *arguments]
-    command = [python_of(peer), *(torchrun_command(num_ranks, *words)[1:] if num_ranks else map(str, words))]
+    command = [
+        python_of(peer),
+        *(torchrun_command(num_ranks, *words)[1:] if num_ranks else map(str, words)),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

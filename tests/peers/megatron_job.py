@@ -1,4 +1,6 @@
-"""Megatron-Core's dist_checkpointing on a CPU: `megatron_job.py OUT`, under torchrun; rank 0 also writes `OUT/../whole.pt`."""
+"""Megatron-Core's dist_checkpointing on a CPU: `megatron_job.py OUT`, under torchrun; rank 0 also
+writes `OUT/../whole.pt`.
+"""
 
 import sys
 from pathlib import Path
@@ -9,14 +11,16 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-torch.cuda.synchronize = lambda *_: None  # Megatron waits for a GPU before it writes, and counts on one afterwards; there is none
+# Megatron waits for a GPU before it writes, and counts on one afterwards; there is none
+torch.cuda.synchronize = lambda *_: None
 torch.cuda.current_device = lambda: "cpu"
 
 
 def whole():
     torch.manual_seed(3)
     return {
-        "decoder.layers.weight": torch.randn(4, 6, 5),  # a stack of layers: the axis in front is the layer's
+        # a stack of layers: the axis in front is the layer's
+        "decoder.layers.weight": torch.randn(4, 6, 5),
         "embedding.weight": torch.randn(12, 5).bfloat16(),
         "final.bias": torch.randn(7),
         "optimizer.state.exp_avg.final.bias": torch.randn(7),
@@ -37,9 +41,13 @@ def main():
     state["embedding"] = ShardedTensor.from_rank_offsets(
         "embedding.weight", full["embedding.weight"].chunk(size)[rank].clone(), (0, rank, size)
     )
-    state["bias"] = ShardedTensor.from_rank_offsets("final.bias", full["final.bias"].clone(), replica_id=rank)
+    state["bias"] = ShardedTensor.from_rank_offsets(
+        "final.bias", full["final.bias"].clone(), replica_id=rank
+    )
     state["exp_avg"] = ShardedTensor.from_rank_offsets(
-        "optimizer.state.exp_avg.final.bias", full["optimizer.state.exp_avg.final.bias"].clone(), replica_id=rank
+        "optimizer.state.exp_avg.final.bias",
+        full["optimizer.state.exp_avg.final.bias"].clone(),
+        replica_id=rank,
     )
     state["extra"] = ShardedObject("decoder.layers._extra_state", {"scale": 1.5}, (size,), (rank,))
     state |= {"iteration": 10, "args": {"lr": 0.1, "layers": 4}, "checkpoint_version": 3.0}

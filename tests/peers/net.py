@@ -10,7 +10,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(13, 7)
-        self.layers = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7, bias=False), nn.LayerNorm(7))
+        self.layers = nn.Sequential(
+            nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7, bias=False), nn.LayerNorm(7)
+        )
         self.frozen = nn.Linear(7, 7, bias=False)
         self.frozen.weight.requires_grad_(False)
         self.head = nn.Linear(7, 13, bias=False)
@@ -26,4 +28,7 @@ def groups(model):
     """Returns two groups with options of their own."""
     decay = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     plain = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
-    return [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 5e-3}]
+    return [
+        {"params": decay, "weight_decay": 0.1},
+        {"params": plain, "weight_decay": 0.0, "lr": 5e-3},
+    ]

@@ -1,4 +1,5 @@
-"""PEFT: `peft_kinds_job.py OUT`: for each way to begin an adapter, and for models that mix Linear and Conv1D, base, adapter and PEFT's own merge.
+"""PEFT: `peft_kinds_job.py OUT`: for each way to begin an adapter, and for models that mix Linear
+and Conv1D, base, adapter and PEFT's own merge.
 
 OUT/CASE/base.pt, OUT/CASE/adapter, OUT/CASE/merged.pt. Conv1D keeps its weight as [in, out].
 """
@@ -20,7 +21,11 @@ class Block(nn.Module):
     def __init__(self, layers):
         super().__init__()
         for name, (kind, size_in, size_out) in layers.items():
-            setattr(self, name, Conv1D(size_out, size_in) if kind == "conv1d" else nn.Linear(size_in, size_out))
+            setattr(
+                self,
+                name,
+                Conv1D(size_out, size_in) if kind == "conv1d" else nn.Linear(size_in, size_out),
+            )
 
     def forward(self, x):
         for layer in self.children():
@@ -41,9 +46,15 @@ class Net(nn.Module):
 
 MODELS = {
     "linear": ({"q": ("linear", 16, 16), "up": ("linear", 16, 24), "down": ("linear", 24, 16)},),
-    "conv1d": ({"c_attn": ("conv1d", 16, 48), "c_proj": ("conv1d", 48, 16)}, {"c_proj": ("conv1d", 16, 16)}),
+    "conv1d": (
+        {"c_attn": ("conv1d", 16, 48), "c_proj": ("conv1d", 48, 16)},
+        {"c_proj": ("conv1d", 16, 16)},
+    ),
     "square-conv1d": ({"a": ("conv1d", 16, 16)},),
-    "mixed-by-name": ({"a": ("conv1d", 16, 24), "b": ("linear", 24, 16)}, {"a": ("conv1d", 16, 16), "b": ("linear", 16, 16)}),
+    "mixed-by-name": (
+        {"a": ("conv1d", 16, 24), "b": ("linear", 24, 16)},
+        {"a": ("conv1d", 16, 16), "b": ("linear", 16, 16)},
+    ),
     "mixed-unknown": ({"a": ("conv1d", 16, 16), "b": ("linear", 16, 24), "c": ("linear", 24, 16)},),
     "mixed-unknown-too": ({"b": ("linear", 16, 16), "a": ("conv1d", 16, 24)},),
 }
@@ -52,8 +63,16 @@ MODELS = {
 def write(out, model, begins):
     out.mkdir()
     torch.save(model.state_dict(), out / "base.pt")
-    names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "weight")})
-    peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=names, init_lora_weights=begins))
+    names = sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if hasattr(module, "weight")
+        }
+    )
+    peft = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules=names, init_lora_weights=begins)
+    )
     for name, parameter in peft.named_parameters():
         if "lora_" in name:
             parameter.data += torch.randn_like(parameter)

@@ -1,4 +1,6 @@
-"""Azure and Google: the verbs and the manager through adlfs and gcsfs, on Azurite (from npm) and a storage emulator (from PyPI)."""
+"""Azure and Google: the verbs and the manager through adlfs and gcsfs, on Azurite (from npm) and a
+storage emulator (from PyPI).
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,16 @@ from tests.servers.servers import answers, free_port
 
 pytestmark = pytest.mark.skipif(not LONG, reason="two more servers to install: CKPT_LONG=1")
 ACCOUNT = "devstoreaccount1"
-KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # Azurite's own, known to all
+# Azurite's own, known to all
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 EMULATE = (
-    "import sys; from gcp_storage_emulator.server import create_server; create_server('127.0.0.1', int(sys.argv[1]), in_memory=True).run()"
+    "import sys; from gcp_storage_emulator.server import create_server; create_server('127.0.0.1',"
+    " int(sys.argv[1]), in_memory=True).run()"
 )
-MAKE = {"az": "fsspec.filesystem('az').mkdir('bench')", "gs": "fsspec.filesystem('gs', token='anon').mkdir('bench', create_parents=True)"}
+MAKE = {
+    "az": "fsspec.filesystem('az').mkdir('bench')",
+    "gs": "fsspec.filesystem('gs', token='anon').mkdir('bench', create_parents=True)",
+}
 RUN = """
 import sys, torch
 from ckpt_tools import CheckpointManager
@@ -49,17 +56,33 @@ def serving(kind: str, folder: Path) -> Iterator[dict[str, str]]:
         npm = shutil.which("npm")
         if npm is None:
             pytest.skip("npm is not installed")
-        installed = subprocess.run([npm, "install", "--prefix", folder, "azurite"], capture_output=True, text=True, timeout=600)
+        installed = subprocess.run(
+            [npm, "install", "--prefix", folder, "azurite"],
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
         if installed.returncode:
             pytest.skip(f"Azurite cannot be installed here: {installed.stderr[-200:]}")
         azurite = folder / "node_modules" / ".bin" / "azurite-blob"
-        command = [str(azurite), "--silent", "--location", str(folder), "--blobPort", str(port), "--skipApiVersionCheck"]
+        command = [
+            str(azurite),
+            "--silent",
+            "--location",
+            str(folder),
+            "--blobPort",
+            str(port),
+            "--skipApiVersionCheck",
+        ]
         endpoint = f"BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT};"
         text = f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};{endpoint}"
         environment = {"AZURE_STORAGE_CONNECTION_STRING": text}
     else:
         command = [python_of("clouds"), "-c", EMULATE, str(port)]
-        environment = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+        environment = {
+            "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
     log = (folder / "log").open("wb")
     with log, subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True) as process:
         try:
@@ -80,7 +103,9 @@ def test_every_verb_and_the_manager_work_there(kind: str, tmp_path: Path) -> Non
 
         def run(*words: object, status: int = 0) -> str:
             command = [python, *map(str, words)]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+            done = subprocess.run(
+                command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
+            )
             assert done.returncode == status, done.stdout + done.stderr
             return done.stdout + done.stderr
 
@@ -95,12 +120,15 @@ def test_every_verb_and_the_manager_work_there(kind: str, tmp_path: Path) -> Non
         got = load_file(tmp_path / "out.safetensors")
         assert got.keys() == whole.keys() and all(torch.equal(got[n], whole[n]) for n in whole)
         told = ckpt("reshard", f"{at}/src", f"{at}/two", "--to", 2)
-        assert ("does not refuse a second writer" in told) == (kind == "gs")  # the emulator does not know the condition that is sent
+        # the emulator does not know the condition that is sent
+        assert ("does not refuse a second writer" in told) == (kind == "gs")
         assert "exists" in ckpt("reshard", f"{at}/src", f"{at}/two", "--to", 2, status=15)
         ckpt("reshard", f"{at}/src", f"{at}/two", "--to", 4, "--overwrite")
         assert "the same" in ckpt("diff", f"{at}/two", tmp_path / "src", "--read-all")
         if kind == "az":  # the emulator of gs cannot rename
             ckpt("merge", f"{at}/src", f"{at}/out.safetensors")
-            assert "the same" in ckpt("diff", f"{at}/out.safetensors", tmp_path / "out.safetensors", "--read-all")
+            assert "the same" in ckpt(
+                "diff", f"{at}/out.safetensors", tmp_path / "out.safetensors", "--read-all"
+            )
         run("-c", RUN, f"{at}/run")
         assert ckpt("latest", f"{at}/run", "--verify").strip() == f"{at}/run/step-00000003"

@@ -1,4 +1,6 @@
-"""DeepSpeed's checkpoints, written by DeepSpeed; the oracles are its own zero_to_fp32 and ds_to_universal."""
+"""DeepSpeed's checkpoints, written by DeepSpeed; the oracles are its own zero_to_fp32 and
+ds_to_universal.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ from tests.jobs import LONG
 from tests.peers.environments import run_job
 from tests.stock import assert_stock_torch_reads
 
-CASES = [(1, "bf16", 2), (2, "fp32", 3), (3, "bf16", 3)] if LONG else [(2, "bf16", 3), (3, "fp32", 2)]
+CASES = (
+    [(1, "bf16", 2), (2, "fp32", 3), (3, "bf16", 3)] if LONG else [(2, "bf16", 3), (3, "fp32", 2)]
+)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda c: f"zero{c[0]}-{c[1]}-{c[2]}ranks")
-def saved(request: pytest.FixtureRequest, shared: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+def saved(
+    request: pytest.FixtureRequest, shared: Callable[[str, Callable[[Path], object]], Path]
+) -> Path:
     stage, dtype, ranks = request.param
 
     def make(out: Path) -> None:
@@ -51,16 +57,26 @@ def test_the_weights_are_those_of_zero_to_fp32(saved: Path, tmp_path: Path) -> N
     assert ckpt_tools.verify(saved).problems == []
     ckpt_tools.merge(saved, tmp_path / "m.safetensors")
     got, want = load_file(tmp_path / "m.safetensors"), oracle(saved)
-    assert want.keys() - got.keys() == set() and all(torch.equal(got[n], v) for n, v in want.items())
+    assert want.keys() - got.keys() == set() and all(
+        torch.equal(got[n], v) for n, v in want.items()
+    )
     assert got.keys() - want.keys() <= {"frozen.weight"}  # which zero_to_fp32 forgets at stage 1
 
 
 def test_the_optimizer_becomes_that_of_dcp(saved: Path, tmp_path: Path) -> None:
     ckpt_tools.convert(saved, tmp_path / "dcp", to="dcp", ranks=2)
-    assert ckpt_tools.diff(saved, tmp_path / "dcp", select=["model.*", "optimizer.*", "epoch"]).is_same
+    assert ckpt_tools.diff(
+        saved, tmp_path / "dcp", select=["model.*", "optimizer.*", "epoch"]
+    ).is_same
     names = [n for n in oracle(saved) if n not in ("scale", "head.weight", "frozen.weight")]
-    state = {n: {k: torch.zeros_like(oracle(saved)[n]) for k in MOMENTS} | {"step": torch.tensor(0.0)} for n in names}
-    groups = [{"lr": 0.0, "weight_decay": 0.0, "betas": (), "amsgrad": True, "params": []} for _ in range(2)]
+    state = {
+        n: {k: torch.zeros_like(oracle(saved)[n]) for k in MOMENTS} | {"step": torch.tensor(0.0)}
+        for n in names
+    }
+    groups = [
+        {"lr": 0.0, "weight_decay": 0.0, "betas": (), "amsgrad": True, "params": []}
+        for _ in range(2)
+    ]
     got = {"optimizer": {"state": state, "param_groups": groups}, "epoch": 0}
     dcp.load(got, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert got["epoch"] == 7 and [(g["lr"], g["weight_decay"], g["betas"]) for g in groups] == [
@@ -79,7 +95,10 @@ def test_the_optimizer_becomes_that_of_dcp(saved: Path, tmp_path: Path) -> None:
     for name in names:
         assert state[name]["step"] == 3
         for key in MOMENTS:
-            assert torch.equal(state[name][key].flatten(), moment(saved, name, key).flatten()), (name, key)
+            assert torch.equal(state[name][key].flatten(), moment(saved, name, key).flatten()), (
+                name,
+                key,
+            )
 
 
 def test_a_universal_checkpoint_is_read(saved: Path) -> None:
@@ -89,16 +108,23 @@ def test_a_universal_checkpoint_is_read(saved: Path) -> None:
     want = oracle(saved)
     trained = [n for n in want if n not in ("scale", "head.weight", "frozen.weight")]
     assert {f"optimizer.state.{n}.{k}" for n in trained for k in MOMENTS} <= catalog.tensors.keys()
-    one, two = ({f"optimizer.state.{n}.{k}": torch.zeros_like(want[n]) for n in trained for k in MOMENTS} for _ in range(2))
+    one, two = (
+        {f"optimizer.state.{n}.{k}": torch.zeros_like(want[n]) for n in trained for k in MOMENTS}
+        for _ in range(2)
+    )
     one |= {f"model.{n}": torch.zeros_like(want[n]) for n in [*trained, "scale"]}
     two |= {f"model.{n}": torch.zeros_like(want[n]) for n in [*trained, "scale"]}
     ckpt_tools.load(universal, one, strict=False)
     ckpt_tools.load(saved, two, strict=False)
-    assert all(torch.equal(one[n], two[n]) for n in one) and all(torch.equal(one[f"model.{n}"], want[n]) for n in trained)
+    assert all(torch.equal(one[n], two[n]) for n in one) and all(
+        torch.equal(one[f"model.{n}"], want[n]) for n in trained
+    )
 
 
 def test_deepspeed_loads_what_convert_made_universal(saved: Path, tmp_path: Path) -> None:
-    """Out of DCP, on another number of ranks, under another stage; what it then saves has the same weights, moments and options."""
+    """Out of DCP, on another number of ranks, under another stage; what it then saves has the same
+    weights, moments and options.
+    """
     if not LONG and stage_of(saved) != 2:
         pytest.skip("one of two in the short form")
     ckpt_tools.convert(saved, tmp_path / "dcp", to="dcp", ranks=2)
@@ -106,14 +132,26 @@ def test_deepspeed_loads_what_convert_made_universal(saved: Path, tmp_path: Path
     assert ckpt_tools.verify(tmp_path / "run" / "step3").problems == []
     stage = {1: 3, 2: 1, 3: 2}[stage_of(saved)]
     (tmp_path / "again").mkdir()
-    run_job("deepspeed", 2, "deepspeed_job.py", tmp_path / "again", stage, "fp32", tmp_path / "run" / "step3")
+    run_job(
+        "deepspeed",
+        2,
+        "deepspeed_job.py",
+        tmp_path / "again",
+        stage,
+        "fp32",
+        tmp_path / "run" / "step3",
+    )
     # stage 3 gives every group the options of the first
-    names = ["model.embed*", "model.layers*", "optimizer.state.*"] + (["optimizer.param_groups.*"] if stage < 3 else [])
+    names = ["model.embed*", "model.layers*", "optimizer.state.*"] + (
+        ["optimizer.param_groups.*"] if stage < 3 else []
+    )
     assert ckpt_tools.diff(saved, tmp_path / "again", select=names).is_same
 
 
 def test_training_goes_on_with_fsdp2_as_with_one_process(saved: Path, tmp_path: Path) -> None:
-    """From DCP on two ranks of FSDP2, and from the consolidated weights and moments in one process: the same weights a step later."""
+    """From DCP on two ranks of FSDP2, and from the consolidated weights and moments in one process:
+    the same weights a step later.
+    """
     if not LONG and stage_of(saved) != 3:
         pytest.skip("one of two in the short form")
     ckpt_tools.convert(saved, tmp_path / "run" / "step-3", to="dcp", ranks=2)

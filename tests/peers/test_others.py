@@ -1,4 +1,6 @@
-"""Checkpoints of Composer, Lightning, Megatron-Core, torch_checkpointing, torchtitan, verl and PEFT, written by them."""
+"""Checkpoints of Composer, Lightning, Megatron-Core, torch_checkpointing, torchtitan, verl and
+PEFT, written by them.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +26,51 @@ def test_composer(tmp_path: Path) -> None:
     assert ckpt_tools.verify(step).problems == []
     ckpt_tools.merge(step, tmp_path / "m.safetensors")
     got = load_file(tmp_path / "m.safetensors")
-    assert got.keys() == want["model"].keys() and all(torch.equal(got[n], v) for n, v in want["model"].items())
+    assert got.keys() == want["model"].keys() and all(
+        torch.equal(got[n], v) for n, v in want["model"].items()
+    )
     ckpt_tools.convert(step, tmp_path / "s.pt", to="torch")
     state = torch.load(tmp_path / "s.pt")["state"]
     moments = state["optimizers"]["AdamW"]["state"]
-    assert moments.keys() == want["optim"].keys() and state["timestamp"]["Timestamp"]["batch"] == want["batch"] == 2
-    assert all(torch.equal(moments[n][k], v) for n, values in want["optim"].items() for k, v in values.items())
+    assert (
+        moments.keys() == want["optim"].keys()
+        and state["timestamp"]["Timestamp"]["batch"] == want["batch"] == 2
+    )
+    assert all(
+        torch.equal(moments[n][k], v)
+        for n, values in want["optim"].items()
+        for k, v in values.items()
+    )
     ckpt_tools.reshard(step, tmp_path / "three", to_ranks=3)
     (tmp_path / "on").mkdir()
     run_job("composer", 3, "composer_job.py", tmp_path / "on", tmp_path / "three")
     again = torch.load(tmp_path / "on" / "full.pt", weights_only=False)
-    assert again["batch"] == 2 and all(torch.equal(again["model"][n], v) for n, v in want["model"].items())
-    assert all(torch.equal(again["optim"][n][k], v) for n, values in want["optim"].items() for k, v in values.items())
+    assert again["batch"] == 2 and all(
+        torch.equal(again["model"][n], v) for n, v in want["model"].items()
+    )
+    assert all(
+        torch.equal(again["optim"][n][k], v)
+        for n, values in want["optim"].items()
+        for k, v in values.items()
+    )
 
 
 @pytest.mark.parametrize("kind", ["sharded", "file"] if LONG else ["sharded"])
 def test_lightning(kind: str, tmp_path: Path) -> None:
-    """A directory of ModelParallelStrategy (FSDP2), and a `.ckpt` file of DDP; the FSDP strategy itself wants a GPU."""
+    """A directory of ModelParallelStrategy (FSDP2), and a `.ckpt` file of DDP; the FSDP strategy
+    itself wants a GPU.
+    """
     run_job("lightning", 2, "lightning_job.py", tmp_path / "a.ckpt", kind)
     want = torch.load(tmp_path / "whole.pt")
     report = ckpt_tools.inspect(tmp_path / "a.ckpt")
-    assert {"epoch", "global_step"} <= report.catalog.objects.keys() and ckpt_tools.verify(tmp_path / "a.ckpt").problems == []
+    assert {"epoch", "global_step"} <= report.catalog.objects.keys() and ckpt_tools.verify(
+        tmp_path / "a.ckpt"
+    ).problems == []
     ckpt_tools.merge(tmp_path / "a.ckpt", tmp_path / "m.safetensors")
     got = load_file(tmp_path / "m.safetensors")
-    assert got.keys() == want["model"].keys() and all(torch.equal(got[n], v) for n, v in want["model"].items())
+    assert got.keys() == want["model"].keys() and all(
+        torch.equal(got[n], v) for n, v in want["model"].items()
+    )
     ckpt_tools.convert(tmp_path / "a.ckpt", tmp_path / "s.pt", to="torch", optimizer="ids")
     state = torch.load(tmp_path / "s.pt")
     optimizer = state["optimizer_0"] if kind == "sharded" else state["optimizer_states"][0]
@@ -69,12 +92,18 @@ def test_megatron_core(tmp_path: Path) -> None:
     state = {n: torch.zeros_like(t) for n, t in want.items()}
     ckpt_tools.load(tmp_path / "run", state, strict=False)
     assert all(torch.equal(state[n], t) for n, t in want.items())
-    ckpt_tools.convert(tmp_path / "run", tmp_path / "m.safetensors", to="safetensors", key_map="megatron_unstack")
+    ckpt_tools.convert(
+        tmp_path / "run", tmp_path / "m.safetensors", to="safetensors", key_map="megatron_unstack"
+    )
     got = load_file(tmp_path / "m.safetensors")
-    assert all(torch.equal(got[f"decoder.layers.{n}.weight"], want["decoder.layers.weight"][n]) for n in range(4))
+    assert all(
+        torch.equal(got[f"decoder.layers.{n}.weight"], want["decoder.layers.weight"][n])
+        for n in range(4)
+    )
     ckpt_tools.convert(tmp_path / "run", tmp_path / "s.pt", to="torch")
     assert torch.equal(
-        torch.load(tmp_path / "s.pt")["optimizer"]["state"]["final.bias"]["exp_avg"], want["optimizer.state.exp_avg.final.bias"]
+        torch.load(tmp_path / "s.pt")["optimizer"]["state"]["final.bias"]["exp_avg"],
+        want["optimizer.state.exp_avg.final.bias"],
     )
 
 
@@ -82,27 +111,52 @@ def test_torch_checkpointing(tmp_path: Path) -> None:
     run_job("torch_checkpointing", 3, "torch_checkpointing_job.py", tmp_path / "run" / "step-5")
     want = torch.load(tmp_path / "run" / "whole.pt")
     report = ckpt_tools.inspect(tmp_path / "run" / "step-5")
-    assert (report.format, report.world_size) == ("per_rank", 3) and ckpt_tools.verify(tmp_path / "run" / "step-5").problems == []
+    assert (report.format, report.world_size) == ("per_rank", 3) and ckpt_tools.verify(
+        tmp_path / "run" / "step-5"
+    ).problems == []
     assert {"progress.step", "progress.rank.rank_2"} <= report.catalog.objects.keys()
     ckpt_tools.convert(tmp_path / "run" / "step-5", tmp_path / "s.pt", to="torch", optimizer="ids")
     state = torch.load(tmp_path / "s.pt")
-    assert state["model"].keys() == want["model"].keys() and all(torch.equal(state["model"][n], v) for n, v in want["model"].items())
-    assert all(torch.equal(state["optim"]["state"][i][k], v) for i, s in want["state"].items() for k, v in s.items())
+    assert state["model"].keys() == want["model"].keys() and all(
+        torch.equal(state["model"][n], v) for n, v in want["model"].items()
+    )
+    assert all(
+        torch.equal(state["optim"]["state"][i][k], v)
+        for i, s in want["state"].items()
+        for k, v in s.items()
+    )
 
 
 def test_torchtitan(tmp_path: Path) -> None:
-    """What its CheckpointManager saved, and loads again: resharded, and by way of one file with an optimizer of another form."""
+    """What its CheckpointManager saved, and loads again: resharded, and by way of one file with an
+    optimizer of another form.
+    """
     run_job("torchtitan", 2, "torchtitan_job.py", tmp_path, "save")
     want, step = torch.load(tmp_path / "save.pt"), tmp_path / "run" / "step-2"
-    assert want["step"] == want["scheduler"]["last_epoch"] == 2 and ckpt_tools.verify(step).problems == []
+    assert (
+        want["step"] == want["scheduler"]["last_epoch"] == 2
+        and ckpt_tools.verify(step).problems == []
+    )
     ckpt_tools.merge(step, tmp_path / "m.safetensors")
     got = load_file(tmp_path / "m.safetensors")
-    assert got.keys() == want["model"].keys() and all(torch.equal(got[n], v) for n, v in want["model"].items())
+    assert got.keys() == want["model"].keys() and all(
+        torch.equal(got[n], v) for n, v in want["model"].items()
+    )
     ckpt_tools.reshard(step, tmp_path / "resharded" / "run" / "step-2", to_ranks=3)
     ckpt_tools.convert(step, tmp_path / "whole.pt", to="torch", optimizer="groups")
     moments = torch.load(tmp_path / "whole.pt")["optimizer"]["state"]
-    assert all(torch.equal(v, want["optim"][f"state.{n}.{k}"]) for n, values in moments.items() for k, v in values.items())
-    ckpt_tools.convert(tmp_path / "whole.pt", tmp_path / "converted" / "run" / "step-2", to="dcp", ranks=3, optimizer="flat")
+    assert all(
+        torch.equal(v, want["optim"][f"state.{n}.{k}"])
+        for n, values in moments.items()
+        for k, v in values.items()
+    )
+    ckpt_tools.convert(
+        tmp_path / "whole.pt",
+        tmp_path / "converted" / "run" / "step-2",
+        to="dcp",
+        ranks=3,
+        optimizer="flat",
+    )
     for kind in ("resharded", "converted"):
         run_job("torchtitan", 3, "torchtitan_job.py", tmp_path / kind, "load")
         again = torch.load(tmp_path / kind / "load.pt")
@@ -110,22 +164,47 @@ def test_torchtitan(tmp_path: Path) -> None:
         for part in ("model", "optim"):
             assert again[part].keys() == want[part].keys(), kind
             for name, value in want[part].items():
-                same = torch.equal(again[part][name], value) if isinstance(value, torch.Tensor) else again[part][name] == value
+                same = (
+                    torch.equal(again[part][name], value)
+                    if isinstance(value, torch.Tensor)
+                    else again[part][name] == value
+                )
                 assert same, (kind, name)
 
 
 @pytest.mark.skipif(not LONG, reason="600 MB to install: CKPT_LONG=1")
 @pytest.mark.parametrize(
-    ("kind", "dtype", "ranks"), [("fsdp2", "float32", 2), ("fsdp2", "bfloat16", 3), ("hsdp", "float32", 4), ("fsdp1", "float32", 2)]
+    ("kind", "dtype", "ranks"),
+    [
+        ("fsdp2", "float32", 2),
+        ("fsdp2", "bfloat16", 3),
+        ("hsdp", "float32", 4),
+        ("fsdp1", "float32", 2),
+    ],
 )
 def test_verl(kind: str, dtype: str, ranks: int, tmp_path: Path) -> None:
-    """A tied model of transformers; merged by verl's own merger, which makes bfloat16 of everything."""
+    """A tied model of transformers; merged by verl's own merger, which makes bfloat16 of
+    everything.
+    """
     actor = tmp_path / "actor"
     run_job("verl", ranks, "verl_job.py", actor, kind, dtype)
-    merger = ["-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", actor, "--target_dir", tmp_path / "merged"]
-    subprocess.run([python_of("verl"), *map(str, merger)], capture_output=True)  # it wants a tokenizer, when all is written
+    merger = [
+        "-m",
+        "verl.model_merger",
+        "merge",
+        "--backend",
+        "fsdp",
+        "--local_dir",
+        actor,
+        "--target_dir",
+        tmp_path / "merged",
+    ]
+    # it wants a tokenizer, when all is written
+    subprocess.run([python_of("verl"), *map(str, merger)], capture_output=True)
     assert ckpt_tools.verify(actor).problems == [] and ckpt_tools.inspect(actor).world_size == ranks
-    ckpt_tools.convert(actor, tmp_path / "hf", to="hf", base=actor / "huggingface", dtype="bf16", check=True)
+    ckpt_tools.convert(
+        actor, tmp_path / "hf", to="hf", base=actor / "huggingface", dtype="bf16", check=True
+    )
     assert ckpt_tools.diff(tmp_path / "hf", tmp_path / "merged").is_same
     if kind == "fsdp1":  # each rank's flat moments under the same number
         with pytest.raises(IntegrityError, match=r"replicas differ: 'optim\.state\.0\.exp_avg'"):
@@ -134,21 +213,49 @@ def test_verl(kind: str, dtype: str, ranks: int, tmp_path: Path) -> None:
     want = torch.load(tmp_path / "whole.pt")
     ckpt_tools.convert(actor, tmp_path / "s.pt", to="torch", optimizer="ids")
     got = torch.load(tmp_path / "s.pt")
-    assert got["model"].keys() == want["model"].keys() and all(torch.equal(got["model"][n], v) for n, v in want["model"].items())
+    assert got["model"].keys() == want["model"].keys() and all(
+        torch.equal(got["model"][n], v) for n, v in want["model"].items()
+    )
     assert len(got["optim"]["state"]) == len(want["state"])
     for number, values in enumerate(want["state"].values()):
-        assert all(torch.equal(got["optim"]["state"][number][key], value) for key, value in values.items())
-    ckpt_tools.convert(actor, tmp_path / "on" / "from", to="per-rank", ranks=5 - ranks if ranks < 4 else 2, base=actor / "huggingface")
-    run_job("verl", 5 - ranks if ranks < 4 else 2, "verl_job.py", tmp_path / "on" / "actor", "fsdp2", dtype, tmp_path / "on" / "from")
+        assert all(
+            torch.equal(got["optim"]["state"][number][key], value) for key, value in values.items()
+        )
+    ckpt_tools.convert(
+        actor,
+        tmp_path / "on" / "from",
+        to="per-rank",
+        ranks=5 - ranks if ranks < 4 else 2,
+        base=actor / "huggingface",
+    )
+    run_job(
+        "verl",
+        5 - ranks if ranks < 4 else 2,
+        "verl_job.py",
+        tmp_path / "on" / "actor",
+        "fsdp2",
+        dtype,
+        tmp_path / "on" / "from",
+    )
     again = torch.load(tmp_path / "on" / "whole.pt")
-    assert again["lr"] == want["lr"] < 1e-2 and again["epoch"] == want["epoch"] == 2 and again["state"].keys() == want["state"].keys()
+    assert (
+        again["lr"] == want["lr"] < 1e-2
+        and again["epoch"] == want["epoch"] == 2
+        and again["state"].keys() == want["state"].keys()
+    )
     assert all(torch.equal(again["model"][n], v) for n, v in want["model"].items())
-    assert all(torch.equal(again["state"][n][k], v) for n, values in want["state"].items() for k, v in values.items())
+    assert all(
+        torch.equal(again["state"][n][k], v)
+        for n, values in want["state"].items()
+        for k, v in values.items()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if LONG else ["float32"])
 def test_peft(dtype: str, tmp_path: Path) -> None:
-    """A merge with an adapter is PEFT's own; an adapter taken out of a model's checkpoint is what PEFT saves."""
+    """A merge with an adapter is PEFT's own; an adapter taken out of a model's checkpoint is what
+    PEFT saves.
+    """
     run_job("peft", 0, "peft_job.py", tmp_path, dtype)
     want = torch.load(tmp_path / "merged.pt")
     ckpt_tools.convert(tmp_path / "base.pt", tmp_path / "dcp", to="dcp", ranks=3)
@@ -159,22 +266,37 @@ def test_peft(dtype: str, tmp_path: Path) -> None:
         is_changed = "q_proj" in name or "down_proj" in name
         assert torch.equal(base[name], value) != is_changed
         assert got[name].dtype == value.dtype
-        if dtype == "float32" or not is_changed:  # of bfloat16, PEFT rounds what it adds and then the sum; here the sum is rounded, once
+        # of bfloat16, PEFT rounds what it adds and then the sum; here the sum is rounded, once
+        if dtype == "float32" or not is_changed:
             assert torch.allclose(got[name], value, rtol=1e-6, atol=1e-6), name
         if is_changed:
             exact = base[name].double() + _product(tmp_path, name)
-            unit = exact.abs() * 2.0 ** (-24 if dtype == "float32" else -8)  # at least half of one in the last place
+            # at least half of one in the last place
+            unit = exact.abs() * 2.0 ** (-24 if dtype == "float32" else -8)
             error = (got[name].double() - exact).abs() - unit
-            assert error.max() <= 1e-5, (name, error.max())  # the product of A and B is a sum of float32
+            # the product of A and B is a sum of float32
+            assert error.max() <= 1e-5, (name, error.max())
     ckpt_tools.convert(tmp_path / "peft.pt", tmp_path / "out", to="peft", base=tmp_path / "adapter")
-    assert {p.name for p in (tmp_path / "out").glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
-    assert ckpt_tools.diff(tmp_path / "out", tmp_path / "adapter").is_same and ckpt_tools.verify(tmp_path / "out").problems == []
+    assert {p.name for p in (tmp_path / "out").glob("adapter*")} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert (
+        ckpt_tools.diff(tmp_path / "out", tmp_path / "adapter").is_same
+        and ckpt_tools.verify(tmp_path / "out").problems == []
+    )
     with pytest.raises(PlanError, match="the adapter changes a weight that is not there"):
-        ckpt_tools.merge(tmp_path / "adapter", tmp_path / "no.safetensors", lora=tmp_path / "adapter")
+        ckpt_tools.merge(
+            tmp_path / "adapter", tmp_path / "no.safetensors", lora=tmp_path / "adapter"
+        )
     with pytest.raises(PlanError, match="holds 0 LoRA adapters"):
-        ckpt_tools.convert(tmp_path / "base.pt", tmp_path / "no", to="peft", base=tmp_path / "adapter")
+        ckpt_tools.convert(
+            tmp_path / "base.pt", tmp_path / "no", to="peft", base=tmp_path / "adapter"
+        )
     config = (tmp_path / "adapter" / "adapter_config.json").read_text()
-    (tmp_path / "adapter" / "adapter_config.json").write_text(config.replace('"use_dora": false', '"use_dora": true'))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        config.replace('"use_dora": false', '"use_dora": true')
+    )
     with pytest.raises(PlanError, match="a kind that is not merged here: DoRA"):
         ckpt_tools.merge(tmp_path / "dcp", tmp_path / "no.safetensors", lora=tmp_path / "adapter")
 
@@ -182,30 +304,52 @@ def test_peft(dtype: str, tmp_path: Path) -> None:
 def _product(folder: Path, name: str) -> torch.Tensor:
     """What the adapter adds, in float64."""
     adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
-    a, b = (adapter[f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.weight"].double() for side in "AB")
-    return (3 if "down_proj" in name else 10) / 2 * b @ a  # rank-stabilised: alpha over the root of 4
+    a, b = (
+        adapter[f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.weight"].double()
+        for side in "AB"
+    )
+    # rank-stabilised: alpha over the root of 4
+    return (3 if "down_proj" in name else 10) / 2 * b @ a
 
 
 def test_every_adapter_of_peft_is_merged_as_peft_does_or_refused_by_name(tmp_path: Path) -> None:
-    """Adapters that changed their base at the beginning, and models that mix Linear and Conv1D, whose layout the config does not tell."""
+    """Adapters that changed their base at the beginning, and models that mix Linear and Conv1D,
+    whose layout the config does not tell.
+    """
     run_job("peft", 0, "peft_kinds_job.py", tmp_path)
     refused = {}
     for folder in sorted(tmp_path.iterdir()):
         base, want = torch.load(folder / "base.pt"), torch.load(folder / "merged.pt")
         torch.save({"model": base}, folder / "model.pt")
         try:
-            result = ckpt_tools.merge(folder / "model.pt", folder / "m.safetensors", lora=folder / "adapter")
+            result = ckpt_tools.merge(
+                folder / "model.pt", folder / "m.safetensors", lora=folder / "adapter"
+            )
         except PlanError as error:
             refused[folder.name] = str(error)
             continue
         is_guess = any("taken for Linear" in note for note in result.notes)
-        assert is_guess == (folder.name in ("linear", "mixed-unknown") or folder.name.startswith("begins")), result.notes
+        assert is_guess == (
+            folder.name in ("linear", "mixed-unknown") or folder.name.startswith("begins")
+        ), result.notes
         if folder.name == "mixed-unknown":
             continue  # a square Conv1D among Linears: no file tells
         got = load_file(folder / "m.safetensors")
         assert any(not torch.equal(base[name], value) for name, value in want.items())
         for name, value in want.items():
             assert torch.allclose(got[name], value, rtol=1e-5, atol=1e-5), (folder.name, name)
-    assert refused.keys() == {"begins-pissa", "begins-pissa_niter_4", "begins-olora", "square-conv1d", "mixed-unknown-too"}
-    assert all("init_lora_weights" in text for name, text in refused.items() if name.startswith("begins"))
-    assert all("layers of Conv1D" in text for name, text in refused.items() if not name.startswith("begins"))
+    assert refused.keys() == {
+        "begins-pissa",
+        "begins-pissa_niter_4",
+        "begins-olora",
+        "square-conv1d",
+        "mixed-unknown-too",
+    }
+    assert all(
+        "init_lora_weights" in text for name, text in refused.items() if name.startswith("begins")
+    )
+    assert all(
+        "layers of Conv1D" in text
+        for name, text in refused.items()
+        if not name.startswith("begins")
+    )

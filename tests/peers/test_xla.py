@@ -1,4 +1,6 @@
-"""PyTorch/XLA's FSDP. Its writer needs an XLA build of another torch: the files are made here as its source says, and joined by its own function."""
+"""PyTorch/XLA's FSDP. Its writer needs an XLA build of another torch: the files are made here as
+its source says, and joined by its own function.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,17 @@ def utilities() -> Path:
     """The module of the real package that joins its files."""
     name, folder = "torch_xla/distributed/fsdp/state_dict_utils.py", FOLDER / f"torch_xla-{VERSION}"
     if not (folder / name).exists():
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(folder), f"torch_xla=={VERSION}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--dest",
+            str(folder),
+            f"torch_xla=={VERSION}",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         if done.returncode:
             pytest.skip(f"torch_xla cannot be had here: {done.stderr[-200:]}")
@@ -42,14 +54,20 @@ def utilities() -> Path:
 def model() -> nn.Module:
     torch.manual_seed(0)
     net = nn.Sequential(
-        OrderedDict(embed=nn.Embedding(11, 6), block=nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5)), norm=nn.BatchNorm1d(5))
+        OrderedDict(
+            embed=nn.Embedding(11, 6),
+            block=nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5)),
+            norm=nn.BatchNorm1d(5),
+        )
     )
     net.register_buffer("small", torch.randn(3).to(torch.bfloat16))
     return net
 
 
 class Job:
-    """What every rank of a job would save: parts of parameters, and what an optimizer keeps of them."""
+    """What every rank of a job would save: parts of parameters, and what an optimizer keeps of
+    them.
+    """
 
     def __init__(self, net: nn.Module, size: int, dim0: bool, flatten: bool) -> None:
         self.states: list[dict[str, Any]] = [OrderedDict() for _ in range(size)]
@@ -59,29 +77,48 @@ class Job:
         self.flat: dict[str, Any] = {}
         self.full_moments: dict[str, torch.Tensor] = {}
         parameters = dict(net.named_parameters())
-        units = {"": [n for n in parameters if not n.startswith("block")], "block": [n for n in parameters if n.startswith("block")]}
+        units = {
+            "": [n for n in parameters if not n.startswith("block")],
+            "block": [n for n in parameters if n.startswith("block")],
+        }
         for prefix, names in units.items():
             above = f"{prefix}." if prefix else ""
             inner = [n.removeprefix(above) for n in names]
             if flatten:
                 flat = torch.cat([parameters[n].detach().flatten() for n in names])
                 shapes = [parameters[n].shape for n in names]
-                self.flat[f"{above}_fsdp_wrapped_module.flat_param_0"] = (inner, shapes, [math.prod(s) for s in shapes])
+                self.flat[f"{above}_fsdp_wrapped_module.flat_param_0"] = (
+                    inner,
+                    shapes,
+                    [math.prod(s) for s in shapes],
+                )
                 self.add(prefix, "_fsdp_wrapped_module.flat_param_0", flat, names, shapes)
                 continue
             for name, own in zip(names, inner, strict=True):
-                self.add(prefix, f"_fsdp_wrapped_module.{own}", parameters[name].detach(), [name], [parameters[name].shape])
+                self.add(
+                    prefix,
+                    f"_fsdp_wrapped_module.{own}",
+                    parameters[name].detach(),
+                    [name],
+                    [parameters[name].shape],
+                )
         for rank, state in enumerate(self.states):
             for name, buffer in net.named_buffers():
-                state[f"_fsdp_wrapped_module.{name}"] = buffer.clone() + rank  # each rank has seen other batches
+                # each rank has seen other batches
+                state[f"_fsdp_wrapped_module.{name}"] = buffer.clone() + rank
 
-    def add(self, prefix: str, own: str, whole: torch.Tensor, names: list[str], shapes: list[torch.Size]) -> None:
+    def add(
+        self, prefix: str, own: str, whole: torch.Tensor, names: list[str], shapes: list[torch.Size]
+    ) -> None:
         suffix = f"_fsdp_shard.{own}".replace(".", SEPARATOR)
         self.info.setdefault(prefix, {})[suffix] = {"_orig_size": whole.shape, "_orig_name": own}
         number, moment = len(self.moments[0]), torch.randn(whole.shape)
         for rank in range(self.size):
             self.states[rank][f"{prefix}.{suffix}" if prefix else suffix] = self.shard(whole, rank)
-            self.moments[rank][number] = {"exp_avg": self.shard(moment, rank), "step": torch.tensor(3.0)}
+            self.moments[rank][number] = {
+                "exp_avg": self.shard(moment, rank),
+                "step": torch.tensor(3.0),
+            }
         pieces = moment.flatten().split([math.prod(s) for s in shapes])
         self.full_moments |= {n: p.view(s) for n, p, s in zip(names, pieces, shapes, strict=True)}
 
@@ -95,8 +132,12 @@ class Job:
         folder.mkdir()
         for rank in range(self.size):
             metadata = {
-                "shard_info": self.info, "flatten_info": self.flat, "buffer_info": {}, "world_size": self.size, "rank": rank,
-            }  # fmt: skip
+                "shard_info": self.info,
+                "flatten_info": self.flat,
+                "buffer_info": {},
+                "world_size": self.size,
+                "rank": rank,
+            }
             groups = [{"lr": 0.1, "params": list(range(len(self.moments[rank])))}]
             state = {
                 "model": self.states[rank],
@@ -108,10 +149,18 @@ class Job:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["flattened", "alone", "dim 0"])
-def test_shards_are_joined_as_its_own_tool_does(kind: str, size: int, utilities: Path, tmp_path: Path) -> None:
+def test_shards_are_joined_as_its_own_tool_does(
+    kind: str, size: int, utilities: Path, tmp_path: Path
+) -> None:
     job = Job(model(), size, dim0=kind == "dim 0", flatten=kind == "flattened")
     job.save(tmp_path / "ckpt")
-    command = [sys.executable, str(JOBS / "xla_oracle.py"), str(utilities), str(tmp_path / "ckpt" / "ckpt"), str(tmp_path / "want.pt")]
+    command = [
+        sys.executable,
+        str(JOBS / "xla_oracle.py"),
+        str(utilities),
+        str(tmp_path / "ckpt" / "ckpt"),
+        str(tmp_path / "want.pt"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     want = torch.load(tmp_path / "want.pt")["model"]
@@ -119,16 +168,29 @@ def test_shards_are_joined_as_its_own_tool_does(kind: str, size: int, utilities:
     got = torch.load(tmp_path / "got.pt")
     found = {n.removeprefix("model."): v for n, v in _leaves(got) if n.startswith("model.")}
     assert found.keys() == want.keys() == model().state_dict().keys()
-    assert all(torch.equal(found[n], want[n]) and torch.equal(want[n], v) for n, v in model().state_dict().items())
-    moments = {n.removeprefix("optimizer.state.").removesuffix(".exp_avg"): v for n, v in _leaves(got) if n.endswith(".exp_avg")}
-    assert moments.keys() == job.full_moments.keys() and all(torch.equal(moments[n], v) for n, v in job.full_moments.items())
+    assert all(
+        torch.equal(found[n], want[n]) and torch.equal(want[n], v)
+        for n, v in model().state_dict().items()
+    )
+    moments = {
+        n.removeprefix("optimizer.state.").removesuffix(".exp_avg"): v
+        for n, v in _leaves(got)
+        if n.endswith(".exp_avg")
+    }
+    assert moments.keys() == job.full_moments.keys() and all(
+        torch.equal(moments[n], v) for n, v in job.full_moments.items()
+    )
     assert ckpt_tools.verify(tmp_path / "ckpt").problems == []
 
 
 def _leaves(value: Any, above: str = "") -> list[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         return [(above.strip("."), value)]
-    return [leaf for key, inner in (value.items() if isinstance(value, dict) else ()) for leaf in _leaves(inner, f"{above}.{key}")]
+    return [
+        leaf
+        for key, inner in (value.items() if isinstance(value, dict) else ())
+        for leaf in _leaves(inner, f"{above}.{key}")
+    ]
 
 
 def test_metadata_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""torch_checkpointing saves on a CPU: `torch_checkpointing_job.py OUT`, under torchrun; `whole.pt` beside has all of it."""
+"""torch_checkpointing saves on a CPU: `torch_checkpointing_job.py OUT`, under torchrun; `whole.pt`
+beside has all of it.
+"""
 
 import sys
 from pathlib import Path
@@ -25,12 +27,21 @@ def main():
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.randn(6, 10)).sum().backward()
     optimizer.step()
-    storage = LocalFileSystemStorageConfig(use_direct_io=False)  # its O_DIRECT writes need an alignment that not every disk grants
-    saver = tc.CheckpointManager(tc.CheckpointManager.Config(save=tc.SyncCheckpointSaverConfig(), storage_config=storage))
-    state = {"model": net.state_dict(), "optim": optimizer.state_dict(), "progress": {"step": 5, "rank": dist.get_rank()}}
+    # its O_DIRECT writes need an alignment that not every disk grants
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    saver = tc.CheckpointManager(
+        tc.CheckpointManager.Config(save=tc.SyncCheckpointSaverConfig(), storage_config=storage)
+    )
+    state = {
+        "model": net.state_dict(),
+        "optim": optimizer.state_dict(),
+        "progress": {"step": 5, "rank": dist.get_rank()},
+    }
     saver.save(str(out), state)
     whole = {n: full(t) for n, t in net.state_dict().items()}
-    moments = {i: {k: full(v) for k, v in s.items()} for i, s in optimizer.state_dict()["state"].items()}
+    moments = {
+        i: {k: full(v) for k, v in s.items()} for i, s in optimizer.state_dict()["state"].items()
+    }
     if dist.get_rank() == 0:
         torch.save({"model": whole, "state": moments}, out.parent / "whole.pt")
     dist.barrier()

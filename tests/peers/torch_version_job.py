@@ -1,4 +1,6 @@
-"""Another release of torch saves and loads: `torch_version_job.py save OUT`, `… load FOLDER …`, under its own torchrun. Needs nothing else."""
+"""Another release of torch saves and loads: `torch_version_job.py save OUT`, `… load FOLDER …`,
+under its own torchrun. Needs nothing else.
+"""
 
 import sys
 from pathlib import Path
@@ -38,20 +40,33 @@ def whole():
     """What is saved; uneven over two ranks, of several types, one of it with nothing for rank 1."""
     torch.manual_seed(5)
     return {
-        "rows": torch.randn(7, 3), "columns": torch.randn(4, 5).to(torch.bfloat16), "one": torch.randn(1, 2, dtype=torch.float64),
-        "copy": torch.randn(6).half(), "plain": torch.arange(9), "scalar": torch.tensor(2.5), "flags": torch.tensor([True, False]),
-    }  # fmt: skip
+        "rows": torch.randn(7, 3),
+        "columns": torch.randn(4, 5).to(torch.bfloat16),
+        "one": torch.randn(1, 2, dtype=torch.float64),
+        "copy": torch.randn(6).half(),
+        "plain": torch.arange(9),
+        "scalar": torch.tensor(2.5),
+        "flags": torch.tensor([True, False]),
+    }
 
 
 def state(values):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    placements = {"rows": Shard(0), "columns": Shard(1), "one": Shard(0) if hasattr(dcp, "save") else Replicate(), "copy": Replicate()}
+    placements = {
+        "rows": Shard(0),
+        "columns": Shard(1),
+        "one": Shard(0) if hasattr(dcp, "save") else Replicate(),
+        "copy": Replicate(),
+    }
 
     def shared(tensor, placement):
-        wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # gloo sent none of these before 2.2
+        # gloo sent none of these before 2.2
+        wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         return distribute_tensor(wide, mesh, [placement]).to(tensor.dtype)
 
-    model = {n: shared(t, placements[n]) if n in placements else t.clone() for n, t in values.items()}
+    model = {
+        n: shared(t, placements[n]) if n in placements else t.clone() for n, t in values.items()
+    }
     return {"model": model, "epoch": 3, "lr": [0.1, 0.2], "name": "a run"}
 
 
@@ -66,11 +81,17 @@ def main():
         if rank == 0:
             torch.save(mine | {"model": whole()}, out / "whole.pt")
     for folder in sys.argv[2:] if sys.argv[1] == "load" else []:
-        got = state({n: torch.zeros_like(t) for n, t in whole().items()}) | {"epoch": 0, "lr": [0, 0], "name": ""}
+        got = state({n: torch.zeros_like(t) for n, t in whole().items()}) | {
+            "epoch": 0,
+            "lr": [0, 0],
+            "name": "",
+        }
         load(got, folder)
         for name, value in whole().items():
             tensor = got["model"][name]
-            assert torch.equal(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor, value), (folder, name)
+            assert torch.equal(
+                tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor, value
+            ), (folder, name)
         assert (got["epoch"], list(got["lr"]), got["name"]) == (3, [0.1, 0.2], "a run"), folder
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""torchtitan's CheckpointManager saves step 2 of a small job: `torchtitan_job.py OUT save`; or loads the newest step below OUT: `… OUT load`.
+"""torchtitan's CheckpointManager saves step 2 of a small job: `torchtitan_job.py OUT save`; or
+loads the newest step below OUT: `… OUT load`.
 
 `OUT/save.pt` or `OUT/load.pt` is what it then has, by name.
 """
@@ -14,7 +15,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    ParamGroupConfig,
+)
 
 warnings.simplefilter("ignore")
 
@@ -25,7 +30,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.tok_embeddings, self.norm = nn.Embedding(11, 5), nn.LayerNorm(5)
-        self.layers = nn.ModuleDict({str(n): nn.Linear(5, 5, dtype=torch.bfloat16) for n in range(2)})
+        self.layers = nn.ModuleDict(
+            {str(n): nn.Linear(5, 5, dtype=torch.bfloat16) for n in range(2)}
+        )
         self.output = nn.Linear(5, 11, bias=False)
         self.output.weight = self.tok_embeddings.weight
 
@@ -60,15 +67,28 @@ def main():
     for module in (*model.layers.values(), model):
         fully_shard(module, mesh=mesh)
     groups = [
-        ParamGroupConfig(pattern="norm", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3, "weight_decay": 0.0}),
+        ParamGroupConfig(
+            pattern="norm",
+            optimizer_name="AdamW",
+            optimizer_kwargs={"lr": 1e-3, "weight_decay": 0.0},
+        ),
         ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-2}),
     ]
-    optimizers = OptimizersContainer.Config(param_groups=groups, implementation="foreach").build(model_parts=[model])
-    schedulers = LRSchedulersContainer.Config(warmup_steps=4).build(optimizers=optimizers, training_steps=10)
+    optimizers = OptimizersContainer.Config(param_groups=groups, implementation="foreach").build(
+        model_parts=[model]
+    )
+    schedulers = LRSchedulersContainer.Config(warmup_steps=4).build(
+        optimizers=optimizers, training_steps=10
+    )
     manager = CheckpointManager.Config(enable=True, folder="run", interval=2).build(
-        dataloader=None, model_parts=[model], optimizers=optimizers, lr_schedulers=schedulers, states={"train_state": progress},
-        sd_adapter=None, base_folder=str(out),
-    )  # fmt: skip
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
+        states={"train_state": progress},
+        sd_adapter=None,
+        base_folder=str(out),
+    )
     if mode == "save":
         for _ in range(2):
             model(torch.arange(8) % 11).square().sum().backward()

@@ -1,4 +1,5 @@
-"""verl's checkpoint manager saves on a CPU: `verl_job.py OUT {fsdp2|hsdp|fsdp1} DTYPE [FROM]`, under torchrun; `whole.pt` beside has all of it.
+"""verl's checkpoint manager saves on a CPU: `verl_job.py OUT {fsdp2|hsdp|fsdp1} DTYPE [FROM]`,
+under torchrun; `whole.pt` beside has all of it.
 
 With FROM it loads that instead of training, and saves what it has then.
 """
@@ -18,16 +19,32 @@ from verl.utils.fsdp_utils import apply_fsdp2
 def build(kind, dtype):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=53, hidden_size=20, intermediate_size=28, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+        vocab_size=53,
+        hidden_size=20,
+        intermediate_size=28,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    )
     model = LlamaForCausalLM(config).to(dtype)
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("ddp", "fsdp")) if kind == "hsdp" else None
+    mesh = (
+        init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("ddp", "fsdp"))
+        if kind == "hsdp"
+        else None
+    )
     mesh = mesh or init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",))
     if kind == "fsdp1":
-        return FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=False)
-    apply_fsdp2(model, {"mesh": mesh}, {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}})
+        return FullyShardedDataParallel(
+            model, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=False
+        )
+    apply_fsdp2(
+        model,
+        {"mesh": mesh},
+        {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    )
     return model
 
 
@@ -55,7 +72,10 @@ def main():
     if kind != "fsdp1":
         whole = {
             "model": {n: full(t) for n, t in model.state_dict().items()},
-            "state": {n: {k: full(v) for k, v in optimizer.state[p].items()} for n, p in model.named_parameters()},
+            "state": {
+                n: {k: full(v) for k, v in optimizer.state[p].items()}
+                for n, p in model.named_parameters()
+            },
             "lr": optimizer.param_groups[0]["lr"],
             "epoch": scheduler.last_epoch,
         }

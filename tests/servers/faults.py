@@ -2,9 +2,9 @@
 
     with faulty(endpoint, share=0.3, seed=1) as (url, log): …
 
-It breaks GETs of objects (`READS`) or all that writes (`WRITES`). Kinds: `503` (busy), `reset` (the connection dies before an answer),
-`truncate` (it dies in the middle of a body), `corrupt` (one bit of a body is wrong), `late` (half a second later), `lost` (it is done, and nobody
-is told).
+It breaks GETs of objects (`READS`) or all that writes (`WRITES`). Kinds: `503` (busy), `reset` (the
+connection dies before an answer), `truncate` (it dies in the middle of a body), `corrupt` (one bit
+of a body is wrong), `late` (half a second later), `lost` (it is done, and nobody is told).
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ class Breaker:
     passed: list[tuple[web.Request, int]] = field(default_factory=list)
 
     def choose(self, request: web.Request) -> str:
-        is_hit = request.method in ("PUT", "POST") if self.writes else request.method == "GET" and "Range" in request.headers
+        is_hit = (
+            request.method in ("PUT", "POST")
+            if self.writes
+            else request.method == "GET" and "Range" in request.headers
+        )
         is_hit = is_hit and len(self.log) < self.most
         kind = self.rng.choice(self.kinds) if is_hit and self.rng.random() < self.share else ""
         self.log.extend([kind] if kind else [])
@@ -64,7 +68,11 @@ class Breaker:
         async with (
             ClientSession(auto_decompress=False) as session,
             session.request(
-                request.method, target, headers=request.headers, data=io.BytesIO(body) if body else None, allow_redirects=False
+                request.method,
+                target,
+                headers=request.headers,
+                data=io.BytesIO(body) if body else None,
+                allow_redirects=False,
             ) as answer,
         ):
             data = bytearray(await answer.read())
@@ -77,9 +85,15 @@ class Breaker:
             self.flip(data)
         return await self.answer(request, answer, data, kind)
 
-    async def answer(self, request: web.Request, answer: ClientResponse, data: bytearray, kind: str) -> web.StreamResponse:
+    async def answer(
+        self, request: web.Request, answer: ClientResponse, data: bytearray, kind: str
+    ) -> web.StreamResponse:
         self.passed.append((request, answer.status))
-        headers = {k: v for k, v in answer.headers.items() if k.lower() not in ("transfer-encoding", "connection", "content-length")}
+        headers = {
+            k: v
+            for k, v in answer.headers.items()
+            if k.lower() not in ("transfer-encoding", "connection", "content-length")
+        }
         response = web.StreamResponse(status=answer.status, headers=headers)
         response.content_length = int(answer.headers.get("Content-Length", len(data)))
         await response.prepare(request)
@@ -93,7 +107,12 @@ class Breaker:
 
 @contextmanager
 def faulty(
-    endpoint: str, share: float, seed: int, kinds: tuple[str, ...] = READS, writes: bool = False, most: int = 10**9
+    endpoint: str,
+    share: float,
+    seed: int,
+    kinds: tuple[str, ...] = READS,
+    writes: bool = False,
+    most: int = 10**9,
 ) -> Iterator[tuple[str, list[str]]]:
     """Yields the proxy's URL, and the list of faults that grows as they are done."""
     breaker = Breaker(endpoint, share, kinds, writes, most, random.Random(seed))
@@ -103,7 +122,9 @@ def faulty(
 
 @contextmanager
 def watched(endpoint: str) -> Iterator[tuple[str, list[tuple[web.Request, int]]]]:
-    """Yields a proxy's URL that breaks nothing, and the list of requests with the status of each answer."""
+    """Yields a proxy's URL that breaks nothing, and the list of requests with the status of each
+    answer.
+    """
     breaker = Breaker(endpoint, 0.0, (), False, 0, random.Random(0))
     with before(breaker) as url:
         yield url, breaker.passed

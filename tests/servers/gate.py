@@ -1,4 +1,6 @@
-"""A door before a server: while it is shut, connections are refused, and those that were open are reset."""
+"""A door before a server: while it is shut, connections are refused, and those that were open are
+reset.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,16 @@ class Gate:
             self._listener = None
         for one in list(self._sockets):
             with suppress(OSError):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not a goodbye
+                # a reset, not a goodbye
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
         self._sockets.clear()
 
     def hold(self, what: bytes) -> None:
-        """Keeps back what contains these bytes, and what follows it on its connection; `holding` tells when that has come."""
+        """Keeps back what contains these bytes, and what follows it on its connection; `holding`
+        tells when that has come.
+        """
         self._held = what
 
     def let_go(self) -> None:

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 
 class Network(NamedTuple):
-    """Names of the hosts, each with an interface `veth`; the address of the first of them, and of this machine as they see it."""
+    """Names of the hosts, each with an interface `veth`; the address of the first of them, and of
+    this machine as they see it.
+    """
 
     hosts: tuple[str, str]
     first: str
@@ -29,30 +31,82 @@ class Network(NamedTuple):
 def network() -> Iterator[Network | None]:
     """Yields two hosts, or None where they cannot be made."""
     number = os.getpid()
-    bridge, subnet, hosts = f"ckbr{number}", f"10.77.{number % 250}", (f"ckpt-{number}-a", f"ckpt-{number}-b")
-    setup = [f"link add {bridge} type bridge", f"addr add {subnet}.254/24 dev {bridge}", f"link set {bridge} up"]
+    bridge, subnet, hosts = (
+        f"ckbr{number}",
+        f"10.77.{number % 250}",
+        (f"ckpt-{number}-a", f"ckpt-{number}-b"),
+    )
+    setup = [
+        f"link add {bridge} type bridge",
+        f"addr add {subnet}.254/24 dev {bridge}",
+        f"link set {bridge} up",
+    ]
     for at, name in enumerate(hosts, 1):
         setup += [
-            f"netns add {name}", f"link add ckv{at}{number} type veth peer name veth netns {name}",
-            f"link set ckv{at}{number} master {bridge} up", f"-n {name} addr add {subnet}.{at}/24 dev veth", f"-n {name} link set veth up",
+            f"netns add {name}",
+            f"link add ckv{at}{number} type veth peer name veth netns {name}",
+            f"link set ckv{at}{number} master {bridge} up",
+            f"-n {name} addr add {subnet}.{at}/24 dev veth",
+            f"-n {name} link set veth up",
             f"-n {name} link set lo up",
-        ]  # fmt: skip
+        ]
     try:
-        can = bool(shutil.which("ip")) and all(subprocess.run(["ip", *line.split()], capture_output=True).returncode == 0 for line in setup)
+        can = bool(shutil.which("ip")) and all(
+            subprocess.run(["ip", *line.split()], capture_output=True).returncode == 0
+            for line in setup
+        )
         yield Network(hosts, f"{subnet}.1", f"{subnet}.254") if can else None
     finally:
-        for words in (*(["netns", "del", name] for name in hosts), ["link", "del", bridge]) if shutil.which("ip") else ():
+        for words in (
+            (*(["netns", "del", name] for name in hosts), ["link", "del", bridge])
+            if shutil.which("ip")
+            else ()
+        ):
             subprocess.run(["ip", *words], capture_output=True)
 
 
-def two_by_two(net: Network, *words: object, environment: Mapping[str, str] | None = None) -> list[subprocess.Popen[str]]:
+def two_by_two(
+    net: Network, *words: object, environment: Mapping[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
     """Starts `ckpt` as two processes on each host."""
     jobs = []
     for number, name in enumerate(net.hosts):
-        launch = ["--nnodes", 2, "--nproc-per-node", 2, "--node-rank", number, "--master-addr", net.first, "--master-port", 29555]
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *launch, "-m", "ckpt_tools", *words]
+        launch = [
+            "--nnodes",
+            2,
+            "--nproc-per-node",
+            2,
+            "--node-rank",
+            number,
+            "--master-addr",
+            net.first,
+            "--master-port",
+            29555,
+        ]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            name,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *launch,
+            "-m",
+            "ckpt_tools",
+            *words,
+        ]
         own = os.environ | {"GLOO_SOCKET_IFNAME": "veth"} | dict(environment or {})
-        jobs.append(subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own, cwd=ROOT))
+        jobs.append(
+            subprocess.Popen(
+                list(map(str, command)),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=own,
+                cwd=ROOT,
+            )
+        )
     return jobs
 
 
@@ -87,7 +141,9 @@ class _Server(socketserver.ThreadingTCPServer):
 
 @contextmanager
 def reachable(net: Network, port: int) -> Iterator[str]:
-    """Yields the URL under which the hosts reach a server that listens on this machine's loopback."""
+    """Yields the URL under which the hosts reach a server that listens on this machine's
+    loopback.
+    """
     with _Server((net.here, 0), _Relay) as server:
         server.target = ("127.0.0.1", port)
         threading.Thread(target=server.serve_forever, daemon=True).start()

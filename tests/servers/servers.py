@@ -1,4 +1,6 @@
-"""Real S3 servers on loopback, started once a session: moto's, and Ceph's RadosGW where it is installed."""
+"""Real S3 servers on loopback, started once a session: moto's, and Ceph's RadosGW where it is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,23 @@ class Server:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint, "client_kwargs": {"region_name": "us-east-1"}}
+        return {
+            "key": KEY,
+            "secret": SECRET,
+            "endpoint_url": self.endpoint,
+            "client_kwargs": {"region_name": "us-east-1"},
+        }
 
     @property
     def environment(self) -> dict[str, str]:
         """The same for a process of its own: fsspec and botocore read it."""
         return {
-            "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": self.endpoint, "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_REGION": "us-east-1",
-        }  # fmt: skip
+        }
 
     def bucket(self, name: str) -> Any:
         """Makes a bucket and returns the file system."""
@@ -65,9 +75,21 @@ def running(name: str, directory: Path) -> Iterator[Server]:
         if name == "moto":
             command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         else:
-            command = ["bash", str(Path(__file__).with_name("radosgw.sh")), str(directory / "ceph"), str(port), str(free_port())]
+            command = [
+                "bash",
+                str(Path(__file__).with_name("radosgw.sh")),
+                str(directory / "ceph"),
+                str(port),
+                str(free_port()),
+            ]
         with (directory / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=os.environ | {"AWS_ACCESS_KEY_ID": "x"})
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"AWS_ACCESS_KEY_ID": "x"},
+            )
         try:
             if answers(port, process):
                 yield Server(name, f"http://127.0.0.1:{port}")
@@ -99,13 +121,21 @@ def answers(port: int, process: subprocess.Popen[bytes], seconds: float = 90.0) 
 
 def missing(name: str) -> str:
     """Says why a server cannot be started here, or nothing."""
-    absent = [program for program in RADOSGW_NEEDS if shutil.which(program) is None] if name == "radosgw" else []
+    absent = (
+        [program for program in RADOSGW_NEEDS if shutil.which(program) is None]
+        if name == "radosgw"
+        else []
+    )
     return f"not installed: {', '.join(absent)}" if absent else ""
 
 
 def storage_words(server: Server) -> list[str]:
     """Returns a server's storage options as the command line takes them."""
-    return [word for key, value in _flat(server.options) for word in ("--storage-option", f"{key}={value}")]
+    return [
+        word
+        for key, value in _flat(server.options)
+        for word in ("--storage-option", f"{key}={value}")
+    ]
 
 
 def _flat(options: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

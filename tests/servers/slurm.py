@@ -1,4 +1,6 @@
-"""A Slurm of one node on this machine, for `srun`: a controller and a daemon, with files and ports of their own and nobody to authenticate."""
+"""A Slurm of one node on this machine, for `srun`: a controller and a daemon, with files and ports
+of their own and nobody to authenticate.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,19 @@ def cluster(directory: Path) -> Iterator[dict[str, str]]:
     """Starts it; yields what `srun` wants to find in its environment."""
     for name in ("state", "spool"):
         (directory / name).mkdir()
-    (directory / "slurm.conf").write_text(CONFIG.format(host=_host(), ports=(free_port(), free_port()), at=directory))
+    (directory / "slurm.conf").write_text(
+        CONFIG.format(host=_host(), ports=(free_port(), free_port()), at=directory)
+    )
     environment = {"SLURM_CONF": str(directory / "slurm.conf")}
     with (directory / "log").open("wb") as log:
         daemons = [
-            subprocess.Popen([name, "-D"], env=os.environ | environment, stdout=log, stderr=log, start_new_session=True)
+            subprocess.Popen(
+                [name, "-D"],
+                env=os.environ | environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
             for name in ("slurmctld", "slurmd")
         ]
         try:
@@ -81,7 +91,9 @@ def cluster(directory: Path) -> Iterator[dict[str, str]]:
 def _wait(environment: dict[str, str], log: Path) -> None:
     """Waits until the node takes work."""
     for _ in range(240):
-        told = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True)
+        told = subprocess.run(
+            ["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True
+        )
         if told.stdout.strip() == "idle":
             return
         time.sleep(0.25)

@@ -25,7 +25,9 @@ def test_shuffling_is_a_bijection(size: int, seed: int, epoch: int) -> None:
 
 
 def test_seeds_and_epochs_are_shuffled_differently_and_well() -> None:
-    orders = {(s, e): [shuffled(i, 1000, s, e) for i in range(1000)] for s in (0, 1) for e in (0, 1)}
+    orders = {
+        (s, e): [shuffled(i, 1000, s, e) for i in range(1000)] for s in (0, 1) for e in (0, 1)
+    }
     assert len({tuple(o) for o in orders.values()}) == 4
     for order in orders.values():
         assert sum(a == b for a, b in enumerate(order)) < 10
@@ -56,7 +58,13 @@ def test_runs_that_stop_and_go_on_with_other_ranks_see_the_order_of_one_that_doe
         for _ in range(steps):
             batches = [sampler.next_batch(8) for sampler in ranks]
             part = 8 // world
-            seen.append([n for rank, batch in enumerate(batches) for n in batch[rank * part : (rank + 1) * part]])
+            seen.append(
+                [
+                    n
+                    for rank, batch in enumerate(batches)
+                    for n in batch[rank * part : (rank + 1) * part]
+                ]
+            )
         assert all(sampler.state_dict() == ranks[0].state_dict() for sampler in ranks)
         state = ranks[0].state_dict()
     assert seen == wanted
@@ -94,12 +102,19 @@ def test_the_state_of_another_order_is_refused() -> None:
         Sampler(50, 4).load_state_dict(state)
 
 
-def test_windows_overlap_by_the_one_token_that_is_input_of_one_and_target_of_the_other(tmp_path: Path) -> None:
+def test_windows_overlap_by_the_one_token_that_is_input_of_one_and_target_of_the_other(
+    tmp_path: Path,
+) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(100)))
     prepare([text], tmp_path / "tokens.npy", progress=False)
     tokens = open_tokens(str(tmp_path / "tokens.npy"), 10, 1, 256)
-    assert len(tokens.ids) == 101 and tokens.windows(10) == 10 and tokens.windows(100) == 1 and tokens.windows(101) == 0
+    assert (
+        len(tokens.ids) == 101
+        and tokens.windows(10) == 10
+        and tokens.windows(100) == 1
+        and tokens.windows(101) == 0
+    )
     inputs, targets = tokens.sequences([9, 0], 10)
     assert inputs.tolist() == [list(range(90, 100)), list(range(10))]
     assert targets.tolist() == [[*range(91, 100), 10], list(range(1, 11))]
@@ -117,41 +132,73 @@ def test_prepare_takes_files_and_folders_in_order_and_replaces_as_a_whole(tmp_pa
     assert bytes(np.load(out)) == b"one\ntwo\nthree\n"
     assert about == json.loads((tmp_path / "tokens.npy.json").read_text())
     assert len(about.pop("digest")) == 16
-    assert about == {"tokenizer": "bytes", "tokenizer_fingerprint": "", "vocab_size": 256, "documents": 3, "tokens": 14}
+    assert about == {
+        "tokenizer": "bytes",
+        "tokenizer_fingerprint": "",
+        "vocab_size": 256,
+        "documents": 3,
+        "tokens": 14,
+    }
     before = out.read_bytes()
     with pytest.raises(ConfigError, match="no such file"):
         prepare([tmp_path / "missing"], out, progress=False)
     with pytest.raises(ConfigError, match="cannot load a tokenizer"):
         prepare([folder], out, tmp_path / "corpus", progress=False)
     assert out.read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus", "last.txt", "tokens.npy", "tokens.npy.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "corpus",
+        "last.txt",
+        "tokens.npy",
+        "tokens.npy.json",
+    ]
 
 
 def test_prepare_with_a_tokenizer_gives_its_ids(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    words = {"[UNK]": 0, "<end>": 1, "the": 2, "cat": 3, "sat": 4} | {f"w{i}": 5 + i for i in range(70_000)}
+    words = {"[UNK]": 0, "<end>": 1, "the": 2, "cat": 3, "sat": 4} | {
+        f"w{i}": 5 + i for i in range(70_000)
+    }
     raw = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", unk_token="[UNK]").save_pretrained(tmp_path / "tokenizer")
+    PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<end>", unk_token="[UNK]"
+    ).save_pretrained(tmp_path / "tokenizer")
     text = "the cat sat\n" * 50_000 + "w69999 the"
     (tmp_path / "a.txt").write_text(text)
-    about = prepare([tmp_path / "a.txt"], tmp_path / "tokens.npy", tmp_path / "tokenizer", progress=False)
+    about = prepare(
+        [tmp_path / "a.txt"], tmp_path / "tokens.npy", tmp_path / "tokenizer", progress=False
+    )
     ids = np.load(tmp_path / "tokens.npy")
-    wanted = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")(text, add_special_tokens=False)["input_ids"]
+    wanted = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")(text, add_special_tokens=False)[
+        "input_ids"
+    ]
     assert ids.dtype == np.uint32 and ids.tolist() == [*wanted, 1]
     assert about["vocab_size"] == 70_005 and about["tokens"] == len(ids)
 
 
 def test_the_command_says_what_it_made(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    command = [sys.executable, "-m", "training.data", "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "t.npy")]
+    command = [
+        sys.executable,
+        "-m",
+        "training.data",
+        "prepare",
+        str(tmp_path / "a.txt"),
+        "--out",
+        str(tmp_path / "t.npy"),
+    ]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith(
         "t.npy: 6 tokens of 1 documents, 256 different ids\n"
     )
-    failed = subprocess.run([*command[:4], str(tmp_path / "x"), *command[5:]], capture_output=True, text=True)
-    assert failed.returncode == 1 and failed.stderr == f"training.data: no such file: {tmp_path / 'x'}\n"
+    failed = subprocess.run(
+        [*command[:4], str(tmp_path / "x"), *command[5:]], capture_output=True, text=True
+    )
+    assert (
+        failed.returncode == 1
+        and failed.stderr == f"training.data: no such file: {tmp_path / 'x'}\n"
+    )
 
 
 @pytest.mark.parametrize("cut", [1, 40, 128, 200])
@@ -170,7 +217,9 @@ def test_other_bad_token_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot open .*tokens.npy: No such file"):
         open_tokens(str(out), 10, 1, 256)
     prepare([tmp_path / "a.txt"], out, progress=False)
-    with pytest.raises(ConfigError, match="too short: 101 tokens are 10 sequences of 10, and one batch takes 11"):
+    with pytest.raises(
+        ConfigError, match="too short: 101 tokens are 10 sequences of 10, and one batch takes 11"
+    ):
         open_tokens(str(out), 10, 11, 256)
     with pytest.raises(ConfigError, match="has 256 different ids, the model's vocabulary 100"):
         open_tokens(str(out), 10, 1, 100)

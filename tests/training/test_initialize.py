@@ -1,4 +1,6 @@
-"""First values of models of `transformers`: as transformers itself gives them, which is the oracle here."""
+"""First values of models of `transformers`: as transformers itself gives them, which is the oracle
+here.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,20 @@ from training.initialize import Init
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 64, "n_layer": 8, "n_head": 4, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0},  # scales residual layers
-    "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512},  # the mixer writes all its parts
+    # scales residual layers
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 8,
+        "n_head": 4,
+        "vocab_size": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    # the mixer writes all its parts
+    "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512},
     "opt": SMALL | {"ffn_dim": 128, "word_embed_proj_dim": 64},  # tied
-    "gemma2": SMALL | {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128},  # norms begin at zero; rotary buffers
+    # norms begin at zero; rotary buffers
+    "gemma2": SMALL | {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128},
 }
 
 

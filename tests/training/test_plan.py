@@ -24,18 +24,38 @@ def groups(*overrides: str) -> dict[str, plan.Group]:
 def test_units_hold_every_parameter_once() -> None:
     found = groups()
     block = 4 * 192 * 192 + 3 * 192 * 512 + 2 * 192
-    assert {n: g.numel for n, g in found.items()} == {f"layers.{i}": block for i in range(4)} | {"": 2 * 256 * 192 + 192}
+    assert {n: g.numel for n, g in found.items()} == {f"layers.{i}": block for i in range(4)} | {
+        "": 2 * 256 * 192 + 192
+    }
     assert found["layers.0"].nbytes == 4 * block
-    tied = groups("model.tied_embeddings=true", "precision.param=bfloat16", "precision.overrides.norm=float32")
-    assert (tied[""].numel, tied[""].nbytes, tied["norm"].nbytes) == (256 * 192, 2 * 256 * 192, 4 * 192)
+    tied = groups(
+        "model.tied_embeddings=true", "precision.param=bfloat16", "precision.overrides.norm=float32"
+    )
+    assert (tied[""].numel, tied[""].nbytes, tied["norm"].nbytes) == (
+        256 * 192,
+        2 * 256 * 192,
+        4 * 192,
+    )
 
 
 def test_children_come_before_parents_and_tied_weights_stay_in_the_root() -> None:
-    config = resolve(None, ["fsdp.wrap=classes", "fsdp.wrap_classes=Block,Attention", "fsdp.wrap_embeddings=true", "model.num_layers=1"])
+    config = resolve(
+        None,
+        [
+            "fsdp.wrap=classes",
+            "fsdp.wrap_classes=Block,Attention",
+            "fsdp.wrap_embeddings=true",
+            "model.num_layers=1",
+        ],
+    )
     names = [u.name for u in units_of(models.make(config.model), config)]
     assert names == ["layers.0.attention", "layers.0", "tok_embeddings", "output", ""]
     tied = replace(config, model=replace(config.model, tied_embeddings=True))
-    assert [u.name for u in units_of(models.make(tied.model), tied)] == ["layers.0.attention", "layers.0", ""]
+    assert [u.name for u in units_of(models.make(tied.model), tied)] == [
+        "layers.0.attention",
+        "layers.0",
+        "",
+    ]
 
 
 @pytest.mark.parametrize("least", [1, 50_000, 150_000, 200_000, 500_000, 10**9])
@@ -52,7 +72,9 @@ def test_wrapping_by_size_chooses_what_fsdp1_chooses(least: int) -> None:
             chosen.append(names[id(module)])
             self.module = module
 
-    policy = lambda module, recurse, nonwrapped_numel: size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, least)  # noqa: E731
+    def policy(module: torch.nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, least)
+
     _recursive_wrap(model, policy, Wrapper, set(), set())
     assert ours == set(chosen) - {""}
 
@@ -60,10 +82,19 @@ def test_wrapping_by_size_chooses_what_fsdp1_chooses(least: int) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["fsdp.wrap=classes", "fsdp.wrap_classes=GPT2Block"], "the model has no 'GPT2Block'; it has Attention, Block, Decoder"),
-        (["precision.overrides.head.*=float32"], "precision.overrides.head.*: no module with parameters is called that"),
+        (
+            ["fsdp.wrap=classes", "fsdp.wrap_classes=GPT2Block"],
+            "the model has no 'GPT2Block'; it has Attention, Block, Decoder",
+        ),
+        (
+            ["precision.overrides.head.*=float32"],
+            "precision.overrides.head.*: no module with parameters is called that",
+        ),
         (["model.dim=100"], "model.dim = 100 is not a multiple of 2 x model.num_heads = 6"),
-        (["model.path=/nothing"], "model.path: /nothing holds no causal LM that transformers can make here"),
+        (
+            ["model.path=/nothing"],
+            "model.path: /nothing holds no causal LM that transformers can make here",
+        ),
     ],
 )
 def test_what_the_model_does_not_have_is_named(overrides: list[str], message: str) -> None:
@@ -75,9 +106,18 @@ def test_what_the_model_does_not_have_is_named(overrides: list[str], message: st
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["fsdp.wrap=none"], "only the root is a unit: each rank gathers the whole model at once, 7.1 MiB"),
-        (["fsdp.wrap=classes", "fsdp.wrap_classes=ModuleList"], "layers holds 95% of all parameters"),
-        (["model.vocab_size=8000"], "tok_embeddings and output are in the root unit, which stays gathered"),
+        (
+            ["fsdp.wrap=none"],
+            "only the root is a unit: each rank gathers the whole model at once, 7.1 MiB",
+        ),
+        (
+            ["fsdp.wrap=classes", "fsdp.wrap_classes=ModuleList"],
+            "layers holds 95% of all parameters",
+        ),
+        (
+            ["model.vocab_size=8000"],
+            "tok_embeddings and output are in the root unit, which stays gathered",
+        ),
         (["model.vocab_size=8000", "model.tied_embeddings=true"], "they share their weight"),
         (["fsdp.strategy=NO_SHARD"], "nothing is sharded"),
     ],
@@ -96,7 +136,9 @@ def test_a_good_plan_has_no_warning() -> None:
         assert plan.warnings_of(model, config, plan.groups_of(model, config)) == []
 
 
-def test_the_plan_is_printed_with_like_layers_on_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_is_printed_with_like_layers_on_one_row(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = resolve(None, ["model.num_layers=12", "precision.param=bfloat16"])
     plan.show(config, configuration.check(config, 4, 4))
     shown = capsys.readouterr().out
@@ -135,17 +177,24 @@ def test_what_autograd_keeps_is_counted_as_it_really_is() -> None:
 
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        loss = torch.nn.functional.cross_entropy(
+            model(tokens).flatten(0, 1).float(), tokens.flatten()
+        )
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     real = sum(s.nbytes() for pointer, s in storages.items() if pointer not in own)
     assert loss > 0
     assert sum(expected.blocks) + expected.rest == pytest.approx(real, rel=0.02)
 
 
-def test_estimates_mark_what_fits_and_say_why_a_strategy_is_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimates_mark_what_fits_and_say_why_a_strategy_is_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     estimate.show(resolve(None, ["fsdp.cpu_offload=true"]), 4, 4, 0.001)
     shown = capsys.readouterr().out
-    assert "NO_SHARD: fsdp.cpu_offload needs sharded parameters" in shown and "nothing fits into 0.001 GiB" in shown
+    assert (
+        "NO_SHARD: fsdp.cpu_offload needs sharded parameters" in shown
+        and "nothing fits into 0.001 GiB" in shown
+    )
     estimate.show(resolve(None), 4, 4, 64)
     shown = capsys.readouterr().out
     assert shown.count("fits") == 5 and "HYBRID_SHARD_ZERO2" in shown

@@ -1,8 +1,8 @@
 """PyTorch Distributed Checkpoint: `.metadata` and `.distcp` files.
 
-A `.distcp` is a run of items; each is a complete `torch.save` archive of one chunk or object. `.metadata` says where each
-item lies. A save without collectives leaves one `__{rank}.metadata` per rank instead, each with that rank's view; they are
-joined here, replicas included.
+A `.distcp` is a run of items; each is a complete `torch.save` archive of one chunk or object.
+`.metadata` says where each item lies. A save without collectives leaves one `__{rank}.metadata` per
+rank instead, each with that rank's view; they are joined here, replicas included.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ckpt_tools.core.box import Box
-from ckpt_tools.core.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry, files_of
+from ckpt_tools.core.catalog import (
+    TORCH_ZIP,
+    BytesEntry,
+    Catalog,
+    Chunk,
+    Extent,
+    ManyChunks,
+    TensorEntry,
+    files_of,
+)
 from ckpt_tools.core.dtypes import by_name
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, StorageError, printable
@@ -48,23 +57,37 @@ def recognise(files: Mapping[str, int]) -> bool:
 def read_catalog(store: Store) -> Catalog:
     """Reads `.metadata`, or all of `__{rank}.metadata`; see `Format.read_catalog`."""
     files = store.list_files()
-    names = [".metadata"] if ".metadata" in files else sorted((n for n in files if _RANK_METADATA.fullmatch(n)), key=_metadata_rank)
+    names = (
+        [".metadata"]
+        if ".metadata" in files
+        else sorted((n for n in files if _RANK_METADATA.fullmatch(n)), key=_metadata_rank)
+    )
     is_large = len(names) == 1 and files[names[0]] >= _MANY_BYTES
-    entries, objects, parsed, aside = (_read_many(store, names[0]) if is_large else None) or _read(store, names)
-    items = {fqn: BytesEntry(fqn, extents[0], tuple(extents[1:])) for fqn, extents in objects.items()}
+    entries, objects, parsed, aside = (_read_many(store, names[0]) if is_large else None) or _read(
+        store, names
+    )
+    items = {
+        fqn: BytesEntry(fqn, extents[0], tuple(extents[1:])) for fqn, extents in objects.items()
+    }
     _set_aside(entries, store, aside)
     archives = tuple(extent for extents in aside.archives.values() for extent in extents)
-    used = {file for t in entries.values() for file in files_of(t)} | {e.file for extents in objects.values() for e in extents}
+    used = {file for t in entries.values() for file in files_of(t)} | {
+        e.file for extents in objects.values() for e in extents
+    }
     used |= {extent.file for extent in archives}
-    empty = {file for file, nbytes in files.items() if not nbytes}  # torch's writer leaves one of a rank that saved nothing
-    ranks = {file: int(match[1]) for file in sorted(used | empty) if (match := _DATA_FILE.search(file))}
+    # torch's writer leaves one of a rank that saved nothing
+    empty = {file for file, nbytes in files.items() if not nbytes}
+    ranks = {
+        file: int(match[1]) for file in sorted(used | empty) if (match := _DATA_FILE.search(file))
+    }
     catalog = Catalog(
         NAME,
         entries,
         items,
         {fqn: path for metadata in parsed for fqn, path in metadata.paths.items()},
         _sizes(store, files, used),
-        max([*ranks.values(), *map(_metadata_rank, names), _sealed_world_size(store, files) - 1]) + 1,
+        max([*ranks.values(), *map(_metadata_rank, names), _sealed_world_size(store, files) - 1])
+        + 1,
         ranks,
         parsed[0].extras,
         archives,
@@ -86,14 +109,22 @@ class _Aside:
 
 
 def _set_aside(entries: dict[str, TensorEntry], store: Store, aside: _Aside) -> None:
-    """Takes out tensors of classes that store something else than the elements of their shape, such as torchao's.
+    """Takes out tensors of classes that store something else than the elements of their shape, such
+    as torchao's.
 
     Only an archive that is too short for its elements is looked into.
     """
     for fqn, entry in list(entries.items()):
         if isinstance(entry.chunks, ManyChunks):
             continue
-        short = next((c.extent for c in entry.chunks if c.extent.nbytes < c.box.numel * entry.dtype.itemsize), None)
+        short = next(
+            (
+                c.extent
+                for c in entry.chunks
+                if c.extent.nbytes < c.box.numel * entry.dtype.itemsize
+            ),
+            None,
+        )
         kind = _kind_in(short, store) if short else ""
         if kind:
             aside.add(fqn, kind, entries.pop(fqn).chunks)
@@ -108,12 +139,17 @@ class _Item(MemoryStore):
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         if start < 0 or start + len(buffer) > self._extent.nbytes:
-            raise FormatError(f"an item ends early: byte {start + len(buffer)} of {self._extent.nbytes} ({printable(path)})")
+            raise FormatError(
+                f"an item ends early: byte {start + len(buffer)} of {self._extent.nbytes}"
+                f" ({printable(path)})"
+            )
         self._store.read_into(self._extent.file, self._extent.start + start, buffer)
 
 
 def _kind_in(extent: Extent, store: Store) -> str:
-    """Returns the kind of a tensor that is not read, "" for any other, and for an archive that is damaged."""
+    """Returns the kind of a tensor that is not read, "" for any other, and for an archive that is
+    damaged.
+    """
     others = Others()
     try:
         if not 0 <= extent.start < extent.start + extent.nbytes <= store.size(extent.file):
@@ -128,7 +164,9 @@ _Read = tuple[dict[str, TensorEntry], dict[str, list[Extent]], list[Metadata], _
 
 
 def _read(store: Store, names: Iterable[str]) -> _Read:
-    """Returns tensors, objects with their replicas, what each metadata file says, and the tensors of types that are not read."""
+    """Returns tensors, objects with their replicas, what each metadata file says, and the tensors
+    of types that are not read.
+    """
     parsed = []
     tensors: dict[str, list[Chunk]] = {}
     metas: dict[str, TensorMeta] = {}
@@ -142,19 +180,26 @@ def _read(store: Store, names: Iterable[str]) -> _Read:
             if meta.dtype in _QUANTIZED:
                 aside.add(fqn, f"a quantized tensor, {meta.dtype}", tensors[fqn])
             else:
-                entries[fqn] = TensorEntry(fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, tuple(tensors[fqn]))
+                entries[fqn] = TensorEntry(
+                    fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, tuple(tensors[fqn])
+                )
     return entries, objects, parsed, aside
 
 
 def _read_many(store: Store, name: str) -> _Read | None:
     """The same for very many chunks, as arrays; None where the file is not regular enough."""
-    from ckpt_tools.formats.dcp.metadata_columns import read_bulk  # NumPy takes longer to import than most checkpoints to read
+    # NumPy takes longer to import than most checkpoints to read
+    from ckpt_tools.formats.dcp.metadata_columns import read_bulk
 
     found = read_bulk(read(store, name), name)
     if found is None:
         return None
     metadata, chunks = found
-    objects = {fqn: [Extent(*metadata.places[fqn, None])] for fqn in metadata.objects if (fqn, None) in metadata.places}
+    objects = {
+        fqn: [Extent(*metadata.places[fqn, None])]
+        for fqn in metadata.objects
+        if (fqn, None) in metadata.places
+    }
     if len(objects) < len(metadata.objects):
         return None  # some are lost
     aside, entries = _Aside(), {}
@@ -168,11 +213,14 @@ def _read_many(store: Store, name: str) -> _Read | None:
     return entries, objects, [metadata], aside
 
 
-_BESIDE = {"meta.pt": "Lightning", "common.pt": "Megatron-Core"}  # what these put beside DCP: a file of torch.save
+# what these put beside DCP: a file of torch.save
+_BESIDE = {"meta.pt": "Lightning", "common.pt": "Megatron-Core"}
 
 
 def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalog:
-    """Returns the catalog with the plain values of a file that stands beside DCP: counters, schedulers, arguments."""
+    """Returns the catalog with the plain values of a file that stands beside DCP: counters,
+    schedulers, arguments.
+    """
     made, others = Made(), Others()
     objects, paths = dict(catalog.objects), dict(catalog.paths)
     for path, value, extents in read_leaves(store, name, size, others):
@@ -201,7 +249,9 @@ def _metadata_rank(name: str) -> int:
 
 
 def _sizes(store: Store, files: Mapping[str, int], used: Iterable[str]) -> dict[str, int]:
-    """Returns the sizes of the data files that exist; those in folders of their own are looked up one by one."""
+    """Returns the sizes of the data files that exist; those in folders of their own are looked up
+    one by one.
+    """
     sizes = {}
     for file in used:
         try:
@@ -213,7 +263,9 @@ def _sizes(store: Store, files: Mapping[str, int], used: Iterable[str]) -> dict[
 
 
 def _sealed_world_size(store: Store, files: Mapping[str, int]) -> int:
-    """Returns the number of ranks that a manifest of ours gives (some may have saved nothing), 0 where there is none."""
+    """Returns the number of ranks that a manifest of ours gives (some may have saved nothing), 0
+    where there is none.
+    """
     names = [name for name in files if _MANIFEST.fullmatch(name)]
     if len(names) != 1:
         return 0
@@ -221,13 +273,18 @@ def _sealed_world_size(store: Store, files: Mapping[str, int]) -> int:
         world_size = json.loads(read(store, names[0]))["world_size"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise FormatError(
-            f"a manifest is malformed: {printable(str(error))} ({names[0]})", hint="remove it to read the checkpoint without"
+            f"a manifest is malformed: {printable(str(error))} ({names[0]})",
+            hint="remove it to read the checkpoint without",
         ) from error
     return world_size if type(world_size) is int else 0
 
 
 def _collect(
-    metadata: Metadata, where: str, tensors: dict[str, list[Chunk]], metas: dict[str, TensorMeta], objects: dict[str, list[Extent]]
+    metadata: Metadata,
+    where: str,
+    tensors: dict[str, list[Chunk]],
+    metas: dict[str, TensorMeta],
+    objects: dict[str, list[Extent]],
 ) -> None:
     """Adds one metadata file's entries to those of the ranks before it."""
     lost: list[str] = []
@@ -235,8 +292,8 @@ def _collect(
         known = metas.setdefault(fqn, meta)
         if (known.dtype, known.shape) != (meta.dtype, meta.shape):
             raise FormatError(
-                f"ranks disagree about a tensor: {known.dtype} {list(known.shape)} and {meta.dtype} {list(meta.shape)}"
-                f" ({where}, {printable(fqn)!r})"
+                f"ranks disagree about a tensor: {known.dtype} {list(known.shape)} and {meta.dtype}"
+                f" {list(meta.shape)} ({where}, {printable(fqn)!r})"
             )
         chunks = tensors.setdefault(fqn, [])
         for box in meta.boxes:
@@ -253,8 +310,12 @@ def _collect(
             objects.setdefault(fqn, []).append(Extent(*place))
     if lost:
         raise CatalogError(
-            f"{where} lists {len(lost)} chunks that it gives no place for: " + ", ".join(repr(printable(f)) for f in lost[:8]),
-            hint="torch's writer lost them when one of its threads failed (pytorch issue 191391); take an older checkpoint",
+            f"{where} lists {len(lost)} chunks that it gives no place for: "
+            + ", ".join(repr(printable(f)) for f in lost[:8]),
+            hint=(
+                "torch's writer lost them when one of its threads failed (pytorch issue 191391);"
+                " take an older checkpoint"
+            ),
         )
 
 
@@ -267,32 +328,50 @@ def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Exte
         for tensor in tensors if len(tensors) > 1 else ():
             locate(store, [tensor])  # raises by name
         if len(tensors) == 1:
-            hint = "; ".join(filter(None, (error.hint, "merge, convert and diff leave it out with --exclude GLOB")))
-            raise type(error)(f"{printable(tensors[0].fqn)!r}: {error.args[0]}", hint=hint) from error
+            hint = "; ".join(
+                filter(
+                    None, (error.hint, "merge, convert and diff leave it out with --exclude GLOB")
+                )
+            )
+            raise type(error)(
+                f"{printable(tensors[0].fqn)!r}: {error.args[0]}", hint=hint
+            ) from error
         raise
 
 
 def _locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
     same: dict[tuple[int, ...], tuple[int, ...]] = {}  # a million chunks have few sizes
     with no_gc():
-        packed = ((box.sizes, extent, t.dtype) for t in tensors for box, extent in t.chunks if extent.packing == TORCH_ZIP)
-        items = [torch_zip.Item(extent, dtype, same.setdefault(sizes, sizes)) for sizes, extent, dtype in packed]
+        packed = (
+            (box.sizes, extent, t.dtype)
+            for t in tensors
+            for box, extent in t.chunks
+            if extent.packing == TORCH_ZIP
+        )
+        items = [
+            torch_zip.Item(extent, dtype, same.setdefault(sizes, sizes))
+            for sizes, extent, dtype in packed
+        ]
         return dict(torch_zip.locate(store, items))
 
 
 def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-    """An archive of about the length that torch gives it has its payload where torch puts it; see `Format.guess`."""
+    """An archive of about the length that torch gives it has its payload where torch puts it; see
+    `Format.guess`.
+    """
     found = {}
     for tensor in tensors:
         for box, extent in tensor.chunks:
             wrapping = wrap(tensor.dtype, box.sizes)
             more = extent.nbytes - len(wrapping.prefix) - wrapping.nbytes - wrapping.suffix_nbytes
             if extent.packing == TORCH_ZIP and 0 <= more < _MAX_MORE_BYTES:
-                found[extent] = Extent(extent.file, extent.start + len(wrapping.prefix), wrapping.nbytes)
+                found[extent] = Extent(
+                    extent.file, extent.start + len(wrapping.prefix), wrapping.nbytes
+                )
     return found
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 class DataFile:
@@ -315,13 +394,17 @@ class DataFile:
         data = start + len(wrapping.prefix)
         after = data + wrapping.nbytes
         self.literals.append(Literal(self.name, start, wrapping.prefix))
-        self.trailers.append(Trailer(self.name, after, wrapping.suffix_nbytes, data, wrapping.render_suffix))
+        self.trailers.append(
+            Trailer(self.name, after, wrapping.suffix_nbytes, data, wrapping.render_suffix)
+        )
         self.nbytes = after + wrapping.suffix_nbytes
         return Slot(box, self.name, data), Place(self.name, start, self.nbytes - start)
 
 
 def is_data_file(name: str) -> bool:
-    """Tells whether a name is one that torch, or this tool, gives to a data file, or to the metadata of one rank."""
+    """Tells whether a name is one that torch, or this tool, gives to a data file, or to the
+    metadata of one rank.
+    """
     return _DATA_FILE.fullmatch(name) is not None or _RANK_METADATA.fullmatch(name) is not None
 
 
@@ -332,7 +415,9 @@ def data_file_name(rank: int) -> str:
 
 @no_gc()
 def lay_out(request: Request) -> Target:
-    """Lays one `.distcp` a rank out, objects on rank 0, and `.metadata` as the index; see `Format.lay_out`."""
+    """Lays one `.distcp` a rank out, objects on rank 0, and `.metadata` as the index; see
+    `Format.lay_out`.
+    """
     files = [DataFile(request.name(data_file_name(rank))) for rank in range(request.world_size)]
     names = {*request.objects, *(tensor.fqn for tensor in request.tensors)}
     metadata = Metadata(
@@ -347,12 +432,17 @@ def lay_out(request: Request) -> Target:
         placed = []
         for rank, box in enumerate(tensor.boxes):
             if box is not None:
-                slot, metadata.places[tensor.fqn, box.offsets] = files[rank].add_chunk(box, wrap(tensor.dtype, box.sizes))
+                slot, metadata.places[tensor.fqn, box.offsets] = files[rank].add_chunk(
+                    box, wrap(tensor.dtype, box.sizes)
+                )
                 placed.append(slot)
         slots[tensor.fqn] = tuple(placed)
-        metadata.tensors[tensor.fqn] = TensorMeta(tensor.dtype.name, tensor.shape, [b for b in tensor.boxes if b is not None])
+        metadata.tensors[tensor.fqn] = TensorMeta(
+            tensor.dtype.name, tensor.shape, [b for b in tensor.boxes if b is not None]
+        )
     used = [f for f in files if f.nbytes]
-    save_id = str(uuid.uuid5(uuid.NAMESPACE_OID, repr([(f.name, f.nbytes) for f in used])))  # so that a second run gives the same bytes
+    # so that a second run gives the same bytes
+    save_id = str(uuid.uuid5(uuid.NAMESPACE_OID, repr([(f.name, f.nbytes) for f in used])))
     return Target(
         NAME,
         {f.name: f.nbytes for f in used},

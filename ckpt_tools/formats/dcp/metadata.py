@@ -1,9 +1,11 @@
 """DCP's `.metadata`: a pickle of dataclasses, read and written without torch.
 
-Reading puts inert classes of our own in the place of torch's. Writing emits the opcodes that torch's pickler would, so
-that `pickle.load` there builds the very objects; memory and time are a join of bytes.
+Reading puts inert classes of our own in the place of torch's. Writing emits the opcodes that
+torch's pickler would, so that `pickle.load` there builds the very objects; memory and time are a
+join of bytes.
 
-Source: torch 2.13 `torch/distributed/checkpoint/metadata.py`, `filesystem.py`; confirmed on files that it wrote.
+Source: torch 2.13 `torch/distributed/checkpoint/metadata.py`, `filesystem.py`; confirmed on files
+that it wrote.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Place(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Stands for chunks, or for places in the dict of them, which were read otherwise: see `dcp_bulk`."""
+    """Stands for chunks, or for places in the dict of them, which were read otherwise: see
+    `dcp_bulk`.
+    """
 
     start: int
     stop: int
@@ -66,25 +70,45 @@ class Metadata:
     extras: dict[str, str] = field(default_factory=dict)
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
     """Returns the allow-list with fresh inert classes, and those classes by name."""
-    names = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")
+    names = (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+    )
     stubs: dict[str, type] = {name: type(name, (), {}) for name in (*names, "_StorageInfo")}
-    stubs["TensorProperties"] = type("TensorProperties", (), {"__setstate__": lambda self, state: setattr(self, "state", state)})
+    stubs["TensorProperties"] = type(
+        "TensorProperties", (), {"__setstate__": lambda self, state: setattr(self, "state", state)}
+    )
     allowed: dict[tuple[str, str], Any] = {(METADATA, name): stub for name, stub in stubs.items()}
     allowed[FILESYSTEM, "_StorageInfo"] = stubs["_StorageInfo"]
     allowed[_OLD_METADATA, "TensorProperties"] = stubs["TensorProperties"]
-    for module, name in ((METADATA, "_MEM_FORMAT_ENCODING"), (_OLD_METADATA, "MEM_FORMAT_ENCODING")):
+    for module, name in (
+        (METADATA, "_MEM_FORMAT_ENCODING"),
+        (_OLD_METADATA, "MEM_FORMAT_ENCODING"),
+    ):
         allowed[module, name] = lambda value: value
-    for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):  # Megatron keeps its plans; not needed
+    # Megatron keeps its plans; not needed
+    for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):
         allowed[_PLANNER, name] = type(name, (), {"__init__": lambda *_: None})
     allowed["torch", "Size"] = tuple
     allowed["torch.serialization", "_get_layout"] = lambda name: name
     for module in ("pathlib", "pathlib._local"):
-        for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
+        for name in (
+            "Path",
+            "PosixPath",
+            "WindowsPath",
+            "PurePath",
+            "PurePosixPath",
+            "PureWindowsPath",
+        ):
             allowed[module, name] = lambda *parts: "/".join(parts)
     allowed.update({("torch", name): name for name in _DTYPES})
     return allowed, stubs
@@ -96,7 +120,8 @@ def parse(data: bytes, where: str, runs: Sequence[Run] = ()) -> Metadata:
     Args:
         data: the pickle.
         where: names it in messages.
-        runs: what stands for persistent ids in it, among the boxes of tensors and, left out of the result, among the places.
+        runs: what stands for persistent ids in it, among the boxes of tensors and, left out of the
+            result, among the places.
 
     Raises:
         UnsafePickleError: it names a global that DCP's metadata does not need.
@@ -128,7 +153,10 @@ class _Reader:
         self.lists: dict[int, str] = {}
 
     def fail(self, what: str, got: object) -> FormatError:
-        return FormatError(f"malformed DCP metadata: expected {what}, got {printable(repr(type(got).__name__))} ({self.where})")
+        return FormatError(
+            f"malformed DCP metadata: expected {what}, got {printable(repr(type(got).__name__))}"
+            f" ({self.where})"
+        )
 
     def expect(self, value: object, name: str) -> dict[str, Any]:
         if not isinstance(value, self.stubs[name]):
@@ -168,11 +196,15 @@ class _Reader:
         if type(state) is not tuple or len(state) < 2:
             raise self.fail("tensor properties", state)
         if state[1] != "torch.strided":
-            raise FormatError(f"unsupported layout: expected torch.strided, got {brief(state[1])} ({self.where}, {printable(fqn)!r})")
+            raise FormatError(
+                f"unsupported layout: expected torch.strided, got {brief(state[1])} ({self.where},"
+                f" {printable(fqn)!r})"
+            )
         chunks = fields.get("chunks")
         if not isinstance(chunks, list):
             raise self.fail("a list of chunks", chunks)
-        if chunks and self.lists.setdefault(id(chunks), fqn) != fqn:  # a few bytes each would stand for all of them
+        # a few bytes each would stand for all of them
+        if chunks and self.lists.setdefault(id(chunks), fqn) != fqn:
             both = f"{printable(self.lists[id(chunks)])!r} and {printable(fqn)!r}"
             raise FormatError(f"two tensors share one list of chunks: {both} ({self.where})")
         boxes: list[Any] = []
@@ -183,10 +215,14 @@ class _Reader:
                 continue
             if not isinstance(chunk, chunk_type):
                 raise self.fail("a ChunkStorageMetadata", chunk)
-            boxes.append(Box(ints(chunk.__dict__.get("offsets")), ints(chunk.__dict__.get("sizes"))))
+            boxes.append(
+                Box(ints(chunk.__dict__.get("offsets")), ints(chunk.__dict__.get("sizes")))
+            )
         shape = ints(fields.get("size"))
         if any(size < 0 for size in shape):
-            raise FormatError(f"a tensor has a negative size: {list(shape)} ({self.where}, {printable(fqn)!r})")
+            raise FormatError(
+                f"a tensor has a negative size: {list(shape)} ({self.where}, {printable(fqn)!r})"
+            )
         return TensorMeta(self.text(state[0]), shape, boxes)
 
     def places(self, root: Any, result: Metadata) -> None:
@@ -202,7 +238,10 @@ class _Reader:
             key, at = index.__dict__, info.__dict__
             if how := at.get("transform_descriptors"):
                 names = ", ".join(map(brief, how[:8])) if isinstance(how, list) else brief(how)
-                raise FormatError(f"an item is compressed or transformed, which is not supported yet: {names} ({self.where})")
+                raise FormatError(
+                    f"an item is compressed or transformed, which is not supported yet: {names}"
+                    f" ({self.where})"
+                )
             fqn, offset = self.text(key.get("fqn")), key.get("offset")
             start, nbytes = self.ints((at.get("offset"), at.get("length")))
             place = Place(self.text(at.get("relative_path")), start, nbytes)
@@ -216,15 +255,25 @@ class _Reader:
             result.extras["dcp_version"] = version
         meta = root.__dict__.get("storage_meta")
         if isinstance(meta, self.stubs["StorageMeta"]):
-            result.extras.update({k: v for k, v in meta.__dict__.items() if k in ("save_id", "checkpoint_id") and isinstance(v, str)})
+            result.extras.update(
+                {
+                    k: v
+                    for k, v in meta.__dict__.items()
+                    if k in ("save_id", "checkpoint_id") and isinstance(v, str)
+                }
+            )
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def _text(value: str) -> bytes:
     raw = value.encode("utf-8", "surrogatepass")
-    return b"\x8c" + bytes([len(raw)]) + raw if len(raw) < 256 else b"X" + struct.pack("<I", len(raw)) + raw
+    return (
+        b"\x8c" + bytes([len(raw)]) + raw
+        if len(raw) < 256
+        else b"X" + struct.pack("<I", len(raw)) + raw
+    )
 
 
 _common = functools.lru_cache(maxsize=1 << 14)(integer)  # numbers that recur from tensor to tensor
@@ -236,7 +285,8 @@ class _Emitter:
     def __init__(self, memo: Mapping[object, bytes] | None = None) -> None:
         self.parts: list[bytes] = []
         self.put = self.parts.append
-        self.files: list[tuple[int, str]] = []  # names that are filled in last, and before which part
+        # names that are filled in last, and before which part
+        self.files: list[tuple[int, str]] = []
         self._memo: dict[object, bytes] = dict(memo or {})
         self._again: dict[object, bytes] = {}
 
@@ -246,7 +296,9 @@ class _Emitter:
         return self._memo
 
     def once(self, key: object, make: Callable[[], bytes]) -> bytes:
-        """Returns opcodes that push a value: `make()` and a memo slot the first time, a look-up of the slot from then on."""
+        """Returns opcodes that push a value: `make()` and a memo slot the first time, a look-up of
+        the slot from then on.
+        """
         known = self._memo.get(key)
         if known is not None:
             return known
@@ -256,7 +308,9 @@ class _Emitter:
         return made
 
     def again(self, key: object, make: Callable[[], bytes]) -> bytes:
-        """Returns what `make` gives, which from the second time on is the same: all in it has been pushed once."""
+        """Returns what `make` gives, which from the second time on is the same: all in it has been
+        pushed once.
+        """
         known = self._again.get(key)
         if known is None:
             made, self._again[key] = make(), make()
@@ -284,7 +338,11 @@ class _Emitter:
 
     def glob(self, module: str, name: str) -> bytes:
         known = self._memo.get((module, name))
-        return known if known is not None else self.once((module, name), lambda: _text(module) + _text(name) + b"\x93")
+        return (
+            known
+            if known is not None
+            else self.once((module, name), lambda: _text(module) + _text(name) + b"\x93")
+        )
 
     def new(self, module: str, name: str) -> bytes:
         return self.glob(module, name) + b")\x81"
@@ -292,20 +350,29 @@ class _Emitter:
     def size(self, dims: Sequence[int]) -> bytes:
         body = b"".join(map(_common, dims))
         close = (b")", b"\x85", b"\x86", b"\x87")[len(dims)] if len(dims) < 4 else b"t"
-        return self.glob("torch", "Size") + (b"(" if len(dims) > 3 else b"") + body + close + b"\x85R"
+        return (
+            self.glob("torch", "Size") + (b"(" if len(dims) > 3 else b"") + body + close + b"\x85R"
+        )
 
 
 class Template:
-    """`.metadata` but for what changes from one save to the next: the places of objects, and the id of the save.
+    """`.metadata` but for what changes from one save to the next: the places of objects, and the id
+    of the save.
 
-    The objects and the order of their fields are what torch would write. `checkpoint_id` is left empty: torch stores the
-    absolute path of the training host there, which is nobody's business.
+    The objects and the order of their fields are what torch would write. `checkpoint_id` is left
+    empty: torch stores the absolute path of the training host there, which is nobody's business.
     """
 
     def __init__(self, metadata: Metadata) -> None:
         """Renders all that stays the same; `metadata.places` may lack the objects'."""
         out = _Emitter()
-        out.put(b"\x80\x04" + out.new(METADATA, "Metadata") + b"}(" + out.name("state_dict_metadata") + b"}(")
+        out.put(
+            b"\x80\x04"
+            + out.new(METADATA, "Metadata")
+            + b"}("
+            + out.name("state_dict_metadata")
+            + b"}("
+        )
         for fqn, tensor in metadata.tensors.items():
             out.put(out.name(fqn))
             _emit_tensor(out, tensor)
@@ -316,15 +383,25 @@ class Template:
             keys = b"".join(out.name(k) if isinstance(k, str) else integer(k) for k in path)
             out.put(out.name(fqn) + b"(" + keys + b"t")
         out.put(b"u" + out.name("storage_data") + b"}(")
-        numbers = {fqn: {box.offsets: i for i, box in enumerate(t.boxes)} for fqn, t in metadata.tensors.items()}
+        numbers = {
+            fqn: {box.offsets: i for i, box in enumerate(t.boxes)}
+            for fqn, t in metadata.tensors.items()
+        }
         for (fqn, offset), place in metadata.places.items():
             if offset is not None:
                 _emit_place(out, fqn, offset, numbers[fqn][offset], place)
         self._memo, ends = out.memo, [number for number, _ in out.files]
-        self._files = [(2 * i + 1, value) for i, (_, value) in enumerate(out.files)]  # a part before each name, and one after it
-        self._parts = [p for a, b in zip([0, *ends], [*ends, len(out.parts)], strict=True) for p in (b"".join(out.parts[a:b]), b"")][:-1]
+        # a part before each name, and one after it
+        self._files = [(2 * i + 1, value) for i, (_, value) in enumerate(out.files)]
+        self._parts = [
+            p
+            for a, b in zip([0, *ends], [*ends, len(out.parts)], strict=True)
+            for p in (b"".join(out.parts[a:b]), b"")
+        ][:-1]
 
-    def render(self, objects: Mapping[str, Place], save_id: str, name: Callable[[str], str] = str) -> bytes:
+    def render(
+        self, objects: Mapping[str, Place], save_id: str, name: Callable[[str], str] = str
+    ) -> bytes:
         """Returns the whole file; `name` gives the names under which data files lie."""
         out = _Emitter(self._memo)
         out.parts += self._parts
@@ -333,34 +410,74 @@ class Template:
             _emit_place(out, fqn, None, None, place)
         out.put(b"u" + out.name("storage_meta") + out.new(METADATA, "StorageMeta") + b"}(")
         out.put(out.name("checkpoint_id") + _text("") + out.name("save_id") + _text(save_id))
-        out.put(out.name("load_id") + b"N" + out.name("modules") + b"]ub" + out.name("version") + _text("1.0.0") + b"ub.")
+        out.put(
+            out.name("load_id")
+            + b"N"
+            + out.name("modules")
+            + b"]ub"
+            + out.name("version")
+            + _text("1.0.0")
+            + b"ub."
+        )
         return out.filled(name)
 
 
 def render(metadata: Metadata, save_id: str) -> bytes:
     """Returns the `.metadata` that torch would write; see `Template`."""
-    return Template(metadata).render({fqn: place for (fqn, offset), place in metadata.places.items() if offset is None}, save_id)
+    return Template(metadata).render(
+        {fqn: place for (fqn, offset), place in metadata.places.items() if offset is None}, save_id
+    )
 
 
 def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
-    out.put(out.new(METADATA, "TensorStorageMetadata") + b"}(" + out.name("properties") + out.new(METADATA, "TensorProperties") + b"(")
+    out.put(
+        out.new(METADATA, "TensorStorageMetadata")
+        + b"}("
+        + out.name("properties")
+        + out.new(METADATA, "TensorProperties")
+        + b"("
+    )
     out.put(out.glob("torch", tensor.dtype))
-    out.put(out.once(0, lambda: out.glob("torch.serialization", "_get_layout") + _text("torch.strided") + b"\x85R"))
-    out.put(b"\x89" + out.once(1, lambda: out.glob(METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R") + b"\x89tb")
+    out.put(
+        out.once(
+            0,
+            lambda: (
+                out.glob("torch.serialization", "_get_layout") + _text("torch.strided") + b"\x85R"
+            ),
+        )
+    )
+    out.put(
+        b"\x89"
+        + out.once(1, lambda: out.glob(METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R")
+        + b"\x89tb"
+    )
     out.put(out.name("size") + out.size(tensor.shape) + out.name("chunks") + b"](")
     for offsets, sizes in tensor.boxes:
-        head = out.again("chunk", lambda: out.new(METADATA, "ChunkStorageMetadata") + b"}(" + out.name("offsets"))
+        head = out.again(
+            "chunk", lambda: out.new(METADATA, "ChunkStorageMetadata") + b"}(" + out.name("offsets")
+        )
         out.put(head + out.size(offsets) + out.again("sizes", lambda: out.name("sizes")))
         out.put(out.again(sizes, lambda: out.size(sizes) + b"ub"))  # noqa: B023  (made at once)
     out.put(b"eub")
 
 
-def _emit_place(out: _Emitter, fqn: str, offset: tuple[int, ...] | None, number: int | None, place: Place) -> None:
-    head = out.again(("index", fqn), lambda: out.new(METADATA, "MetadataIndex") + b"}(" + out.name("fqn") + out.name(fqn))
+def _emit_place(
+    out: _Emitter, fqn: str, offset: tuple[int, ...] | None, number: int | None, place: Place
+) -> None:
+    head = out.again(
+        ("index", fqn),
+        lambda: out.new(METADATA, "MetadataIndex") + b"}(" + out.name("fqn") + out.name(fqn),
+    )
     if offset is not None and number is not None:
         head += out.again("number", lambda: out.name("index")) + _common(number)
         head += out.again("offset", lambda: out.name("offset")) + out.size(offset)
-    out.put(head + out.again("info", lambda: b"ub" + out.new(FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path")))
+    out.put(
+        head
+        + out.again(
+            "info",
+            lambda: b"ub" + out.new(FILESYSTEM, "_StorageInfo") + b"}(" + out.name("relative_path"),
+        )
+    )
     out.file(place.file)
     start = out.again("offset", lambda: out.name("offset")) + integer(place.start)
     out.put(start + out.again("length", lambda: out.name("length")) + _common(place.nbytes) + b"ub")

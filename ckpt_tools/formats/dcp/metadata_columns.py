@@ -1,7 +1,9 @@
-"""A `.metadata` of very many chunks, read as arrays: what `dcp_metadata` reads one by one, in a fraction of its time and memory.
+"""A `.metadata` of very many chunks, read as arrays: what `dcp_metadata` reads one by one, in a
+fraction of its time and memory.
 
-Chunks in a list and places in a dict stand in runs; `phrases` turns those into columns, and the rest goes through
-`dcp_metadata`, which gives them back at the right tensors. What is odd about a file is left to the usual way, messages included.
+Chunks in a list and places in a dict stand in runs; `phrases` turns those into columns, and the
+rest goes through `dcp_metadata`, which gives them back at the right tensors. What is odd about a
+file is left to the usual way, messages included.
 """
 
 from __future__ import annotations
@@ -18,9 +20,23 @@ from ckpt_tools.core.catalog import TORCH_ZIP
 from ckpt_tools.core.chunk_table import Chunks
 from ckpt_tools.errors import FormatError
 from ckpt_tools.formats.dcp.metadata import FILESYSTEM, METADATA, Metadata, Place, Run, parse
-from ckpt_tools.formats.dcp.pickle_runs import Argument, Ints, Irregular, Kind, Rest, Window, size_of, unframed, windows
+from ckpt_tools.formats.dcp.pickle_runs import (
+    Argument,
+    Ints,
+    Irregular,
+    Kind,
+    Rest,
+    Window,
+    size_of,
+    unframed,
+    windows,
+)
 
-_CHUNK, _INDEX, _INFO = (METADATA, "ChunkStorageMetadata"), (METADATA, "MetadataIndex"), (FILESYSTEM, "_StorageInfo")
+_CHUNK, _INDEX, _INFO = (
+    (METADATA, "ChunkStorageMetadata"),
+    (METADATA, "MetadataIndex"),
+    (FILESYSTEM, "_StorageInfo"),
+)
 _CLASSES = (_CHUNK, _INDEX, _INFO)
 _MAX_KEY = 1 << 62
 _MAX_DIMS = 16
@@ -28,10 +44,12 @@ _LEAST = 4  # objects of a run; fewer stay where they are
 
 
 def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, Chunks]] | None:
-    """Returns what a `.metadata` says, with the chunks of tensors beside; `boxes` and `places` there are those of objects only.
+    """Returns what a `.metadata` says, with the chunks of tensors beside; `boxes` and `places`
+    there are those of objects only.
 
     Returns:
-        None where it is not as regular as what torch and this tool write, or wrong: then `dcp_metadata.parse` has the word.
+        None where it is not as regular as what torch and this tool write, or wrong: then
+        `dcp_metadata.parse` has the word.
     """
     try:
         plain = unframed(data)
@@ -80,7 +98,8 @@ class _Runs:
         self.places = _Columns("ndim", "offsets", "fqn", "file", "start", "nbytes")
         self.strings: dict[str, int] = {}
         self._num_chunks = self._num_places = 0
-        self._texts: list[tuple[Ints, Ints]] = []  # what is remembered: indices in the memo, in order, and which string
+        # what is remembered: indices in the memo, in order, and which string
+        self._texts: list[tuple[Ints, Ints]] = []
 
     def take(self, window: Window, rest: Rest) -> None:
         """Takes a window's runs out of the rest."""
@@ -111,7 +130,9 @@ class _Runs:
             self.runs.append(run)
         self._extract(window, rest.names, bases, _ranges(chunks, 1), _ranges(indices, 2))
 
-    def _extract(self, window: Window, names: Mapping[int, object], bases: Ints, chunks: Ints, indices: Ints) -> None:
+    def _extract(
+        self, window: Window, names: Mapping[int, object], bases: Ints, chunks: Ints, indices: Ints
+    ) -> None:
         """Reads the columns of a window: of chunks, and of pairs of an index and a place."""
         numbers = np.full(len(bases), -1, np.int64)  # which chunk, or which pair
         numbers[chunks] = np.arange(len(chunks))
@@ -119,7 +140,8 @@ class _Runs:
         expected = np.zeros(len(bases), np.int8)
         expected[chunks], expected[indices], expected[indices + 1] = 1, 2, 3
         tables = {1: _Table(len(chunks)), 2: _Table(len(indices)), 3: _Table(len(indices))}
-        seen: list[tuple[_Rows, str, Ints]] = []  # texts that were seen before: rows, column, indices in the memo
+        # texts that were seen before: rows, column, indices in the memo
+        seen: list[tuple[_Rows, str, Ints]] = []
         texts: list[tuple[Ints, Ints]] = []
         for kind in window.kinds:
             is_mine = numbers[kind.numbers] >= 0
@@ -137,14 +159,24 @@ class _Runs:
                 if name in ("fqn", "relative_path") and isinstance(value, Argument):
                     self._put_text(row, str(name), value, bases, seen, texts)
                 else:
-                    row.put(name, value, is_size=name in ("offsets", "sizes") or (name == "offset" and which == 2))
+                    row.put(
+                        name,
+                        value,
+                        is_size=name in ("offsets", "sizes") or (name == "offset" and which == 2),
+                    )
         self._texts += texts
         for row, name, found in seen:
             row.table.put(name, row.at, self._look_up(found, names))
         self._add(tables)
 
     def _put_text(
-        self, row: _Rows, name: str, value: Argument, bases: Ints, seen: list[tuple[_Rows, str, Ints]], texts: list[tuple[Ints, Ints]]
+        self,
+        row: _Rows,
+        name: str,
+        value: Argument,
+        bases: Ints,
+        seen: list[tuple[_Rows, str, Ints]],
+        texts: list[tuple[Ints, Ints]],
     ) -> None:
         if value.opcode in "hj":
             seen.append((row, name, row.kind.indices(value)))
@@ -152,7 +184,9 @@ class _Runs:
         if value.opcode != "\x8c":
             raise Irregular
         found, which = row.kind.texts(value)
-        strings = np.array([self.strings.setdefault(text, len(self.strings)) for text in found], np.int64)[which]
+        strings = np.array(
+            [self.strings.setdefault(text, len(self.strings)) for text in found], np.int64
+        )[which]
         row.table.put(name, row.at, strings)
         if value.memo >= 0:
             texts.append((bases[row.kind.numbers] + value.memo, strings))
@@ -181,12 +215,20 @@ class _Runs:
         if chunk.num_rows:
             if (chunk.column("offsets.ndim") != chunk.column("sizes.ndim")).any():
                 raise Irregular
-            self.chunks.add(ndim=chunk.column("sizes.ndim"), offsets=chunk.column("offsets"), sizes=chunk.column("sizes"))
+            self.chunks.add(
+                ndim=chunk.column("sizes.ndim"),
+                offsets=chunk.column("offsets"),
+                sizes=chunk.column("sizes"),
+            )
         if index.num_rows:
             self.places.add(
-                ndim=index.column("offset.ndim"), offsets=index.column("offset"), fqn=index.column("fqn"),
-                file=info.column("relative_path"), start=info.column("offset"), nbytes=info.column("length"),
-            )  # fmt: skip
+                ndim=index.column("offset.ndim"),
+                offsets=index.column("offset"),
+                fqn=index.column("fqn"),
+                file=info.column("relative_path"),
+                start=info.column("offset"),
+                nbytes=info.column("length"),
+            )
 
 
 def _class(window: Window, number: int, rest: Rest) -> object:
@@ -210,7 +252,9 @@ class _Table:
     def put_dims(self, name: str, at: Ints, dims: Sequence[Ints]) -> None:
         column = self._columns.setdefault(name, np.zeros((self.num_rows, 0), np.int64))
         if column.shape[1] < len(dims):
-            column = self._columns[name] = np.pad(column, ((0, 0), (0, len(dims) - column.shape[1])))
+            column = self._columns[name] = np.pad(
+                column, ((0, 0), (0, len(dims) - column.shape[1]))
+            )
         for dim, values in enumerate(dims):
             column[at, dim] = values
         self._filled[name] = self._filled.get(name, 0) + len(at)
@@ -249,17 +293,28 @@ class _Rows(NamedTuple):
         numbers: Sequence[object] = ()
         if value is not None:
             numbers = size_of(value)
-            if self.names.get(self.kind.shape.index(value.function)) != ("torch", "Size") or len(numbers) > _MAX_DIMS:
+            if (
+                self.names.get(self.kind.shape.index(value.function)) != ("torch", "Size")
+                or len(numbers) > _MAX_DIMS
+            ):
                 raise Irregular
-        self.table.put(f"{name}.ndim", self.at, np.full(len(self.at), -1 if value is None else len(numbers), np.int64))
+        self.table.put(
+            f"{name}.ndim",
+            self.at,
+            np.full(len(self.at), -1 if value is None else len(numbers), np.int64),
+        )
         self.table.put_dims(name, self.at, [self.kind.ints(number) for number in numbers])
 
 
 def _ranges(spans: Sequence[tuple[int, int]], step: int) -> Ints:
-    return np.concatenate([np.arange(first, last, step) for first, last in spans]) if spans else np.zeros(0, np.int64)
+    return (
+        np.concatenate([np.arange(first, last, step) for first, last in spans])
+        if spans
+        else np.zeros(0, np.int64)
+    )
 
 
-# ---- chunks and places become one -----------------------------------------------------------------------------------------
+# ---- chunks and places become one ----------------------------------------------------------------
 
 
 class _Keys(NamedTuple):
@@ -277,7 +332,9 @@ class _Keys(NamedTuple):
         fits = (tensor >= 0) & (ndim == self.ndim[tensor]) & (offsets[:, width:] == 0).all(axis=1)
         offsets = offsets[:, :width]
         fits &= ((offsets >= 0) & (offsets <= self.shapes[tensor])).all(axis=1)
-        keys = self.base[tensor] + (np.where(fits[:, None], offsets, 0) * self.strides[tensor]).sum(axis=1)
+        keys = self.base[tensor] + (np.where(fits[:, None], offsets, 0) * self.strides[tensor]).sum(
+            axis=1
+        )
         return np.where(fits, keys, -1)
 
 
@@ -308,7 +365,9 @@ def _join(metadata: Metadata, found: _Runs) -> dict[str, Chunks]:
     single = [(k, p) for k, p in metadata.places.items() if k[0] in tensor_of and k[1] is not None]
     metadata.places = {k: p for k, p in metadata.places.items() if k[1] is None}
     files = dict[str, int]()
-    place_keys, place_files, starts, nbytes = _all_places(found, keys, tensor_of, single, files, metadata)
+    place_keys, place_files, starts, nbytes = _all_places(
+        found, keys, tensor_of, single, files, metadata
+    )
     order = np.argsort(place_keys, kind="stable")
     ordered = place_keys[order]
     same = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
@@ -326,17 +385,34 @@ def _join(metadata: Metadata, found: _Runs) -> dict[str, Chunks]:
     result, first = {}, 0
     for fqn, count in zip(fqns, lengths, strict=True):
         rows, dims = slice(first, first + count), len(metadata.tensors[fqn].shape)
-        result[fqn] = Chunks(offsets[rows, :dims], sizes[rows, :dims], names, numbers[rows], starts[rows], nbytes[rows], TORCH_ZIP)
+        result[fqn] = Chunks(
+            offsets[rows, :dims],
+            sizes[rows, :dims],
+            names,
+            numbers[rows],
+            starts[rows],
+            nbytes[rows],
+            TORCH_ZIP,
+        )
         first += count
     return result
 
 
 def _all_places(
-    found: _Runs, keys: _Keys, tensor_of: Mapping[str, int], single: Sequence[Any], files: dict[str, int], metadata: Metadata
+    found: _Runs,
+    keys: _Keys,
+    tensor_of: Mapping[str, int],
+    single: Sequence[Any],
+    files: dict[str, int],
+    metadata: Metadata,
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Returns keys, files, starts and lengths of all places, those that stood alone included; objects' places go to `metadata`."""
+    """Returns keys, files, starts and lengths of all places, those that stood alone included;
+    objects' places go to `metadata`.
+    """
     strings = list(found.strings)
-    ndim, offsets, fqn, file = (found.places.joined(name) for name in ("ndim", "offsets", "fqn", "file"))
+    ndim, offsets, fqn, file = (
+        found.places.joined(name) for name in ("ndim", "offsets", "fqn", "file")
+    )
     start, nbytes = found.places.joined("start"), found.places.joined("nbytes")
     if not len(ndim):
         raise Irregular
@@ -346,30 +422,56 @@ def _all_places(
         place = Place(strings[file[row]], int(start[row]), int(nbytes[row]))
         if metadata.places.setdefault((strings[fqn[row]], None), place) != place:
             raise Irregular
-    fqn, file, ndim, offsets, start, nbytes = (column[ndim >= 0] for column in (fqn, file, ndim, offsets, start, nbytes))
+    fqn, file, ndim, offsets, start, nbytes = (
+        column[ndim >= 0] for column in (fqn, file, ndim, offsets, start, nbytes)
+    )
     tensor = np.array([tensor_of.get(text, -1) for text in strings], np.int64)[fqn]
     used, which = np.unique(file, return_inverse=True)
     numbers = np.array([files.setdefault(strings[i], len(files)) for i in used], np.int64)[which]
     if single:
-        alone: npt.NDArray[Any] = np.zeros((len(single), max([offsets.shape[1], *(len(k[1]) for k, _ in single)])), np.int64)
+        alone: npt.NDArray[Any] = np.zeros(
+            (len(single), max([offsets.shape[1], *(len(k[1]) for k, _ in single)])), np.int64
+        )
         for row, (key, _) in enumerate(single):
             alone[row, : len(key[1])] = key[1]
         more = np.array(
-            [[tensor_of[k[0]], len(k[1]), files.setdefault(p.file, len(files)), p.start, p.nbytes] for k, p in single], np.int64
+            [
+                [
+                    tensor_of[k[0]],
+                    len(k[1]),
+                    files.setdefault(p.file, len(files)),
+                    p.start,
+                    p.nbytes,
+                ]
+                for k, p in single
+            ],
+            np.int64,
         )
-        offsets = np.concatenate([np.pad(offsets, ((0, 0), (0, alone.shape[1] - offsets.shape[1]))), alone])
+        offsets = np.concatenate(
+            [np.pad(offsets, ((0, 0), (0, alone.shape[1] - offsets.shape[1]))), alone]
+        )
         tensor, ndim, numbers, start, nbytes = (
-            np.concatenate([old, new]) for old, new in zip((tensor, ndim, numbers, start, nbytes), more.T, strict=True)
+            np.concatenate([old, new])
+            for old, new in zip((tensor, ndim, numbers, start, nbytes), more.T, strict=True)
         )
     return keys.of(tensor, offsets, ndim), numbers, start, nbytes
 
 
-def _all_chunks(found: _Runs, fqns: Sequence[str], metadata: Metadata) -> tuple[Ints, Ints, Ints, Ints, list[int]]:
-    """Returns tensor, offsets, sizes and dims of all chunks in the order of the tensors, and how many each has."""
+def _all_chunks(
+    found: _Runs, fqns: Sequence[str], metadata: Metadata
+) -> tuple[Ints, Ints, Ints, Ints, list[int]]:
+    """Returns tensor, offsets, sizes and dims of all chunks in the order of the tensors, and how
+    many each has.
+    """
     ndim, offsets, sizes = (found.chunks.joined(name) for name in ("ndim", "offsets", "sizes"))
     width = max([offsets.shape[1], *(len(m.shape) for m in metadata.tensors.values())])
     offsets, sizes = (
-        np.pad(part, ((0, 0), (0, width - part.shape[1]))) if len(ndim) else np.zeros((0, width), np.int64) for part in (offsets, sizes)
+        (
+            np.pad(part, ((0, 0), (0, width - part.shape[1])))
+            if len(ndim)
+            else np.zeros((0, width), np.int64)
+        )
+        for part in (offsets, sizes)
     )
     blocks: list[tuple[Ints, Ints, Ints]] = []
     lengths = []
@@ -383,7 +485,10 @@ def _all_chunks(found: _Runs, fqns: Sequence[str], metadata: Metadata) -> tuple[
                 row = np.zeros((2, 1, width), np.int64)
                 if len(part.offsets) > width or len(part.sizes) != len(part.offsets):
                     raise Irregular
-                row[0, 0, : len(part.offsets)], row[1, 0, : len(part.sizes)] = part.offsets, part.sizes
+                row[0, 0, : len(part.offsets)], row[1, 0, : len(part.sizes)] = (
+                    part.offsets,
+                    part.sizes,
+                )
                 blocks.append((row[0], row[1], np.array([len(part.offsets)], np.int64)))
             count += len(blocks[-1][2])
         lengths.append(count)

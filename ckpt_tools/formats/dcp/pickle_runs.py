@@ -1,8 +1,10 @@
-"""Objects that a pickle holds by the million, read as arrays: one look at the opcodes of a kind, then columns of numbers.
+"""Objects that a pickle holds by the million, read as arrays: one look at the opcodes of a kind,
+then columns of numbers.
 
-Two objects with the same opcodes differ in arguments at the same positions. So a pickle is cut in two: runs of such objects,
-whose arguments become numpy columns, and a small rest that goes the usual way, with a persistent id in the place of each run.
-Anything out of the ordinary is `Irregular`: the caller then reads all of it the usual way.
+Two objects with the same opcodes differ in arguments at the same positions. So a pickle is cut in
+two: runs of such objects, whose arguments become numpy columns, and a small rest that goes the
+usual way, with a persistent id in the place of each run. Anything out of the ordinary is
+`Irregular`: the caller then reads all of it the usual way.
 
 Source: CPython's `pickletools` and `_pickle.c` (frames, batches, MEMOIZE).
 """
@@ -26,15 +28,47 @@ _TEXT = rb"\x8c(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in ra
 _LONG = rb"\x8a(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(1, 9)) + rb")"
 _SEEN = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....)"
-_SIZE = _SEEN + rb"(?:\)|" + _INT + rb"{1,3}+[\x85-\x87]\x94?|\(" + _INT + rb"{4,16}+t\x94?)\x85\x94?R\x94?"
-_VALUE = rb"(?:" + _SIZE + rb"|" + _SEEN + rb"|" + _INT + rb"|[N\x88\x89\x94]|" + _TEXT + rb"|" + _LONG + rb")"
+_SIZE = (
+    _SEEN
+    + rb"(?:\)|"
+    + _INT
+    + rb"{1,3}+[\x85-\x87]\x94?|\("
+    + _INT
+    + rb"{4,16}+t\x94?)\x85\x94?R\x94?"
+)
+_VALUE = (
+    rb"(?:"
+    + _SIZE
+    + rb"|"
+    + _SEEN
+    + rb"|"
+    + _INT
+    + rb"|[N\x88\x89\x94]|"
+    + _TEXT
+    + rb"|"
+    + _LONG
+    + rb")"
+)
 _OBJECT = re.compile(rb"(?s)" + _SEEN + rb"\)\x81\x94?\}\x94?\(" + _VALUE + rb"*+ub")
 _WORD = rb"(?:" + _TEXT + rb"\x94?|" + _SEEN + rb")"
 _TOKEN = re.compile(
-    rb"(?s)(?P<name>" + _WORD + _WORD + rb"\x93\x94)|(?P<text>" + _TEXT + rb"\x94)|(?P<seen>" + _SEEN + rb")|(?P<memo>\x94)"
-    rb"|(?P<plain>(?:[\]})N\x88\x89(t\x85-\x87uesaR\x81b]|K.|M..|J....|G.{8}|" + _LONG + rb")++)|(?P<word>" + _TEXT + rb")|(?P<stop>\.)"
+    rb"(?s)(?P<name>"
+    + _WORD
+    + _WORD
+    + rb"\x93\x94)|(?P<text>"
+    + _TEXT
+    + rb"\x94)|(?P<seen>"
+    + _SEEN
+    + rb")|(?P<memo>\x94)"
+    rb"|(?P<plain>(?:[\]})N\x88\x89(t\x85-\x87uesaR\x81b]|K.|M..|J....|G.{8}|"
+    + _LONG
+    + rb")++)|(?P<word>"
+    + _TEXT
+    + rb")|(?P<stop>\.)"
 )
-_NAME, _TEXT_KIND, _SEEN_KIND, _MEMO = map(_TOKEN.groupindex.__getitem__, ("name", "text", "seen", "memo"))
+_NAME, _TEXT_KIND, _SEEN_KIND, _MEMO = map(
+    _TOKEN.groupindex.__getitem__, ("name", "text", "seen", "memo")
+)
 _ARGUMENT = re.compile(rb"(?s)h.|j....|K.|M..|J....|" + _TEXT + rb"|" + _LONG + rb"|.")
 _MARK = object()
 _MAX_SHAPES = 4096  # more kinds of objects than that are no millions of a kind
@@ -45,7 +79,9 @@ class Irregular(Exception):
 
 
 class Argument(NamedTuple):
-    """Where an argument stands in the opcodes of an object; `memo` counts the values remembered before, -1 if this one is not."""
+    """Where an argument stands in the opcodes of an object; `memo` counts the values remembered
+    before, -1 if this one is not.
+    """
 
     opcode: str
     column: int
@@ -66,7 +102,8 @@ class Shape:
     Attributes:
         template, mask: their bytes, and which of them are the same in all.
         kind: the class.
-        fields: its state; keys and the class by their index in the pickle's memo, see `Shape.resolved`.
+        fields: its state; keys and the class by their index in the pickle's memo, see
+            `Shape.resolved`.
         num_memos: how many values each object adds to the memo.
     """
 
@@ -77,7 +114,8 @@ class Shape:
         self._fixed: set[Argument] = set()
         try:
             self.kind, self.fields = self._interpret()
-        except (IndexError, ValueError, AttributeError):  # it takes more than there is, or something else
+        # it takes more than there is, or something else
+        except (IndexError, ValueError, AttributeError):
             raise Irregular from None
         self.template: Rows = np.frombuffer(phrase, np.uint8) & self.mask
         self.names: tuple[object, dict[object, Any]] | None = None
@@ -109,7 +147,9 @@ class Shape:
 
     def _do(self, opcode: str, stack: list[Any]) -> None:
         if opcode in ")}N\x88\x89(":
-            stack.append({")": (), "}": [], "N": None, "\x88": True, "\x89": False, "(": _MARK}[opcode])
+            stack.append(
+                {")": (), "}": [], "N": None, "\x88": True, "\x89": False, "(": _MARK}[opcode]
+            )
         elif opcode in "\x85\x86\x87t":
             count = {"\x85": 1, "\x86": 2, "\x87": 3}.get(opcode) or stack[::-1].index(_MARK)
             items: Sequence[Any] = tuple(stack[len(stack) - count :])
@@ -122,7 +162,9 @@ class Shape:
             count = stack[::-1].index(_MARK)
             items = stack[len(stack) - count :]
             del stack[len(stack) - count - 1 :]
-            stack[-1] = [(self._seen(key), value) for key, value in zip(items[::2], items[1::2], strict=True)]
+            stack[-1] = [
+                (self._seen(key), value) for key, value in zip(items[::2], items[1::2], strict=True)
+            ]
         elif opcode == "b":
             state = stack.pop()
             stack[-1] = Made(stack[-1].function, state)
@@ -138,13 +180,20 @@ class Shape:
 
     def index(self, argument: Argument) -> int:
         """Returns the index in the memo that a fixed argument has."""
-        return int.from_bytes(self.phrase[argument.column : argument.column + argument.width], "little")
+        return int.from_bytes(
+            self.phrase[argument.column : argument.column + argument.width], "little"
+        )
 
     def resolved(self, names: Mapping[int, object]) -> tuple[object, dict[object, Any]]:
-        """Returns the class and the state with names in the place of indices; functions that are called remain `Made`."""
+        """Returns the class and the state with names in the place of indices; functions that are
+        called remain `Made`.
+        """
         if self.names is None:
             try:
-                self.names = names[self.index(self.kind)], {names[self.index(k)]: v for k, v in self.fields}
+                self.names = (
+                    names[self.index(self.kind)],
+                    {names[self.index(k)]: v for k, v in self.fields},
+                )
             except KeyError:
                 raise Irregular from None
             if len(self.names[1]) < len(self.fields):
@@ -165,14 +214,20 @@ class Kind(NamedTuple):
             raise Irregular
         column = self._column(argument)
         if argument.opcode != "\x8a":
-            return column.view({"K": "u1", "M": "<u2", "J": "<i4"}[argument.opcode])[:, 0].astype(np.int64)
+            return column.view({"K": "u1", "M": "<u2", "J": "<i4"}[argument.opcode])[:, 0].astype(
+                np.int64
+            )
         wide = np.repeat(np.where(column[:, -1:] > 127, 255, 0).astype(np.uint8), 8, axis=1)
         wide[:, : argument.width] = column
         return wide.view("<i8")[:, 0].astype(np.int64)
 
     def indices(self, argument: Argument) -> Ints:
         """Returns the column of an argument that is an index in the memo."""
-        return self._column(argument).view({"h": "u1", "j": "<u4"}[argument.opcode])[:, 0].astype(np.int64)
+        return (
+            self._column(argument)
+            .view({"h": "u1", "j": "<u4"}[argument.opcode])[:, 0]
+            .astype(np.int64)
+        )
 
     def texts(self, argument: Argument) -> tuple[list[str], Ints]:
         """Returns the texts that occur in a column, and which of them each row has."""
@@ -181,16 +236,22 @@ class Kind(NamedTuple):
             return [""], np.zeros(len(column), np.int64)
         found, which = np.unique(column.view(f"V{argument.width}")[:, 0], return_inverse=True)
         try:
-            return [value.tobytes().decode("utf-8", "surrogatepass") for value in found], which.astype(np.int64)
+            return [
+                value.tobytes().decode("utf-8", "surrogatepass") for value in found
+            ], which.astype(np.int64)
         except UnicodeDecodeError:
             raise Irregular from None
 
     def _column(self, argument: Argument) -> Rows:
-        return np.ascontiguousarray(self.rows[:, argument.column : argument.column + argument.width])
+        return np.ascontiguousarray(
+            self.rows[:, argument.column : argument.column + argument.width]
+        )
 
 
 class Window:
-    """Objects that stand in a part of a pickle: where each begins and ends, its shape and how many values it remembers."""
+    """Objects that stand in a part of a pickle: where each begins and ends, its shape and how many
+    values it remembers.
+    """
 
     def __init__(self, data: bytes, at: int, shapes: dict[int, list[Shape]]) -> None:
         found = _OBJECT.finditer(data, at, at + _WINDOW_BYTES)
@@ -235,7 +296,9 @@ class Window:
 
 
 class Rest:
-    """What is left of a pickle without its runs, and what is in the memo of the whole: numbers there stay those of the original."""
+    """What is left of a pickle without its runs, and what is in the memo of the whole: numbers
+    there stay those of the original.
+    """
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 2
@@ -244,7 +307,8 @@ class Rest:
         self.num_memos = 0  # of the original, up to here
         self._copied = 2
         self._num_kept = 0
-        self._firsts, self._lasts, self._shifts = [0], [0], [0]  # stretches of the memo that were kept, and by how much they moved
+        # stretches of the memo that were kept, and by how much they moved
+        self._firsts, self._lasts, self._shifts = [0], [0], [0]
 
     def walk(self, stop: int) -> None:
         """Walks to a position, which must be one where an opcode begins."""
@@ -317,7 +381,9 @@ class Rest:
         self._copied = stop
 
     def replace(self, stop: int, num_memos: int, by: bytes) -> None:
-        """Leaves out everything up to a position, which remembers so many values, for something else."""
+        """Leaves out everything up to a position, which remembers so many values, for something
+        else.
+        """
         self._copy(self.at)
         self.parts.append(by)
         self.at = self._copied = stop
@@ -363,7 +429,9 @@ def unframed(data: bytes) -> bytes:
 
 
 def windows(data: bytes, rest: Rest) -> Iterator[Window]:
-    """Yields the objects of a pickle a part at a time; each must be dealt with before the next, and `rest.at` stand behind it."""
+    """Yields the objects of a pickle a part at a time; each must be dealt with before the next, and
+    `rest.at` stand behind it.
+    """
     shapes: dict[int, list[Shape]] = {}
     while rest.at < len(data):
         before = rest.at
@@ -377,7 +445,11 @@ def windows(data: bytes, rest: Rest) -> Iterator[Window]:
 
 def size_of(value: object) -> Sequence[object]:
     """Returns the numbers that a `torch.Size` is made of."""
-    if not isinstance(value, Made) or not isinstance(value.arguments, tuple) or len(value.arguments) != 1:
+    if (
+        not isinstance(value, Made)
+        or not isinstance(value.arguments, tuple)
+        or len(value.arguments) != 1
+    ):
         raise Irregular
     (numbers,) = value.arguments
     if not isinstance(numbers, tuple):

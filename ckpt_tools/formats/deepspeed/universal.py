@@ -1,6 +1,8 @@
-"""DeepSpeed's universal checkpoints: a folder for each parameter with its fp32 weight, its moments and its step, each a file of its own.
+"""DeepSpeed's universal checkpoints: a folder for each parameter with its fp32 weight, its moments
+and its step, each a file of its own.
 
-A weight is whole (stages 1 and 2), or a flat vector of it (stage 3), whose shape the model's states have.
+A weight is whole (stages 1 and 2), or a flat vector of it (stage 3), whose shape the model's states
+have.
 
 Source: DeepSpeed 0.19 `checkpoint/ds_to_universal.py`; confirmed on folders that it wrote.
 """
@@ -41,14 +43,18 @@ def read_universal(store: Store, model_states: str) -> Catalog:
         buffers = want(opened.root, "buffer_names", list)
         module = want(opened.root, "module", dict)
     except Malformed as error:
-        raise FormatError(f"not as DeepSpeed 0.19 writes it: {error} ({printable(model_states)})") from error
+        raise FormatError(
+            f"not as DeepSpeed 0.19 writes it: {error} ({printable(model_states)})"
+        ) from error
     tensors: dict[str, TensorEntry] = {}
     paths: dict[str, Path] = {}
     sizes = {model_states: store.size(model_states)}
     for name, view in module.items():
         if name in buffers and isinstance(view, View):
             fqn = join(("model", name))
-            tensors[fqn] = TensorEntry(fqn, view.dtype, view.sizes, (Chunk(whole(view.sizes), opened.extent(view, name)),))
+            tensors[fqn] = TensorEntry(
+                fqn, view.dtype, view.sizes, (Chunk(whole(view.sizes), opened.extent(view, name)),)
+            )
             paths[fqn] = ("model", name)
     zero = store.enter("zero")
     for name in zero.folders():
@@ -63,11 +69,20 @@ def read_universal(store: Store, model_states: str) -> Catalog:
     zero.close()
     archives = tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items())
     return Catalog(
-        "deepspeed", tensors, objects, paths, sizes, extras={"deepspeed": "universal", **told(others)}, archives=archives, made=made.files
+        "deepspeed",
+        tensors,
+        objects,
+        paths,
+        sizes,
+        extras={"deepspeed": "universal", **told(others)},
+        archives=archives,
+        made=made.files,
     )
 
 
-def _read_parameter(store: Store, name: str, shapes: Mapping[str, tuple[int, ...]], others: Others) -> Catalog:
+def _read_parameter(
+    store: Store, name: str, shapes: Mapping[str, tuple[int, ...]], others: Others
+) -> Catalog:
     """Returns what the folder of a parameter holds."""
     files = store.list_files()
     tensors: dict[str, TensorEntry] = {}
@@ -81,23 +96,41 @@ def _read_parameter(store: Store, name: str, shapes: Mapping[str, tuple[int, ...
                 continue
             shape = value.sizes if where or stem == "step" else shapes.get(name, value.sizes)
             if math.prod(shape) != math.prod(value.sizes) or extents[0].strides:
-                raise FormatError(f"a parameter has another number of elements than its shape: {printable(name)!r} ({stem}.pt)")
+                raise FormatError(
+                    "a parameter has another number of elements than its shape:"
+                    f" {printable(name)!r} ({stem}.pt)"
+                )
             fqn = join(path)
-            tensors[fqn], paths[fqn] = TensorEntry(fqn, value.dtype, shape, (Chunk(whole(shape), extents[0]),)), path
-    return Catalog("", tensors, {}, paths, {n: size for n, size in files.items() if n.removesuffix(".pt") in _NAMES})
+            tensors[fqn], paths[fqn] = (
+                TensorEntry(fqn, value.dtype, shape, (Chunk(whole(shape), extents[0]),)),
+                path,
+            )
+    return Catalog(
+        "",
+        tensors,
+        {},
+        paths,
+        {n: size for n, size in files.items() if n.removesuffix(".pt") in _NAMES},
+    )
 
 
 def _options(
     store: Store, tables: Sequence[Mapping[str, object]], paths: dict[str, Path], others: Others
 ) -> tuple[dict[str, BytesEntry], Made]:
-    """Returns the options of the optimizer's groups, where they were kept; the shapes come by group, which tells its parameters."""
+    """Returns the options of the optimizer's groups, where they were kept; the shapes come by
+    group, which tells its parameters.
+    """
     made, objects = Made(), dict[str, BytesEntry]()
     files = store.list_files()
     if "optimizer_state.pt" not in files:
         return objects, made
     root = Opened(store, "optimizer_state.pt", files["optimizer_state.pt"], others).root
     groups = root.get("param_groups") if isinstance(root, dict) else None
-    if not isinstance(groups, list) or len(groups) != len(tables) or not all(isinstance(group, dict) for group in groups):
+    if (
+        not isinstance(groups, list)
+        or len(groups) != len(tables)
+        or not all(isinstance(group, dict) for group in groups)
+    ):
         return objects, made
     for number, (group, table) in enumerate(zip(groups, tables, strict=True)):
         for key, value in {**group, "params": list(table)}.items():
@@ -107,14 +140,15 @@ def _options(
     return objects, made
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def lay_out(request: Request) -> Target:
-    """Lays a folder out for each parameter, and the model's states under the names that stages 1 to 3 look for; see `Format.lay_out`.
+    """Lays a folder out for each parameter, and the model's states under the names that stages 1 to
+    3 look for; see `Format.lay_out`.
 
-    The tensors are `model.NAME` and `optimizer.state.NAME.KEY`; `request.values` has the groups of the optimizer, and everything else that
-    is to stand in the model's states.
+    The tensors are `model.NAME` and `optimizer.state.NAME.KEY`; `request.values` has the groups of
+    the optimizer, and everything else that is to stand in the model's states.
 
     Raises:
         PlanError: a name cannot be that of a folder.
@@ -128,7 +162,9 @@ def lay_out(request: Request) -> Target:
         archive = Archive(state)
         if tensor is not None:
             box = whole(tensor.shape)
-            slots[tensor.fqn] = (Slot(box, name, archive.room("0", box.numel * tensor.dtype.itemsize)),)
+            slots[tensor.fqn] = (
+                Slot(box, name, archive.room("0", box.numel * tensor.dtype.itemsize)),
+            )
         archive.finish()
         files[name] = archive.nbytes
         known, waiting = archive.around(name)
@@ -139,14 +175,29 @@ def lay_out(request: Request) -> Target:
     for tensor in request.tensors:
         name, key = _place(tensor.fqn)
         stored = Stored(tensor.dtype, tensor.shape, "0")
-        add(f"zero/{name}/{key}.pt", stored if key == "step" else {"cat_dim": 0, "param": stored}, tensor)
+        add(
+            f"zero/{name}/{key}.pt",
+            stored if key == "step" else {"cat_dim": 0, "param": stored},
+            tensor,
+        )
         if key == "fp32":
             shapes[name] = tensor.shape
     groups = request.values["param_groups"]
-    own = {"param_groups": groups, "ds_version": _VERSION, "overflow": False, "clip_grad": 0.0, "dynamic_loss_scale": False}
-    base = {"state": {0: {"step": request.values["step"]}}, "param_groups": [{**g, "params": []} for g in groups]}
+    own = {
+        "param_groups": groups,
+        "ds_version": _VERSION,
+        "overflow": False,
+        "clip_grad": 0.0,
+        "dynamic_loss_scale": False,
+    }
+    base = {
+        "state": {0: {"step": request.values["step"]}},
+        "param_groups": [{**g, "params": []} for g in groups],
+    }
     add("zero/optimizer_state.pt", {**own, "optimizer_state_dict": base})
-    listed = [{name: shapes[name] for name in group["params"] if name in shapes} for group in groups]
+    listed = [
+        {name: shapes[name] for name in group["params"] if name in shapes} for group in groups
+    ]
     states = {
         "module": {},
         "buffer_names": [],
@@ -172,5 +223,8 @@ def _place(fqn: str) -> tuple[str, str]:
     else:
         name, _, key = fqn.removeprefix("optimizer.state.").rpartition(".")
     if not name or not key or "/" in name or len(name) > 200 or name in (".", ".."):
-        raise PlanError(f"a universal checkpoint has a folder for each parameter, and this cannot be a folder's name: {printable(name)!r}")
+        raise PlanError(
+            "a universal checkpoint has a folder for each parameter, and this cannot be a folder's"
+            f" name: {printable(name)!r}"
+        )
     return name, key

@@ -1,10 +1,13 @@
-"""DeepSpeed's ZeRO 1, 2 and 3: flat partitions of fp32 weights and of the optimizer's state, one file a rank; and its 16-bit weights.
+"""DeepSpeed's ZeRO 1, 2 and 3: flat partitions of fp32 weights and of the optimizer's state, one
+file a rank; and its 16-bit weights.
 
-Each rank has, of every group of parameters, a run of one long vector (stages 1 and 2), or its share of each parameter one behind the other
-(stage 3). What of a parameter lies in a run becomes boxes. The catalog has the fp32 weights as `model.*`, and the optimizer by name;
-the 16-bit weights of stages 1 and 2 are `bit16.*`.
+Each rank has, of every group of parameters, a run of one long vector (stages 1 and 2), or its share
+of each parameter one behind the other (stage 3). What of a parameter lies in a run becomes boxes.
+The catalog has the fp32 weights as `model.*`, and the optimizer by name; the 16-bit weights of
+stages 1 and 2 are `bit16.*`.
 
-Source: DeepSpeed 0.19 `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py`, `stage3.py`; confirmed on files that it wrote.
+Source: DeepSpeed 0.19 `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py`, `stage3.py`;
+confirmed on files that it wrote.
 """
 
 from __future__ import annotations
@@ -21,28 +24,52 @@ from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats.base import below, guess_bare, locate_bare
 from ckpt_tools.formats.deepspeed import universal as deepspeed_universal
 from ckpt_tools.formats.in_memory import Made
-from ckpt_tools.formats.pickle.state import Malformed, Path, Unread, View, is_scalar, is_value, leaves, shapes_of, want
+from ckpt_tools.formats.pickle.state import (
+    Malformed,
+    Path,
+    Unread,
+    View,
+    is_scalar,
+    is_value,
+    leaves,
+    shapes_of,
+    want,
+)
 from ckpt_tools.formats.torch_save import Opened, Others, join, told
 from ckpt_tools.storage import Store, read
 
 NAME = "deepspeed"
 LOOKS_FOR = "*_optim_states.pt"
-MODEL_STATES = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,7})_)?mp_rank_(?P<mp>\d{2,5})_model_states\.pt")
-_OPTIM_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,7})_mp_rank_(?P<mp>\d{2,5})_optim_states\.pt")
+MODEL_STATES = re.compile(
+    r"(?:zero_pp_rank_(?P<dp>\d{1,7})_)?mp_rank_(?P<mp>\d{2,5})_model_states\.pt"
+)
+_OPTIM_STATES = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,7})_mp_rank_(?P<mp>\d{2,5})_optim_states\.pt"
+)
 _OWN_KEYS = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments ds_config ds_version"
-    " universal_checkpoint_info sparse_tensor_module_names mp_world_size".split()
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params"
+    " frozen_param_fragments ds_config ds_version universal_checkpoint_info"
+    " sparse_tensor_module_names mp_world_size".split()
 )
 _TORCH_ADAMW = {
-    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
     "decoupled_weight_decay": True,
-}  # fmt: skip
+}
 locate, guess, lay_out = locate_bare, guess_bare, deepspeed_universal.lay_out
 
 
 def recognise(files: Mapping[str, int]) -> bool:
-    """Tells whether an optimizer's or a model's states are among the files, or `latest`, which names the folder that has them."""
-    return "latest" in files or any(_OPTIM_STATES.fullmatch(name) or MODEL_STATES.fullmatch(name) for name in files)
+    """Tells whether an optimizer's or a model's states are among the files, or `latest`, which
+    names the folder that has them.
+    """
+    return "latest" in files or any(
+        _OPTIM_STATES.fullmatch(name) or MODEL_STATES.fullmatch(name) for name in files
+    )
 
 
 def read_catalog(store: Store) -> Catalog:
@@ -52,7 +79,10 @@ def read_catalog(store: Store) -> Catalog:
     if pointer and not any(map(MODEL_STATES.fullmatch, files)):
         tag = read(store, pointer, 0, min(files[pointer], 255)).decode("utf-8", "replace").strip()
         if tag not in store.folders():
-            raise CatalogError(f"`{pointer}` names a folder that is not there: {printable(tag)!r} ({printable(store.url)})")
+            raise CatalogError(
+                f"`{pointer}` names a folder that is not there: {printable(tag)!r}"
+                f" ({printable(store.url)})"
+            )
         inner = store.enter(tag)
         try:
             return below(_read_folder(inner), tag)
@@ -92,8 +122,12 @@ class Flat:
             self._runs.append([])
         self._runs[rank].append(Run(start, view, file))
 
-    def chunks(self, rank: int, start: int, shape: Sequence[int], first: int, stop: int, fqn: str) -> Iterator[Chunk]:
-        """Yields the boxes of a parameter's elements `first` to `stop`, which stand in a rank's vector from `start` on."""
+    def chunks(
+        self, rank: int, start: int, shape: Sequence[int], first: int, stop: int, fqn: str
+    ) -> Iterator[Chunk]:
+        """Yields the boxes of a parameter's elements `first` to `stop`, which stand in a rank's
+        vector from `start` on.
+        """
         if rank >= len(self._runs):
             return
         for run in self._runs[rank]:
@@ -111,27 +145,52 @@ class Flat:
 def _read_folder(store: Store) -> Catalog:
     files = store.list_files()
     if "zero" in store.folders() and not any(map(_OPTIM_STATES.fullmatch, files)):
-        return deepspeed_universal.read_universal(store, next(name for name in files if MODEL_STATES.fullmatch(name)))
+        return deepspeed_universal.read_universal(
+            store, next(name for name in files if MODEL_STATES.fullmatch(name))
+        )
     others = Others()
     models = _by_rank(files, MODEL_STATES)
     optims = _by_rank(files, _OPTIM_STATES)
     names = [*models.values(), *optims.values()]
     if not models:
-        raise CatalogError(f"the model's states are missing: mp_rank_00_model_states.pt ({printable(store.url)})")
+        raise CatalogError(
+            f"the model's states are missing: mp_rank_00_model_states.pt ({printable(store.url)})"
+        )
     opened = {name: Opened(store, name, files[name], others) for name in names}
-    builder = _Builder([opened[n] for n in models.values()], [opened[n] for n in optims.values()], others)
+    builder = _Builder(
+        [opened[n] for n in models.values()], [opened[n] for n in optims.values()], others
+    )
     try:
         builder.build()
-    except (Malformed, TypeError, KeyError, IndexError, ValueError, AttributeError, ArithmeticError) as error:
+    except (
+        Malformed,
+        TypeError,
+        KeyError,
+        IndexError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         what = printable(str(error)) or type(error).__name__
-        raise FormatError(f"not as DeepSpeed 0.19 writes it: {what} ({printable(store.url)})") from error
+        raise FormatError(
+            f"not as DeepSpeed 0.19 writes it: {what} ({printable(store.url)})"
+        ) from error
     sizes = {name: files[name] for name in names}
     ranks = {name: rank for table in (models, optims) for rank, name in table.items()}
     return Catalog(
-        NAME, builder.tensors, builder.objects, builder.paths, sizes, max(len(models), len(optims)), ranks,
-        {**told(others), **builder.extras}, tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), builder.made.files,
-        unread=others.unread, unknown=others.unknown,
-    )  # fmt: skip
+        NAME,
+        builder.tensors,
+        builder.objects,
+        builder.paths,
+        sizes,
+        max(len(models), len(optims)),
+        ranks,
+        {**told(others), **builder.extras},
+        tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()),
+        builder.made.files,
+        unread=others.unread,
+        unknown=others.unknown,
+    )
 
 
 def _by_rank(files: Mapping[str, int], pattern: re.Pattern[str]) -> dict[int, str]:
@@ -145,10 +204,16 @@ def _by_rank(files: Mapping[str, int], pattern: re.Pattern[str]) -> dict[int, st
     split = next((name for name in files if (m := pattern.fullmatch(name)) and int(m["mp"])), "")
     if split:
         hint = "DeepSpeed's ds_to_universal.py joins it; the result can be read here"
-        raise FormatError(f"a model that is split by tensor parallelism is not read: {printable(split)}", hint=hint)
+        raise FormatError(
+            f"a model that is split by tensor parallelism is not read: {printable(split)}",
+            hint=hint,
+        )
     missing = [rank for rank in range(max(found, default=-1) + 1) if rank not in found]
     if missing:
-        raise CatalogError(f"files of ranks are missing: {missing[:10]} beside {printable(next(iter(found.values())))}")
+        raise CatalogError(
+            f"files of ranks are missing: {missing[:10]} beside"
+            f" {printable(next(iter(found.values())))}"
+        )
     return dict(sorted(found.items()))
 
 
@@ -165,7 +230,11 @@ class _Builder:
 
     def build(self) -> None:
         first = self.models[0].root
-        groups = [shapes_of(shapes) for shapes in want(first, "param_shapes", list)] if self.optims else []
+        groups = (
+            [shapes_of(shapes) for shapes in want(first, "param_shapes", list)]
+            if self.optims
+            else []
+        )
         self.groups = groups
         if self.optims:
             self._optimizer(groups)
@@ -174,7 +243,12 @@ class _Builder:
         self._frozen(shapes_of(first.get("frozen_param_shapes") or {}))
         self._module("model", lambda name: name in want(first, "buffer_names", list))
         if self.optims and self.stage <= 2:
-            self._module("model", lambda name: not any(name in group for group in groups) and name not in self._shared())
+            self._module(
+                "model",
+                lambda name: (
+                    not any(name in group for group in groups) and name not in self._shared()
+                ),
+            )
             self._module("bit16", lambda name: f"model.{name}" in self.tensors)
         self._tie()
         self._values(first)
@@ -192,7 +266,12 @@ class _Builder:
         self.paths[join(path)] = path
 
     def _shared(self) -> dict[str, str]:
-        return {k: v for model in self.models for k, v in (model.root.get("shared_params") or {}).items() if type(k) is type(v) is str}
+        return {
+            k: v
+            for model in self.models
+            for k, v in (model.root.get("shared_params") or {}).items()
+            if type(k) is type(v) is str
+        }
 
     def _module(self, key: str, wanted: Any) -> None:
         """Adds what of `module` is whole in the first file: buffers, 16-bit weights."""
@@ -221,7 +300,9 @@ class _Builder:
                 flat = Flat(dtype)
                 share = math.prod(view.sizes)
                 flat.add(rank, 0, view, opened)
-                chunks += flat.chunks(rank, 0, shape, min(rank * share, numel), min((rank + 1) * share, numel), name)
+                chunks += flat.chunks(
+                    rank, 0, shape, min(rank * share, numel), min((rank + 1) * share, numel), name
+                )
             if dtype is not None:
                 self.add(("model", name), TensorEntry(name, dtype, shape, tuple(chunks)))
 
@@ -231,37 +312,58 @@ class _Builder:
             if f"model.{other}" in self.tensors:
                 self.add(("model", name), self.tensors[f"model.{other}"])
 
-    # ---- weights and moments ---------------------------------------------------------------------------------------------
+    # ---- weights and moments ---------------------------------------------------------------------
 
     def _optimizer(self, groups: Sequence[dict[str, tuple[int, ...]]]) -> None:
         states = [want(opened.root, "optimizer_state_dict", dict) for opened in self.optims]
         stage = states[0].get("zero_stage")
-        self.stage = stage if type(stage) is int else stage.arguments[0] if hasattr(stage, "arguments") else -1
+        self.stage = (
+            stage
+            if type(stage) is int
+            else stage.arguments[0]
+            if hasattr(stage, "arguments")
+            else -1
+        )
         count = states[0].get("partition_count")
         expected = max(count) if isinstance(count, list) else count
         if self.stage not in (1, 2, 3):
             raise Malformed(f"ZeRO stage {self.stage}")
         if expected != len(self.optims):
-            raise CatalogError(f"files of ranks are missing: expected {expected} *_optim_states.pt, got {len(self.optims)}")
-        self.extras["deepspeed"] = f"{self.models[0].root.get('ds_version') or 'of unknown version'}, ZeRO stage {self.stage}"
+            raise CatalogError(
+                f"files of ranks are missing: expected {expected} *_optim_states.pt, got"
+                f" {len(self.optims)}"
+            )
+        self.extras["deepspeed"] = (
+            f"{self.models[0].root.get('ds_version') or 'of unknown version'}, ZeRO stage"
+            f" {self.stage}"
+        )
         if self.stage == 3:
             self._stage3(states, groups)
         else:
             self._stage12(states, groups)
 
-    def _stage12(self, states: Sequence[dict[str, Any]], groups: Sequence[dict[str, tuple[int, ...]]]) -> None:
-        """A group is one vector, its parameters one behind the other; each rank has a run of it, of which padding may be cut off."""
+    def _stage12(
+        self, states: Sequence[dict[str, Any]], groups: Sequence[dict[str, tuple[int, ...]]]
+    ) -> None:
+        """A group is one vector, its parameters one behind the other; each rank has a run of it, of
+        which padding may be cut off.
+        """
         base = [want(state, "base_optimizer_state", dict) for state in states]
         own = want(base[0], "state", dict)
         paddings = states[0].get("param_alignment_paddings")
         for number, shapes in enumerate(groups):
-            fp32 = [want(state, "single_partition_of_fp32_groups", list)[number] for state in states]
+            fp32 = [
+                want(state, "single_partition_of_fp32_groups", list)[number] for state in states
+            ]
             lean = [want(state, "group_paddings", list)[number] for state in states]
             sizes = [math.prod(view.sizes) + pad for view, pad in zip(fp32, lean, strict=True)]
             if len(set(sizes)) != 1:
                 raise Malformed(f"partitions of different lengths in group {number}: {sizes}")
             moments = self._moments(base, own.get(number) or {}, number)
-            quantities = {"": _flat(fp32, self.optims, sizes[0]), **{k: _flat(v, self.optims, sizes[0]) for k, v in moments.items()}}
+            quantities = {
+                "": _flat(fp32, self.optims, sizes[0]),
+                **{k: _flat(v, self.optims, sizes[0]) for k, v in moments.items()},
+            }
             pads = paddings[number] if isinstance(paddings, list) else [0] * len(shapes)
             at = 0
             for (name, shape), pad in zip(shapes.items(), pads, strict=True):
@@ -276,15 +378,27 @@ class _Builder:
                 at += numel + pad
             self._options(number, base[0], list(shapes), own.get(number) or {})
 
-    def _stage3(self, states: Sequence[dict[str, Any]], groups: Sequence[dict[str, tuple[int, ...]]]) -> None:
-        """Each rank has an equal share of every parameter, one behind the other, cut into subgroups."""
+    def _stage3(
+        self, states: Sequence[dict[str, Any]], groups: Sequence[dict[str, tuple[int, ...]]]
+    ) -> None:
+        """Each rank has an equal share of every parameter, one behind the other, cut into
+        subgroups.
+        """
         base = [want(state, "optimizer_state_dict", dict) for state in states]
         own = want(base[0], "state", dict)
         fp32 = [want(state, "fp32_flat_groups", list) for state in states]
         quantities = {"": _flats(fp32, self.optims)}
-        keys = {key for group in own.values() for key, value in group.items() if isinstance(value, View) and value.sizes}
+        keys = {
+            key
+            for group in own.values()
+            for key, value in group.items()
+            if isinstance(value, View) and value.sizes
+        }
         for key in sorted(keys):
-            views = [[want(state, "state", dict)[n][key] for n in range(len(fp32[rank]))] for rank, state in enumerate(base)]
+            views = [
+                [want(state, "state", dict)[n][key] for n in range(len(fp32[rank]))]
+                for rank, state in enumerate(base)
+            ]
             quantities[key] = _flats(views, self.optims)
         at = 0
         for shapes in groups:
@@ -295,7 +409,14 @@ class _Builder:
                     chunks = [
                         chunk
                         for rank in range(len(states))
-                        for chunk in flat.chunks(rank, at, shape, min(rank * share, numel), min((rank + 1) * share, numel), name)
+                        for chunk in flat.chunks(
+                            rank,
+                            at,
+                            shape,
+                            min(rank * share, numel),
+                            min((rank + 1) * share, numel),
+                            name,
+                        )
                     ]
                     self._quantity(name, key, flat.dtype, shape, chunks)
                 at += share
@@ -303,39 +424,64 @@ class _Builder:
             first = want(base[0], "param_groups", list)[number].get("params") or [number]
             self._options(number, base[0], list(shapes), own.get(first[0]) or {})
 
-    def _moments(self, base: Sequence[dict[str, Any]], group: Mapping[str, Any], number: int) -> dict[str, list[Any]]:
+    def _moments(
+        self, base: Sequence[dict[str, Any]], group: Mapping[str, Any], number: int
+    ) -> dict[str, list[Any]]:
         """Returns the vectors of each moment, by rank."""
         keys = [key for key, value in group.items() if isinstance(value, View) and value.sizes]
         return {key: [want(state, "state", dict)[number][key] for state in base] for key in keys}
 
-    def _quantity(self, name: str, key: str, dtype: DType, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
+    def _quantity(
+        self, name: str, key: str, dtype: DType, shape: tuple[int, ...], chunks: Sequence[Chunk]
+    ) -> None:
         path: Path = ("optimizer", "state", name, key) if key else ("model", name)
         self.add(path, TensorEntry(name, dtype, shape, tuple(chunks)))
 
-    def _options(self, number: int, base: Mapping[str, Any], names: list[str], state: Mapping[str, Any]) -> None:
+    def _options(
+        self, number: int, base: Mapping[str, Any], names: list[str], state: Mapping[str, Any]
+    ) -> None:
         """Adds a group's options, and the step of each of its parameters."""
         group = want(base, "param_groups", list)[number]
         options = {k: v for k, v in group.items() if k != "params" and is_value(v)}
         step = state.get("step", options.pop("step", None))
         if {"exp_avg", "exp_avg_sq"} <= state.keys():
             options = {**_TORCH_ADAMW, **options}
-            options.pop("bias_correction", None)  # an option of DeepSpeed's own kernels; torch always corrects
+            # an option of DeepSpeed's own kernels; torch always corrects
+            options.pop("bias_correction", None)
         for key, value in options.items():
             self.value(("optimizer", "param_groups", number, key), value)
         self.value(("optimizer", "param_groups", number, "params"), names)
         for name in names:
             path: Path = ("optimizer", "state", name, "step")
             if isinstance(step, View):
-                self.add(path, TensorEntry(name, step.dtype, step.sizes, (Chunk(whole(step.sizes), self.optims[0].extent(step, name)),)))
+                self.add(
+                    path,
+                    TensorEntry(
+                        name,
+                        step.dtype,
+                        step.sizes,
+                        (Chunk(whole(step.sizes), self.optims[0].extent(step, name)),),
+                    ),
+                )
             elif type(step) in (int, float):
                 self.add(path, self.made.scalar(name, float(step)))
 
     def _values(self, root: Mapping[str, Any]) -> None:
-        """Adds what else the model's states hold: counters, a scheduler, what the job gave as client state."""
-        for path, value in leaves({k: v for k, v in root.items() if k not in _OWN_KEYS}, self.models[0].name):
+        """Adds what else the model's states hold: counters, a scheduler, what the job gave as
+        client state.
+        """
+        for path, value in leaves(
+            {k: v for k, v in root.items() if k not in _OWN_KEYS}, self.models[0].name
+        ):
             if isinstance(value, View):
                 self.add(
-                    path, TensorEntry("", value.dtype, value.sizes, (Chunk(whole(value.sizes), self.models[0].extent(value, join(path))),))
+                    path,
+                    TensorEntry(
+                        "",
+                        value.dtype,
+                        value.sizes,
+                        (Chunk(whole(value.sizes), self.models[0].extent(value, join(path))),),
+                    ),
                 )
             elif isinstance(value, Unread):
                 self.others.tensors[path] = value.kind

@@ -1,11 +1,13 @@
-"""One `torch.save` file a rank, with DTensors inside, as verl lays them out: `model_world_size_4_rank_0.pt`, `optim_…`, `extra_state_…`.
+"""One `torch.save` file a rank, with DTensors inside, as verl lays them out:
+`model_world_size_4_rank_0.pt`, `optim_…`, `extra_state_…`.
 
-How a DTensor is pickled changes with torch, so the installed torch is asked: a DTensor of each tensor's shape is made
-without values, taken apart by pickle's own protocol, and written as opcodes. No process group is needed. This file imports
-torch, so only the code that writes such files imports it.
+How a DTensor is pickled changes with torch, so the installed torch is asked: a DTensor of each
+tensor's shape is made without values, taken apart by pickle's own protocol, and written as opcodes.
+No process group is needed. This file imports torch, so only the code that writes such files imports
+it.
 
-Source: torch 2.13 and 2.15 `distributed/device_mesh.py`, `distributed/tensor/_dtensor_spec.py`; verl 0.9
-`utils/checkpoint/fsdp_checkpoint_manager.py`.
+Source: torch 2.13 and 2.15 `distributed/device_mesh.py`, `distributed/tensor/_dtensor_spec.py`;
+verl 0.9 `utils/checkpoint/fsdp_checkpoint_manager.py`.
 """
 
 from __future__ import annotations
@@ -31,17 +33,21 @@ from ckpt_tools.formats.pickle.write import Call, Name, Once, Opcodes, Stored, o
 from ckpt_tools.formats.torch_save import nested
 from ckpt_tools.formats.zip.write import Archive
 
-_PART, _MESH = Name("", "part"), Name("", "mesh")  # stand for a rank's part of a tensor, and for the mesh, until they are known
+# stand for a rank's part of a tensor, and for the mesh, until they are known
+_PART, _MESH = Name("", "part"), Name("", "mesh")
 _Sizes = tuple[int, ...]
 
 
 def lay_out(request: Request) -> Target:
-    """Lays a file out for each rank and each key at the top: model, optim, extra_state; see `Format.lay_out`.
+    """Lays a file out for each rank and each key at the top: model, optim, extra_state; see
+    `Format.lay_out`.
 
-    What `request.mesh` calls sharded has a box for each rank; any other tensor has one box, and stands in every file as it is.
+    What `request.mesh` calls sharded has a box for each rank; any other tensor has one box, and
+    stands in every file as it is.
 
     Raises:
-        PlanError: the installed torch cannot make a mesh without a process group, or pickles it in a way that is not known.
+        PlanError: the installed torch cannot make a mesh without a process group, or pickles it in
+            a way that is not known.
     """
     assert request.mesh is not None
     beside = {name: data for name, data in request.files.items() if name != request.index}
@@ -51,9 +57,15 @@ def lay_out(request: Request) -> Target:
     trailers: list[Trailer] = []
     for rank in range(request.world_size):
         mesh, numbers = _mesh(request.mesh, request.world_size, rank)
-        boxes = {t.fqn: box for t in request.tensors if (box := t.boxes[rank % len(t.boxes)]) is not None}
+        boxes = {
+            t.fqn: box for t in request.tensors if (box := t.boxes[rank % len(t.boxes)]) is not None
+        }
         held = {
-            t.fqn: _held(t, Stored(t.dtype, boxes[t.fqn].sizes, str(number)), mesh if t.fqn in request.mesh.sharded else None)
+            t.fqn: _held(
+                t,
+                Stored(t.dtype, boxes[t.fqn].sizes, str(number)),
+                mesh if t.fqn in request.mesh.sharded else None,
+            )
             for number, t in enumerate(request.tensors)
         }
         for key, state in nested({**held, **request.values}, request.paths).items():
@@ -63,7 +75,11 @@ def lay_out(request: Request) -> Target:
             for number, tensor in enumerate(request.tensors):
                 if request.paths[tensor.fqn][0] == key:
                     box = boxes[tensor.fqn]
-                    slots[tensor.fqn].append(Slot(box, name, archive.room(str(number), box.numel * tensor.dtype.itemsize)))
+                    slots[tensor.fqn].append(
+                        Slot(
+                            box, name, archive.room(str(number), box.numel * tensor.dtype.itemsize)
+                        )
+                    )
             archive.finish()
             files[name] = archive.nbytes
             known, waiting = archive.around(name)
@@ -71,7 +87,9 @@ def lay_out(request: Request) -> Target:
             trailers += waiting
     laid = {fqn: tuple(found) for fqn, found in slots.items()}
     index = Literal(request.index, 0, request.files[request.index])
-    return Target("per_rank", files, laid, tuple(literals), tuple(trailers), index, request.world_size)
+    return Target(
+        "per_rank", files, laid, tuple(literals), tuple(trailers), index, request.world_size
+    )
 
 
 _RANKS = "ranks"  # the record with the numbers of the mesh's ranks
@@ -84,10 +102,17 @@ def _mesh(of: MeshOf, world_size: int, rank: int) -> tuple[Once, bytes]:
     """
     try:
         names = (of.axis,) if of.axis else None
-        mesh = DeviceMesh(of.device, torch.arange(world_size), mesh_dim_names=names, _init_backend=False, _rank=rank)
+        mesh = DeviceMesh(
+            of.device,
+            torch.arange(world_size),
+            mesh_dim_names=names,
+            _init_backend=False,
+            _rank=rank,
+        )
     except (TypeError, ValueError, RuntimeError) as error:
         raise PlanError(
-            f"torch {torch.__version__} cannot make a mesh without the job's processes, and a DTensor's pickle has one: {error}",
+            f"torch {torch.__version__} cannot make a mesh without the job's processes, and a"
+            f" DTensor's pickle has one: {error}",
             hint="run ckpt beside torch 2.10 or newer, or write DCP",
         ) from error
     vars(mesh)["_dim_group_names"] = ["0"]
@@ -101,7 +126,10 @@ def _mesh(of: MeshOf, world_size: int, rank: int) -> tuple[Once, bytes]:
 
     made = Once(0, _taken_apart(mesh, stored))
     if len(set(numbers)) != 1:
-        raise PlanError(f"torch {torch.__version__} keeps the ranks of a mesh in a way that is not known here", hint="write DCP")
+        raise PlanError(
+            f"torch {torch.__version__} keeps the ranks of a mesh in a way that is not known here",
+            hint="write DCP",
+        )
     return made, numbers[0]
 
 
@@ -110,24 +138,38 @@ def _held(tensor: TargetTensor, part: Stored, mesh: Once | None) -> Stored | Opc
     if mesh is None:
         return part
     found = {opcodes(_PART): part, opcodes(_MESH): mesh}
-    return Opcodes(tuple(found.get(piece, piece) for piece in _template(tensor.dtype.name, tensor.shape, part.sizes)))
+    return Opcodes(
+        tuple(
+            found.get(piece, piece)
+            for piece in _template(tensor.dtype.name, tensor.shape, part.sizes)
+        )
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _template(dtype_name: str, shape: _Sizes, sizes: _Sizes) -> tuple[bytes, ...]:
-    """Returns what makes a DTensor of a shape, of which a rank has so much, with `_PART` and `_MESH` as pieces of their own."""
+    """Returns what makes a DTensor of a shape, of which a rank has so much, with `_PART` and
+    `_MESH` as pieces of their own.
+    """
     dtype = getattr(torch, dtype_name)
     mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
     meta = TensorMeta(torch.Size(shape), row_major_strides(shape), dtype)
     with FakeTensorMode():
         local = torch.empty(sizes, dtype=dtype, device="cpu")
     whole = DTensor(local, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
-    made = opcodes(_taken_apart(whole, lambda value: _PART if value is local else _MESH if value is mesh else None))
-    return tuple(re.split(b"(%s|%s)" % (re.escape(opcodes(_PART)), re.escape(opcodes(_MESH))), made))
+    made = opcodes(
+        _taken_apart(
+            whole, lambda value: _PART if value is local else _MESH if value is mesh else None
+        )
+    )
+    return tuple(
+        re.split(b"(%s|%s)" % (re.escape(opcodes(_PART)), re.escape(opcodes(_MESH))), made)
+    )
 
 
 def _taken_apart(value: Any, instead: Callable[[Any], Any]) -> Any:
-    """Returns an object as what a pickle does to make it; `instead` gives what stands for some, and None for the others.
+    """Returns an object as what a pickle does to make it; `instead` gives what stands for some, and
+    None for the others.
 
     Raises:
         PlanError: pickle would do something that is not written here.
@@ -152,10 +194,16 @@ def _made_by(value: Any, instead: Callable[[Any], Any]) -> Call:
     reduce = copyreg.dispatch_table.get(type(value))
     made = reduce(value) if reduce else value.__reduce_ex__(2)
     if not isinstance(made, tuple) or any(list(items) for items in made[3:5] if items is not None):
-        raise PlanError(f"torch {torch.__version__} pickles {type(value).__name__} in a way that is not known here", hint="write DCP")
+        raise PlanError(
+            f"torch {torch.__version__} pickles {type(value).__name__} in a way that is not known"
+            " here",
+            hint="write DCP",
+        )
     function, arguments, state = (*made, None)[:3]
     is_new = function is getattr(copyreg, "__newobj__")  # noqa: B009 - a name that mypy's stubs lack
     if is_new:
         function, arguments = arguments[0], arguments[1:]
     parts = tuple(_taken_apart(item, instead) for item in arguments)
-    return Call(function.__module__, function.__qualname__, parts, _taken_apart(state, instead), is_new)
+    return Call(
+        function.__module__, function.__qualname__, parts, _taken_apart(state, instead), is_new
+    )

@@ -1,10 +1,13 @@
-"""One `torch.save` file a rank, with DTensors or ShardedTensors inside: verl's `model_world_size_8_rank_3.pt`, `rank0.pt`, Accelerate's
-`pytorch_model_fsdp_0_rank3.bin`, torch_checkpointing's `model_3.pt`.
+"""One `torch.save` file a rank, with DTensors or ShardedTensors inside: verl's
+`model_world_size_8_rank_3.pt`, `rank0.pt`, Accelerate's `pytorch_model_fsdp_0_rank3.bin`,
+torch_checkpointing's `model_3.pt`.
 
-A DTensor's pickle has its mesh, its placements and the shape of the whole; so each file's part has its box, and all files
-together are one checkpoint. A tensor that is none of these is the same on all ranks: one tensor with replicas.
+A DTensor's pickle has its mesh, its placements and the shape of the whole; so each file's part has
+its box, and all files together are one checkpoint. A tensor that is none of these is the same on
+all ranks: one tensor with replicas.
 
-Source: torch 2.13 `torch/distributed/tensor/_api.py`, `device_mesh.py`; confirmed on files that jobs wrote.
+Source: torch 2.13 `torch/distributed/tensor/_api.py`, `device_mesh.py`; confirmed on files that
+jobs wrote.
 """
 
 from __future__ import annotations
@@ -34,10 +37,13 @@ LOOKS_FOR = "*rank_0.pt"
 _FILE = re.compile(
     r"(?P<part>.*?)[._-]?(?:world_size_(?P<size>\d{1,7})_)?rank[._-]?(?P<rank>0{0,8}\d{1,7})(?:[_-]of[_-](?P<of>0{0,8}\d{1,7}))?\.(?:pt|pth|bin)"
 )
-_NUMBERED = re.compile(r"(?P<part>.+)_(?P<rank>\d{1,7})(?P<size>)(?P<of>)\.pt")  # as torch_checkpointing names them
+# as torch_checkpointing names them
+_NUMBERED = re.compile(r"(?P<part>.+)_(?P<rank>\d{1,7})(?P<size>)(?P<of>)\.pt")
 _BARE = re.compile(r".+_0\.safetensors")  # of torch_checkpointing, where an item is laid out so
-_PART_NAMES = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}  # Accelerate's, of large jobs
-_OWN = re.compile(r"extra_state|rngs?(_states?)?|random_states?")  # parts of which every rank has its own
+# Accelerate's, of large jobs
+_PART_NAMES = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}
+# parts of which every rank has its own
+_OWN = re.compile(r"extra_state|rngs?(_states?)?|random_states?")
 locate, guess = locate_bare, guess_bare
 
 
@@ -47,7 +53,9 @@ def recognise(files: Mapping[str, int]) -> bool:
 
 
 def _matches(files: Mapping[str, int]) -> dict[str, re.Match[str]]:
-    """Returns the files of ranks. `model_0.pt` may be an epoch's: numbers alone count where several parts have the same ones, from 0 on."""
+    """Returns the files of ranks. `model_0.pt` may be an epoch's: numbers alone count where several
+    parts have the same ones, from 0 on.
+    """
     found = {name: m for name in files if (m := _FILE.fullmatch(name))}
     if found:
         return found
@@ -55,7 +63,9 @@ def _matches(files: Mapping[str, int]) -> dict[str, re.Match[str]]:
     ranks: dict[str, set[int]] = {}
     for match in numbered.values():
         ranks.setdefault(match["part"], set()).add(int(match["rank"]))
-    alike = len({frozenset(r) for r in ranks.values()}) == 1 and all(r == set(range(len(r))) for r in ranks.values())
+    alike = len({frozenset(r) for r in ranks.values()}) == 1 and all(
+        r == set(range(len(r))) for r in ranks.values()
+    )
     return numbered if len(ranks) > 1 and alike else {}
 
 
@@ -76,7 +86,9 @@ class _Ranks:
             kind, found = (value.dtype, value.sizes), [Chunk(whole(value.sizes), *extents)]
         elif isinstance(value, Pieces):
             kind = value.dtype, value.shape
-            found = [Chunk(box, extent) for (_, box), extent in zip(value.parts, extents, strict=True)]
+            found = [
+                Chunk(box, extent) for (_, box), extent in zip(value.parts, extents, strict=True)
+            ]
         elif isinstance(value, Sharded):
             box = _checked_box(value, rank, f"{printable(fqn)!r}, {printable(extents[0].file)}")
             self.meshes.add(_mesh_name(value.spec.state["mesh"]))
@@ -86,7 +98,10 @@ class _Ranks:
             self.paths[fqn] = path
             return
         if self.kinds.setdefault(fqn, kind) != kind:
-            raise FormatError(f"ranks disagree about a tensor: {printable(fqn)!r}, {self.kinds[fqn]} and {kind} (rank {rank})")
+            raise FormatError(
+                f"ranks disagree about a tensor: {printable(fqn)!r}, {self.kinds[fqn]} and {kind}"
+                f" (rank {rank})"
+            )
         self.chunks.setdefault(fqn, []).extend(found)
         self.paths[fqn] = path
 
@@ -95,7 +110,9 @@ class _Ranks:
         result: dict[str, BytesEntry] = {}
         for fqn, by_rank in self.values.items():
             if fqn in self.kinds:
-                raise FormatError(f"a tensor on some ranks and a value on others: {printable(fqn)!r}")
+                raise FormatError(
+                    f"a tensor on some ranks and a value on others: {printable(fqn)!r}"
+                )
             first = next(iter(by_rank.values()))
             if all(type(v) is type(first) and v == first for v in by_rank.values()):
                 result[fqn] = made.value(fqn, first)
@@ -135,20 +152,35 @@ def read_catalog(store: Store) -> Catalog:
             found.add(path, rank, held.value, held.extents)
     made = Made()
     objects = found.objects(made)
-    entries = {fqn: TensorEntry(fqn, *found.kinds[fqn], tuple(chunks)) for fqn, chunks in found.chunks.items()}
+    entries = {
+        fqn: TensorEntry(fqn, *found.kinds[fqn], tuple(chunks))
+        for fqn, chunks in found.chunks.items()
+    }
     for path, entry in named.items():
         entries[join(path)] = replace(entry, fqn=join(path))
         found.paths[join(path)] = path
     sizes = {name: files[name] for name in ranks}
     return Catalog(
-        NAME, entries, objects, found.paths, sizes, num_ranks, ranks, {**_told_mesh(found.meshes), **told(others)},
-        tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()), made.files, unread=others.unread, unknown=others.unknown,
+        NAME,
+        entries,
+        objects,
+        found.paths,
+        sizes,
+        num_ranks,
+        ranks,
+        {**_told_mesh(found.meshes), **told(others)},
+        tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()),
+        made.files,
+        unread=others.unread,
+        unknown=others.unknown,
         lacks_shapes=is_flat,
-    )  # fmt: skip
+    )
 
 
 def lay_out(request: Request) -> Target:
-    """Lays a file out for each rank; needs torch, which alone knows how it pickles a DTensor. See `Format.lay_out`."""
+    """Lays a file out for each rank; needs torch, which alone knows how it pickles a DTensor. See
+    `Format.lay_out`.
+    """
     from ckpt_tools.formats.per_rank.dtensor_write import lay_out as with_torch
 
     return with_torch(request)
@@ -163,7 +195,8 @@ def _refuse_bare_shards(files: Mapping[str, int]) -> None:
     for name in files:
         if _BARE.fullmatch(name) and f"{name.removesuffix('0.safetensors')}1.safetensors" in files:
             raise FormatError(
-                f"shards of ranks as bare safetensors, in which nothing tells where they belong: {printable(name)}",
+                "shards of ranks as bare safetensors, in which nothing tells where they belong:"
+                f" {printable(name)}",
                 hint="let torch_checkpointing save that item with TorchSerialization, its default",
             )
 
@@ -174,13 +207,16 @@ def _parts(files: Mapping[str, int]) -> dict[str, list[str]]:
     sizes: dict[str, set[int]] = {}
     for name, match in _matches(files).items():
         found.setdefault(match["part"], {})[int(match["rank"])] = name
-        sizes.setdefault(match["part"], set()).update([int(size)] if (size := match["size"] or match["of"]) else [])
+        sizes.setdefault(match["part"], set()).update(
+            [int(size)] if (size := match["size"] or match["of"]) else []
+        )
     for part, names in found.items():
         world_size = max([*sizes[part], max(names) + 1])
         missing = [rank for rank in range(world_size) if rank not in names]
         if missing or len(sizes[part]) > 1:
             raise CatalogError(
-                f"files of ranks are missing: {', '.join(map(str, missing[:10]))} of {world_size} ({printable(part) or 'rank_N'})",
+                f"files of ranks are missing: {', '.join(map(str, missing[:10]))} of {world_size}"
+                f" ({printable(part) or 'rank_N'})",
                 hint="copy the files of all ranks of one save into one directory",
             )
     return {part: [names[rank] for rank in sorted(names)] for part, names in sorted(found.items())}
@@ -191,17 +227,24 @@ def _checked_box(value: Sharded, rank: int, where: str) -> Box:
     try:
         box = _box(value, rank)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise FormatError(f"a DTensor of another kind than torch 2.1 to 2.15 write: {printable(str(error))} ({where})") from error
+        raise FormatError(
+            f"a DTensor of another kind than torch 2.1 to 2.15 write: {printable(str(error))}"
+            f" ({where})"
+        ) from error
     if box.sizes != value.local.sizes:
         raise FormatError(
-            f"a rank's part has another shape than its placements say: expected {list(box.sizes)}, got {list(value.local.sizes)} ({where})"
+            f"a rank's part has another shape than its placements say: expected {list(box.sizes)},"
+            f" got {list(value.local.sizes)} ({where})"
         )
     return box
 
 
 def _box(value: Sharded, rank: int) -> Box:
     """Returns the elements that a rank's part has."""
-    mesh, placements = value.spec.state["mesh"], [_placement(p, len(value.shape)) for p in value.spec.state["placements"]]
+    mesh, placements = (
+        value.spec.state["mesh"],
+        [_placement(p, len(value.shape)) for p in value.spec.state["placements"]],
+    )
     shape = _mesh_shape(mesh)
     if math.prod(shape) > 1 << 20:
         raise ValueError(f"a mesh of {math.prod(shape)} ranks")
@@ -221,8 +264,16 @@ def _mesh_shape(mesh: Kept) -> Sequence[int]:
     """Returns the ranks along each axis."""
     if "_layout" in mesh.state:
         layout = mesh.state["_layout"].state
-        axes = [axis.state["shape"] for axis in layout["axes"]] if "axes" in layout else layout["shape"]  # the latter before torch 2.13
-        shape = tuple(axis if type(axis) is int else math.prod(axis) for axis in (axes if isinstance(axes, (list, tuple)) else (axes,)))
+        # the latter before torch 2.13
+        axes = (
+            [axis.state["shape"] for axis in layout["axes"]]
+            if "axes" in layout
+            else layout["shape"]
+        )
+        shape = tuple(
+            axis if type(axis) is int else math.prod(axis)
+            for axis in (axes if isinstance(axes, (list, tuple)) else (axes,))
+        )
     else:
         shape = tuple(mesh.state["mesh"].sizes)
     if not all(type(n) is int and n > 0 for n in shape):
@@ -231,7 +282,9 @@ def _mesh_shape(mesh: Kept) -> Sequence[int]:
 
 
 def _mesh_name(mesh: Kept) -> str:
-    """Returns the type of a mesh's devices and the names of its axes: `cuda:ddp,fsdp`; "" for one of another kind."""
+    """Returns the type of a mesh's devices and the names of its axes: `cuda:ddp,fsdp`; "" for one
+    of another kind.
+    """
     device = mesh.state.get("_device_type", mesh.state.get("device_type"))
     names = mesh.state.get("_mesh_dim_names", mesh.state.get("mesh_dim_names")) or ()
     if not isinstance(names, tuple) or not all(type(name) is str for name in (device, *names)):

@@ -1,10 +1,12 @@
-"""FSDP1's flat parameters, as LOCAL_STATE_DICT leaves them: all parameters of a unit in one vector, cut into equal parts for the ranks.
+"""FSDP1's flat parameters, as LOCAL_STATE_DICT leaves them: all parameters of a unit in one vector,
+cut into equal parts for the ranks.
 
-What is where is not in the files: `shapes.json` beside them, or laid there by `--shapes`, has every parameter's shape, in the order of
-`model.named_parameters()`. With `use_orig_params` each parameter is there by name as well, one-dimensional, as much of it as the rank
-has.
+What is where is not in the files: `shapes.json` beside them, or laid there by `--shapes`, has every
+parameter's shape, in the order of `model.named_parameters()`. With `use_orig_params` each parameter
+is there by name as well, one-dimensional, as much of it as the rank has.
 
-Source: torch 2.13 `torch/distributed/fsdp/_flat_param.py`, `_state_dict_utils.py`; confirmed on files that jobs wrote.
+Source: torch 2.13 `torch/distributed/fsdp/_flat_param.py`, `_state_dict_utils.py`; confirmed on
+files that jobs wrote.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ FLAT = "_flat_param"
 _ALIGNMENT_BYTES = 16
 _MAX_SHAPES_BYTES = 64 << 20
 HINT = (
-    f"give --shapes FILE: the config.json of a model that transformers knows, or {SHAPES}, made where the model can be:"
-    f" json.dump({{n: list(p.shape) for n, p in model.named_parameters()}}, open('{SHAPES}', 'w')); on the meta device it needs no memory"
+    f"give --shapes FILE: the config.json of a model that transformers knows, or {SHAPES}, made"
+    " where the model can be: json.dump({n: list(p.shape) for n, p in model.named_parameters()},"
+    f" open('{SHAPES}', 'w')); on the meta device it needs no memory"
 )
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def read_shapes(store: Store, files: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes that stand beside the files, in their order; none where there is no such file.
+    """Returns the shapes that stand beside the files, in their order; none where there is no such
+    file.
 
     Raises:
         FormatError: it is malformed.
@@ -49,11 +53,15 @@ def read_shapes(store: Store, files: Mapping[str, int]) -> dict[str, tuple[int, 
             raise ValueError("expected lists of sizes")
         return {str(name): tuple(shape) for name, shape in body.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{SHAPES} is malformed: {printable(str(error))} ({printable(store.url)})", hint=HINT) from error
+        raise FormatError(
+            f"{SHAPES} is malformed: {printable(str(error))} ({printable(store.url)})", hint=HINT
+        ) from error
 
 
 def units(flats: Sequence[str], shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Returns the parameters of each flat one: those below its module that no unit further down has."""
+    """Returns the parameters of each flat one: those below its module that no unit further down
+    has.
+    """
     prefixes = sorted((name.removesuffix(FLAT) for name in flats), key=len, reverse=True)
     found: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in flats}
     for fqn, shape in shapes.items():
@@ -63,8 +71,11 @@ def units(flats: Sequence[str], shapes: Shapes) -> dict[str, dict[str, tuple[int
     return found
 
 
-def places(shapes: Shapes, dtype: DType, num_elements: int, num_ranks: int, where: str) -> dict[str, int]:
-    """Returns where each parameter begins in the vector of its unit, whose length tells whether they are aligned.
+def places(
+    shapes: Shapes, dtype: DType, num_elements: int, num_ranks: int, where: str
+) -> dict[str, int]:
+    """Returns where each parameter begins in the vector of its unit, whose length tells whether
+    they are aligned.
 
     Raises:
         FormatError: the shapes do not add up to it.
@@ -84,12 +95,15 @@ def places(shapes: Shapes, dtype: DType, num_elements: int, num_ranks: int, wher
     if num_elements in (at, at + -at % num_ranks):
         return aligned
     raise FormatError(
-        f"{SHAPES} does not fit: {where} has {num_elements} elements, its {len(shapes)} parameters have {end} ({at} with alignment)",
+        f"{SHAPES} does not fit: {where} has {num_elements} elements, its {len(shapes)} parameters"
+        f" have {end} ({at} with alignment)",
         hint=HINT,
     )
 
 
-def unflatten(entry: TensorEntry, shapes: Shapes, starts: Mapping[str, int]) -> Iterator[TensorEntry]:
+def unflatten(
+    entry: TensorEntry, shapes: Shapes, starts: Mapping[str, int]
+) -> Iterator[TensorEntry]:
     """Yields the parameters of a vector: of each, the boxes that its chunks hold."""
     for fqn, shape in shapes.items():
         first, chunks = starts[fqn], []
@@ -105,11 +119,13 @@ def unflatten(entry: TensorEntry, shapes: Shapes, starts: Mapping[str, int]) -> 
         yield TensorEntry(fqn, entry.dtype, shape, tuple(chunks))
 
 
-# ---- the state of a job --------------------------------------------------------------------------------------------------
+# ---- the state of a job --------------------------------------------------------------------------
 
 
 class Held(NamedTuple):
-    """What one rank has under a path: a tensor or a value as the pickle has it, and where its parts lie."""
+    """What one rank has under a path: a tensor or a value as the pickle has it, and where its parts
+    lie.
+    """
 
     value: object
     extents: tuple[Extent, ...]
@@ -123,8 +139,11 @@ def has_flats(raw: Raw) -> bool:
     return any(path and str(path[-1]).endswith(FLAT) for path in raw)
 
 
-def unfold(raw: Raw, shapes: Shapes, num_ranks: int, others: Counter[str]) -> dict[Path, TensorEntry]:
-    """Takes flat parameters, and what optimizers keep for them, out of the entries; returns the parameters, by name.
+def unfold(
+    raw: Raw, shapes: Shapes, num_ranks: int, others: Counter[str]
+) -> dict[Path, TensorEntry]:
+    """Takes flat parameters, and what optimizers keep for them, out of the entries; returns the
+    parameters, by name.
 
     Args:
         raw: all entries; what is taken is gone from it.
@@ -138,7 +157,9 @@ def unfold(raw: Raw, shapes: Shapes, num_ranks: int, others: Counter[str]) -> di
     flats = [path for path in raw if path and str(path[-1]).endswith(FLAT)]
     if not shapes:
         raise FormatError(
-            f"a flat parameter of FSDP1, whose parts nothing here names: {printable('.'.join(map(str, flats[0])))!r}", hint=HINT
+            "a flat parameter of FSDP1, whose parts nothing here names:"
+            f" {printable('.'.join(map(str, flats[0])))!r}",
+            hint=HINT,
         )
     result: dict[Path, TensorEntry] = {}
     for container in dict.fromkeys(path[:-1] for path in flats):
@@ -155,12 +176,15 @@ def unfold(raw: Raw, shapes: Shapes, num_ranks: int, others: Counter[str]) -> di
             del raw[(*container, name)]
         for root in optimizers(raw, container):
             if by_name:
-                owners = [(dict([item]), {item[0]: 0}) for item in shapes.items() if item[0] in by_name]
+                owners = [
+                    (dict([item]), {item[0]: 0}) for item in shapes.items() if item[0] in by_name
+                ]
             else:
                 owners = [(parts[name], starts[name]) for name in names if name in parts]
             result |= unfold_optimizer(raw, root, owners, bool(by_name), others)
     order = {fqn: number for number, fqn in enumerate(shapes)}
-    return dict(sorted(result.items(), key=lambda item: order.get(str(item[0][-1]), len(order))))  # the model's own
+    # the model's own
+    return dict(sorted(result.items(), key=lambda item: order.get(str(item[0][-1]), len(order))))
 
 
 def _vector(name: str, held: Mapping[int, Held]) -> TensorEntry:
@@ -170,7 +194,10 @@ def _vector(name: str, held: Mapping[int, Held]) -> TensorEntry:
         if not isinstance(item.value, Pieces) or len(item.value.shape) != 1:
             raise FormatError(f"a flat parameter that is no vector: {printable(name)!r}")
         kinds.add((item.value.dtype, item.value.shape))
-        chunks += [Chunk(box, extent) for (_, box), extent in zip(item.value.parts, item.extents, strict=True)]
+        chunks += [
+            Chunk(box, extent)
+            for (_, box), extent in zip(item.value.parts, item.extents, strict=True)
+        ]
     if len(kinds) != 1:
         raise FormatError(f"ranks disagree about a flat parameter: {printable(name)!r}")
     ((dtype, shape),) = kinds
@@ -178,15 +205,24 @@ def _vector(name: str, held: Mapping[int, Held]) -> TensorEntry:
 
 
 def optimizers(raw: Raw, container: Path) -> list[Path]:
-    """Returns the paths of optimizers that number flat parameters and stand beside a model: they have one group, or units for groups."""
-    roots = dict.fromkeys(path[:-3] for path in raw if len(path) > 2 and path[-3] == "state" and is_number(path[-2]))
+    """Returns the paths of optimizers that number flat parameters and stand beside a model: they
+    have one group, or units for groups.
+    """
+    roots = dict.fromkeys(
+        path[:-3] for path in raw if len(path) > 2 and path[-3] == "state" and is_number(path[-2])
+    )
     return [root for root in roots if root[:-1] == container[:-1] or not container[:-1]]
 
 
 def unfold_optimizer(
-    raw: Raw, root: Path, owners: Sequence[tuple[Shapes, Mapping[str, int]]], is_local: bool, others: Counter[str]
+    raw: Raw,
+    root: Path,
+    owners: Sequence[tuple[Shapes, Mapping[str, int]]],
+    is_local: bool,
+    others: Counter[str],
 ) -> dict[Path, TensorEntry]:
-    """Takes an optimizer's vectors out; number n is that of `owners[n]`. Its groups' numbers become names.
+    """Takes an optimizer's vectors out; number n is that of `owners[n]`. Its groups' numbers become
+    names.
 
     Args:
         raw: all entries.
@@ -195,7 +231,11 @@ def unfold_optimizer(
         is_local: a rank's vector is as much of the parameter as it has, and not an equal share.
         others: see `unfold`.
     """
-    lists = [path for path in raw if path[: len(root)] == root and path[-1] == "params" and path[-3:-2] == ("param_groups",)]
+    lists = [
+        path
+        for path in raw
+        if path[: len(root)] == root and path[-1] == "params" and path[-3:-2] == ("param_groups",)
+    ]
     numbers = [n for path in lists for n in _numbers(raw[path])]
     if numbers != list(range(len(owners))):  # several groups, whose order nothing tells
         others["optimizer that numbers its parameters in an order of its own"] += 1
@@ -203,7 +243,11 @@ def unfold_optimizer(
             del raw[path]
         return {}
     result: dict[Path, TensorEntry] = {}
-    for path in [p for p in raw if p[: len(root) + 1] == (*root, "state") and is_number(p[-2]) and int(p[-2]) < len(owners)]:
+    for path in [
+        p
+        for p in raw
+        if p[: len(root) + 1] == (*root, "state") and is_number(p[-2]) and int(p[-2]) < len(owners)
+    ]:
         (owner, starts), key = owners[int(path[-2])], path[-1]
         held = raw.pop(path)
         first = next(iter(held.values())).value
@@ -212,8 +256,15 @@ def unfold_optimizer(
         at, chunks = 0, []
         for rank in sorted(held):
             view = held[rank].value
-            if not isinstance(view, View) or view.dtype != first.dtype or len(view.sizes) != len(first.sizes):
-                raise FormatError(f"ranks disagree about an optimizer's state: {printable('.'.join(map(str, path)))!r}")
+            if (
+                not isinstance(view, View)
+                or view.dtype != first.dtype
+                or len(view.sizes) != len(first.sizes)
+            ):
+                raise FormatError(
+                    "ranks disagree about an optimizer's state:"
+                    f" {printable('.'.join(map(str, path)))!r}"
+                )
             numel = math.prod(view.sizes)
             start = at if is_local else rank * numel
             chunks.append(Chunk(Box((start,), (numel,)), held[rank].extents[0]))
@@ -224,10 +275,15 @@ def unfold_optimizer(
                 vector = TensorEntry(fqn, first.dtype, (at,), tuple(chunks))
                 (result[name],) = unflatten(vector, {fqn: shape}, {fqn: starts[fqn]})
             else:
-                result[name] = TensorEntry(fqn, first.dtype, (), (Chunk(Box((), ()), chunks[0].extent),))
+                result[name] = TensorEntry(
+                    fqn, first.dtype, (), (Chunk(Box((), ()), chunks[0].extent),)
+                )
     names = [list(owner) for owner, _ in owners]
     for path in lists:
-        raw[path] = {rank: Held([fqn for n in _numbers({rank: held}) for fqn in names[n]], ()) for rank, held in raw[path].items()}
+        raw[path] = {
+            rank: Held([fqn for n in _numbers({rank: held}) for fqn in names[n]], ())
+            for rank, held in raw[path].items()
+        }
     return result
 
 

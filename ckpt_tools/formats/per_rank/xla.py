@@ -1,7 +1,9 @@
-"""PyTorch/XLA's FSDP: each rank's file has its shards under `model`, and `shard_metadata` with the shape and name of what was cut.
+"""PyTorch/XLA's FSDP: each rank's file has its shards under `model`, and `shard_metadata` with the
+shape and name of what was cut.
 
-A parameter is flattened (or kept, and cut along dim 0), padded, and cut into equal parts: either way each rank has a run of its row-major
-order. With `flatten_parameters` it is itself many parameters in a row.
+A parameter is flattened (or kept, and cut along dim 0), padded, and cut into equal parts: either
+way each rank has a run of its row-major order. With `flatten_parameters` it is itself many
+parameters in a row.
 
 Source: torch_xla 2.9 `distributed/fsdp/xla_fully_sharded_data_parallel.py`, `state_dict_utils.py`.
 """
@@ -17,12 +19,19 @@ from typing import Any
 from ckpt_tools.core.box import Box, row_major_strides
 from ckpt_tools.core.catalog import Chunk, TensorEntry
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.per_rank.flat_param import Held, Raw, optimizers, unflatten, unfold_optimizer
+from ckpt_tools.formats.per_rank.flat_param import (
+    Held,
+    Raw,
+    optimizers,
+    unflatten,
+    unfold_optimizer,
+)
 from ckpt_tools.formats.pickle.state import Path, View
 
 _METADATA, _MARK = "shard_metadata", "_fsdp_shard"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
-Cut = tuple[dict[str, tuple[int, ...]], dict[str, int]]  # parameters with their shapes, and where each begins
+# parameters with their shapes, and where each begins
+Cut = tuple[dict[str, tuple[int, ...]], dict[str, int]]
 
 
 def has_shards(raw: Raw) -> bool:
@@ -31,10 +40,12 @@ def has_shards(raw: Raw) -> bool:
 
 
 def unfold(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Path, TensorEntry]:
-    """Takes shards, and what an optimizer keeps for them, out of the entries; returns the parameters, by name.
+    """Takes shards, and what an optimizer keeps for them, out of the entries; returns the
+    parameters, by name.
 
     Args:
-        raw: all entries; what is taken is gone from it, and what stays has the names of a model without wrappers.
+        raw: all entries; what is taken is gone from it, and what stays has the names of a model
+            without wrappers.
         num_ranks: of the job.
         others: counts optimizers whose numbers cannot be told; they stay behind.
 
@@ -42,12 +53,20 @@ def unfold(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Path, TensorE
         FormatError: the metadata does not fit.
     """
     root = next(path[:-2] for path in raw if path[-2:] == (_METADATA, "world_size"))
-    for path in [p for p in raw if root and p[: len(root)] == root]:  # the files' own name says nothing
+    # the files' own name says nothing
+    for path in [p for p in raw if root and p[: len(root)] == root]:
         raw[path[len(root) :]] = raw.pop(path)
     told = {path[1:]: raw.pop(path) for path in [p for p in raw if p[:1] == (_METADATA,)]}
-    ranks = [(rank, held.value) for rank, held in told["rank",].items()] if ("rank",) in told else []
-    if any(h.value != num_ranks for h in told["world_size",].values()) or any(rank != value for rank, value in ranks):
-        raise FormatError(f"files of other ranks than {_METADATA} says: expected rank 0 to {num_ranks - 1} of {num_ranks}")
+    ranks = (
+        [(rank, held.value) for rank, held in told["rank",].items()] if ("rank",) in told else []
+    )
+    if any(h.value != num_ranks for h in told["world_size",].values()) or any(
+        rank != value for rank, value in ranks
+    ):
+        raise FormatError(
+            f"files of other ranks than {_METADATA} says: expected rank 0 to {num_ranks - 1} of"
+            f" {num_ranks}"
+        )
     values = {path: held[min(held)].value for path, held in told.items()}
     result: dict[Path, TensorEntry] = {}
     cuts: list[Cut] = []
@@ -55,11 +74,14 @@ def unfold(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Path, TensorE
     for path in [p for p in raw if p[:-1] == model]:
         name = str(path[-1])
         if not any(part.startswith(_MARK) for part in name.split(".")):
-            held = raw.pop(path)  # a buffer: every rank may have its own, and its own tool takes that of rank 0
+            # a buffer: every rank may have its own, and its own tool takes that of rank 0
+            held = raw.pop(path)
             raw[*model, _clean(name)] = {min(held): held[min(held)]}
             continue
         cuts.append(_cut(name, values))
-        result |= {(*model, t.fqn): t for t in unflatten(_vector(name, raw.pop(path), cuts[-1]), *cuts[-1])}
+        result |= {
+            (*model, t.fqn): t for t in unflatten(_vector(name, raw.pop(path), cuts[-1]), *cuts[-1])
+        }
     for optimizer in optimizers(raw, model):
         result |= unfold_optimizer(raw, optimizer, cuts, False, others)
     return result
@@ -87,13 +109,20 @@ def _cut(name: str, told: Mapping[Path, Any]) -> Cut:
             if len(shapes) != len(names) or sum(map(math.prod, shapes.values())) != numel:
                 raise ValueError(f"{len(names)} parameters are not {numel} elements")
     except (KeyError, ValueError, TypeError) as error:
-        raise FormatError(f"{_METADATA} does not tell what a shard is of: {printable(str(error))} ({printable(name)!r})") from error
+        raise FormatError(
+            f"{_METADATA} does not tell what a shard is of: {printable(str(error))}"
+            f" ({printable(name)!r})"
+        ) from error
     shapes = {_clean(fqn): shape for fqn, shape in shapes.items()}
-    return shapes, dict(zip(shapes, accumulate(map(math.prod, shapes.values()), initial=0), strict=False))
+    return shapes, dict(
+        zip(shapes, accumulate(map(math.prod, shapes.values()), initial=0), strict=False)
+    )
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 48 for n in value):
+    if not isinstance(value, (tuple, list)) or not all(
+        type(n) is int and 0 <= n < 1 << 48 for n in value
+    ):
         raise ValueError(f"not a shape: {value!r}")
     return tuple(value)
 
@@ -106,11 +135,20 @@ def _vector(name: str, held: Mapping[int, Held], cut: Cut) -> TensorEntry:
         raise FormatError(f"a shard is missing on some ranks, or no tensor: {printable(name)!r}")
     numel = math.prod(first.sizes)
     for view in views:
-        if not isinstance(view, View) or (view.dtype, view.sizes) != (first.dtype, first.sizes) or not _is_plain(view):
+        if (
+            not isinstance(view, View)
+            or (view.dtype, view.sizes) != (first.dtype, first.sizes)
+            or not _is_plain(view)
+        ):
             raise FormatError(f"ranks disagree about a shard: {printable(name)!r}")
     if sum(map(math.prod, cut[0].values())) > numel * len(views):
-        raise FormatError(f"shards are too short: {numel} elements on each of {len(views)} ranks ({printable(name)!r})")
-    chunks = tuple(Chunk(Box((rank * numel,), (numel,)), held[rank].extents[0]) for rank in sorted(held))
+        raise FormatError(
+            f"shards are too short: {numel} elements on each of {len(views)} ranks"
+            f" ({printable(name)!r})"
+        )
+    chunks = tuple(
+        Chunk(Box((rank * numel,), (numel,)), held[rank].extents[0]) for rank in sorted(held)
+    )
     return TensorEntry(name, first.dtype, (numel * len(views),), chunks)
 
 

@@ -1,8 +1,9 @@
 """Reading a pickle without running anything it asks for.
 
-A pickle is a program. This one may build numbers, strings, tuples, lists and dicts, and call the few callables that the
-caller hands in, all of them our own; any other global is refused by name before it is looked up. A scan in front (see
-`pickle_scan`) refuses what would hurt the reader. The work itself is left to C's unpickler, for speed. Needs no torch.
+A pickle is a program. This one may build numbers, strings, tuples, lists and dicts, and call the
+few callables that the caller hands in, all of them our own; any other global is refused by name
+before it is looked up. A scan in front (see `pickle_scan`) refuses what would hurt the reader. The
+work itself is left to C's unpickler, for speed. Needs no torch.
 """
 
 from __future__ import annotations
@@ -20,15 +21,24 @@ from ckpt_tools.errors import FormatError, UnsafePickleError, printable
 from ckpt_tools.formats.pickle.scan import scan
 
 _BROKEN = (
-    pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError, OverflowError, MemoryError,
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    TypeError,
+    OverflowError,
+    MemoryError,
     RecursionError,
-)  # fmt: skip
+)
 
 
 class Fixed:
     """A function as a pickle gets it: it can be called, and nothing of it can be set.
 
-    The opcode BUILD sets attributes of any object. Those of a function, as its defaults, would stay for all pickles after this one.
+    The opcode BUILD sets attributes of any object. Those of a function, as its defaults, would stay
+    for all pickles after this one.
     """
 
     __slots__ = ("function",)
@@ -44,13 +54,18 @@ class Fixed:
         return self.function(*args)
 
 
-def load(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str, persistent_load: Callable[[Any], Any] | None = None) -> Any:
+def load(
+    data: bytes,
+    allowed: Mapping[tuple[str, str], Any],
+    where: str,
+    persistent_load: Callable[[Any], Any] | None = None,
+) -> Any:
     """Returns what a pickle builds out of plain values and the allowed globals.
 
     Args:
         data: the whole pickle and nothing behind it.
-        allowed: what stands for each global `(module, name)` that may occur. Make it anew for every call: a hostile pickle
-            can set attributes on what it is given.
+        allowed: what stands for each global `(module, name)` that may occur. Make it anew for every
+            call: a hostile pickle can set attributes on what it is given.
         where: names the file in messages.
         persistent_load: called for persistent ids; they are refused where None.
 
@@ -67,8 +82,12 @@ def load(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str, persis
                 return Fixed(found) if isinstance(found, FunctionType | partial) else found
             except KeyError:
                 raise UnsafePickleError(
-                    f"refused a pickle: it asks for {printable(f'{module}.{name}')}, which no checkpoint needs ({where})",
-                    hint="nothing of it was run; if the file is your own, report the name so that it can be looked at",
+                    f"refused a pickle: it asks for {printable(f'{module}.{name}')}, which no"
+                    f" checkpoint needs ({where})",
+                    hint=(
+                        "nothing of it was run; if the file is your own, report the name so that it"
+                        " can be looked at"
+                    ),
                 ) from None
 
     if persistent_load is not None:
@@ -77,12 +96,16 @@ def load(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str, persis
         with no_gc():
             return Restricted(io.BytesIO(data)).load()
     except _BROKEN as error:
-        raise FormatError(f"a pickle is malformed: {printable(str(error)) or type(error).__name__} ({where})") from error
+        raise FormatError(
+            f"a pickle is malformed: {printable(str(error)) or type(error).__name__} ({where})"
+        ) from error
 
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """Keeps the cyclic collector from walking millions of new objects again and again while they are being built."""
+    """Keeps the cyclic collector from walking millions of new objects again and again while they
+    are being built.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -93,5 +116,11 @@ def no_gc() -> Iterator[None]:
 
 
 def brief(value: object) -> str:
-    """Returns an unpickled value for a message: texts and numbers as they are, anything else by its type, since it may be a giant."""
-    return printable(str(value)) if value is None or type(value) in (str, int, float, bool) else f"a {type(value).__name__}"
+    """Returns an unpickled value for a message: texts and numbers as they are, anything else by its
+    type, since it may be a giant.
+    """
+    return (
+        printable(str(value))
+        if value is None or type(value) in (str, int, float, bool)
+        else f"a {type(value).__name__}"
+    )

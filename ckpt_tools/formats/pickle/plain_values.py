@@ -1,4 +1,6 @@
-"""Plain values that a pickle builds by calling something: bytes, sets, numbers of NumPy; and the stand-in for all other objects."""
+"""Plain values that a pickle builds by calling something: bytes, sets, numbers of NumPy; and the
+stand-in for all other objects.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ SCALAR_KEYS = (str, int, float, bool, type(None))
 
 
 class Number:
-    """A NumPy number, as Python has it. Each is a dict's key of its own: numbers that hash alike could be made at will."""
+    """A NumPy number, as Python has it. Each is a dict's key of its own: numbers that hash alike
+    could be made at will.
+    """
 
     __slots__ = ("value",)
 
@@ -59,19 +63,33 @@ class Kept:
         del values
 
     def __setstate__(self, state: object) -> None:
-        tables = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]  # attributes, slots
+        # attributes, slots
+        tables = [
+            part
+            for part in (state if isinstance(state, tuple) else (state,))
+            if isinstance(part, dict)
+        ]
         self.state = {str(key): value for table in tables for key, value in table.items()}
 
 
 def plain_types() -> dict[tuple[str, str], Any]:
     """Returns what makes values that torch loads with weights_only, and NumPy's numbers."""
-    made: dict[tuple[str, str], Any] = {("_codecs", "encode"): _bytes_of, ("collections", "Counter"): _counter}
+    made: dict[tuple[str, str], Any] = {
+        ("_codecs", "encode"): _bytes_of,
+        ("collections", "Counter"): _counter,
+    }
     for module in ("builtins", "__builtin__"):  # the latter in protocol 2
-        made |= {(module, "bytearray"): _bytearray, (module, "complex"): _complex, (module, "set"): _set}
+        made |= {
+            (module, "bytearray"): _bytearray,
+            (module, "complex"): _complex,
+            (module, "set"): _set,
+        }
     for module in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray"):
         made[module, "_reconstruct"] = type("ndarray", (Kept,), {"label": "numpy.ndarray"})
         made |= {
-            (module, "dtype"): type("dtype", (Kept,), {"label": "numpy.dtype", "__setstate__": _keep_order}),
+            (module, "dtype"): type(
+                "dtype", (Kept,), {"label": "numpy.dtype", "__setstate__": _keep_order}
+            ),
             (module, "scalar"): _numpy_number,
         }
     return made
@@ -106,7 +124,9 @@ def _set(items: object = ()) -> object:
 def _counter(table: object = None) -> object:
     """Returns a counter of scalars; a stand-in for any other."""
     table = {} if table is None else table
-    if not isinstance(table, dict) or not all(type(key) in SCALAR_KEYS and type(count) is int for key, count in table.items()):
+    if not isinstance(table, dict) or not all(
+        type(key) in SCALAR_KEYS and type(count) is int for key, count in table.items()
+    ):
         return type("Foreign", (Kept,), {"label": "collections.Counter"})(table)
     return Counted(tuple(table.items()))
 
@@ -117,16 +137,35 @@ def _keep_order(dtype: Kept, state: object) -> None:
 
 
 _NUMPY_NUMBERS = {
-    "f2": "<e", "f4": "<f", "f8": "<d", "i1": "<b", "i2": "<h", "i4": "<i", "i8": "<q", "u1": "<B", "u2": "<H", "u4": "<I", "u8": "<Q",
+    "f2": "<e",
+    "f4": "<f",
+    "f8": "<d",
+    "i1": "<b",
+    "i2": "<h",
+    "i4": "<i",
+    "i8": "<q",
+    "u1": "<B",
+    "u2": "<H",
+    "u4": "<I",
+    "u8": "<Q",
     "b1": "<?",
-}  # fmt: skip
+}
 
 
 def _numpy_number(dtype: object = None, data: object = None) -> object:
     """Returns a NumPy number; a stand-in for one of another type."""
     code = dtype.arguments[0] if isinstance(dtype, Kept) and dtype.arguments else None
     order = dtype.state.get("order") if isinstance(dtype, Kept) else None
-    is_known = isinstance(code, str) and code in _NUMPY_NUMBERS and isinstance(order, str) and order in ("<", "|")
-    if not is_known or not isinstance(data, bytes) or len(data) != struct.calcsize(_NUMPY_NUMBERS[str(code)]):
+    is_known = (
+        isinstance(code, str)
+        and code in _NUMPY_NUMBERS
+        and isinstance(order, str)
+        and order in ("<", "|")
+    )
+    if (
+        not is_known
+        or not isinstance(data, bytes)
+        or len(data) != struct.calcsize(_NUMPY_NUMBERS[str(code)])
+    ):
         return type("Foreign", (Kept,), {"label": "numpy.generic"})(dtype, data)
     return Number(struct.unpack(_NUMPY_NUMBERS[str(code)], data)[0])

@@ -1,9 +1,11 @@
-"""A look at a pickle before it is loaded: only opcodes that writers of checkpoints emit, and nothing that could hurt its reader.
+"""A look at a pickle before it is loaded: only opcodes that writers of checkpoints emit, and
+nothing that could hurt its reader.
 
-C's unpickler trusts its input. Lengths beyond the input would be allocated, and a tuple as a key of a dict is hashed with all
-that it contains, however deep: a million nested tuples end the process, sixty that each hold the one before twice never end.
-So the opcodes are walked with a stack of weights in the place of values: what a tuple holds, expanded, is bounded. What DCP
-writes by the million (an object's beginning, a `torch.Size`) is one step of the walk.
+C's unpickler trusts its input. Lengths beyond the input would be allocated, and a tuple as a key of
+a dict is hashed with all that it contains, however deep: a million nested tuples end the process,
+sixty that each hold the one before twice never end. So the opcodes are walked with a stack of
+weights in the place of values: what a tuple holds, expanded, is bounded. What DCP writes by the
+million (an object's beginning, a `torch.Size`) is one step of the walk.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ from ckpt_tools.errors import FormatError, UnsafePickleError
 
 MAX_PICKLE_BYTES = 1 << 30
 _MAX_LONG_BYTES = 64  # the state of a generator has 128 bits and more
-_LONG_BYTES, _MAX_LONGS = 6, 10_000  # integers of so many bytes: as a dict's keys, alone or in tuples, they can be made to hash alike
+# integers of so many bytes: as a dict's keys, alone or in tuples, they can be made to hash alike
+_LONG_BYTES, _MAX_LONGS = 6, 10_000
 _MAX_WEIGHT = 4096  # of a tuple: elements, with all that they hold; torch's have dozens
 _LIGHT = 6  # at least the weight of a Size of three dims, and of its arguments
 _STOP = ord(".")
 _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
-_TAKES = {b"u": 0, b"e": 0, b"s": 2, b"a": 1, b"R": 1, b"\x81": 1, b"b": 1}  # how many lie above; after a mark for the first two
+# how many lie above; after a mark for the first two
+_TAKES = {b"u": 0, b"e": 0, b"s": 2, b"a": 1, b"R": 1, b"\x81": 1, b"b": 1}
 _WITH_ARGUMENT = b"hjKMJG"
-# What DCP writes by the million: a Size, and an object whose state has nothing but Sizes, texts, numbers and what was seen before.
+# What DCP writes by the million: a Size, and an object whose state has nothing but Sizes, texts,
+# numbers and what was seen before.
 _TEXT = rb"\x8c(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + rb")"
 _LONG = rb"\x8a(?:\x04.{4}|\x05.{5})"
 _SEEN = rb"(?:h.|j....)"
@@ -35,7 +40,9 @@ _TOKEN = re.compile(
     rb"|(?P<plain>[\]})N\x88\x89]|K.|M..|J....|G.{8})"
     rb"|(?P<other>[a-zA-Z(.\x81\x85-\x87\x8a\x8c\x93-\x95])"
 )
-_OBJECTS, _SIZES, _GOT, _PLAIN, _OTHER = map(_TOKEN.groupindex.__getitem__, ("objects", "size", "got", "plain", "other"))
+_OBJECTS, _SIZES, _GOT, _PLAIN, _OTHER = map(
+    _TOKEN.groupindex.__getitem__, ("objects", "size", "got", "plain", "other")
+)
 _ARGUMENTS = re.compile(rb"(?s)h.|K.|M..|[Jj]....|" + _TEXT + rb"|" + _LONG)
 
 
@@ -48,12 +55,15 @@ def scan(data: bytes, where: str, with_persistent_ids: bool = False) -> None:
         with_persistent_ids: whether it may ask for objects by an id.
 
     Raises:
-        UnsafePickleError: it is built to hurt its reader, or has opcodes without place in a checkpoint.
+        UnsafePickleError: it is built to hurt its reader, or has opcodes without place in a
+            checkpoint.
         FormatError: it is truncated or malformed.
     """
     size = len(data)
     if size > MAX_PICKLE_BYTES:
-        raise UnsafePickleError(f"refused a pickle: expected at most {MAX_PICKLE_BYTES} bytes, got {size} ({where})")
+        raise UnsafePickleError(
+            f"refused a pickle: expected at most {MAX_PICKLE_BYTES} bytes, got {size} ({where})"
+        )
     if size < 2 or data[0] != 0x80 or not 2 <= data[1] <= 5:
         raise FormatError(f"not a pickle of protocol 2 to 5: it begins with {data[:2]!r} ({where})")
     try:
@@ -63,7 +73,9 @@ def scan(data: bytes, where: str, with_persistent_ids: bool = False) -> None:
 
 
 class _Walk:
-    """The machine: weights of what is on the stack, of what is remembered, and where marks are. Light things all weigh a little."""
+    """The machine: weights of what is on the stack, of what is remembered, and where marks are.
+    Light things all weigh a little.
+    """
 
     def __init__(self, data: bytes, where: str, with_persistent_ids: bool) -> None:
         self.data, self.where, self.with_persistent_ids = data, where, with_persistent_ids
@@ -93,7 +105,10 @@ class _Walk:
             else:
                 at = self._step(data[start : start + 1], start)
                 if at > len(data):
-                    raise FormatError(f"a pickle is truncated: an opcode runs past its {len(data)} bytes ({self.where})")
+                    raise FormatError(
+                        f"a pickle is truncated: an opcode runs past its {len(data)} bytes"
+                        f" ({self.where})"
+                    )
 
     def _phrase(self, kind: int | None, phrase: bytes) -> None:
         """Does what DCP writes by the million in one go."""
@@ -103,12 +118,16 @@ class _Walk:
 
     def _stop(self, at: int) -> None:
         if at != len(self.data):
-            raise UnsafePickleError(f"refused a pickle: {len(self.data) - at} bytes follow its STOP ({self.where})")
+            raise UnsafePickleError(
+                f"refused a pickle: {len(self.data) - at} bytes follow its STOP ({self.where})"
+            )
         self.stack.pop()
 
     def _foreign(self, at: int) -> FormatError:
         if at >= len(self.data) or self.data[at : at + 1] in _WITH_ARGUMENT:
-            return FormatError(f"a pickle is truncated: no STOP within its {len(self.data)} bytes ({self.where})")
+            return FormatError(
+                f"a pickle is truncated: no STOP within its {len(self.data)} bytes ({self.where})"
+            )
         return self._refused(self.data[at : at + 1], at)
 
     def _step(self, opcode: bytes, at: int) -> int:
@@ -123,7 +142,10 @@ class _Walk:
             self._remember(self.num_seen)
             self.num_seen += 1
         elif opcode in _TAKES:
-            self._take(self.marks.pop() if opcode in b"ue" else len(self.stack) - _TAKES[opcode], is_kept=opcode in b"uesa")
+            self._take(
+                self.marks.pop() if opcode in b"ue" else len(self.stack) - _TAKES[opcode],
+                is_kept=opcode in b"uesa",
+            )
         elif opcode == b"Q" and self.with_persistent_ids:
             pass
         else:
@@ -136,18 +158,25 @@ class _Walk:
             raise IndexError
         weight = 1 + sum(self.stack[start:])
         if weight > _MAX_WEIGHT:
-            raise UnsafePickleError(f"refused a pickle: a tuple holds more than {_MAX_WEIGHT} elements, nested ones counted ({self.where})")
+            raise UnsafePickleError(
+                f"refused a pickle: a tuple holds more than {_MAX_WEIGHT} elements, nested ones"
+                f" counted ({self.where})"
+            )
         self.stack[start:] = [weight]
 
     def _remember(self, index: int) -> None:
-        """Notes the weight of the last value; a number is remembered in one way by one protocol, so that they cannot be confused."""
+        """Notes the weight of the last value; a number is remembered in one way by one protocol, so
+        that they cannot be confused.
+        """
         if self.stack[-1] > _LIGHT:
             self.heavy[index] = self.stack[-1]
         else:
             self.heavy.pop(index, None)
 
     def _take(self, start: int, is_kept: bool) -> None:
-        """Gives what lies above to what lies below: a container has its weight then; what is called has that of its arguments."""
+        """Gives what lies above to what lies below: a container has its weight then; what is called
+        has that of its arguments.
+        """
         weight = sum(self.stack[start:])
         if start < 1:
             raise IndexError
@@ -155,7 +184,9 @@ class _Walk:
         self.stack[-1] = self.stack[-1] + weight if is_kept else weight
 
     def _with_argument(self, opcode: bytes, at: int) -> int:
-        """Does an opcode that carries a length, an index or a name; returns the position behind it."""
+        """Does an opcode that carries a length, an index or a name; returns the position behind
+        it.
+        """
         data, number = self.data, self.data[at + 1 : at + 5]
         if opcode == b"q" and data[1] < 4:
             self._remember(int.from_bytes(number[:1], "little"))
@@ -174,7 +205,8 @@ class _Walk:
         self.num_longs += opcode == b"\x8a" and number[:1] >= bytes([_LONG_BYTES])
         if self.num_longs > _MAX_LONGS:
             raise UnsafePickleError(
-                f"refused a pickle: it has more than {_MAX_LONGS} integers of {_LONG_BYTES} bytes or more ({self.where})"
+                f"refused a pickle: it has more than {_MAX_LONGS} integers of {_LONG_BYTES} bytes"
+                f" or more ({self.where})"
             )
         if opcode in (b"\x8c", b"\x8a"):
             return at + 2 + int.from_bytes(number[:1], "little")
@@ -187,4 +219,7 @@ class _Walk:
         raise self._refused(opcode, at)
 
     def _refused(self, opcode: bytes, at: int) -> UnsafePickleError:
-        return UnsafePickleError(f"refused a pickle: opcode {opcode!r} at byte {at} has no place in a checkpoint ({self.where})")
+        return UnsafePickleError(
+            f"refused a pickle: opcode {opcode!r} at byte {at} has no place in a checkpoint"
+            f" ({self.where})"
+        )

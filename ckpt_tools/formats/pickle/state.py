@@ -1,8 +1,11 @@
-"""What a pickled state dict holds: tensors as views of storages, plain values as they are, anything else as an inert stand-in.
+"""What a pickled state dict holds: tensors as views of storages, plain values as they are, anything
+else as an inert stand-in.
 
-Types that are not known here take whatever the pickle gives them and do nothing: nothing of them runs.
+Types that are not known here take whatever the pickle gives them and do nothing: nothing of them
+runs.
 
-Source: torch 2.13 `torch/_utils.py`, `torch/_tensor.py`, `torch/distributed/checkpoint/_traverse.py`; confirmed on files that it wrote.
+Source: torch 2.13 `torch/_utils.py`, `torch/_tensor.py`,
+`torch/distributed/checkpoint/_traverse.py`; confirmed on files that it wrote.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ Path = tuple[str | int, ...]
 
 
 class Key(str):
-    """A dict's key as a text, as DCP writes it, that knows the key itself: a number, None or a tuple."""
+    """A dict's key as a text, as DCP writes it, that knows the key itself: a number, None or a
+    tuple.
+    """
 
     __slots__ = ("original",)
     original: Any
@@ -44,7 +49,9 @@ def _made_key(text: str, original: Any) -> Key:
 
 
 class Storage(NamedTuple):
-    """The record `data/{key}` of an archive; `numel` in elements of `dtype`, in bytes where it has none."""
+    """The record `data/{key}` of an archive; `numel` in elements of `dtype`, in bytes where it has
+    none.
+    """
 
     key: str
     dtype: DType | None
@@ -62,7 +69,9 @@ class View(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """A tensor of a kind that is not read here, such as a quantized one; `kind` says which, for people."""
+    """A tensor of a kind that is not read here, such as a quantized one; `kind` says which, for
+    people.
+    """
 
     kind: str
 
@@ -76,7 +85,9 @@ class Sharded(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """A rank's part of a ShardedTensor: its shards with their boxes (none on a rank that has none), type and shape of the whole."""
+    """A rank's part of a ShardedTensor: its shards with their boxes (none on a rank that has none),
+    type and shape of the whole.
+    """
 
     parts: tuple[tuple[View, Box], ...]
     dtype: DType
@@ -87,27 +98,44 @@ class _Globals(dict[tuple[str, str], Any]):
     """The allow-list; what is not in it becomes a stand-in that takes anything and does nothing."""
 
     def __init__(self, is_foreign: Callable[[str], object]) -> None:
-        super().__init__({("torch", name): d for name, d in BY_STORAGE_CLASS.items()} | {("torch", name): d for name, d in BY_NAME.items()})
+        super().__init__(
+            {("torch", name): d for name, d in BY_STORAGE_CLASS.items()}
+            | {("torch", name): d for name, d in BY_NAME.items()}
+        )
         self._is_foreign = is_foreign
         for module in ("torch", "torch.storage"):
             self[module, "UntypedStorage"] = self[module, "TypedStorage"] = None
-        self["collections", "OrderedDict"] = type("OrderedDict", (dict,), {})  # anew: a hostile pickle can set attributes on it
+        # anew: a hostile pickle can set attributes on it
+        self["collections", "OrderedDict"] = type("OrderedDict", (dict,), {})
         self["torch", "Size"] = tuple
         self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
         self["torch._utils", "_rebuild_tensor_v3"] = _rebuild_v3
-        self["torch.serialization", "_get_layout"] = type("layout", (Kept,), {"label": "torch.layout"})
+        self["torch.serialization", "_get_layout"] = type(
+            "layout", (Kept,), {"label": "torch.layout"}
+        )
         self["torch._utils", "_rebuild_wrapper_subclass"] = None
-        for module in ("torch.distributed.tensor", "torch.distributed._tensor.api"):  # the latter before torch 2.5
+        # the latter before torch 2.5
+        for module in ("torch.distributed.tensor", "torch.distributed._tensor.api"):
             self[module, "DTensor"] = None
         self[_SHARDED_TENSOR, "ShardedTensor"] = _SHARDED_TENSOR
         self["torch._tensor", "_rebuild_from_type_v2"] = _rebuild_subclass
-        for module in ("__builtin__", "builtins"):  # how a class within a class is named; this one looks nothing up
+        # how a class within a class is named; this one looks nothing up
+        for module in ("__builtin__", "builtins"):
             self[module, "getattr"] = lambda *_: type("Nested", (Kept,), {})
         self["torch", "Tensor"] = self["torch.nn.parameter", "Parameter"] = _TENSOR
         self |= plain_types()
-        self |= {(module, name): type(name, (Kept,), {}) for module, names in _KEPT.items() for name in names.split()}
-        self |= {("torch._utils", name): partial(_other_kind, kind) for name, kind in _OTHER_KINDS.items()}
-        self["torch._utils", "_rebuild_parameter"] = self["torch._utils", "_rebuild_parameter_with_state"] = _rebuild_parameter
+        self |= {
+            (module, name): type(name, (Kept,), {})
+            for module, names in _KEPT.items()
+            for name in names.split()
+        }
+        self |= {
+            ("torch._utils", name): partial(_other_kind, kind)
+            for name, kind in _OTHER_KINDS.items()
+        }
+        self["torch._utils", "_rebuild_parameter"] = self[
+            "torch._utils", "_rebuild_parameter_with_state"
+        ] = _rebuild_parameter
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         self._is_foreign(".".join(key))
@@ -147,7 +175,9 @@ _KEPT = {
 }
 
 
-def _rebuild_subclass(function: object, kind: object, args: object, state: object) -> View | Unread | Sharded | Pieces:
+def _rebuild_subclass(
+    function: object, kind: object, args: object, state: object
+) -> View | Unread | Sharded | Pieces:
     """A tensor with attributes of its own, one of another class, a DTensor or a ShardedTensor."""
     function = function.function if isinstance(function, Fixed) else function
     label = kind.label if isinstance(kind, type) and issubclass(kind, Kept) else ""
@@ -159,15 +189,28 @@ def _rebuild_subclass(function: object, kind: object, args: object, state: objec
             raise TypeError("not a tensor")
         return made
     shape, dtype = (args[2], args[1]) if isinstance(args, tuple) and len(args) > 2 else (None, None)
-    if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or len(shape) > 64:
+    if (
+        not isinstance(shape, tuple)
+        or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
+        or len(shape) > 64
+    ):
         raise ValueError("not the shape of a sharded tensor")
     if kind == _SHARDED_TENSOR:
         shards = state[0] if isinstance(state, tuple) and state else None
         if not isinstance(shards, list) or not isinstance(dtype, DType):
             raise TypeError("not a ShardedTensor")
-        return Pieces(tuple(_piece(shard, dtype, len(shape)) for shard in shards), dtype, tuple(shape))
-    tables = [table for table in (state if isinstance(state, tuple) else (state,)) if isinstance(table, dict)]  # attributes, slots
-    spec, local = (next((t[name] for t in tables if name in t), None) for name in ("_spec", "_local_tensor"))
+        return Pieces(
+            tuple(_piece(shard, dtype, len(shape)) for shard in shards), dtype, tuple(shape)
+        )
+    # attributes, slots
+    tables = [
+        table
+        for table in (state if isinstance(state, tuple) else (state,))
+        if isinstance(table, dict)
+    ]
+    spec, local = (
+        next((t[name] for t in tables if name in t), None) for name in ("_spec", "_local_tensor")
+    )
     if not isinstance(spec, Kept) or not isinstance(local, View):
         raise TypeError("not a DTensor")
     return Sharded(local, tuple(shape), spec)
@@ -177,24 +220,47 @@ def _piece(shard: object, dtype: DType, ndim: int) -> tuple[View, Box]:
     metadata = shard.state.get("metadata") if isinstance(shard, Kept) else None
     if not isinstance(shard, Kept) or not isinstance(metadata, Kept):
         raise TypeError("not a shard")
-    view, offsets, sizes = shard.state.get("tensor"), metadata.state.get("shard_offsets"), metadata.state.get("shard_sizes")
+    view, offsets, sizes = (
+        shard.state.get("tensor"),
+        metadata.state.get("shard_offsets"),
+        metadata.state.get("shard_sizes"),
+    )
     for numbers in (offsets, sizes):
-        if not isinstance(numbers, list) or len(numbers) != ndim or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        if (
+            not isinstance(numbers, list)
+            or len(numbers) != ndim
+            or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+        ):
             raise ValueError("not a shard's box")
-    if not isinstance(view, View) or view.dtype != dtype or list(view.sizes) != sizes or not isinstance(offsets, list):
+    if (
+        not isinstance(view, View)
+        or view.dtype != dtype
+        or list(view.sizes) != sizes
+        or not isinstance(offsets, list)
+    ):
         raise ValueError("a shard has another shape or type than it says")
     return view, Box(tuple(offsets), view.sizes)
 
 
 def _rebuild(
-    storage: object = None, offset: object = 0, sizes: object = (), strides: object = (), *more: object, dtype: object = None
+    storage: object = None,
+    offset: object = 0,
+    sizes: object = (),
+    strides: object = (),
+    *more: object,
+    dtype: object = None,
 ) -> View | Unread:
     if any(isinstance(about, dict) and (about.get("conj") or about.get("neg")) for about in more):
         return Unread("a conjugated or negated view: save its resolve_conj() and resolve_neg()")
     found = dtype if dtype is not None else storage.dtype if isinstance(storage, Storage) else None
     if not isinstance(storage, Storage) or not isinstance(found, DType):
         raise TypeError("not a tensor's storage")
-    if type(offset) is not int or not isinstance(sizes, tuple) or not isinstance(strides, tuple) or not len(sizes) == len(strides) <= 64:
+    if (
+        type(offset) is not int
+        or not isinstance(sizes, tuple)
+        or not isinstance(strides, tuple)
+        or not len(sizes) == len(strides) <= 64
+    ):
         raise ValueError("not a tensor's shape")
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, *sizes, *strides)):
         raise ValueError("not a tensor's numbers")
@@ -210,7 +276,13 @@ def _rebuild_parameter(tensor: object, *_: object) -> object:
 
 
 def _persistent(pid: object) -> Storage:
-    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or type(pid[2]) is not str or type(pid[4]) is not int:
+    if (
+        not isinstance(pid, tuple)
+        or len(pid) != 5
+        or pid[0] != "storage"
+        or type(pid[2]) is not str
+        or type(pid[4]) is not int
+    ):
         raise ValueError("not a storage")
     return Storage(pid[2], pid[1] if isinstance(pid[1], DType) else None, pid[4])
 
@@ -221,7 +293,8 @@ def plain_path(path: Path) -> Path:
 
 
 def unpickled(data: bytes, where: str, is_foreign: Callable[[str], object]) -> Any:
-    """Returns what `data.pkl` builds; `is_foreign` is told the name of every global that is not known.
+    """Returns what `data.pkl` builds; `is_foreign` is told the name of every global that is not
+    known.
 
     Raises:
         FormatError: it is malformed, or built to hurt its reader.
@@ -237,8 +310,9 @@ def most_nodes(nbytes: int) -> int:
 def leaves(root: object, where: str, most: int = _MAX_NODES) -> Iterator[tuple[Path, object]]:
     """Yields tensors, values and stand-ins with the keys on the way, flattened as DCP does it.
 
-    Dicts are walked through, and lists and tuples that hold a tensor or a dict with entries somewhere; any other list is one value, as
-    stock torch expects it. So is an empty dict below the root, of which DCP itself would keep nothing.
+    Dicts are walked through, and lists and tuples that hold a tensor or a dict with entries
+    somewhere; any other list is one value, as stock torch expects it. So is an empty dict below the
+    root, of which DCP itself would keep nothing.
 
     Raises:
         FormatError: there are too many, or they are nested too deep.
@@ -250,19 +324,29 @@ def leaves(root: object, where: str, most: int = _MAX_NODES) -> Iterator[tuple[P
         path, value = waiting.pop()
         seen += max(1, weight := _weigh(value, weights, 0, where))
         if seen > most or len(path) > _MAX_DEPTH:
-            raise FormatError(f"a state dict is too large or too deep: {seen:,} entries, {len(path)} levels ({where})")
+            raise FormatError(
+                f"a state dict is too large or too deep: {seen:,} entries, {len(path)} levels"
+                f" ({where})"
+            )
         if isinstance(value, dict) and (value or not path):
             waiting += [((*path, _key(key)), item) for key, item in reversed(value.items())]
         elif isinstance(value, (list, tuple)) and type(value) in (list, tuple) and not weight:
             position = TupleItem if type(value) is tuple else int
-            waiting += [((*path, position(number)), item) for number, item in reversed(list(enumerate(value)))]
+            waiting += [
+                ((*path, position(number)), item)
+                for number, item in reversed(list(enumerate(value)))
+            ]
         else:
             yield path, plain(value)
 
 
 def plain(value: object) -> object:
     """Returns a value as a person would write it down: a device instead of its stand-in."""
-    if isinstance(value, Kept) and type(value).__name__ == "device" and 1 <= len(value.arguments) <= 2:
+    if (
+        isinstance(value, Kept)
+        and type(value).__name__ == "device"
+        and 1 <= len(value.arguments) <= 2
+    ):
         kind, index = (*value.arguments, None)[:2]
         if isinstance(kind, str) and (index is None or type(index) is int):
             return Device(kind, index)
@@ -278,7 +362,9 @@ def python_numbers(value: Any) -> Any:
 
 def has_numpy(value: object) -> bool:
     """Tells whether a plain value has NumPy's numbers in it."""
-    return isinstance(value, Number) or (type(value) in (list, tuple) and any(map(has_numpy, value)))  # type: ignore[call-overload]
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return any(map(has_numpy, value))
+    return isinstance(value, Number)
 
 
 def kind_of(value: object) -> str:
@@ -287,17 +373,23 @@ def kind_of(value: object) -> str:
 
 
 def _key(key: object) -> str:
-    """Returns a dict's key as a text, as DCP makes it; a key of a type that is not known has the name of its type."""
+    """Returns a dict's key as a text, as DCP makes it; a key of a type that is not known has the
+    name of its type.
+    """
     if type(key) is str:
         return key
-    is_plain = type(key) in SCALAR_KEYS or (isinstance(key, tuple) and all(type(part) in SCALAR_KEYS for part in key))
+    is_plain = type(key) in SCALAR_KEYS or (
+        isinstance(key, tuple) and all(type(part) in SCALAR_KEYS for part in key)
+    )
     return _made_key(str(key), key) if is_plain else f"<{type(key).__name__}>"
 
 
 def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:
-    """Returns the number of scalars that a plain value has, one more for every list, and 0 for what is not plain.
+    """Returns the number of scalars that a plain value has, one more for every list, and 0 for what
+    is not plain.
 
-    A list may hold another one twice, and that one the next: what is known of one is kept, so that each is looked at once.
+    A list may hold another one twice, and that one the next: what is known of one is kept, so that
+    each is looked at once.
     """
     if not isinstance(value, (list, tuple)) or type(value) not in (list, tuple):
         return int(is_scalar(value) or (isinstance(value, dict) and not value))
@@ -321,12 +413,22 @@ def is_scalar(value: object) -> bool:
 
 
 def is_value(value: object) -> bool:
-    """Tells whether what `leaves` yields is a plain value: a scalar, a list or tuple of such, or an empty dict."""
-    is_plain = is_scalar(value) or type(value) in (list, tuple, bytearray, set, Counted, DType, Device)
+    """Tells whether what `leaves` yields is a plain value: a scalar, a list or tuple of such, or an
+    empty dict.
+    """
+    is_plain = is_scalar(value) or type(value) in (
+        list,
+        tuple,
+        bytearray,
+        set,
+        Counted,
+        DType,
+        Device,
+    )
     return is_plain or (isinstance(value, dict) and not value)
 
 
-# ---- fields of a state whose writer is known ------------------------------------------------------------------------------
+# ---- fields of a state whose writer is known -----------------------------------------------------
 
 
 class Malformed(Exception):
@@ -354,6 +456,10 @@ def shapes_of(table: object) -> dict[str, tuple[int, ...]]:
     if not isinstance(table, dict):
         raise Malformed("shapes are no dict")
     for name, shape in table.items():
-        if type(name) is not str or not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+        if (
+            type(name) is not str
+            or not isinstance(shape, tuple)
+            or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
+        ):
             raise Malformed("a shape is none")
     return table

@@ -1,4 +1,5 @@
-"""Pickles of plain values and of tensors' descriptions, as opcodes: what torch's own pickler would write.
+"""Pickles of plain values and of tensors' descriptions, as opcodes: what torch's own pickler would
+write.
 
 Source: CPython's `pickletools`; torch 2.13 `torch/_utils.py`, `torch/serialization.py`.
 """
@@ -33,7 +34,9 @@ class Device(NamedTuple):
 
 
 class Counted:
-    """A `collections.Counter`, such as the milestones of a scheduler. As a dict's key it is itself: its items are not hashed."""
+    """A `collections.Counter`, such as the milestones of a scheduler. As a dict's key it is itself:
+    its items are not hashed.
+    """
 
     __slots__ = ("items",)
 
@@ -45,7 +48,8 @@ class Counted:
 
 
 class Call(NamedTuple):
-    """An object that a pickle makes by calling a global: `module.name(*arguments)`, then giving it a state.
+    """An object that a pickle makes by calling a global: `module.name(*arguments)`, then giving it
+    a state.
 
     `is_new` makes it by `__new__` of the class that the global is, and calls nothing else.
     """
@@ -65,7 +69,9 @@ class Name(NamedTuple):
 
 
 class Once(NamedTuple):
-    """An object that a pickle makes where it first occurs, and then refers to as number `key`, below 256."""
+    """An object that a pickle makes where it first occurs, and then refers to as number `key`,
+    below 256.
+    """
 
     key: int
     value: Any
@@ -90,7 +96,8 @@ def integer(value: int) -> bytes:
 
 
 def pickled(value: Any) -> bytes:
-    """Returns a pickle of protocol 2: dicts, lists, tuples, sets, texts, bytes, numbers, None, types of elements, and the classes above.
+    """Returns a pickle of protocol 2: dicts, lists, tuples, sets, texts, bytes, numbers, None,
+    types of elements, and the classes above.
 
     Raises:
         PlanError: something else is in it.
@@ -115,7 +122,11 @@ def _push(value: Any, depth: int, known: set[int]) -> bytes:
     if isinstance(value, (Call, Name, Once, Opcodes)):
         return _push_special(value, depth, known)
     if isinstance(value, dict):
-        return b"}(" + b"".join(_push(part, depth + 1, known) for item in value.items() for part in item) + b"u"
+        return (
+            b"}("
+            + b"".join(_push(part, depth + 1, known) for item in value.items() for part in item)
+            + b"u"
+        )
     if type(value) in (list, tuple):
         parts = b"".join(_push(item, depth + 1, known) for item in value)
         return b"](" + parts + b"e" if type(value) is list else b"(" + parts + b"t"
@@ -126,13 +137,19 @@ def _push_special(value: Call | Name | Once | Opcodes, depth: int, known: set[in
     if isinstance(value, Name):
         return f"c{value.module}\n{value.name}\n".encode()
     if isinstance(value, Opcodes):
-        return b"".join(part if type(part) is bytes else _push(part, depth, known) for part in value.parts)
+        return b"".join(
+            part if type(part) is bytes else _push(part, depth, known) for part in value.parts
+        )
     if isinstance(value, Once):
         if value.key in known:
             return b"h" + bytes([value.key])
         known.add(value.key)
         return _push(value.value, depth, known) + b"q" + bytes([value.key])
-    made = opcodes(Name(value.module, value.name)) + _push(value.arguments, depth + 1, known) + (b"\x81" if value.is_new else b"R")
+    made = (
+        opcodes(Name(value.module, value.name))
+        + _push(value.arguments, depth + 1, known)
+        + (b"\x81" if value.is_new else b"R")
+    )
     return made if value.state is None else made + _push(value.state, depth + 1, known) + b"b"
 
 
@@ -142,7 +159,9 @@ _CALLS: dict[type, Callable[[Any], Call | Name]] = {  # what torch loads with we
     complex: lambda value: Call("builtins", "complex", (value.real, value.imag)),
     set: lambda value: Call("builtins", "set", (list(value),)),
     Counted: lambda value: Call("collections", "Counter", (dict(value.items),)),
-    Device: lambda value: Call("torch", "device", (value.kind,) if value.number is None else tuple(value)),
+    Device: lambda value: Call(
+        "torch", "device", (value.kind,) if value.number is None else tuple(value)
+    ),
     DType: lambda value: Name("torch", value.name),
 }
 
@@ -166,11 +185,25 @@ def _push_tensor(tensor: Stored) -> bytes:
     """The call that rebuilds a contiguous tensor over its storage."""
     dtype, sizes = tensor.dtype, tensor.sizes
     is_untyped, numel = dtype.storage_class == "UntypedStorage", math.prod(sizes)
-    storage = Name("torch.storage", "UntypedStorage") if is_untyped else Name("torch", dtype.storage_class)
+    storage = (
+        Name("torch.storage", "UntypedStorage")
+        if is_untyped
+        else Name("torch", dtype.storage_class)
+    )
     count = numel * dtype.itemsize if is_untyped else numel
-    body = b"(" + opcodes(("storage", storage, tensor.key, "cpu", count)) + b"QK\x00" + _sizes(sizes) + _sizes(row_major_strides(sizes))
-    body += b"\x89ccollections\nOrderedDict\n)R" + (opcodes(Name("torch", dtype.name)) if is_untyped else b"")
-    return b"ctorch._utils\n_rebuild_tensor_v" + (b"3" if is_untyped else b"2") + b"\n" + body + b"tR"
+    body = (
+        b"("
+        + opcodes(("storage", storage, tensor.key, "cpu", count))
+        + b"QK\x00"
+        + _sizes(sizes)
+        + _sizes(row_major_strides(sizes))
+    )
+    body += b"\x89ccollections\nOrderedDict\n)R" + (
+        opcodes(Name("torch", dtype.name)) if is_untyped else b""
+    )
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v" + (b"3" if is_untyped else b"2") + b"\n" + body + b"tR"
+    )
 
 
 def _sizes(values: Sequence[int]) -> bytes:

@@ -1,7 +1,8 @@
 """`torch.save` archives of one tensor: where the payload lies in one.
 
-An archive is a zip of stored (not compressed) records. `data.pkl` says dtype, shape and strides; `data/0` is the payload,
-64-byte aligned; the central directory at the end says where each record is. Only head and tail of an archive are read.
+An archive is a zip of stored (not compressed) records. `data.pkl` says dtype, shape and strides;
+`data/0` is the payload, 64-byte aligned; the central directory at the end says where each record
+is. Only head and tail of an archive are read.
 
 Source: torch 2.13 `caffe2/serialize/inline_container.cc`, `torch/_utils.py`; PKWARE APPNOTE 6.3.9.
 """
@@ -24,7 +25,11 @@ from ckpt_tools.formats.pickle.load import brief, load
 from ckpt_tools.storage import Store
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 
-LOCAL, CENTRAL, END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
+LOCAL, CENTRAL, END = (
+    struct.Struct("<4s5H3I2H"),
+    struct.Struct("<4s6H3I5H2I"),
+    struct.Struct("<4s4H2IH"),
+)
 END64 = struct.Struct("<4sQ2H2I4Q")
 _HEAD_BYTES = _TAIL_BYTES = 1536
 _GAP_BYTES, _WINDOW_BYTES = 4096, 4 << 20
@@ -43,7 +48,9 @@ class Item(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One file of a zip: its local header's position and its size, in bytes of the archive; where the directory has its CRC-32."""
+    """One file of a zip: its local header's position and its size, in bytes of the archive; where
+    the directory has its CRC-32.
+    """
 
     header: int
     nbytes: int
@@ -51,20 +58,29 @@ class Record(NamedTuple):
 
 
 def locate(store: Store, items: Sequence[Item]) -> Iterator[tuple[Extent, Extent]]:
-    """Yields for each archive the extent of its payload, after checking that it holds what the index says.
+    """Yields for each archive the extent of its payload, after checking that it holds what the
+    index says.
 
-    Costs two reads of 1.5 KiB an item, joined with their neighbours'; small items come whole in windows of 4 MiB.
+    Costs two reads of 1.5 KiB an item, joined with their neighbours'; small items come whole in
+    windows of 4 MiB.
     """
     for number, head, tail in heads_and_tails(store, [item.extent for item in items]):
         yield items[number].extent, _find_payload(store, items[number], head, tail)
 
 
 def heads_and_tails(store: Store, extents: Sequence[Extent]) -> Iterator[tuple[int, bytes, bytes]]:
-    """Yields the number of each extent with its first and its last 1.5 KiB, in the order of the files."""
+    """Yields the number of each extent with its first and its last 1.5 KiB, in the order of the
+    files.
+    """
     halves: dict[int, bytes] = {}
     order = sorted(range(len(extents)), key=lambda number: extents[number][:2])
-    files = (numbers for _, numbers in groupby(order, lambda number: extents[number].file))  # one at a time: there may be a million chunks
-    windows = (window for numbers in files for window in coalesce(_head_and_tail(extents, numbers), _GAP_BYTES, _WINDOW_BYTES))
+    # one at a time: there may be a million chunks
+    files = (numbers for _, numbers in groupby(order, lambda number: extents[number].file))
+    windows = (
+        window
+        for numbers in files
+        for window in coalesce(_head_and_tail(extents, numbers), _GAP_BYTES, _WINDOW_BYTES)
+    )
     for window in _announced(store, windows):
         view = memoryview(bytearray(window.nbytes))
         store.read_into(window.file, window.start, view)
@@ -80,7 +96,9 @@ def heads_and_tails(store: Store, extents: Sequence[Extent]) -> Iterator[tuple[i
 
 
 def _announced(store: Store, windows: Iterator[Window]) -> Iterator[Window]:
-    """Yields windows, some time after a store that fetches ahead was told of them; a disk would only read islands."""
+    """Yields windows, some time after a store that fetches ahead was told of them; a disk would
+    only read islands.
+    """
     if not store.capabilities.fetches_ahead:
         yield from windows
         return
@@ -106,9 +124,13 @@ def _find_payload(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
     try:
         return _find(store, item, head, tail)
     except FormatError as error:
-        raise type(error)(f"{error} ({printable(item.extent.file)} at byte {item.extent.start})", hint=error.hint) from error
+        raise type(error)(
+            f"{error} ({printable(item.extent.file)} at byte {item.extent.start})", hint=error.hint
+        ) from error
     except struct.error as error:
-        raise FormatError(f"a zip is truncated ({printable(item.extent.file)} at byte {item.extent.start})") from error
+        raise FormatError(
+            f"a zip is truncated ({printable(item.extent.file)} at byte {item.extent.start})"
+        ) from error
 
 
 def _find(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
@@ -117,26 +139,46 @@ def _find(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
     front = data_record.header + LOCAL.size
     if front > len(head):  # a pickle so long that it pushes the payload out of the first 1.5 KiB
         head = cut(store, item.extent, head, 0, front)
-    start, tensor = _parse_front(head[:front], _record(records, "data.pkl"), data_record, item.dtype, item.sizes)
+    start, tensor = _parse_front(
+        head[:front], _record(records, "data.pkl"), data_record, item.dtype, item.sizes
+    )
     if start + data_record.nbytes > item.extent.nbytes:
-        raise FormatError(f"a record runs past its archive: {start + data_record.nbytes} of {item.extent.nbytes} bytes")
+        raise FormatError(
+            f"a record runs past its archive: {start + data_record.nbytes} of {item.extent.nbytes}"
+            " bytes"
+        )
     skip = tensor.offset * item.dtype.itemsize
     nbytes = data_record.nbytes - skip if tensor.strides else tensor.nbytes
     (crc,) = struct.unpack_from("<I", directory, data_record.crc_at)
-    is_all = nbytes == data_record.nbytes and (crc or not nbytes)  # 0 stands where the writer computed none
-    return Extent(item.extent.file, item.extent.start + start + skip, nbytes, RAW, tensor.strides, crc if is_all else None)
+    # 0 stands where the writer computed none
+    is_all = nbytes == data_record.nbytes and (crc or not nbytes)
+    return Extent(
+        item.extent.file,
+        item.extent.start + start + skip,
+        nbytes,
+        RAW,
+        tensor.strides,
+        crc if is_all else None,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse_front(front: bytes, pickle_record: Record, data_record: Record, dtype: DType, sizes: tuple[int, ...]) -> tuple[int, _Tensor]:
-    """Returns where the payload starts and how the tensor lies in it, from the bytes up to the payload's local header.
+def _parse_front(
+    front: bytes, pickle_record: Record, data_record: Record, dtype: DType, sizes: tuple[int, ...]
+) -> tuple[int, _Tensor]:
+    """Returns where the payload starts and how the tensor lies in it, from the bytes up to the
+    payload's local header.
 
-    Items of one dtype and shape have the same front, byte for byte, so a checkpoint of a million chunks costs few parses.
+    Items of one dtype and shape have the same front, byte for byte, so a checkpoint of a million
+    chunks costs few parses.
     """
     start, tensor_bytes = data_start(front, pickle_record), pickle_record.nbytes
     tensor = _parse_tensor(front[start : start + tensor_bytes], dtype, sizes)
     if tensor.storage_nbytes != data_record.nbytes:
-        raise FormatError(f"a tensor's storage has the wrong length: expected {tensor.storage_nbytes} bytes, got {data_record.nbytes}")
+        raise FormatError(
+            f"a tensor's storage has the wrong length: expected {tensor.storage_nbytes} bytes, got"
+            f" {data_record.nbytes}"
+        )
     return data_start(front, data_record), tensor
 
 
@@ -145,7 +187,9 @@ def cut(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> byt
     if stop <= len(head):
         return head[start:stop]
     if not 0 <= start <= stop <= extent.nbytes or stop - start > _MAX_CUT:
-        raise FormatError(f"a record lies outside its archive: {start}:{stop} of {extent.nbytes} bytes")
+        raise FormatError(
+            f"a record lies outside its archive: {start}:{stop} of {extent.nbytes} bytes"
+        )
     buffer = bytearray(stop - start)
     store.read_into(extent.file, extent.start + start, memoryview(buffer))
     return bytes(buffer)
@@ -155,9 +199,13 @@ def data_start(front: bytes, record: Record) -> int:
     """Returns the first byte of a record's data within the archive, from its local header."""
     if record.header + LOCAL.size > len(front):
         raise FormatError(f"a record stands where none belongs: at byte {record.header}")
-    magic, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(front, record.header)
+    magic, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(
+        front, record.header
+    )
     if magic != b"PK\x03\x04" or method != 0 or flags & 1:
-        raise FormatError(f"not a stored zip record: magic {magic!r}, method {method}, flags {flags:#x}")
+        raise FormatError(
+            f"not a stored zip record: magic {magic!r}, method {method}, flags {flags:#x}"
+        )
     return int(record.header + LOCAL.size + name_bytes + extra_bytes)
 
 
@@ -165,11 +213,15 @@ def _record(records: dict[str, Record], name: str) -> Record:
     try:
         return records[name]
     except KeyError:
-        raise FormatError(f"not a saved tensor: the archive has no {name}, only {printable(', '.join(records))}") from None
+        raise FormatError(
+            f"not a saved tensor: the archive has no {name}, only {printable(', '.join(records))}"
+        ) from None
 
 
 def read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str, Record], bytes]:
-    """Returns the records of an archive by name, without the folder that torch puts in front, and the directory as it stands."""
+    """Returns the records of an archive by name, without the folder that torch puts in front, and
+    the directory as it stands.
+    """
     count, data = find_directory(store, extent, tail)
     cuts, known = _directories.get((len(data), count), ((), {}))
     records = known.get(b"".join([data[a:b] for a, b in cuts]))
@@ -180,7 +232,9 @@ def find_directory(store: Store, extent: Extent, tail: bytes) -> tuple[int, byte
     """Returns how many records the directory of a zip has, and it as it stands."""
     end = END.unpack(tail[-END.size :]) if len(tail) >= END.size else None
     if end is None or end[0] != b"PK\x05\x06":
-        raise FormatError("no zip directory at its end", hint="the file is truncated or was overwritten")
+        raise FormatError(
+            "no zip directory at its end", hint="the file is truncated or was overwritten"
+        )
     count, nbytes, start = end[4], end[5], end[6]
     if count == 0xFFFF or nbytes == HUGE or start == HUGE:
         at = len(tail) - END.size - 20 - END64.size
@@ -189,14 +243,22 @@ def find_directory(store: Store, extent: Extent, tail: bytes) -> tuple[int, byte
             raise FormatError("a zip64 directory is missing")
         count, nbytes, start = end64[7], end64[8], end64[9]
     if start + nbytes > extent.nbytes or nbytes > _MAX_CUT:
-        raise FormatError(f"a zip directory lies outside its archive: {start}:{start + nbytes} of {extent.nbytes} bytes")
+        raise FormatError(
+            f"a zip directory lies outside its archive: {start}:{start + nbytes} of {extent.nbytes}"
+            " bytes"
+        )
     at = start - (extent.nbytes - len(tail))
-    return count, tail[at : at + nbytes] if at >= 0 else cut(store, extent, b"", start, start + nbytes)
+    return count, (
+        tail[at : at + nbytes] if at >= 0 else cut(store, extent, b"", start, start + nbytes)
+    )
 
 
-# Directories that differ in nothing but their CRCs are parsed once: by length and count, where to cut the CRCs out, and the
-# records by what is left. Bounded, so that a file with a million different ones costs time and not memory.
-_Directories = dict[tuple[int, int], tuple[tuple[tuple[int, int], ...], dict[bytes, dict[str, Record]]]]
+# Directories that differ in nothing but their CRCs are parsed once: by length and count, where to
+# cut the CRCs out, and the records by what is left. Bounded, so that a file with a million
+# different ones costs time and not memory.
+_Directories = dict[
+    tuple[int, int], tuple[tuple[tuple[int, int], ...], dict[bytes, dict[str, Record]]]
+]
 _directories: _Directories = {}
 _MAX_DIRECTORIES = 4096
 
@@ -208,13 +270,19 @@ def _parse_directory(data: bytes, count: int) -> dict[str, Record]:
         if at + CENTRAL.size > len(data):
             raise FormatError("a zip directory is truncated")
         entry = CENTRAL.unpack_from(data, at)
-        method, packed, nbytes, name_bytes, extra_bytes, comment_bytes, header = (*entry[4:5], *entry[8:13], entry[16])
+        method, packed, nbytes, name_bytes, extra_bytes, comment_bytes, header = (
+            *entry[4:5],
+            *entry[8:13],
+            entry[16],
+        )
         name_at = at + CENTRAL.size
         name = data[name_at : name_at + name_bytes].decode("utf-8", "replace").partition("/")[2]
         extra = data[name_at + name_bytes : name_at + name_bytes + extra_bytes]
         nbytes, packed, header = widen(extra, nbytes, packed, header)
         if entry[0] != b"PK\x01\x02" or method != 0 or packed != nbytes or name in records:
-            raise FormatError(f"a zip record is not stored as torch does it: {printable(name)!r}, method {method}")
+            raise FormatError(
+                f"a zip record is not stored as torch does it: {printable(name)!r}, method {method}"
+            )
         records[name] = Record(header, nbytes, at + _CRC_AT)
         cuts += [at + _CRC_AT, at + _CRC_AT + 4]
         at = name_at + name_bytes + extra_bytes + comment_bytes
@@ -230,7 +298,9 @@ def _parse_directory(data: bytes, count: int) -> dict[str, Record]:
 
 
 def widen(extra: bytes, *values: int) -> list[int]:
-    """Returns sizes and positions with those that do not fit into 32 bits taken from the zip64 field."""
+    """Returns sizes and positions with those that do not fit into 32 bits taken from the zip64
+    field.
+    """
     wide: list[int] = []
     at = 0
     while at + 4 <= len(extra):
@@ -251,7 +321,9 @@ class _Tensor(NamedTuple):
 
 def _parse_tensor(data: bytes, dtype: DType, sizes: tuple[int, ...]) -> _Tensor:
     """Returns how a tensor lies in its storage, from its pickle; the index must agree with it."""
-    allowed: dict[tuple[str, str], Any] = {("torch", name): d for name, d in BY_STORAGE_CLASS.items()}
+    allowed: dict[tuple[str, str], Any] = {
+        ("torch", name): d for name, d in BY_STORAGE_CLASS.items()
+    }
     allowed.update({("torch", name): d for name, d in BY_NAME.items()})
     for module in ("torch", "torch.storage"):
         allowed[module, "UntypedStorage"] = allowed[module, "TypedStorage"] = None
@@ -263,21 +335,49 @@ def _parse_tensor(data: bytes, dtype: DType, sizes: tuple[int, ...]) -> _Tensor:
     try:
         (_, storage_type, key, _, numel), offset, shape, strides = value[:4]
         found = storage_type if storage_type is not None else value[6]
-        if not isinstance(found, DType) or not all(type(n) is int and n >= 0 for n in (numel, offset, *shape, *strides)):
+        if not isinstance(found, DType) or not all(
+            type(n) is int and n >= 0 for n in (numel, offset, *shape, *strides)
+        ):
             raise TypeError("its fields are of the wrong type")
     except (TypeError, ValueError, IndexError) as error:
         raise FormatError(f"not a saved tensor: {printable(str(error))}") from error
     if found != dtype or tuple(shape) != sizes or key != "0" or len(strides) != len(sizes):
-        raise FormatError(f"an item is not what the index says: expected {dtype.name} {list(sizes)}, got {found.name} {list(shape)}")
+        raise FormatError(
+            f"an item is not what the index says: expected {dtype.name} {list(sizes)}, got"
+            f" {found.name} {list(shape)}"
+        )
     if storage_type is not None and len(value) > 6 and isinstance(value[6], dict) and value[6]:
-        raise FormatError(f"a tensor with pending operations is not supported: {', '.join(map(brief, value[6]))}")
-    return _as_tensor(found, offset, sizes, tuple(strides), numel if storage_type is None else numel * found.itemsize)
+        raise FormatError(
+            f"a tensor with pending operations is not supported: {', '.join(map(brief, value[6]))}"
+        )
+    return _as_tensor(
+        found,
+        offset,
+        sizes,
+        tuple(strides),
+        numel if storage_type is None else numel * found.itemsize,
+    )
 
 
-def _as_tensor(dtype: DType, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], storage_nbytes: int) -> _Tensor:
+def _as_tensor(
+    dtype: DType, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], storage_nbytes: int
+) -> _Tensor:
     numel = math.prod(sizes)
-    last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if numel else offset - 1
+    last = (
+        offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        if numel
+        else offset - 1
+    )
     if (last + 1) * dtype.itemsize > storage_nbytes:
-        raise FormatError(f"a tensor exceeds its storage: element {last} of {storage_nbytes // dtype.itemsize}")
-    is_row_major = all(n == 1 or s == r for n, s, r in zip(sizes, strides, row_major_strides(sizes), strict=True))
-    return _Tensor(offset, None if is_row_major or not numel else strides, storage_nbytes, numel * dtype.itemsize)
+        raise FormatError(
+            f"a tensor exceeds its storage: element {last} of {storage_nbytes // dtype.itemsize}"
+        )
+    is_row_major = all(
+        n == 1 or s == r for n, s, r in zip(sizes, strides, row_major_strides(sizes), strict=True)
+    )
+    return _Tensor(
+        offset,
+        None if is_row_major or not numel else strides,
+        storage_nbytes,
+        numel * dtype.itemsize,
+    )

@@ -1,8 +1,9 @@
-"""Is a `torch.save` archive what was written: the CRC-32 that each of its records carries, which torch never compares.
+"""Is a `torch.save` archive what was written: the CRC-32 that each of its records carries, which
+torch never compares.
 
-What stands around the records is compared as well, with itself: a zip says everything twice. A record that lies within an
-archive's first or last 1.5 KiB is compared at once; of the others, payloads mostly, it is said where they lie and what their
-checksum must be.
+What stands around the records is compared as well, with itself: a zip says everything twice. A
+record that lies within an archive's first or last 1.5 KiB is compared at once; of the others,
+payloads mostly, it is said where they lie and what their checksum must be.
 
 Source: PKWARE APPNOTE 6.3.9; torch 2.13 `caffe2/serialize/inline_container.cc`.
 """
@@ -16,7 +17,17 @@ from typing import NamedTuple
 from ckpt_tools.core.catalog import RAW, ZIP, Extent
 from ckpt_tools.core.checksum import crc32
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.zip.read import CENTRAL, END, END64, HUGE, LOCAL, cut, find_directory, heads_and_tails, widen
+from ckpt_tools.formats.zip.read import (
+    CENTRAL,
+    END,
+    END64,
+    HUGE,
+    LOCAL,
+    cut,
+    find_directory,
+    heads_and_tails,
+    widen,
+)
 from ckpt_tools.storage import Store
 
 _LOCATOR = struct.Struct("<4sIQI")
@@ -42,10 +53,16 @@ class Examined(NamedTuple):
 
 
 def examine(store: Store, extents: Sequence[Extent]) -> Iterator[Examined]:
-    """Yields what is found of each extent, in the order of the files; one that is neither packed nor a zip has no checksum."""
+    """Yields what is found of each extent, in the order of the files; one that is neither packed
+    nor a zip has no checksum.
+    """
     for number, head, tail in heads_and_tails(store, extents):
         extent = extents[number]
-        if extent.packing == RAW and not head.startswith(b"PK") and not tail[-END.size :].startswith(b"PK"):
+        if (
+            extent.packing == RAW
+            and not head.startswith(b"PK")
+            and not tail[-END.size :].startswith(b"PK")
+        ):
             yield Examined(extent, (), "", is_sealed=False)
             continue
         try:
@@ -87,12 +104,15 @@ class _Archive(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A record as the directory of a zip has it, `at` which byte of that; `nbytes` of data as they lie there."""
+    """A record as the directory of a zip has it, `at` which byte of that; `nbytes` of data as they
+    lie there.
+    """
 
     at: int
     name: bytes
     flags: int
-    common: tuple[int, ...]  # version needed, flags, method, time, date: they stand in the local header as well
+    # version needed, flags, method, time, date: they stand in the local header as well
+    common: tuple[int, ...]
     alike: tuple[int, ...]  # who made it, and attributes: one writer gives all records the same
     crc: int
     nbytes: int
@@ -105,12 +125,14 @@ class Entry(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What an archive looks like that was found to be sound: others of its kind differ from it in data and checksums alone.
+    """What an archive looks like that was found to be sound: others of its kind differ from it in
+    data and checksums alone.
 
     Attributes:
         cuts: which of the bytes at hand are the same in all of them.
         fixed: those bytes.
-        records: name, start and length of each record's data, and where in the bytes at hand its checksum stands.
+        records: name, start and length of each record's data, and where in the bytes at hand its
+            checksum stands.
     """
 
     cuts: tuple[slice, ...]
@@ -118,12 +140,15 @@ class _Known(NamedTuple):
     records: tuple[tuple[bytes, int, int, tuple[int, ...]], ...]
 
 
-_known: dict[int, list[_Known]] = {}  # by the archive's length; bounded, so that a million different ones cost time and not memory
+# by the archive's length; bounded, so that a million different ones cost time and not memory
+_known: dict[int, list[_Known]] = {}
 _MAX_KNOWN, _MAX_ALIKE = 4096, 4  # of one length: [342, 1024] and [1024, 342]
 
 
 def _examine_like_another(archive: _Archive) -> Examined | None:
-    """Examines an archive that looks like one that is known, None for any other: a checkpoint has few kinds of them."""
+    """Examines an archive that looks like one that is known, None for any other: a checkpoint has
+    few kinds of them.
+    """
     alike = _known.get(archive.extent.nbytes, [])
     data = archive.at_hand if alike else b""
     known = next((k for k in alike if b"".join([data[c] for c in k.cuts]) == k.fixed), None)
@@ -132,7 +157,11 @@ def _examine_like_another(archive: _Archive) -> Examined | None:
     left: list[Extent] = []
     is_sealed = True
     for name, start, nbytes, places in known.records:
-        first, second = (data[p : p + 4] for p in places) if len(places) == 2 else (data[places[0] : places[0] + 4],) * 2
+        first, second = (
+            (data[p : p + 4] for p in places)
+            if len(places) == 2
+            else (data[places[0] : places[0] + 4],) * 2
+        )
         if first != second:
             return None  # the long way tells what is wrong
         crc = int.from_bytes(first, "little")
@@ -140,12 +169,18 @@ def _examine_like_another(archive: _Archive) -> Examined | None:
     return Examined(archive.extent, tuple(left), "", is_sealed)
 
 
-def _check_record(archive: _Archive, name: bytes, start: int, nbytes: int, crc: int, left: list[Extent]) -> bool:
-    """Compares a record's data with its checksum, or notes it as left; False where there is no checksum."""
+def _check_record(
+    archive: _Archive, name: bytes, start: int, nbytes: int, crc: int, left: list[Extent]
+) -> bool:
+    """Compares a record's data with its checksum, or notes it as left; False where there is no
+    checksum.
+    """
     if nbytes and not crc:
         return False  # whoever wrote it computed none
     if not archive.has(start, start + nbytes):
-        left.append(Extent(archive.extent.file, archive.extent.start + start, nbytes, RAW, None, crc))
+        left.append(
+            Extent(archive.extent.file, archive.extent.start + start, nbytes, RAW, None, crc)
+        )
     elif crc32(archive.cut(start, start + nbytes)) != crc:
         raise FormatError(f"the CRC-32 of its record {_shown(name)} is wrong")
     return True
@@ -159,32 +194,50 @@ def _examine(archive: _Archive) -> Examined:
     is_sealed, end = True, 0
     for entry in found:
         if entry.method:
-            raise FormatError(f"a zip record is compressed: {_shown(entry.name)}, method {entry.method}")
+            raise FormatError(
+                f"a zip record is compressed: {_shown(entry.name)}, method {entry.method}"
+            )
         if entry.header != end:
-            raise FormatError(f"a zip record does not follow the one before it: expected byte {end}, got {entry.header}")
+            raise FormatError(
+                f"a zip record does not follow the one before it: expected byte {end}, got"
+                f" {entry.header}"
+            )
         start = _check_header(archive, entry)
         end = start + entry.nbytes + _check_descriptor(archive, entry, start + entry.nbytes)
         is_sealed &= _check_record(archive, entry.name, start, entry.nbytes, entry.crc, left)
         spans.append((start, end))
     _check_end(archive, count, end, len(directory))
     has_folder = archive.extent.packing != ZIP  # torch puts all records into one
-    if len({(e.name.partition(b"/")[0] if has_folder else b"", e.alike) for e in found}) != 1 or len({e.name for e in found}) != count:
-        raise FormatError("its records lie in several folders, are of several writers, or have one name")
+    if (
+        len({(e.name.partition(b"/")[0] if has_folder else b"", e.alike) for e in found}) != 1
+        or len({e.name for e in found}) != count
+    ):
+        raise FormatError(
+            "its records lie in several folders, are of several writers, or have one name"
+        )
     _remember(archive, found, spans, end)
     return Examined(archive.extent, tuple(left), "", is_sealed)
 
 
-def _remember(archive: _Archive, entries: Sequence[Entry], spans: Sequence[tuple[int, int]], directory: int) -> None:
+def _remember(
+    archive: _Archive, entries: Sequence[Entry], spans: Sequence[tuple[int, int]], directory: int
+) -> None:
     """Keeps what a sound archive looks like, if all that stands around its data is at hand."""
     gap = archive.gap
     places = [
         (directory + e.at + _CRC_AT, *([start + e.nbytes + 4] if end > start + e.nbytes else []))
         for e, (start, end) in zip(entries, spans, strict=True)
     ]
-    holes = sorted([(p, p + 4) for found in places for p in found] + [(s, s + e.nbytes) for e, (s, _) in zip(entries, spans, strict=True)])
+    holes = sorted(
+        [(p, p + 4) for found in places for p in found]
+        + [(s, s + e.nbytes) for e, (s, _) in zip(entries, spans, strict=True)]
+    )
     edges = [0, *(edge for hole in holes for edge in hole), archive.extent.nbytes]
     fixed = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-    if gap and any(a < gap.stop and b > gap.start for a, b in [*fixed, *((p, p + 4) for found in places for p in found)]):
+    if gap and any(
+        a < gap.stop and b > gap.start
+        for a, b in [*fixed, *((p, p + 4) for found in places for p in found)]
+    ):
         return
     if len(_known) >= _MAX_KNOWN:
         _known.clear()
@@ -195,8 +248,9 @@ def _remember(archive: _Archive, entries: Sequence[Entry], spans: Sequence[tuple
     cuts = tuple(slice(here(a), here(b)) for a, b in fixed)
     kept = b"".join([archive.at_hand[c] for c in cuts])
     records = tuple(
-        (e.name, s, e.nbytes, tuple(map(here, found))) for e, (s, _), found in zip(entries, spans, places, strict=True)
-    )  # fmt: skip
+        (e.name, s, e.nbytes, tuple(map(here, found)))
+        for e, (s, _), found in zip(entries, spans, places, strict=True)
+    )
     alike = _known.setdefault(archive.extent.nbytes, [])
     _known[archive.extent.nbytes] = [_Known(cuts, kept, records), *alike][:_MAX_ALIKE]
 
@@ -215,7 +269,20 @@ def entries(directory: bytes, count: int) -> Iterator[Entry]:
     at = 0
     for _ in range(count):
         fields = CENTRAL.unpack_from(directory, at)
-        needed, flags, method, time, date, crc, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, disk = fields[2:14]
+        (
+            needed,
+            flags,
+            method,
+            time,
+            date,
+            crc,
+            packed,
+            nbytes,
+            name_nbytes,
+            extra_nbytes,
+            comment_nbytes,
+            disk,
+        ) = fields[2:14]
         name_at = at + CENTRAL.size
         extra = directory[name_at + name_nbytes : name_at + name_nbytes + extra_nbytes]
         nbytes, packed, header = widen(extra, nbytes, packed, fields[16])
@@ -224,10 +291,21 @@ def entries(directory: bytes, count: int) -> Iterator[Entry]:
             raise FormatError(f"a zip directory is malformed: its entry at byte {at}")
         if disk or comment_nbytes:
             raise FormatError("a zip directory speaks of another disk, or has a comment")
-        yield Entry(at, directory[name_at : name_at + name_nbytes], flags, (needed, flags, method, time, date), alike, crc, nbytes, header)
+        yield Entry(
+            at,
+            directory[name_at : name_at + name_nbytes],
+            flags,
+            (needed, flags, method, time, date),
+            alike,
+            crc,
+            nbytes,
+            header,
+        )
         at = name_at + name_nbytes + extra_nbytes
     if at != len(directory):
-        raise FormatError(f"a zip directory is longer than its entries: {at} of {len(directory)} bytes")
+        raise FormatError(
+            f"a zip directory is longer than its entries: {at} of {len(directory)} bytes"
+        )
 
 
 def _check_header(archive: _Archive, entry: Entry) -> int:
@@ -237,29 +315,49 @@ def _check_header(archive: _Archive, entry: Entry) -> int:
     crc, packed, nbytes, name_nbytes, extra_nbytes = fields[5:]
     start = entry.header + LOCAL.size + name_nbytes + extra_nbytes
     if magic != b"PK\x03\x04" or tuple(fields[:5]) != entry.common:
-        raise FormatError(f"the header of its record {_shown(entry.name)} is not what the directory says")
+        raise FormatError(
+            f"the header of its record {_shown(entry.name)} is not what the directory says"
+        )
     if start + entry.nbytes > archive.extent.nbytes:
-        raise FormatError(f"a record runs past its archive: {start + entry.nbytes} of {archive.extent.nbytes} bytes")
+        raise FormatError(
+            f"a record runs past its archive: {start + entry.nbytes} of {archive.extent.nbytes}"
+            " bytes"
+        )
     behind = archive.cut(entry.header + LOCAL.size, start)
-    known = {(0, 0, 0), (0, HUGE, HUGE)} if entry.flags & _STREAMED else {(entry.crc, entry.nbytes, entry.nbytes), (entry.crc, HUGE, HUGE)}
+    known = (
+        {(0, 0, 0), (0, HUGE, HUGE)}
+        if entry.flags & _STREAMED
+        else {(entry.crc, entry.nbytes, entry.nbytes), (entry.crc, HUGE, HUGE)}
+    )
     if behind[:name_nbytes] != entry.name or (crc, packed, nbytes) not in known:
-        raise FormatError(f"a zip record has two names or sizes: {_shown(entry.name)} and {_shown(behind[:name_nbytes])}")
-    _check_padding(behind[name_nbytes:], entry, is_wide=packed == HUGE and not entry.flags & _STREAMED)
+        raise FormatError(
+            f"a zip record has two names or sizes: {_shown(entry.name)} and"
+            f" {_shown(behind[:name_nbytes])}"
+        )
+    _check_padding(
+        behind[name_nbytes:], entry, is_wide=packed == HUGE and not entry.flags & _STREAMED
+    )
     return int(start)
 
 
 def _check_padding(extra: bytes, entry: Entry, is_wide: bool) -> None:
-    """Makes sure that extra fields fill their room; of torch's own, which aligns the data, and of zip64's sizes every byte is known."""
+    """Makes sure that extra fields fill their room; of torch's own, which aligns the data, and of
+    zip64's sizes every byte is known.
+    """
     at, sizes = 0, b""
     while at < len(extra):
         tag, nbytes = struct.unpack_from("<2sH", extra.ljust(at + 4, b"\0"), at)
         body = extra[at + 4 : at + 4 + nbytes]
         if len(body) != nbytes or (tag == _PADDING and body.strip(b"Z")):
-            raise FormatError(f"what stands before the data of its record {_shown(entry.name)} is not padding")
+            raise FormatError(
+                f"what stands before the data of its record {_shown(entry.name)} is not padding"
+            )
         sizes = body if tag == _WIDE else sizes
         at += 4 + nbytes
     if is_wide and sizes != struct.pack("<2Q", entry.nbytes, entry.nbytes):
-        raise FormatError(f"the header of its record {_shown(entry.name)} has other sizes than the directory")
+        raise FormatError(
+            f"the header of its record {_shown(entry.name)} has other sizes than the directory"
+        )
 
 
 def _check_descriptor(archive: _Archive, entry: Entry, at: int) -> int:
@@ -268,13 +366,19 @@ def _check_descriptor(archive: _Archive, entry: Entry, at: int) -> int:
         return 0
     form = "<4sIQQ" if entry.nbytes >= HUGE else "<4sIII"
     size = struct.calcsize(form)
-    if archive.cut(at, at + size) != struct.pack(form, b"PK\x07\x08", entry.crc, entry.nbytes, entry.nbytes):
-        raise FormatError(f"what stands behind its record {_shown(entry.name)} is not what the directory says")
+    if archive.cut(at, at + size) != struct.pack(
+        form, b"PK\x07\x08", entry.crc, entry.nbytes, entry.nbytes
+    ):
+        raise FormatError(
+            f"what stands behind its record {_shown(entry.name)} is not what the directory says"
+        )
     return size
 
 
 def _check_end(archive: _Archive, count: int, start: int, nbytes: int) -> None:
-    """Compares the end of an archive with its directory, which begins where the last record ends."""
+    """Compares the end of an archive with its directory, which begins where the last record
+    ends.
+    """
     total = archive.extent.nbytes
     end = END.unpack(archive.cut(total - END.size, total))
     at = start + nbytes
@@ -282,10 +386,19 @@ def _check_end(archive: _Archive, count: int, start: int, nbytes: int) -> None:
     is_sound = end[1:3] == (0, 0) and end[3:6] == few and end[6] in (start, HUGE) and not end[7]
     if at + END.size != total:
         if at + END64.size + _LOCATOR.size + END.size != total:
-            raise FormatError(f"a zip directory does not fill its place: it ends at byte {at} of {total}")
+            raise FormatError(
+                f"a zip directory does not fill its place: it ends at byte {at} of {total}"
+            )
         end64 = END64.unpack(archive.cut(at, at + END64.size))
         locator = _LOCATOR.unpack(archive.cut(at + END64.size, at + END64.size + _LOCATOR.size))
-        is_sound &= end64[:2] == (b"PK\x06\x06", END64.size - 12) and end64[4:] == (0, 0, count, count, nbytes, start)
+        is_sound &= end64[:2] == (b"PK\x06\x06", END64.size - 12) and end64[4:] == (
+            0,
+            0,
+            count,
+            count,
+            nbytes,
+            start,
+        )
         is_sound &= locator == (b"PK\x06\x07", 0, at, 1)
     elif end[6] == HUGE:
         is_sound = False

@@ -1,7 +1,8 @@
-"""`torch.save` archives to be: the bytes around payloads that are copied in later, and whole ones of plain values.
+"""`torch.save` archives to be: the bytes around payloads that are copied in later, and whole ones
+of plain values.
 
-The order of records, their alignment and the zip64 end are torch's own. `.data/serialization_id` is left out: it is a hash of
-the contents that only torch's usage logging reads.
+The order of records, their alignment and the zip64 end are torch's own. `.data/serialization_id` is
+left out: it is a hash of the contents that only torch's usage logging reads.
 
 Source: torch 2.13 `caffe2/serialize/inline_container.cc`; PKWARE APPNOTE 6.3.9.
 """
@@ -34,7 +35,9 @@ class Tail(NamedTuple):
 
 
 class Archive:
-    """An archive as it grows. `parts` are the bytes that are known, `tails` those that wait for a payload's CRC-32."""
+    """An archive as it grows. `parts` are the bytes that are known, `tails` those that wait for a
+    payload's CRC-32.
+    """
 
     def __init__(self, state: Any) -> None:
         """Begins with `data.pkl`, a pickle of what is to be stored."""
@@ -83,12 +86,16 @@ class Archive:
 
     def around(self, name: str) -> tuple[list[Literal], list[Trailer]]:
         """Returns what stands around the payloads of a finished one, as a file of that name."""
-        trailers = [Trailer(name, tail.start, tail.nbytes, tail.payload, tail.render) for tail in self.tails]
+        trailers = [
+            Trailer(name, tail.start, tail.nbytes, tail.payload, tail.render) for tail in self.tails
+        ]
         return [Literal(name, start, data) for start, data in self.parts], trailers
 
 
 class Wrapping(NamedTuple):
-    """The bytes around a payload: `prefix`, the payload of `nbytes`, then `render_suffix(crc32 of the payload)`."""
+    """The bytes around a payload: `prefix`, the payload of `nbytes`, then `render_suffix(crc32 of
+    the payload)`.
+    """
 
     prefix: bytes
     nbytes: int
@@ -98,7 +105,9 @@ class Wrapping(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def wrap(dtype: DType, sizes: tuple[int, ...]) -> Wrapping:
-    """Returns the archive that `torch.save` makes of a contiguous CPU tensor, but for its payload."""
+    """Returns the archive that `torch.save` makes of a contiguous CPU tensor, but for its
+    payload.
+    """
     nbytes = math.prod(sizes) * dtype.itemsize
     archive = Archive(Stored(dtype, sizes, "0"))
     start = archive.room("0", nbytes)
@@ -107,7 +116,12 @@ def wrap(dtype: DType, sizes: tuple[int, ...]) -> Wrapping:
     behind = [(at, data) for at, data in archive.parts if at >= start]
 
     def render(crc: int) -> bytes:
-        return b"".join(data for _, data in sorted([*behind, *((tail.start, tail.render(crc)) for tail in archive.tails)]))
+        return b"".join(
+            data
+            for _, data in sorted(
+                [*behind, *((tail.start, tail.render(crc)) for tail in archive.tails)]
+            )
+        )
 
     return Wrapping(prefix, nbytes, archive.nbytes - start - nbytes, render)
 
@@ -129,7 +143,29 @@ def _entry(name: str, at: int, nbytes: int, crc: int) -> bytes:
     big = ([nbytes, nbytes] if nbytes >= HUGE else []) + ([at] if at >= HUGE else [])
     extra = struct.pack(f"<2H{len(big)}Q", 1, 8 * len(big), *big) if big else b""
     size, header = min(nbytes, HUGE), min(at, HUGE)
-    return CENTRAL.pack(b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, size, size, len(full), len(extra), 0, 0, 0, 0, header) + full + extra
+    return (
+        CENTRAL.pack(
+            b"PK\x01\x02",
+            0,
+            0,
+            0x0808,
+            0,
+            0,
+            0,
+            crc,
+            size,
+            size,
+            len(full),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            header,
+        )
+        + full
+        + extra
+    )
 
 
 def _local_header(name: str, at: int, nbytes: int) -> bytes:
@@ -138,7 +174,9 @@ def _local_header(name: str, at: int, nbytes: int) -> bytes:
     unpadded = at + LOCAL.size + len(full) + len(zip64) + 4
     fill = -unpadded % _ALIGNMENT
     extra = zip64 + b"FB" + struct.pack("<H", fill) + b"Z" * fill
-    return LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(full), len(extra)) + full + extra
+    return (
+        LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(full), len(extra)) + full + extra
+    )
 
 
 def _descriptor(crc: int, nbytes: int) -> bytes:
@@ -146,6 +184,21 @@ def _descriptor(crc: int, nbytes: int) -> bytes:
 
 
 def _end_of_directory(count: int, nbytes: int, start: int) -> bytes:
-    end64 = END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
+    end64 = END64.pack(
+        b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start
+    )
     locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + nbytes, 1)
-    return end64 + locator + END.pack(b"PK\x05\x06", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), min(nbytes, HUGE), min(start, HUGE), 0)
+    return (
+        end64
+        + locator
+        + END.pack(
+            b"PK\x05\x06",
+            0,
+            0,
+            min(count, 0xFFFF),
+            min(count, 0xFFFF),
+            min(nbytes, HUGE),
+            min(start, HUGE),
+            0,
+        )
+    )

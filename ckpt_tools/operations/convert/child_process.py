@@ -1,4 +1,6 @@
-"""Runs Python in a process of its own, for what only transformers can tell. Nothing of the working directory is imported there."""
+"""Runs Python in a process of its own, for what only transformers can tell. Nothing of the working
+directory is imported there.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,24 @@ import sys
 
 FIND_CLASS = '''
 def find_class(names):
-    """Returns the class of transformers that a config names; one with code of its own is refused."""
+    """Returns the transformers class that a config names. Refuses a class with its own code."""
     import transformers
     name = names[0] if isinstance(names, list) and names else "AutoModel"
-    kind = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
-    if not isinstance(kind, type) or not (issubclass(kind, transformers.PreTrainedModel) or name.startswith("AutoModel")):
+    is_name = isinstance(name, str) and name.isidentifier()
+    kind = getattr(transformers, name, None) if is_name else None
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model and not (isinstance(kind, type) and name.startswith("AutoModel")):
         raise SystemExit(f"transformers has no model {str(name)[:80]!r}")
     return kind
 '''
 
 
 def run_python(code: str, argument: str) -> subprocess.CompletedProcess[bytes]:
-    """Runs code with one argument. It has no standard input, so that nobody answers a question there.
+    """Runs code with one argument. It has no standard input, so that nobody answers a question
+    there.
 
-    `-P` and the root directory keep modules of the working directory out, whatever `PYTHONPATH` says of relative places.
+    `-P` and the root directory keep modules of the working directory out, whatever `PYTHONPATH`
+    says of relative places.
     """
     command = [sys.executable, "-P", "-c", FIND_CLASS + code, os.path.abspath(argument)]
     return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, cwd="/")

@@ -1,6 +1,8 @@
-"""Convert: any checkpoint into the layout that something else wants, names and optimizer state included.
+"""Convert: any checkpoint into the layout that something else wants, names and optimizer state
+included.
 
-Takes a training state apart, renames it, and puts it together for the target; the bytes go the way of every copy.
+Takes a training state apart, renames it, and puts it together for the target; the bytes go the way
+of every copy.
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ from dataclasses import replace
 from typing import Any, Unpack, cast
 
 from ckpt_tools.core.box import whole
-from ckpt_tools.core.catalog import Catalog, TensorEntry, choose, matcher, model_only, refuse_unread, strip_wrappers, stripped_from
+from ckpt_tools.core.catalog import (
+    Catalog,
+    TensorEntry,
+    choose,
+    matcher,
+    model_only,
+    refuse_unread,
+    strip_wrappers,
+    stripped_from,
+)
 from ckpt_tools.core.coverage import check as check_catalog
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.placements import split
@@ -24,19 +35,53 @@ from ckpt_tools.formats.deepspeed import zero as deepspeed
 from ckpt_tools.formats.in_memory import Made
 from ckpt_tools.formats.per_rank import files as per_rank
 from ckpt_tools.formats.per_rank.flat_param import read_shapes
-from ckpt_tools.formats.registry import Format, Request, Source, TargetTensor, open_source, whole_tensor
+from ckpt_tools.formats.registry import (
+    Format,
+    Request,
+    Source,
+    TargetTensor,
+    open_source,
+    whole_tensor,
+)
 from ckpt_tools.formats.torch_save import join, nested
 from ckpt_tools.formats.zip.write import encode
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.convert.dtensor_mesh import find_sharded, mesh_of, scheduler_of, sharded_state
+from ckpt_tools.operations.convert.dtensor_mesh import (
+    find_sharded,
+    mesh_of,
+    scheduler_of,
+    sharded_state,
+)
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
-from ckpt_tools.operations.convert.huggingface import adapter_config, base_files, check_loads, find_base, head_counts, untie
+from ckpt_tools.operations.convert.huggingface import (
+    adapter_config,
+    base_files,
+    check_loads,
+    find_base,
+    head_counts,
+    untie,
+)
 from ckpt_tools.operations.convert.key_map import apply_map, read_map
 from ckpt_tools.operations.convert.lora import adapter_of, refuse_adapters
 from ckpt_tools.operations.convert.options import check_options, substitute
 from ckpt_tools.operations.convert.param_order import ModelOrder, read_order
-from ckpt_tools.operations.convert.training_state import Parts, check_used, in_order, put_together, take_apart, unpack_objects
-from ckpt_tools.operations.merge_reshard import check_kept, left_out, rank_boxes, shards, target_dtype, uncast, unknown_values
+from ckpt_tools.operations.convert.training_state import (
+    Parts,
+    check_used,
+    in_order,
+    put_together,
+    take_apart,
+    unpack_objects,
+)
+from ckpt_tools.operations.merge_reshard import (
+    check_kept,
+    left_out,
+    rank_boxes,
+    shards,
+    target_dtype,
+    uncast,
+    unknown_values,
+)
 from ckpt_tools.operations.side_files import carried, left_beside
 from ckpt_tools.publish.base import open_destination
 from ckpt_tools.ranks.base import ALONE
@@ -52,20 +97,29 @@ class Conversion(Options, total=False):
     """What to change on the way; see `Options` for the rest.
 
     Attributes:
-        ranks: for `dcp`, `accelerate` and `per-rank`, number of ranks to split for; the source's, or 1, where absent.
+        ranks: for `dcp`, `accelerate` and `per-rank`, number of ranks to split for; the source's,
+            or 1, where absent.
         dtype, keep_dtype: as for `merge`; the model's tensors only.
         select: globs; only what matches by its name in the target.
         exclude: globs; what matches by its name in the target is left out.
-        rename: `REGEX=REPLACEMENT` each, applied in order to the names of parameters, in the model and in optimizers.
-        key_map: a file with renames and transforms, or the name of one that comes along; see `keymap`.
-        settings: the numbers that the map asks for by name; `heads` and `kv_heads` are taken from the config of `base`.
-        param_order: what the numbers of an optimizer mean: `model` where each group has its parameters in the model's order, names in
-            order, or a file of them; see `param_order.read_order`.
-        optimizer: one of `FORMS`, how the optimizer goes by names; by parameter with groups where absent.
-        keep_prefix: keep the prefixes of wrappers in names, and for `safetensors` and `hf` the key above the model.
+        rename: `REGEX=REPLACEMENT` each, applied in order to the names of parameters, in the model
+            and in optimizers.
+        key_map: a file with renames and transforms, or the name of one that comes along; see
+            `keymap`.
+        settings: the numbers that the map asks for by name; `heads` and `kv_heads` are taken from
+            the config of `base`.
+        param_order: what the numbers of an optimizer mean: `model` where each group has its
+            parameters in the model's order, names in order, or a file of them; see
+            `param_order.read_order`.
+        optimizer: one of `FORMS`, how the optimizer goes by names; by parameter with groups where
+            absent.
+        keep_prefix: keep the prefixes of wrappers in names, and for `safetensors` and `hf` the key
+            above the model.
         model_only: leave out everything but the model.
-        base: the directory of the model's config, tokenizer and code, which go along for `hf` and `per-rank`.
-        mesh: for `per-rank`, `DEVICE:AXIS` of the job that will load it; the source's, or `cuda:fsdp`, where absent.
+        base: the directory of the model's config, tokenizer and code, which go along for `hf` and
+            `per-rank`.
+        mesh: for `per-rank`, `DEVICE:AXIS` of the job that will load it; the source's, or
+            `cuda:fsdp`, where absent.
         max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB where absent.
         check: for `hf`, load the result with transformers in a process of its own and compare.
     """
@@ -99,7 +153,8 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
         **how: see `Conversion`.
 
     Raises:
-        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there before.
+        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there
+            before.
     """
     check_options(to, str(dst), how)
     storage_options = how.get("storage_options")
@@ -112,9 +167,17 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
         raise PlanError("--param-order is for optimizers, and only the model is written")
     order = _model_order(source) if isinstance(given, str) else given
     keeps_order = source.format in (torch_save, per_rank)
-    taken = take_apart(replace(source.catalog, objects={}) if is_model else source.catalog, source.store, order, keeps_order)
+    taken = take_apart(
+        replace(source.catalog, objects={}) if is_model else source.catalog,
+        source.store,
+        order,
+        keeps_order,
+    )
     is_numbered = not is_model and (to == "per-rank" or how.get("optimizer") == "ids")
-    check_used(order, [o.prefix for o in taken.optimizers if o.is_numbered or (is_numbered and not o.has_order)])
+    check_used(
+        order,
+        [o.prefix for o in taken.optimizers if o.is_numbered or (is_numbered and not o.has_order)],
+    )
     if is_numbered:
         taken.optimizers = [in_order(optimizer, order) for optimizer in taken.optimizers]
     if is_model:
@@ -123,8 +186,12 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
         if taken.untouched:
             whose = printable(taken.untouched[0])
             raise PlanError(
-                f"--optimizer {how.get('optimizer')} names the parameters, and the state of {whose!r} is not by parameter",
-                hint="LBFGS and the like keep one state for all: leave --optimizer out, and it goes along as it is",
+                f"--optimizer {how.get('optimizer')} names the parameters, and the state of"
+                f" {whose!r} is not by parameter",
+                hint=(
+                    "LBFGS and the like keep one state for all: leave --optimizer out, and it goes"
+                    " along as it is"
+                ),
             )
         _refuse_unnamed(taken, f"--optimizer {how.get('optimizer')} names the parameters")
     parts = _renamed(taken, source, how)
@@ -136,22 +203,34 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     catalog, form, request = job.lay_out(to, str(dst))
     catalog = replace(catalog, made=job.made.files, file_sizes=source.catalog.file_sizes)
     check_catalog(catalog, shares=True)
-    options = cast(Options, {key: value for key, value in how.items() if key in Options.__annotations__})
+    options = cast(
+        Options, {key: value for key, value in how.items() if key in Options.__annotations__}
+    )
     accept = check_loads if how.get("check") else None
     result = transfer(
-        "convert", source.with_made(job.made.files), catalog, open_destination(dst, storage_options, accept), form, request, options,
+        "convert",
+        source.with_made(job.made.files),
+        catalog,
+        open_destination(dst, storage_options, accept),
+        form,
+        request,
+        options,
         left_out=_dropped(source.catalog, catalog, job.parts),
-    )  # fmt: skip
+    )
     if to != "accelerate" and not is_model:
         parts.notes.extend(left_beside(source.catalog))
     parts.notes.extend(unknown_values(source.catalog, only_model=bool(is_model)))
     if accept and not result.is_dry_run and (how.get("team") or ALONE).rank == 0:
-        parts.notes.append("transformers loads it: no name missing or unexpected, every tensor as it was written")
+        parts.notes.append(
+            "transformers loads it: no name missing or unexpected, every tensor as it was written"
+        )
     return replace(result, notes=(*result.notes, *parts.notes))
 
 
 def _model_order(source: Source) -> ModelOrder:
-    """Returns the order of a model's parameters: that of `--shapes`, or of a state dict; safetensors and DCP do not keep it."""
+    """Returns the order of a model's parameters: that of `--shapes`, or of a state dict;
+    safetensors and DCP do not keep it.
+    """
     shapes = read_shapes(source.store, source.store.list_files())
     if shapes:
         return ModelOrder(tuple(shapes))
@@ -173,9 +252,13 @@ def _renamed(parts: Parts, source: Source, how: Conversion) -> Parts:
     for rule in how.get("rename", ()):
         before, parts = parts, parts.renamed(substitute(rule))
         states = zip(parts.optimizers, before.optimizers, strict=True)
-        if parts.model.keys() == before.model.keys() and all(new.state.keys() == old.state.keys() for new, old in states):
+        if parts.model.keys() == before.model.keys() and all(
+            new.state.keys() == old.state.keys() for new, old in states
+        ):
             some = ", ".join(map(printable, list(parts.model)[:3]))
-            raise PlanError(f"--rename {printable(rule)!r} changes no name", hint=f"names look like: {some}")
+            raise PlanError(
+                f"--rename {printable(rule)!r} changes no name", hint=f"names look like: {some}"
+            )
     return parts
 
 
@@ -184,10 +267,19 @@ def _stripped(parts: Parts, has_keys: bool) -> Parts:
 
     Args:
         parts: what there is.
-        has_keys: the format keeps the keys that lead to the model; where names are all there is, `module.` is a wrapper's and no key.
+        has_keys: the format keeps the keys that lead to the model; where names are all there is,
+            `module.` is a wrapper's and no key.
     """
-    prefix = parts.prefix if has_keys else tuple(key for key in parts.prefix if strip_wrappers(f"{key}.x") != "x")
-    gone = [".".join(key for key in parts.prefix if key not in prefix)] * len(parts.model) if prefix != parts.prefix else []
+    prefix = (
+        parts.prefix
+        if has_keys
+        else tuple(key for key in parts.prefix if strip_wrappers(f"{key}.x") != "x")
+    )
+    gone = (
+        [".".join(key for key in parts.prefix if key not in prefix)] * len(parts.model)
+        if prefix != parts.prefix
+        else []
+    )
     gone += [found for fqn in parts.model if (found := stripped_from(fqn))]
     if gone:
         counts = ", ".join(f"{name}. ({number:,})" for name, number in Counter(gone).most_common(8))
@@ -198,7 +290,11 @@ def _stripped(parts: Parts, has_keys: bool) -> Parts:
 def _dropped(before: Catalog, after: Catalog, parts: Parts) -> dict[str, int]:
     """Returns the top-level keys of which nothing was taken, with their bytes."""
     kept = {f.partition(".")[0] for f in after.tensors} if parts.optimizers else set()
-    return {key: nbytes for key, nbytes in left_out(before, after, with_objects=False).items() if key not in kept}
+    return {
+        key: nbytes
+        for key, nbytes in left_out(before, after, with_objects=False).items()
+        if key not in kept
+    }
 
 
 def _refuse_unnamed(parts: Parts, why: str) -> None:
@@ -206,8 +302,12 @@ def _refuse_unnamed(parts: Parts, why: str) -> None:
     for optimizer in parts.optimizers:
         if optimizer.is_unnamed:
             raise PlanError(
-                f"{why}, and {printable(optimizer.prefix) or 'the optimizer'} has numbers for its parameters",
-                hint="say what they mean with --param-order FILE or --param-order model, or leave it out with --model-only",
+                f"{why}, and {printable(optimizer.prefix) or 'the optimizer'} has numbers for its"
+                " parameters",
+                hint=(
+                    "say what they mean with --param-order FILE or --param-order model, or leave it"
+                    " out with --model-only"
+                ),
             )
 
 
@@ -235,7 +335,9 @@ class _Job:
 
     def _catalog(self, prefix: tuple[str, ...] | None = None, form: str = "") -> Catalog:
         """Returns what is to be written, under the target's names."""
-        catalog = put_together(self.parts, form or self.how.get("optimizer") or "groups", self.made, prefix)
+        catalog = put_together(
+            self.parts, form or self.how.get("optimizer") or "groups", self.made, prefix
+        )
         above = self.parts.prefix if prefix is None else prefix
         self._model_names = {join((*above, fqn)) for fqn in self.parts.model}
         select, exclude = self.how.get("select", ()), self.how.get("exclude", ())
@@ -244,13 +346,23 @@ class _Job:
         kept = choose(replace(catalog, unread=self._unread()), select, exclude)
         refuse_unread(kept)
         if not kept.tensors:
-            raise PlanError(f"no tensors are left of {len(catalog.tensors)}", hint="choose other globs for --select and --exclude")
+            raise PlanError(
+                f"no tensors are left of {len(catalog.tensors)}",
+                hint="choose other globs for --select and --exclude",
+            )
         return kept
 
     def _unread(self) -> dict[str, str]:
         """Returns the tensors that are not read, by the names that they would have."""
-        unread = model_only(self.source.catalog)[0].unread if self.is_model else self.source.catalog.unread
-        return {fqn if self.how.get("keep_prefix") else strip_wrappers(fqn): kind for fqn, kind in unread.items()}
+        unread = (
+            model_only(self.source.catalog)[0].unread
+            if self.is_model
+            else self.source.catalog.unread
+        )
+        return {
+            fqn if self.how.get("keep_prefix") else strip_wrappers(fqn): kind
+            for fqn, kind in unread.items()
+        }
 
     def _unpacked(self, catalog: Catalog) -> tuple[Catalog, dict[str, Any], list[str]]:
         return unpack_objects(catalog, self.source.with_made(self.made.files).store, self.made)
@@ -260,43 +372,87 @@ class _Job:
 
     def _targets(self, catalog: Catalog) -> list[TargetTensor]:
         """Returns tensors in one piece, those of the model in the type that was asked for."""
-        return [whole_tensor(t, self._dtype(t) if t.fqn in self._model_names else None) for t in catalog.tensors.values()]
+        return [
+            whole_tensor(t, self._dtype(t) if t.fqn in self._model_names else None)
+            for t in catalog.tensors.values()
+        ]
 
     def _model(self, to: str, dst: str) -> tuple[Catalog, Format, Request]:
-        catalog, most = self._catalog(None if self.how.get("keep_prefix") else ()), self.how.get("max_shard_bytes")
+        catalog, most = (
+            self._catalog(None if self.how.get("keep_prefix") else ()),
+            self.how.get("max_shard_bytes"),
+        )
         if to == "safetensors":
-            return catalog, safetensors, shards(self._targets(catalog), most, dst.rstrip("/").rpartition("/")[2])
+            return (
+                catalog,
+                safetensors,
+                shards(self._targets(catalog), most, dst.rstrip("/").rpartition("/")[2]),
+            )
         refuse_adapters(catalog.tensors, self.source.path)
         base = self.how.get("base")
         if base is None:
-            self.parts.notes.append(f"no config and no tokenizer go along: --base {find_base(self.source.path)} would bring them")
-        config, files = base_files(base, [self._dtype(t).name for t in catalog.tensors.values()]) if base is not None else ({}, {})
+            self.parts.notes.append(
+                f"no config and no tokenizer go along: --base {find_base(self.source.path)} would"
+                " bring them"
+            )
+        config, files = (
+            base_files(base, [self._dtype(t).name for t in catalog.tensors.values()])
+            if base is not None
+            else ({}, {})
+        )
         catalog = untie(self.source, catalog, config, self.parts.notes)
-        return catalog, safetensors, replace(shards(self._targets(catalog), most or _MAX_SHARD_BYTES, ""), files=files)
+        return (
+            catalog,
+            safetensors,
+            replace(shards(self._targets(catalog), most or _MAX_SHARD_BYTES, ""), files=files),
+        )
 
     def _adapter(self) -> tuple[Catalog, Format, Request]:
         """A PEFT directory: the adapter alone, and its config from `base`."""
         base = self.how.get("base")
         if base is None:
-            raise PlanError("--to peft needs --base DIR with the adapter_config.json that the job was made with")
+            raise PlanError(
+                "--to peft needs --base DIR with the adapter_config.json that the job was made with"
+            )
         catalog = self._catalog(())
         catalog = replace(catalog, tensors=adapter_of(catalog.tensors), objects={}, paths={})
         files = {"adapter_config.json": adapter_config(base)}
-        targets = [whole_tensor(t, self._dtype(t)) for t in catalog.tensors.values()]  # under PEFT's names
-        return catalog, safetensors, Request(targets, file_name="adapter_model.safetensors", files=files, index="adapter_config.json")
+        # under PEFT's names
+        targets = [whole_tensor(t, self._dtype(t)) for t in catalog.tensors.values()]
+        return (
+            catalog,
+            safetensors,
+            Request(
+                targets,
+                file_name="adapter_model.safetensors",
+                files=files,
+                index="adapter_config.json",
+            ),
+        )
 
     def _torch(self, dst: str) -> tuple[Catalog, Format, Request]:
         catalog = self._catalog()
         catalog, values, unknown = self._unpacked(catalog)
         if unknown := [name for name in unknown if name not in self.source.catalog.unknown]:
-            self.parts.notes.append(f"values of types that are not known stay behind: {printable(', '.join(unknown))}")
+            self.parts.notes.append(
+                f"values of types that are not known stay behind: {printable(', '.join(unknown))}"
+            )
         name = dst.rpartition("/")[2]
-        return catalog, torch_save, Request(self._targets(catalog), paths=catalog.paths, file_name=name, values=values)
+        return (
+            catalog,
+            torch_save,
+            Request(self._targets(catalog), paths=catalog.paths, file_name=name, values=values),
+        )
 
     def _universal(self) -> tuple[Catalog, Format, Request]:
-        """fp32 weights and moments, a folder a parameter; the first optimizer's groups, and plain values as client state."""
+        """fp32 weights and moments, a folder a parameter; the first optimizer's groups, and plain
+        values as client state.
+        """
         if len(self.parts.optimizers) != 1:
-            raise PlanError(f"a universal checkpoint has one optimizer by parameter name, got {len(self.parts.optimizers)}")
+            raise PlanError(
+                "a universal checkpoint has one optimizer by parameter name, got"
+                f" {len(self.parts.optimizers)}"
+            )
         _refuse_unnamed(self.parts, "a universal checkpoint names its parameters")
         optimizer = self.parts.optimizers[0]
         optimizer.prefix = "optimizer"
@@ -304,13 +460,25 @@ class _Job:
         rest = put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made)
         _, values, _ = self._unpacked(replace(rest, tensors={}))
         self.parts = replace(
-            self.parts, tensors={}, objects={}, paths={}, model={n: t for n, t in self.parts.model.items() if n in trained}
+            self.parts,
+            tensors={},
+            objects={},
+            paths={},
+            model={n: t for n, t in self.parts.model.items() if n in trained},
         )
         catalog = self._catalog(("model",))
         steps = [state["step"] for state in optimizer.state.values() if "step" in state]
         step = self._scalar(steps[0]) if steps else 0.0
-        targets = [replace(t, dtype=BY_NAME["float32"]) if t.dtype.is_castable else t for t in self._targets(catalog)]
-        states: dict[str, Any] = {"global_steps": int(step), "global_samples": 0, "skipped_steps": 0, "lr_scheduler": None}
+        targets = [
+            replace(t, dtype=BY_NAME["float32"]) if t.dtype.is_castable else t
+            for t in self._targets(catalog)
+        ]
+        states: dict[str, Any] = {
+            "global_steps": int(step),
+            "global_samples": 0,
+            "skipped_steps": 0,
+            "lr_scheduler": None,
+        }
         states |= {"dp_world_size": 1, "mp_world_size": 1}
         states |= nested(values, {fqn: path for fqn, path in rest.paths.items() if fqn in values})
         groups = [{**group, "params": list(group["params"])} for group in optimizer.groups]
@@ -320,35 +488,81 @@ class _Job:
     def _per_rank(self) -> tuple[Catalog, Format, Request]:
         """A file a rank of the model, of the optimizer by number, and of the scheduler."""
         if len(self.parts.optimizers) > 1:
-            raise PlanError(f"verl has one optimizer, got {len(self.parts.optimizers)}", hint="--model-only")
+            raise PlanError(
+                f"verl has one optimizer, got {len(self.parts.optimizers)}", hint="--model-only"
+            )
         for optimizer in self.parts.optimizers:
             optimizer.prefix = "optim"
         scheduler = self._scheduler("verl keeps no such thing, or every rank its own")
         catalog, values, _ = self._unpacked(self._catalog(("model",), "ids"))
-        trained = {fqn for optimizer in self.parts.optimizers if not optimizer.is_unnamed for fqn in optimizer.state}
+        trained = {
+            fqn
+            for optimizer in self.parts.optimizers
+            if not optimizer.is_unnamed
+            for fqn in optimizer.state
+        }
         found = find_sharded(self.parts.model, trained)
         if plain := sorted(self.parts.model.keys() - found):
-            self.parts.notes.append(f"taken for buffers, which every rank holds whole: {len(plain)} ({printable(', '.join(plain[:5]))})")
+            self.parts.notes.append(
+                f"taken for buffers, which every rank holds whole: {len(plain)}"
+                f" ({printable(', '.join(plain[:5]))})"
+            )
         sharded = sharded_state(catalog, found)
         targets = [
-            replace(t, boxes=tuple(split(whole(t.shape), 0, self.ranks, rank) for rank in range(self.ranks))) if t.fqn in sharded else t
+            (
+                replace(
+                    t,
+                    boxes=tuple(
+                        split(whole(t.shape), 0, self.ranks, rank) for rank in range(self.ranks)
+                    ),
+                )
+                if t.fqn in sharded
+                else t
+            )
             for t in self._targets(catalog)
         ]
         base = self.how.get("base")
-        config = base_files(base, [t.dtype.name for t in targets if t.fqn in self._model_names])[1] if base is not None else {}
+        config = (
+            base_files(base, [t.dtype.name for t in targets if t.fqn in self._model_names])[1]
+            if base is not None
+            else {}
+        )
         files = {f"huggingface/{name}": data for name, data in config.items()}
-        files |= {"fsdp_config.json": json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()}
-        return catalog, per_rank, Request(
-            targets, self.ranks, paths={**catalog.paths, "extra_state.lr_scheduler": ("extra_state", "lr_scheduler")},
-            values={**values, "extra_state.lr_scheduler": scheduler}, files=files, index="fsdp_config.json",
-            mesh=mesh_of(self.how.get("mesh"), self.source.catalog.extras.get("mesh", ""), sharded),
-        )  # fmt: skip
+        files |= {
+            "fsdp_config.json": (
+                json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()
+            )
+        }
+        return (
+            catalog,
+            per_rank,
+            Request(
+                targets,
+                self.ranks,
+                paths={
+                    **catalog.paths,
+                    "extra_state.lr_scheduler": ("extra_state", "lr_scheduler"),
+                },
+                values={**values, "extra_state.lr_scheduler": scheduler},
+                files=files,
+                index="fsdp_config.json",
+                mesh=mesh_of(
+                    self.how.get("mesh"), self.source.catalog.extras.get("mesh", ""), sharded
+                ),
+            ),
+        )
 
     def _scheduler(self, why: str) -> Any:
-        """Returns the state of the scheduler, None where there is none. What is neither model nor optimizer is gone then, and noted."""
-        rest, values, unknown = self._unpacked(put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made))
+        """Returns the state of the scheduler, None where there is none. What is neither model nor
+        optimizer is gone then, and noted.
+        """
+        rest, values, unknown = self._unpacked(
+            put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made)
+        )
         state, left = scheduler_of(values, rest.paths)
-        if left := sorted({*left, *unknown, *(str(rest.paths.get(fqn, (fqn,))[0]) for fqn in rest.tensors)}):
+        if left := sorted(
+            {*left, *unknown, *(str(rest.paths.get(fqn, (fqn,))[0]) for fqn in rest.tensors)}
+        ):
             self.parts.notes.append(f"left behind, since {why}: {printable(', '.join(left))}")
         self.parts = replace(self.parts, tensors={}, objects={}, paths={})
         return state
@@ -360,7 +574,11 @@ class _Job:
         found = self.source.format.locate(self.source.store, [value])
         extent = found.get(value.chunks[0].extent, value.chunks[0].extent)
         data = read(self.source.with_made(self.made.files).store, *extent[:3])
-        return float(struct.unpack("<f", data)[0]) if value.dtype.name == "float32" and not value.shape else 0.0
+        return (
+            float(struct.unpack("<f", data)[0])
+            if value.dtype.name == "float32" and not value.shape
+            else 0.0
+        )
 
     def _ranks(self, to: str) -> tuple[Catalog, Format, Request]:
         files = self._for_accelerate() if to == "accelerate" else {}
@@ -368,12 +586,21 @@ class _Job:
         is_split = self.source.format.NAME in ("dcp", "accelerate", "per_rank")
         world_size = (self.source.catalog.world_size if is_split else None) or 1
         pairs = zip(self._targets(catalog), catalog.tensors.values(), strict=True)
-        targets = [replace(target, boxes=tuple(rank_boxes(t, world_size, self.ranks))) for target, t in pairs]
+        targets = [
+            replace(target, boxes=tuple(rank_boxes(t, world_size, self.ranks)))
+            for target, t in pairs
+        ]
         objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
-        return catalog, accelerate if to == "accelerate" else dcp, Request(targets, self.ranks, objects, catalog.paths, files=files)
+        return (
+            catalog,
+            accelerate if to == "accelerate" else dcp,
+            Request(targets, self.ranks, objects, catalog.paths, files=files),
+        )
 
     def _for_accelerate(self) -> dict[str, bytes]:
-        """Names optimizers as Accelerate does; returns the file of the scheduler, if there is one."""
+        """Names optimizers as Accelerate does; returns the file of the scheduler, if there is
+        one.
+        """
         _refuse_unnamed(self.parts, "Accelerate names the parameters")
         for number, found in enumerate(self.parts.optimizers):
             found.prefix = "optimizer" if number == 0 else f"optimizer_{number}.optimizer"
@@ -381,7 +608,13 @@ class _Job:
         if self.source.format is accelerate:
             files, keys, notes = carried(self.source, self.ranks)
             self.parts.notes += notes
-            objects = {fqn: item for fqn, item in self.parts.objects.items() if self.parts.paths[fqn][0] not in keys}
+            objects = {
+                fqn: item
+                for fqn, item in self.parts.objects.items()
+                if self.parts.paths[fqn][0] not in keys
+            }
             self.parts = replace(self.parts, objects=objects)
-        scheduler = self._scheduler("Accelerate has it in pickles of its own, which are not written, or has no such thing")
+        scheduler = self._scheduler(
+            "Accelerate has it in pickles of its own, which are not written, or has no such thing"
+        )
         return files if scheduler is None else files | {"scheduler.bin": encode(scheduler)}

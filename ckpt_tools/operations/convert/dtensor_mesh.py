@@ -1,4 +1,6 @@
-"""What a file a rank needs beyond names: the mesh of the job that will load it, which tensors that shards, and what stands beside."""
+"""What a file a rank needs beyond names: the mesh of the job that will load it, which tensors that
+shards, and what stands beside.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from ckpt_tools.operations.convert.param_order import BUFFERS
 
 _MESH = re.compile(r"(?P<device>[a-z]{1,16})(?::(?P<axis>\w{1,64})?)?")
 _BUFFERS = (*BUFFERS, "inv_freq", "position_ids")
-_SCHEDULERS: tuple[Path, ...] = (("extra_state", "rank_0", "lr_scheduler"), ("lr_scheduler",), ("scheduler",))
+_SCHEDULERS: tuple[Path, ...] = (
+    ("extra_state", "rank_0", "lr_scheduler"),
+    ("lr_scheduler",),
+    ("scheduler",),
+)
 VERL = "cuda:fsdp"
 
 
@@ -36,17 +42,26 @@ def mesh_of(text: str | None, known: str, sharded: Collection[str]) -> MeshOf:
         text = f"{device}:{axes.rpartition(',')[2]}"
     match = _MESH.fullmatch(text)
     if not match:
-        raise PlanError(f"--mesh {printable(text)!r}: expected a device's type and the name of its axis", hint=f"as verl has it: {VERL}")
+        raise PlanError(
+            f"--mesh {printable(text)!r}: expected a device's type and the name of its axis",
+            hint=f"as verl has it: {VERL}",
+        )
     return MeshOf(match["device"], match["axis"] or "", frozenset(sharded))
 
 
 def find_sharded(model: Mapping[str, TensorEntry], trained: Collection[str]) -> set[str]:
-    """Returns the names of a model's tensors that FSDP2 shards: its parameters, and none of its buffers, which all ranks hold whole.
+    """Returns the names of a model's tensors that FSDP2 shards: its parameters, and none of its
+    buffers, which all ranks hold whole.
 
-    A parameter is what an optimizer has state for, and what was cut. Where a job has cut the others, what it left in one piece is a buffer;
-    of a model in one piece, each tensor of a floating type is taken for a parameter, but for buffers by well-known names.
+    A parameter is what an optimizer has state for, and what was cut. Where a job has cut the
+    others, what it left in one piece is a buffer; of a model in one piece, each tensor of a
+    floating type is taken for a parameter, but for buffers by well-known names.
     """
-    cut = {name for name, entry in model.items() if any(box != whole(entry.shape) for box in kinds_of(entry))}
+    cut = {
+        name
+        for name, entry in model.items()
+        if any(box != whole(entry.shape) for box in kinds_of(entry))
+    }
 
     def is_parameter(name: str, entry: TensorEntry) -> bool:
         if name in trained or name in cut:
@@ -59,25 +74,43 @@ def find_sharded(model: Mapping[str, TensorEntry], trained: Collection[str]) -> 
 
 
 def sharded_state(catalog: Catalog, sharded: Collection[str]) -> set[str]:
-    """Returns the names of all that is sharded in a catalog of `model.NAME` and numbered state: parameters, and what has their shape."""
+    """Returns the names of all that is sharded in a catalog of `model.NAME` and numbered state:
+    parameters, and what has their shape.
+    """
     tensors = catalog.tensors
     names = {f"model.{name}" for name in sharded} & tensors.keys()
     shapes = {tensors[name].shape for name in names}
-    return names | {name for name, t in tensors.items() if name.startswith("optim.state.") and t.shape in shapes}
+    return names | {
+        name for name, t in tensors.items() if name.startswith("optim.state.") and t.shape in shapes
+    }
 
 
 def scheduler_of(values: Mapping[str, Any], paths: Mapping[str, Path]) -> tuple[Any, list[str]]:
-    """Returns a scheduler's state as it saved that, None where there is none, and the keys at the top of the other values.
+    """Returns a scheduler's state as it saved that, None where there is none, and the keys at the
+    top of the other values.
 
-    DCP keeps nothing of an empty dict, such as LambdaLR has for a function without a state: what has no fields of its own is one.
+    DCP keeps nothing of an empty dict, such as LambdaLR has for a function without a state: what
+    has no fields of its own is one.
     """
     mine: dict[str, Path] = {}
     for above in _SCHEDULERS:
-        mine = mine or {f: path[len(above) :] for f, path in paths.items() if f in values and path[: len(above)] == above != path}
+        mine = mine or {
+            f: path[len(above) :]
+            for f, path in paths.items()
+            if f in values and path[: len(above)] == above != path
+        }
     state = nested({fqn: values[fqn] for fqn in mine}, mine) if mine else None
     if isinstance(state, dict) and "base_lrs" in state and state.keys() <= _OF_ALL:
         state["lr_lambdas"] = [None] * len(state["base_lrs"])
     return state, sorted({str(paths.get(fqn, (fqn,))[0]) for fqn in values if fqn not in mine})
 
 
-_OF_ALL = {"base_lrs", "last_epoch", "verbose", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial"}
+_OF_ALL = {
+    "base_lrs",
+    "last_epoch",
+    "verbose",
+    "_step_count",
+    "_get_lr_called_within_step",
+    "_last_lr",
+    "_is_initial",
+}

@@ -1,4 +1,6 @@
-"""Shapes of a model's parameters, for files that do not have them: from a JSON file, or of a config, by way of transformers."""
+"""Shapes of a model's parameters, for files that do not have them: from a JSON file, or of a
+config, by way of transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,25 @@ from ckpt_tools.storage.small_files import parse_json, read_named
 _OF_CONFIG = """
 import json, sys
 import torch, transformers
-config = transformers.AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False, local_files_only=True)
+config = transformers.AutoConfig.from_pretrained(
+    sys.argv[1], trust_remote_code=False, local_files_only=True
+)
 kind = find_class(config.architectures or ["AutoModelForCausalLM"])
 with torch.device("meta"):
-    model = kind.from_config(config, trust_remote_code=False) if kind.__name__.startswith("Auto") else kind(config)
+    is_auto = kind.__name__.startswith("Auto")
+    model = kind.from_config(config, trust_remote_code=False) if is_auto else kind(config)
 print(json.dumps({name: list(parameter.shape) for name, parameter in model.named_parameters()}))
 """
 
 
 def lay_beside(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
-    """Returns the file of shapes that is to be seen beside those of a checkpoint, by its name there; none without a path.
+    """Returns the file of shapes that is to be seen beside those of a checkpoint, by its name
+    there; none without a path.
 
     Args:
-        path: JSON of names and shapes, in the model's order; or the config.json of a model, or its directory, whose parameters
-            transformers then tells in a process of its own, without weights and without code that is not its own.
+        path: JSON of names and shapes, in the model's order; or the config.json of a model, or its
+            directory, whose parameters transformers then tells in a process of its own, without
+            weights and without code that is not its own.
 
     Raises:
         PlanError: it cannot be read, or transformers is not installed or knows no such model.
@@ -39,7 +46,9 @@ def lay_beside(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
         data = read_named(file)
         body = parse_json(data)
     except (StorageError, ValueError) as error:
-        raise PlanError(f"--shapes: cannot be read: {printable(str(file))}: {printable(str(error))}") from error
+        raise PlanError(
+            f"--shapes: cannot be read: {printable(str(file))}: {printable(str(error))}"
+        ) from error
     is_config = isinstance(body, dict) and isinstance(body.get("model_type"), str)
     return {SHAPES: _of_config(file) if is_config else data}
 
@@ -62,6 +71,13 @@ def _of_config(file: Path) -> bytes:
     if done.returncode:
         last = last_line(done)
         is_missing = last.startswith("ModuleNotFoundError")
-        hint = "pip install transformers" if is_missing else "make the file of shapes where the model can be made"
-        raise PlanError(f"--shapes: transformers makes no model of {printable(str(file))}: {printable(last)}", hint=hint)
+        hint = (
+            "pip install transformers"
+            if is_missing
+            else "make the file of shapes where the model can be made"
+        )
+        raise PlanError(
+            f"--shapes: transformers makes no model of {printable(str(file))}: {printable(last)}",
+            hint=hint,
+        )
     return done.stdout.strip().splitlines()[-1]

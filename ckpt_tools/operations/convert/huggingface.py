@@ -1,4 +1,6 @@
-"""What Hugging Face's loaders want beside the weights: config, tokenizer, code; and weights that are tied stored once."""
+"""What Hugging Face's loaders want beside the weights: config, tokenizer, code; and weights that
+are tied stored once.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,28 @@ from ckpt_tools.operations.convert.child_process import last_line, run_python
 from ckpt_tools.storage import is_url
 from ckpt_tools.storage.small_files import parse_json, read_beside
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".distcp", ".index.json")
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".gguf",
+    ".distcp",
+    ".index.json",
+)
 _MAX_FILE_BYTES = 256 << 20
 _OUTPUTS = ("lm_head.weight", "embed_out.weight")
-_INPUTS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
+_INPUTS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "shared.weight",
+)
 _CHECK = """
 import json, sys
 import torch, transformers
@@ -31,7 +51,13 @@ from safetensors import safe_open
 from pathlib import Path
 folder = Path(sys.argv[1])
 kind = find_class(json.loads((folder / "config.json").read_text()).get("architectures"))
-model, info = kind.from_pretrained(folder, output_loading_info=True, dtype="auto", trust_remote_code=False, local_files_only=True)
+model, info = kind.from_pretrained(
+    folder,
+    output_loading_info=True,
+    dtype="auto",
+    trust_remote_code=False,
+    local_files_only=True,
+)
 wrong = [f"{k}: {sorted(map(str, v))[:3]}" for k, v in info.items() if v]
 state = model.state_dict()
 for path in sorted(folder.glob("*.safetensors")):
@@ -52,15 +78,20 @@ def read_config(base: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         config = parse_json(read_beside(base, "config.json"))
     except (StorageError, ValueError) as error:
-        raise PlanError(f"--base: no readable config.json in {printable(str(base))}: {printable(str(error))}") from error
+        raise PlanError(
+            f"--base: no readable config.json in {printable(str(base))}: {printable(str(error))}"
+        ) from error
     if not isinstance(config, dict):
         raise PlanError(f"--base: config.json holds no table ({printable(str(base))})")
     return config
 
 
 def find_base(src: str) -> str:
-    """Returns the directory that has a model's config beside or within a checkpoint, as a person would give it; DIR where there is none."""
-    folders = () if is_url(src) else (Path(src), Path(src) / "huggingface", Path(src).parent)  # verl keeps it in the second
+    """Returns the directory that has a model's config beside or within a checkpoint, as a person
+    would give it; DIR where there is none.
+    """
+    # verl keeps it in the second
+    folders = () if is_url(src) else (Path(src), Path(src) / "huggingface", Path(src).parent)
     return next((printable(str(f)) for f in folders if (f / "config.json").is_file()), "DIR")
 
 
@@ -74,7 +105,10 @@ def adapter_config(base: str | os.PathLike[str]) -> bytes:
         data = read_beside(base, "adapter_config.json")
         parse_json(data)
     except (StorageError, ValueError) as error:
-        raise PlanError(f"--base: no readable adapter_config.json in {printable(str(base))}: {printable(str(error))}") from error
+        raise PlanError(
+            f"--base: no readable adapter_config.json in {printable(str(base))}:"
+            f" {printable(str(error))}"
+        ) from error
     return data
 
 
@@ -86,7 +120,9 @@ def head_counts(base: str | os.PathLike[str]) -> dict[str, int]:
     return {name: number for name, number in found.items() if type(number) is int}
 
 
-def base_files(base: str | os.PathLike[str], dtypes: Sequence[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def base_files(
+    base: str | os.PathLike[str], dtypes: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Returns the config of a model's directory, and the bytes of all its files but the weights.
 
     Args:
@@ -102,15 +138,21 @@ def base_files(base: str | os.PathLike[str], dtypes: Sequence[str]) -> tuple[dic
         config["dtype" if "dtype" in config else "torch_dtype"] = max(set(floats), key=floats.count)
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     if any("\ud800" <= c <= "\udfff" for c in text):
-        raise PlanError(f"--base: config.json has half of a character that takes two ({printable(str(base))})")
+        raise PlanError(
+            f"--base: config.json has half of a character that takes two ({printable(str(base))})"
+        )
     files = {"config.json": text.encode()}
-    for name in sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)):
+    for name in sorted(
+        entry.name for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)
+    ):
         if name == "config.json" or name.startswith(".") or name.endswith(_WEIGHTS):
             continue
         try:
             files[name] = read_beside(folder, name, _MAX_FILE_BYTES)
         except StorageError as error:
-            raise PlanError(f"--base: {error}", hint="move it away, or put the file itself in its place") from error
+            raise PlanError(
+                f"--base: {error}", hint="move it away, or put the file itself in its place"
+            ) from error
     return config, files
 
 
@@ -121,17 +163,25 @@ def untie(source: Source, catalog: Catalog, config: Mapping[str, Any], notes: li
         PlanError: the two hold different values, so that a loader that ties them would lose one.
     """
     text = config.get("text_config")
-    is_tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    is_tied = config.get(
+        "tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None
+    )
     outputs = [fqn for fqn in catalog.tensors if fqn.endswith(_OUTPUTS)]
     inputs = [fqn for fqn in catalog.tensors if fqn.endswith(_INPUTS)]
     if not is_tied or not outputs or not inputs:
         return catalog
     gone = outputs[0]
-    same = [fqn for fqn in inputs if _are_equal(source, catalog.tensors[fqn], catalog.tensors[gone])]
+    same = [
+        fqn for fqn in inputs if _are_equal(source, catalog.tensors[fqn], catalog.tensors[gone])
+    ]
     if not same:
         raise PlanError(
-            f"the config ties {printable(gone)!r} to {printable(inputs[0])!r}, but they hold different values",
-            hint="set tie_word_embeddings to false in the config of --base, or find out which job untied them",
+            f"the config ties {printable(gone)!r} to {printable(inputs[0])!r}, but they hold"
+            " different values",
+            hint=(
+                "set tie_word_embeddings to false in the config of --base, or find out which job"
+                " untied them"
+            ),
         )
     notes.append(f"{gone} is tied to {same[0]} and stored once")
     return replace(catalog, tensors={fqn: t for fqn, t in catalog.tensors.items() if fqn != gone})
@@ -143,7 +193,16 @@ def _are_equal(source: Source, a: TensorEntry, b: TensorEntry) -> bool:
     if a.chunks == b.chunks:
         return True
     both, sink = [replace(a, fqn="a"), replace(b, fqn="b")], HashSink()
-    run(schedule(plan_values(both), source.format.locate(source.store, both), *tile_bytes(DEFAULT_MEMORY_BYTES, 2)), source.store, sink, 2)
+    run(
+        schedule(
+            plan_values(both),
+            source.format.locate(source.store, both),
+            *tile_bytes(DEFAULT_MEMORY_BYTES, 2),
+        ),
+        source.store,
+        sink,
+        2,
+    )
     prints = sink.fingerprints.join()
     return prints["a"] == prints["b"]
 
@@ -159,7 +218,11 @@ def check_loads(folder: str) -> None:
     if done.returncode:
         last = last_line(done)
         is_missing = last.startswith("ModuleNotFoundError")
-        hint = "pip install transformers" if is_missing else "nothing was published; without --check the result is written as it is"
+        hint = (
+            "pip install transformers"
+            if is_missing
+            else "nothing was published; without --check the result is written as it is"
+        )
         raise PlanError(f"transformers does not load the result: {printable(last)}", hint=hint)
     wrong = json.loads(done.stdout.strip().splitlines()[-1])
     if wrong:

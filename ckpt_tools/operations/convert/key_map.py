@@ -1,8 +1,10 @@
-"""Key maps: what one framework calls and lays out differently from another, as a small data file and no code.
+"""Key maps: what one framework calls and lays out differently from another, as a small data file
+and no code.
 
-A map is JSON with `rename` (pairs of regular expression and replacement, applied in order), `rope` (rows of rotary heads that lie
-in pairs here and in halves there), `split` and `fuse` (one tensor of rows, or several) and `unstack` (all layers in one tensor). All
-of them apply to the model and to what the optimizers keep for it. See "Key maps" in docs/convert.md.
+A map is JSON with `rename` (pairs of regular expression and replacement, applied in order), `rope`
+(rows of rotary heads that lie in pairs here and in halves there), `split` and `fuse` (one tensor of
+rows, or several) and `unstack` (all layers in one tensor). All of them apply to the model and to
+what the optimizers keep for it. See "Key maps" in docs/convert.md.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class KeyMap:
         found = self.settings.get(value) if isinstance(value, str) else value
         if type(found) is not int or found < 1:
             raise PlanError(
-                f"the key map needs a number: {printable(str(value))} ({printable(self.path)})", hint=f"--set {value}=N, or --base DIR"
+                f"the key map needs a number: {printable(str(value))} ({printable(self.path)})",
+                hint=f"--set {value}=N, or --base DIR",
             )
         return found
 
@@ -73,7 +76,9 @@ def read_map(path: str | os.PathLike[str], settings: Mapping[str, int] | None = 
         rules = {key: [_rule(key, rule) for rule in body.get(key, [])] for key in _FIELDS}
     except (StorageError, ValueError, TypeError, KeyError, re.error) as error:
         hint = f"maps that come along: {', '.join(own_maps())}"
-        raise PlanError(f"not a key map: {printable(str(error))} ({printable(where)})", hint=hint) from error
+        raise PlanError(
+            f"not a key map: {printable(str(error))} ({printable(where)})", hint=hint
+        ) from error
     return KeyMap(where, renames, **rules, settings=settings or {})
 
 
@@ -102,8 +107,13 @@ def apply_map(parts: Parts, keys: KeyMap, source: Source) -> Parts:
     raw = _raw(parts, keys, source)
     for rule in keys.unstack:
         for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
-            names = [rule["match"].sub(rule["into"].replace("{layer}", str(n)), fqn) for n in range(*parts.model[fqn].shape[:1])]
-            parts = _replaced(parts, fqn, {name: partial(_layer, raw, n) for n, name in enumerate(names)})
+            names = [
+                rule["match"].sub(rule["into"].replace("{layer}", str(n)), fqn)
+                for n in range(*parts.model[fqn].shape[:1])
+            ]
+            parts = _replaced(
+                parts, fqn, {name: partial(_layer, raw, n) for n, name in enumerate(names)}
+            )
     for rule in keys.split:
         for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
             parts = _split(parts, fqn, rule, keys, raw)
@@ -113,7 +123,9 @@ def apply_map(parts: Parts, keys: KeyMap, source: Source) -> Parts:
     for rule in keys.rope:
         for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
             rows = _rope_rows(parts.model[fqn], keys.number(rule["heads"]), rule["to"])
-            parts = _replaced(parts, fqn, {fqn: partial(_rows, raw, rows, parts.model[fqn].shape[0])})
+            parts = _replaced(
+                parts, fqn, {fqn: partial(_rows, raw, rows, parts.model[fqn].shape[0])}
+            )
     for pattern, new in keys.rename:
         parts = parts.renamed(partial(pattern.sub, new))
     return parts
@@ -123,13 +135,19 @@ Change = Callable[[TensorEntry], TensorEntry]
 
 
 def _raw(parts: Parts, keys: KeyMap, source: Source) -> Change:
-    """Returns a function that gives a tensor with its payloads found, so that it can be cut; they are looked for together."""
+    """Returns a function that gives a tensor with its payloads found, so that it can be cut; they
+    are looked for together.
+    """
     rules = [rule["match"] for rule in (*keys.unstack, *keys.split, *keys.rope)]
-    names = {fqn for fqn in parts.model if keys.fuse or any(match.fullmatch(fqn) for match in rules)}
+    names = {
+        fqn for fqn in parts.model if keys.fuse or any(match.fullmatch(fqn) for match in rules)
+    }
     states = [o.state[fqn] for o in parts.optimizers for fqn in names if fqn in o.state]
     kept = [value for state in states for value in state.values() if isinstance(value, TensorEntry)]
     found = source.format.locate(source.store, [*(parts.model[fqn] for fqn in names), *kept])
-    return lambda entry: replace(entry, chunks=tuple(c._replace(extent=found.get(c.extent, c.extent)) for c in entry.chunks))
+    return lambda entry: replace(
+        entry, chunks=tuple(c._replace(extent=found.get(c.extent, c.extent)) for c in entry.chunks)
+    )
 
 
 def _rows(raw: Change, rows: Sequence[Rows], num_rows: int, entry: TensorEntry) -> TensorEntry:
@@ -141,15 +159,26 @@ def _layer(raw: Change, index: int, entry: TensorEntry) -> TensorEntry:
 
 
 def _rope_rows(entry: TensorEntry, heads: int, to: str) -> list[Rows]:
-    """Returns where the rows of rotary heads come from: pairs (Meta's interleaved order) to halves (Hugging Face's), or back."""
+    """Returns where the rows of rotary heads come from: pairs (Meta's interleaved order) to halves
+    (Hugging Face's), or back.
+    """
     num_rows = entry.shape[0] if entry.shape else 0
     if num_rows % (2 * heads):
-        raise PlanError(f"{heads} heads do not fit a tensor of {num_rows} rows: {printable(entry.fqn)!r}")
+        raise PlanError(
+            f"{heads} heads do not fit a tensor of {num_rows} rows: {printable(entry.fqn)!r}"
+        )
     size = num_rows // heads
     half = size // 2
     if to == "halves":
-        return [Rows(h * size + k * half, h * size + k, half, 2) for h in range(heads) for k in range(2)]
-    return [Rows(h * size + 2 * j + k, h * size + k * half + j, 1) for h in range(heads) for j in range(half) for k in range(2)]
+        return [
+            Rows(h * size + k * half, h * size + k, half, 2) for h in range(heads) for k in range(2)
+        ]
+    return [
+        Rows(h * size + 2 * j + k, h * size + k * half + j, 1)
+        for h in range(heads)
+        for j in range(half)
+        for k in range(2)
+    ]
 
 
 def _split(parts: Parts, fqn: str, rule: Mapping[str, Any], keys: KeyMap, raw: Change) -> Parts:
@@ -166,27 +195,46 @@ def _split(parts: Parts, fqn: str, rule: Mapping[str, Any], keys: KeyMap, raw: C
         changes[rule["match"].sub(name, fqn)] = partial(_rows, raw, [rows], rows.number)
         start += share * unit
     if len(changes) != len(shares):
-        raise PlanError(f"two parts would get one name: {', '.join(map(printable, changes))}, of {printable(fqn)!r}")
+        raise PlanError(
+            f"two parts would get one name: {', '.join(map(printable, changes))}, of"
+            f" {printable(fqn)!r}"
+        )
     return _replaced(parts, fqn, changes)
 
 
 def _replaced(parts: Parts, fqn: str, changes: Mapping[str, Change]) -> Parts:
-    """Puts one or several tensors in the place of one, in the model and in what optimizers keep for it."""
+    """Puts one or several tensors in the place of one, in the model and in what optimizers keep for
+    it.
+    """
     old = parts.model[fqn]
     _check_new(changes, parts, {fqn})
 
     def each(values: Mapping[str, Any], change: Change) -> dict[str, Any]:
-        return {k: change(v) if isinstance(v, TensorEntry) and v.shape == old.shape else v for k, v in values.items()}
+        return {
+            k: change(v) if isinstance(v, TensorEntry) and v.shape == old.shape else v
+            for k, v in values.items()
+        }
 
     model: dict[str, TensorEntry] = {}
     for name, entry in parts.model.items():
-        model |= {new: replace(change(entry), fqn=new) for new, change in changes.items()} if name == fqn else {name: entry}
+        model |= (
+            {new: replace(change(entry), fqn=new) for new, change in changes.items()}
+            if name == fqn
+            else {name: entry}
+        )
     optimizers = []
     for optimizer in parts.optimizers:
         state: dict[str, dict[str, Any]] = {}
         for name, values in optimizer.state.items():
-            state |= {new: each(values, change) for new, change in changes.items()} if name == fqn else {name: values}
-        groups = [{**g, "params": [n for p in g["params"] for n in (changes if p == fqn else [p])]} for g in optimizer.groups]
+            state |= (
+                {new: each(values, change) for new, change in changes.items()}
+                if name == fqn
+                else {name: values}
+            )
+        groups = [
+            {**g, "params": [n for p in g["params"] for n in (changes if p == fqn else [p])]}
+            for g in optimizer.groups
+        ]
         optimizers.append(replace(optimizer, state=state, groups=groups))
     return replace(parts, model=model, optimizers=optimizers)
 
@@ -194,29 +242,48 @@ def _replaced(parts: Parts, fqn: str, changes: Mapping[str, Change]) -> Parts:
 def _check_new(names: Iterable[str], parts: Parts, gone: set[str]) -> None:
     taken = next((name for name in names if name in parts.model and name not in gone), None)
     if taken is not None:
-        raise PlanError(f"two tensors would get one name: {printable(taken)!r} is there already, and the key map makes another")
+        raise PlanError(
+            f"two tensors would get one name: {printable(taken)!r} is there already, and the key"
+            " map makes another"
+        )
 
 
 def _fuse(parts: Parts, fqn: str, rule: Mapping[str, Any]) -> Parts:
-    """Puts tensors one below the other; `fqn` is the first of them, and the rule derives the others' names from its."""
+    """Puts tensors one below the other; `fqn` is the first of them, and the rule derives the
+    others' names from its.
+    """
     names = [rule["match"].sub(name, fqn) for name in rule["from"]]
     missing = [name for name in names if name not in parts.model]
     if missing:
-        raise PlanError(f"the key map puts tensors together that are not all there: {printable(missing[0])!r} beside {printable(fqn)!r}")
+        raise PlanError(
+            f"the key map puts tensors together that are not all there: {printable(missing[0])!r}"
+            f" beside {printable(fqn)!r}"
+        )
     new = rule["match"].sub(rule["into"], fqn)
     _check_new([new], parts, set(names))
     model = {n: t for n, t in parts.model.items() if n not in names[1:]}
-    model = {new if n == fqn else n: stack_rows(new, [parts.model[m] for m in names]) if n == fqn else t for n, t in model.items()}
+    model = {
+        new if n == fqn else n: stack_rows(new, [parts.model[m] for m in names]) if n == fqn else t
+        for n, t in model.items()
+    }
     optimizers = []
     for optimizer in parts.optimizers:
         state = {n: values for n, values in optimizer.state.items() if n not in names}
         if all(name in optimizer.state for name in names):
             first = optimizer.state[names[0]]
             state[new] = {
-                key: stack_rows(f"{new}.{key}", [optimizer.state[n][key] for n in names])
-                if isinstance(value, TensorEntry) and value.shape == parts.model[names[0]].shape and value.shape else value
+                key: (
+                    stack_rows(f"{new}.{key}", [optimizer.state[n][key] for n in names])
+                    if isinstance(value, TensorEntry)
+                    and value.shape == parts.model[names[0]].shape
+                    and value.shape
+                    else value
+                )
                 for key, value in first.items()
-            }  # fmt: skip
-        groups = [{**g, "params": [new if p == fqn else p for p in g["params"] if p not in names[1:]]} for g in optimizer.groups]
+            }
+        groups = [
+            {**g, "params": [new if p == fqn else p for p in g["params"] if p not in names[1:]]}
+            for g in optimizer.groups
+        ]
         optimizers.append(replace(optimizer, state=state, groups=groups))
     return replace(parts, model=model, optimizers=optimizers)

@@ -1,8 +1,11 @@
-"""LoRA adapters: a PEFT directory read, so that a merge can add it to the weights tile by tile; an adapter taken out of a checkpoint.
+"""LoRA adapters: a PEFT directory read, so that a merge can add it to the weights tile by tile; an
+adapter taken out of a checkpoint.
 
-What is added to a weight of shape [out, in] is `scale * B @ A`, B of [out, r] and A of [r, in], which are small and stay in memory.
+What is added to a weight of shape [out, in] is `scale * B @ A`, B of [out, r] and A of [r, in],
+which are small and stay in memory.
 
-Source: peft 0.21 `tuners/lora/config.py`, `layer.py`, `utils/save_and_load.py`; confirmed on adapters that it saved and merged.
+Source: peft 0.21 `tuners/lora/config.py`, `layer.py`, `utils/save_and_load.py`; confirmed on
+adapters that it saved and merged.
 """
 
 from __future__ import annotations
@@ -27,22 +30,33 @@ from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.storage import read
 from ckpt_tools.storage.small_files import MAX_JSON_BYTES, parse_json
 
-_PART = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.(?:(?P<adapter>[^.]+)\.)?weight")
+_PART = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.(?:(?P<adapter>[^.]+)\.)?weight"
+)
 _UNSUPPORTED = {
-    "use_dora": "DoRA", "layer_replication": "replicated layers", "modules_to_save": "modules that are saved whole",
-    "trainable_token_indices": "trainable tokens", "use_qalora": "QALoRA", "alora_invocation_tokens": "activated LoRA",
-}  # fmt: skip
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT subtracts from the weights what these begin with
+    "use_dora": "DoRA",
+    "layer_replication": "replicated layers",
+    "modules_to_save": "modules that are saved whole",
+    "trainable_token_indices": "trainable tokens",
+    "use_qalora": "QALoRA",
+    "alora_invocation_tokens": "activated LoRA",
+}
+# PEFT subtracts from the weights what these begin with
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 Matrix = npt.NDArray[np.float32]
 
 
 def read_lora(
-    folder: str | os.PathLike[str], catalog: Catalog, model: Catalog, storage_options: Mapping[str, Any] | None = None
+    folder: str | os.PathLike[str],
+    catalog: Catalog,
+    model: Catalog,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Alter], list[str]]:
     """Returns what an adapter adds, by the name of the weight, and remarks on what was not certain.
 
     Args:
-        folder: a PEFT directory: `adapter_config.json` and `adapter_model.safetensors`; a path or a URL.
+        folder: a PEFT directory: `adapter_config.json` and `adapter_model.safetensors`; a path or a
+            URL.
         catalog: the weights that it is to be added to.
         model: all weights of that model.
         storage_options: of the adapter's object store.
@@ -58,15 +72,19 @@ def read_lora(
         source.store.close()
 
 
-def _read_lora(source: Source, catalog: Catalog, model: Catalog) -> tuple[dict[str, Alter], list[str]]:
+def _read_lora(
+    source: Source, catalog: Catalog, model: Catalog
+) -> tuple[dict[str, Alter], list[str]]:
     config = _config(source)
     sides: dict[str, dict[str, Matrix]] = {}
-    adapter = model_only(source.catalog)[0] if source.catalog.paths else source.catalog  # a job's directory has an optimizer too
+    # a job's directory has an optimizer too
+    adapter = model_only(source.catalog)[0] if source.catalog.paths else source.catalog
     for fqn, entry in adapter.tensors.items():
         match = _PART.fullmatch(fqn)
         if match is None:
             raise PlanError(
-                f"an adapter with something else than LoRA matrices: {printable(fqn)!r} ({printable(source.path)})",
+                f"an adapter with something else than LoRA matrices: {printable(fqn)!r}"
+                f" ({printable(source.path)})",
                 hint="merge it with PEFT itself: PeftModel.from_pretrained(…).merge_and_unload()",
             )
         sides.setdefault(match["module"], {})[match["side"]] = _matrix(source, entry)
@@ -76,28 +94,41 @@ def _read_lora(source: Source, catalog: Catalog, model: Catalog) -> tuple[dict[s
         name = _weight_of(module, catalog)
         if not name or pair.keys() != {"A", "B"}:
             raise PlanError(
-                f"the adapter changes a weight that is not there: {printable(module)!r} ({printable(source.path)})",
-                hint="its names must be those of the merged model: ckpt inspect both, and rename with ckpt convert --rename",
+                f"the adapter changes a weight that is not there: {printable(module)!r}"
+                f" ({printable(source.path)})",
+                hint=(
+                    "its names must be those of the merged model: ckpt inspect both, and rename"
+                    " with ckpt convert --rename"
+                ),
             )
         scale = _scale(config, module, len(pair["A"]))
-        result[name] = _alter(catalog.tensors[name], pair["A"], pair["B"], scale, layout.is_transposed(module))
+        result[name] = _alter(
+            catalog.tensors[name], pair["A"], pair["B"], scale, layout.is_transposed(module)
+        )
     return result, layout.notes
 
 
 def _weight_of(module: str, catalog: Catalog) -> str:
     """Returns the name of a module's weight, "" if it has none."""
-    return next((n for n in (f"{module}.weight", f"{module}.base_layer.weight") if n in catalog.tensors), "")
+    return next(
+        (n for n in (f"{module}.weight", f"{module}.base_layer.weight") if n in catalog.tensors), ""
+    )
 
 
 class _Layout:
-    """Tells which weights are stored as [in, out] (Conv1D of transformers) and which as [out, in] (Linear).
+    """Tells which weights are stored as [in, out] (Conv1D of transformers) and which as [out, in]
+    (Linear).
 
-    The config has one flag, which PEFT sets anew at each module: in a model with both kinds it is that of the last one. A matrix that is
-    not square tells by its shape, and by the length of a bias. A square one is of the kind that others of its name are. Without a bias it
-    is Linear: Conv1D always has one. Else it is taken for Linear, with a note, where nothing is Conv1D, and refused where something is.
+    The config has one flag, which PEFT sets anew at each module: in a model with both kinds it is
+    that of the last one. A matrix that is not square tells by its shape, and by the length of a
+    bias. A square one is of the kind that others of its name are. Without a bias it is Linear:
+    Conv1D always has one. Else it is taken for Linear, with a note, where nothing is Conv1D, and
+    refused where something is.
     """
 
-    def __init__(self, sides: Mapping[str, Mapping[str, Matrix]], catalog: Catalog, flag: bool) -> None:
+    def __init__(
+        self, sides: Mapping[str, Mapping[str, Matrix]], catalog: Catalog, flag: bool
+    ) -> None:
         self._flag, self._model = flag, catalog
         self._taken: list[str] = []
         self._seen: dict[str, set[bool]] = {}
@@ -109,7 +140,12 @@ class _Layout:
             bias = catalog.tensors.get(f"{fqn.removesuffix('weight')}bias")
             if "B" in sides.get(module, {}):
                 self._learn(module, len(sides[module]["B"]) != weight.shape[0])
-            elif fqn.endswith(".weight") and bias is not None and len(bias.shape) == 1 and bias.shape[0] in weight.shape:
+            elif (
+                fqn.endswith(".weight")
+                and bias is not None
+                and len(bias.shape) == 1
+                and bias.shape[0] in weight.shape
+            ):
                 self._learn(module, bias.shape[0] != weight.shape[0])
 
     def _learn(self, module: str, is_transposed: bool) -> None:
@@ -127,11 +163,15 @@ class _Layout:
         of_name = self._seen.get(module.rpartition(".")[2], set())
         if len(of_name) == 1:
             return next(iter(of_name))
-        if _weight_of(module, self._model).removesuffix("weight") + "bias" not in self._model.tensors:
+        if (
+            _weight_of(module, self._model).removesuffix("weight") + "bias"
+            not in self._model.tensors
+        ):
             return False
         if self._flag or any(True in found for found in self._seen.values()):
             raise PlanError(
-                f"the model has layers of Conv1D, and {printable(module)!r} is square: whether it is one is in no file",
+                f"the model has layers of Conv1D, and {printable(module)!r} is square: whether it"
+                " is one is in no file",
                 hint="merge it with PEFT: model.merge_and_unload()",
             )
         self._taken.append(module)
@@ -140,8 +180,14 @@ class _Layout:
     @property
     def notes(self) -> list[str]:
         """What was taken for granted."""
+        if not self._taken:
+            return []
         names = printable(", ".join(self._taken[:3])) + (", …" if len(self._taken) > 3 else "")
-        return [f"{len(self._taken)} square weights of the adapter are taken for Linear, as all others are: {names}"] if self._taken else []
+        note = (
+            f"{len(self._taken)} square weights of the adapter are taken for Linear, as all others"
+            f" are: {names}"
+        )
+        return [note]
 
 
 def version(folder: str | os.PathLike[str]) -> str:
@@ -157,34 +203,53 @@ def _config(source: Source) -> Mapping[str, Any]:
         config: dict[str, Any] = parse_json(read(source.folder, "adapter_config.json"))
         float(config["lora_alpha"])
     except (ValueError, TypeError, KeyError) as error:
-        raise FormatError(f"adapter_config.json is malformed: {printable(str(error))} ({printable(source.path)})") from error
+        raise FormatError(
+            f"adapter_config.json is malformed: {printable(str(error))} ({printable(source.path)})"
+        ) from error
     odd = [what for key, what in _UNSUPPORTED.items() if config.get(key)]
     first_values = config.get("init_lora_weights")
     if isinstance(first_values, str) and first_values.startswith(_CHANGE_THE_BASE):
         raise PlanError(
-            f"the adapter belongs to a base model that its initialisation changed: init_lora_weights {printable(first_values)!r}"
-            f" ({printable(source.path)})",
-            hint="save it with PEFT's path_initial_model_for_weight_conversion, or merge it there: model.merge_and_unload()",
+            "the adapter belongs to a base model that its initialisation changed:"
+            f" init_lora_weights {printable(first_values)!r} ({printable(source.path)})",
+            hint=(
+                "save it with PEFT's path_initial_model_for_weight_conversion, or merge it there:"
+                " model.merge_and_unload()"
+            ),
         )
     if config.get("peft_type") != "LORA" or odd or config.get("bias", "none") != "none":
-        kind = ", ".join(odd) or (f"bias {config.get('bias')!r}" if config.get("peft_type") == "LORA" else str(config.get("peft_type")))
+        kind = ", ".join(odd) or (
+            f"bias {config.get('bias')!r}"
+            if config.get("peft_type") == "LORA"
+            else str(config.get("peft_type"))
+        )
         raise PlanError(
-            f"an adapter of a kind that is not merged here: {printable(kind)} ({printable(source.path)})", hint="PEFT can merge it"
+            f"an adapter of a kind that is not merged here: {printable(kind)}"
+            f" ({printable(source.path)})",
+            hint="PEFT can merge it",
         )
     return config
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Returns alpha / r, or alpha over its root for rank-stabilised LoRA; a pattern may give a module its own alpha."""
+    """Returns alpha / r, or alpha over its root for rank-stabilised LoRA; a pattern may give a
+    module its own alpha.
+    """
     patterns = config.get("alpha_pattern") or {}
-    alpha = next((a for p, a in patterns.items() if re.fullmatch(rf"(.*\.)?({p})", module)), config["lora_alpha"])
+    alpha = next(
+        (a for p, a in patterns.items() if re.fullmatch(rf"(.*\.)?({p})", module)),
+        config["lora_alpha"],
+    )
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
 def _matrix(source: Source, entry: TensorEntry) -> Matrix:
     """Returns a matrix as float32."""
     if len(entry.shape) != 2 or not entry.dtype.is_castable:
-        raise PlanError(f"only LoRA of linear layers is merged: {printable(entry.fqn)!r} is {entry.dtype.name} {list(entry.shape)}")
+        raise PlanError(
+            f"only LoRA of linear layers is merged: {printable(entry.fqn)!r} is {entry.dtype.name}"
+            f" {list(entry.shape)}"
+        )
     extent = entry.chunks[0].extent
     data = np.frombuffer(read(source.store, extent.file, extent.start, extent.nbytes), np.uint8)
     singles = np.empty(math.prod(entry.shape) * 4, np.uint8)
@@ -196,10 +261,14 @@ def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, is_transposed
     """Returns what adds `scale * B @ A` to a box of a weight."""
     if is_transposed:  # the weight is stored [in, out]
         a, b = b.T, a.T
-    if entry.shape != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1] or not entry.dtype.is_castable:
+    if (
+        entry.shape != (b.shape[0], a.shape[1])
+        or a.shape[0] != b.shape[1]
+        or not entry.dtype.is_castable
+    ):
         raise PlanError(
-            f"the adapter does not fit: {printable(entry.fqn)!r} is {entry.dtype.name} {list(entry.shape)},"
-            f" B @ A is {[b.shape[0], a.shape[1]]}"
+            f"the adapter does not fit: {printable(entry.fqn)!r} is {entry.dtype.name}"
+            f" {list(entry.shape)}, B @ A is {[b.shape[0], a.shape[1]]}"
         )
 
     def add(box: Box, values: Matrix) -> None:
@@ -210,7 +279,8 @@ def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, is_transposed
 
 
 def refuse_adapters(tensors: Mapping[str, TensorEntry], src: str) -> None:
-    """Refuses a model with adapters inside, for a target whose loader knows none: PEFT has given its tensors other names.
+    """Refuses a model with adapters inside, for a target whose loader knows none: PEFT has given
+    its tensors other names.
 
     Raises:
         PlanError: with one of the names, and the commands that use them.
@@ -218,24 +288,32 @@ def refuse_adapters(tensors: Mapping[str, TensorEntry], src: str) -> None:
     inside = next((fqn for fqn in tensors if _PART.fullmatch(fqn) or ".base_layer." in fqn), None)
     if inside is not None:
         raise PlanError(
-            f"the model has adapters of PEFT inside, and transformers does not load such names: {printable(inside)!r}",
-            hint=f"ckpt convert {printable(src)} ADAPTER --to peft --base DIR writes the adapter;"
-            " ckpt merge BASE_MODEL OUT.safetensors --lora ADAPTER adds it to its model",
+            "the model has adapters of PEFT inside, and transformers does not load such names:"
+            f" {printable(inside)!r}",
+            hint=(
+                f"ckpt convert {printable(src)} ADAPTER --to peft --base DIR writes the adapter;"
+                " ckpt merge BASE_MODEL OUT.safetensors --lora ADAPTER adds it to its model"
+            ),
         )
 
 
 def adapter_of(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Returns the tensors of the one adapter that a PEFT model has, as PEFT names them in a file: without the adapter's own name.
+    """Returns the tensors of the one adapter that a PEFT model has, as PEFT names them in a file:
+    without the adapter's own name.
 
     Raises:
         PlanError: there is none, or there are several.
     """
     found: dict[str, dict[str, TensorEntry]] = {}
-    more = [fqn for fqn in tensors if ".modules_to_save." in fqn or (".lora_" in fqn and not _PART.fullmatch(fqn))]
+    more = [
+        fqn
+        for fqn in tensors
+        if ".modules_to_save." in fqn or (".lora_" in fqn and not _PART.fullmatch(fqn))
+    ]
     if more:
         raise PlanError(
-            f"an adapter with something else than LoRA matrices is not written: {printable(more[0])!r}"
-            + (f" and {len(more) - 1} more" if len(more) > 1 else ""),
+            "an adapter with something else than LoRA matrices is not written:"
+            f" {printable(more[0])!r}" + (f" and {len(more) - 1} more" if len(more) > 1 else ""),
             hint="save it with PEFT itself: model.save_pretrained(DIR)",
         )
     for fqn, entry in tensors.items():
@@ -245,7 +323,12 @@ def adapter_of(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     if len(found) != 1:
         names = printable(", ".join(found))
         raise PlanError(
-            f"the checkpoint holds {len(found)} LoRA adapters{': ' if found else ''}{names}; a PEFT directory has one",
-            hint="choose with --select '*.NAME.weight'" if found else "their tensors are called ….lora_A.NAME.weight",
+            f"the checkpoint holds {len(found)} LoRA adapters{': ' if found else ''}{names}; a PEFT"
+            " directory has one",
+            hint=(
+                "choose with --select '*.NAME.weight'"
+                if found
+                else "their tensors are called ….lora_A.NAME.weight"
+            ),
         )
     return next(iter(found.values()))

@@ -11,7 +11,16 @@ from ckpt_tools.formats import torch_save
 from ckpt_tools.operations.convert.training_state import FORMS
 from ckpt_tools.storage import is_url
 
-TARGETS = ("dcp", "safetensors", "hf", "torch", "accelerate", "peft", "deepspeed-universal", "per-rank")
+TARGETS = (
+    "dcp",
+    "safetensors",
+    "hf",
+    "torch",
+    "accelerate",
+    "peft",
+    "deepspeed-universal",
+    "per-rank",
+)
 
 
 def check_options(to: str, dst: str, how: Mapping[str, Any]) -> None:
@@ -30,17 +39,27 @@ def check_options(to: str, dst: str, how: Mapping[str, Any]) -> None:
         raise PlanError(f"cannot write {printable(to)!r}: expected one of {', '.join(TARGETS)}")
     suffixes = {"safetensors": (".safetensors",), "torch": torch_save.SUFFIXES}.get(to)
     if suffixes and not dst.endswith(suffixes):
-        raise PlanError(f"{to} is one file: expected a name that ends in {' or '.join(suffixes)}, got {printable(dst)!r}")
+        raise PlanError(
+            f"{to} is one file: expected a name that ends in {' or '.join(suffixes)}, got"
+            f" {printable(dst)!r}"
+        )
     if check and to != "hf":
         raise PlanError("--check is for --to hf", hint="it loads the directory with transformers")
     if check and how.get("base") is None:
         raise PlanError("--check needs --base DIR, whose config.json says which model it is")
     if check and is_url(dst):
-        raise PlanError("--check loads the result from a disk", hint="write it locally, then ckpt copy")
+        raise PlanError(
+            "--check loads the result from a disk", hint="write it locally, then ckpt copy"
+        )
     if to in ("accelerate", "deepspeed-universal", "per-rank") and is_url(dst):
-        raise PlanError(f"directories of {to} are written on a disk", hint="write it to a disk, then ckpt copy it into the bucket")
+        raise PlanError(
+            f"directories of {to} are written on a disk",
+            hint="write it to a disk, then ckpt copy it into the bucket",
+        )
     if optimizer is not None and optimizer not in FORMS:
-        raise PlanError(f"an optimizer goes by names in one of {', '.join(FORMS)}; got {printable(optimizer)!r}")
+        raise PlanError(
+            f"an optimizer goes by names in one of {', '.join(FORMS)}; got {printable(optimizer)!r}"
+        )
     if ranks is not None and (ranks < 1 or to not in ("dcp", "accelerate", "per-rank")):
         raise PlanError("--ranks is for --to dcp, accelerate and per-rank, and at least 1")
     _check_unused(to, how)
@@ -53,18 +72,33 @@ def _check_unused(to: str, how: Mapping[str, Any]) -> None:
     is_model = how.get("model_only") or to in ("safetensors", "hf", "peft")
     if how.get("settings") and not how.get("key_map"):
         raise PlanError("--set is for a key map: there is no --map")
-    if how.get("base") is not None and to not in ("hf", "peft", "per-rank") and not how.get("key_map"):
-        raise PlanError(f"--base is for --to hf, peft and per-rank, and for key maps; {to} takes no files along")
+    if (
+        how.get("base") is not None
+        and to not in ("hf", "peft", "per-rank")
+        and not how.get("key_map")
+    ):
+        raise PlanError(
+            f"--base is for --to hf, peft and per-rank, and for key maps; {to} takes no files along"
+        )
     if how.get("max_shard_bytes") is not None and to != "hf":
-        raise PlanError("--max-shard-size is for --to hf", hint="ckpt merge --max-shard-size writes shards without a config")
+        raise PlanError(
+            "--max-shard-size is for --to hf",
+            hint="ckpt merge --max-shard-size writes shards without a config",
+        )
     if how.get("optimizer") is not None and is_model:
         raise PlanError("--optimizer is for optimizers, and only the model is written")
     if how.get("optimizer") not in (None, "groups") and to == "accelerate":
-        raise PlanError("Accelerate names the parameters of an optimizer, in groups", hint="leave --optimizer out")
+        raise PlanError(
+            "Accelerate names the parameters of an optimizer, in groups",
+            hint="leave --optimizer out",
+        )
     if how.get("optimizer") not in (None, "ids") and to == "per-rank":
         raise PlanError("verl numbers the parameters of an optimizer", hint="leave --optimizer out")
     if how.get("optimizer") is not None and to == "deepspeed-universal":
-        raise PlanError("DeepSpeed's universal checkpoints have a form of their own", hint="leave --optimizer out")
+        raise PlanError(
+            "DeepSpeed's universal checkpoints have a form of their own",
+            hint="leave --optimizer out",
+        )
 
 
 def substitute(rule: str) -> Callable[[str], str]:

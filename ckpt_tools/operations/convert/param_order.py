@@ -1,7 +1,7 @@
 """Finds which parameter each number of an optimizer means.
 
-`Optimizer.state_dict()` numbers its parameters. A wrong pairing would move one parameter's moments to another. So numbers
-become names only where the file, the user or the shapes prove the order.
+`Optimizer.state_dict()` numbers its parameters. A wrong pairing would move one parameter's moments
+to another. So numbers become names only where the file, the user or the shapes prove the order.
 
 Source: torch 2.13 `torch/optim/optimizer.py`, `param_names`.
 """
@@ -21,16 +21,33 @@ from ckpt_tools.errors import FormatError, PlanError, StorageError, printable
 from ckpt_tools.storage.small_files import parse_json, read_named
 
 IN_ORDER = "model"
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # torch's own, which no optimizer has
+# torch's own, which no optimizer has
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 LIKE_PARAMETER = (  # state that has its parameter's shape, by torch's optimizers and common others
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf", "sum", "ax",
-    "acc_delta", "prev", "step_size", "exp_avg_diff", "hessian", "state1", "state2",
-)  # fmt: skip
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "exp_inf",
+    "sum",
+    "ax",
+    "acc_delta",
+    "prev",
+    "step_size",
+    "exp_avg_diff",
+    "hessian",
+    "state1",
+    "state2",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOrder:
-    """Each group has its parameters in the order of the model, which is that of `names`; there are none where it is not known."""
+    """Each group has its parameters in the order of the model, which is that of `names`; there are
+    none where it is not known.
+    """
 
     names: tuple[str, ...]
 
@@ -43,8 +60,8 @@ def read_order(order: str | os.PathLike[str] | Names | None) -> str | Names | No
     """Returns the order of parameters that the user gives: names, or the word `model`.
 
     Args:
-        order: the word `model`, names in order, names by optimizer, or a file. A file holds one name per line, or JSON: a list,
-            or an object of lists by optimizer.
+        order: the word `model`, names in order, names by optimizer, or a file. A file holds one
+            name per line, or JSON: a list, or an object of lists by optimizer.
 
     Raises:
         PlanError: the file cannot be read, or holds something else.
@@ -56,23 +73,32 @@ def read_order(order: str | os.PathLike[str] | Names | None) -> str | Names | No
     path, what = Path(order), f"--param-order {printable(os.fspath(order))}"
     try:
         text = read_named(path).decode()
-        value = parse_json(text.encode()) if text.lstrip()[:1] in ("[", "{") else [line for line in text.splitlines() if line.strip()]
+        value = (
+            parse_json(text.encode())
+            if text.lstrip()[:1] in ("[", "{")
+            else [line for line in text.splitlines() if line.strip()]
+        )
     except (StorageError, ValueError) as error:
         raise PlanError(
-            f"{what}: {printable(str(error))}", hint="give a file with one name per line or a JSON list, or the word model"
+            f"{what}: {printable(str(error))}",
+            hint="give a file with one name per line or a JSON list, or the word model",
         ) from error
     return _checked(value, what)
 
 
 def _checked(value: Any, what: str) -> Sequence[str] | Mapping[str, Sequence[str]]:
     lists = list(value.values()) if isinstance(value, Mapping) else [value]
-    if not lists or not all(isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names) for names in lists):
+    if not lists or not all(
+        isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        for names in lists
+    ):
         raise PlanError(f"{what}: expected names of parameters, or lists of names by optimizer")
     return value  # type: ignore[no-any-return]
 
 
 class Numbered:
-    """An optimizer that numbers its parameters: its groups and the shape that each parameter must have, where its state tells.
+    """An optimizer that numbers its parameters: its groups and the shape that each parameter must
+    have, where its state tells.
 
     Attributes:
         prefix: the keys above the optimizer, for messages.
@@ -81,11 +107,18 @@ class Numbered:
         shapes: by number, None where no state has the parameter's shape.
     """
 
-    def __init__(self, prefix: str, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[str, Mapping[str, Any]],
+    ) -> None:
         self.prefix = prefix
         self.queues: list[list[int]] = [list(group["params"]) for group in groups]
         self.given = [group.get("param_names") for group in groups]
-        self.shapes: dict[int, tuple[int, ...] | None] = {number: None for queue in self.queues for number in queue}
+        self.shapes: dict[int, tuple[int, ...] | None] = {
+            number: None for queue in self.queues for number in queue
+        }
         self.shapes |= {int(number): _shape(values) for number, values in state.items()}
 
     @property
@@ -99,7 +132,9 @@ def _shape(values: Mapping[str, Any]) -> tuple[int, ...] | None:
     return next((value.shape for value in found if isinstance(value, TensorEntry)), None)
 
 
-def name_parameters(optimizer: Numbered, model: Mapping[str, TensorEntry], order: Order | None) -> dict[int, str] | None:
+def name_parameters(
+    optimizer: Numbered, model: Mapping[str, TensorEntry], order: Order | None
+) -> dict[int, str] | None:
     """Returns the parameter of each number; None where nothing proves it.
 
     Args:
@@ -120,10 +155,17 @@ def name_parameters(optimizer: Numbered, model: Mapping[str, TensorEntry], order
     if isinstance(order, ModelOrder):
         if not order.names:
             raise PlanError(
-                f"--param-order model: files of this format do not keep the order of the parameters, and {_where(optimizer)} numbers them",
-                hint="say it with --shapes and the model's config.json, or name them in their order: --param-order FILE",
+                "--param-order model: files of this format do not keep the order of the"
+                f" parameters, and {_where(optimizer)} numbers them",
+                hint=(
+                    "say it with --shapes and the model's config.json, or name them in their order:"
+                    " --param-order FILE"
+                ),
             )
-        return _in_model_order(optimizer, {fqn: parameters[fqn] for fqn in _in(model, order.names) if fqn in parameters})
+        return _in_model_order(
+            optimizer,
+            {fqn: parameters[fqn] for fqn in _in(model, order.names) if fqn in parameters},
+        )
     if order is not None:
         return _by_list(optimizer, [str(name) for name in order], model)
     if any(isinstance(names, (list, tuple)) for names in optimizer.given):
@@ -132,7 +174,9 @@ def name_parameters(optimizer: Numbered, model: Mapping[str, TensorEntry], order
 
 
 def _parameters(model: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of what may be a parameter, in the order of the model. A tied weight is one parameter."""
+    """Returns the shapes of what may be a parameter, in the order of the model. A tied weight is
+    one parameter.
+    """
     first: dict[Any, str] = {}
     for fqn, entry in model.items():
         if fqn.rpartition(".")[2] not in BUFFERS:
@@ -141,32 +185,60 @@ def _parameters(model: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
 
 
 def _in(model: Mapping[str, TensorEntry], names: Iterable[str]) -> list[str]:
-    """Returns the model's own forms of names, which may have the prefixes of wrappers; names that it lacks are left out."""
+    """Returns the model's own forms of names, which may have the prefixes of wrappers; names that
+    it lacks are left out.
+    """
     bare = {strip_wrappers(fqn): fqn for fqn in model}
-    return [fqn for name in names if (fqn := name if name in model else bare.get(strip_wrappers(name), ""))]
+    return [
+        fqn
+        for name in names
+        if (fqn := name if name in model else bare.get(strip_wrappers(name), ""))
+    ]
 
 
 def _by_own_names(optimizer: Numbered, model: Mapping[str, TensorEntry]) -> dict[int, str]:
-    """Returns the names that the file gives, as an optimizer made of `named_parameters()` saves them."""
+    """Returns the names that the file gives, as an optimizer made of `named_parameters()` saves
+    them.
+    """
     names: dict[int, str] = {}
     for queue, given in zip(optimizer.queues, optimizer.given, strict=True):
-        if not isinstance(given, (list, tuple)) or len(given) != len(queue) or not all(isinstance(name, str) for name in given):
-            raise FormatError(f"{_where(optimizer)}: param_names does not name each of its {len(queue)} parameters")
+        if (
+            not isinstance(given, (list, tuple))
+            or len(given) != len(queue)
+            or not all(isinstance(name, str) for name in given)
+        ):
+            raise FormatError(
+                f"{_where(optimizer)}: param_names does not name each of its {len(queue)}"
+                " parameters"
+            )
         names |= dict(zip(queue, given, strict=True))
     try:
         return _known(optimizer, names, model, "param_names")
     except PlanError as error:
-        raise FormatError(str(error), hint="say what its numbers mean with --param-order FILE") from error
+        raise FormatError(
+            str(error), hint="say what its numbers mean with --param-order FILE"
+        ) from error
 
 
-def _by_list(optimizer: Numbered, order: Sequence[str], model: Mapping[str, TensorEntry]) -> dict[int, str]:
+def _by_list(
+    optimizer: Numbered, order: Sequence[str], model: Mapping[str, TensorEntry]
+) -> dict[int, str]:
     if len(order) != len(optimizer.numbers):
-        raise PlanError(f"--param-order names {len(order)} parameters, and {_where(optimizer)} has {len(optimizer.numbers)}")
-    return _known(optimizer, dict(zip(sorted(optimizer.numbers), order, strict=True)), model, "--param-order")
+        raise PlanError(
+            f"--param-order names {len(order)} parameters, and {_where(optimizer)} has"
+            f" {len(optimizer.numbers)}"
+        )
+    return _known(
+        optimizer, dict(zip(sorted(optimizer.numbers), order, strict=True)), model, "--param-order"
+    )
 
 
-def _known(optimizer: Numbered, names: Mapping[int, str], model: Mapping[str, TensorEntry], what: str) -> dict[int, str]:
-    """Returns names as the model has them; refuses one that is not in the model, comes twice, or has another shape."""
+def _known(
+    optimizer: Numbered, names: Mapping[int, str], model: Mapping[str, TensorEntry], what: str
+) -> dict[int, str]:
+    """Returns names as the model has them; refuses one that is not in the model, comes twice, or
+    has another shape.
+    """
     bare = {strip_wrappers(fqn): fqn for fqn in model}
     found: dict[int, str] = {}
     for number, name in names.items():
@@ -180,8 +252,8 @@ def _known(optimizer: Numbered, names: Mapping[int, str], model: Mapping[str, Te
         shape = optimizer.shapes[number]
         if shape is not None and shape != model[fqn].shape:
             raise PlanError(
-                f"{what} and the shapes differ: parameter {number} of {_where(optimizer)} has {list(shape)}, and {printable(fqn)!r}"
-                f" has {list(model[fqn].shape)}"
+                f"{what} and the shapes differ: parameter {number} of {_where(optimizer)} has"
+                f" {list(shape)}, and {printable(fqn)!r} has {list(model[fqn].shape)}"
             )
         found[number] = fqn
     if twice := [fqn for fqn, count in Counter(found.values()).items() if count > 1]:
@@ -189,8 +261,11 @@ def _known(optimizer: Numbered, names: Mapping[int, str], model: Mapping[str, Te
     return found
 
 
-def _in_model_order(optimizer: Numbered, parameters: Mapping[str, tuple[int, ...]]) -> dict[int, str]:
-    """Pairs each group with the model's parameters in their order, where the shapes leave one way to do so.
+def _in_model_order(
+    optimizer: Numbered, parameters: Mapping[str, tuple[int, ...]]
+) -> dict[int, str]:
+    """Pairs each group with the model's parameters in their order, where the shapes leave one way
+    to do so.
 
     Raises:
         PlanError: they leave none, or several.
@@ -201,20 +276,29 @@ def _in_model_order(optimizer: Numbered, parameters: Mapping[str, tuple[int, ...
         first = _paired(wanted, list(parameters.items()))
         last = _paired(wanted[::-1], list(parameters.items())[::-1])
         if first is None or last is None or first != last[::-1]:
-            why = "do not have the shapes of the model's in its order" if first is None else "fit the model's in several ways"
+            why = (
+                "do not have the shapes of the model's in its order"
+                if first is None
+                else "fit the model's in several ways"
+            )
             raise PlanError(
-                f"--param-order model: the parameters of {_where(optimizer)} {why}", hint="name them in their order: --param-order FILE"
+                f"--param-order model: the parameters of {_where(optimizer)} {why}",
+                hint="name them in their order: --param-order FILE",
             )
         names |= dict(zip(queue, first, strict=True))
     if len(set(names.values())) != len(names):
         raise PlanError(
-            f"--param-order model: groups of {_where(optimizer)} may share a parameter", hint="name all in order: --param-order FILE"
+            f"--param-order model: groups of {_where(optimizer)} may share a parameter",
+            hint="name all in order: --param-order FILE",
         )
     return names
 
 
-def _paired(wanted: Sequence[tuple[int, ...] | None], candidates: Sequence[tuple[str, tuple[int, ...]]]) -> list[str] | None:
-    """Returns the first candidates, in order, that have the shapes that are wanted; None where they run out.
+def _paired(
+    wanted: Sequence[tuple[int, ...] | None], candidates: Sequence[tuple[str, tuple[int, ...]]]
+) -> list[str] | None:
+    """Returns the first candidates, in order, that have the shapes that are wanted; None where they
+    run out.
 
     A shape of None is any: it pairs only where every candidate is needed.
     """
@@ -227,13 +311,19 @@ def _paired(wanted: Sequence[tuple[int, ...] | None], candidates: Sequence[tuple
     return names if len(names) == len(wanted) else None
 
 
-def _by_shape(optimizer: Numbered, parameters: Mapping[str, tuple[int, ...]]) -> dict[int, str] | None:
-    """Returns the parameter that alone has each number's shape; None where two have one shape, or a shape is unknown."""
+def _by_shape(
+    optimizer: Numbered, parameters: Mapping[str, tuple[int, ...]]
+) -> dict[int, str] | None:
+    """Returns the parameter that alone has each number's shape; None where two have one shape, or a
+    shape is unknown.
+    """
     ours, theirs = Counter(optimizer.shapes.values()), Counter(parameters.values())
     if any(shape is None or count > 1 or theirs[shape] != 1 for shape, count in ours.items()):
         return None
     by_shape = {shape: fqn for fqn, shape in parameters.items()}
-    return {number: by_shape[shape] for number, shape in optimizer.shapes.items() if shape is not None}
+    return {
+        number: by_shape[shape] for number, shape in optimizer.shapes.items() if shape is not None
+    }
 
 
 def _where(optimizer: Numbered) -> str:

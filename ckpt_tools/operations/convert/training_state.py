@@ -1,9 +1,12 @@
-"""A training state taken apart, whatever names it goes by: the model, its optimizers, the rest; and put together again.
+"""A training state taken apart, whatever names it goes by: the model, its optimizers, the rest; and
+put together again.
 
-Optimizer state comes in three namings: by parameter name with groups (torch's `get_optimizer_state_dict`, FSDP1, Accelerate, our own),
-by parameter name throughout (torchtitan), and by number (`Optimizer.state_dict`).
+Optimizer state comes in three namings: by parameter name with groups (torch's
+`get_optimizer_state_dict`, FSDP1, Accelerate, our own), by parameter name throughout (torchtitan),
+and by number (`Optimizer.state_dict`).
 
-Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `torch/optim/optimizer.py`; torchtitan 0.2 `components/optimizer.py`.
+Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `torch/optim/optimizer.py`;
+torchtitan 0.2 `components/optimizer.py`.
 """
 
 from __future__ import annotations
@@ -41,12 +44,15 @@ _MAX_OBJECT_BYTES, _OPTION_BYTES = 64 << 20, 4096
 
 @dataclass(slots=True)
 class Optimizer:
-    """One optimizer: `state` by the parameter's name, of tensors and plain values; `groups` with their options and `params`, names.
+    """One optimizer: `state` by the parameter's name, of tensors and plain values; `groups` with
+    their options and `params`, names.
 
     Attributes:
         is_numbered: the order of `params` is the optimizer's own, as its numbers gave it.
-        is_unnamed: no one knows what its numbers mean: `state` has them as texts, and `params` has numbers.
-        has_order: `params` are listed as the job listed them. Where each parameter has options of its own, there is no such list.
+        is_unnamed: no one knows what its numbers mean: `state` has them as texts, and `params` has
+            numbers.
+        has_order: `params` are listed as the job listed them. Where each parameter has options of
+            its own, there is no such list.
     """
 
     prefix: str
@@ -59,10 +65,12 @@ class Optimizer:
 
 @dataclass(slots=True)
 class Parts:
-    """What a checkpoint holds: `model` by the names within it, `prefix` the keys above; the rest under its own names.
+    """What a checkpoint holds: `model` by the names within it, `prefix` the keys above; the rest
+    under its own names.
 
-    `places` has the keys below the prefix of those of the model's entries that stood in dicts or lists of their own. `untouched` names
-    the optimizers whose state has another form than one value per parameter and key, such as LBFGS's: they are among the rest.
+    `places` has the keys below the prefix of those of the model's entries that stood in dicts or
+    lists of their own. `untouched` names the optimizers whose state has another form than one value
+    per parameter and key, such as LBFGS's: they are among the rest.
     """
 
     prefix: tuple[str, ...]
@@ -86,33 +94,52 @@ class Parts:
             new = new_name(old)
             if new in model:
                 raise PlanError(
-                    f"two tensors would get one name: {printable(new)!r}, one of them is {printable(old)!r}",
-                    hint="renames apply one after the other; to swap two names, go by a third: a=TMP, b=a, TMP=b",
+                    f"two tensors would get one name: {printable(new)!r}, one of them is"
+                    f" {printable(old)!r}",
+                    hint=(
+                        "renames apply one after the other; to swap two names, go by a third:"
+                        " a=TMP, b=a, TMP=b"
+                    ),
                 )
             if not new:
-                raise PlanError(f"nothing is left of a name: {printable(old)!r}", hint="give a replacement that leaves a name")
+                raise PlanError(
+                    f"nothing is left of a name: {printable(old)!r}",
+                    hint="give a replacement that leaves a name",
+                )
             model[new] = replace(entry, fqn=new)
         places = {name: place for name, place in self.places.items() if new_name(name) == name}
         for optimizer in self.optimizers:
-            if not optimizer.is_unnamed and len({new_name(fqn) for fqn in optimizer.state}) != len(optimizer.state):
-                raise PlanError(f"two parameters of {printable(optimizer.prefix) or 'the optimizer'} would get one name")
+            if not optimizer.is_unnamed and len({new_name(fqn) for fqn in optimizer.state}) != len(
+                optimizer.state
+            ):
+                raise PlanError(
+                    f"two parameters of {printable(optimizer.prefix) or 'the optimizer'} would get"
+                    " one name"
+                )
         optimizers = [
-            o
-            if o.is_unnamed
-            else replace(
-                o,
-                state={new_name(fqn): state for fqn, state in o.state.items()},
-                groups=[{**group, "params": [new_name(fqn) for fqn in group["params"]]} for group in o.groups],
+            (
+                o
+                if o.is_unnamed
+                else replace(
+                    o,
+                    state={new_name(fqn): state for fqn, state in o.state.items()},
+                    groups=[
+                        {**group, "params": [new_name(fqn) for fqn in group["params"]]}
+                        for group in o.groups
+                    ],
+                )
             )
             for o in self.optimizers
         ]
         return replace(self, model=model, optimizers=optimizers, places=places)
 
 
-# ---- taking apart --------------------------------------------------------------------------------------------------------
+# ---- taking apart --------------------------------------------------------------------------------
 
 
-def take_apart(catalog: Catalog, store: Store, order: Order | None = None, keeps_order: bool = False) -> Parts:
+def take_apart(
+    catalog: Catalog, store: Store, order: Order | None = None, keeps_order: bool = False
+) -> Parts:
     """Returns the parts of a checkpoint; reads the options of optimizers, which are small objects.
 
     Args:
@@ -165,8 +192,12 @@ def check_used(order: Order | None, numbered: Sequence[str]) -> None:
         raise PlanError("--param-order: no optimizer here numbers its parameters")
     if isinstance(order, Mapping) and (unknown := [name for name in order if name not in numbered]):
         raise PlanError(
-            f"--param-order names {printable(unknown[0])!r}, which is no optimizer that numbers its parameters",
-            hint=f"there are: {', '.join(printable(name) or '(without a name)' for name in numbered)}",
+            f"--param-order names {printable(unknown[0])!r}, which is no optimizer that numbers its"
+            " parameters",
+            hint=(
+                "there are:"
+                f" {', '.join(printable(name) or '(without a name)' for name in numbered)}"
+            ),
         )
 
 
@@ -177,7 +208,11 @@ def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
     """Returns the entries of each optimizer by name, with the objects read."""
     is_bare = any(fqn.startswith("param_groups.") for fqn in catalog.objects)
     others = sorted((".".join(path) for path in find_optimizers(catalog)), key=len, reverse=True)
-    by_key = re.compile(rf"({'|'.join(map(re.escape, others))})\.(state|param_groups)\.(.+)", re.DOTALL) if others else None
+    by_key = (
+        re.compile(rf"({'|'.join(map(re.escape, others))})\.(state|param_groups)\.(.+)", re.DOTALL)
+        if others
+        else None
+    )
     found: dict[str, dict[str, Entry]] = {}
     wanted: list[tuple[str, re.Match[str]]] = []
 
@@ -194,19 +229,28 @@ def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
     values = Values(store)
     values.will_read(catalog.objects[fqn] for fqn, _ in wanted)
     for fqn, match in wanted:
-        found.setdefault(match[1], {})[fqn] = (match[2], match[3], values.plain(catalog.objects[fqn]))
+        found.setdefault(match[1], {})[fqn] = (
+            match[2],
+            match[3],
+            values.plain(catalog.objects[fqn]),
+        )
     return found
 
 
-def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts, order: Order | None) -> Optimizer | None:
-    """Returns an optimizer from its entries; None where they are no optimizer's. What its numbers mean is noted if it is not known."""
+def _optimizer(
+    prefix: str, entries: Mapping[str, Entry], parts: Parts, order: Order | None
+) -> Optimizer | None:
+    """Returns an optimizer from its entries; None where they are no optimizer's. What its numbers
+    mean is noted if it is not known.
+    """
     state: dict[str, dict[str, Any]] = {}
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
     for kind, rest, value in entries.values():
         name, _, key = rest.rpartition(".")
         first, _, last = rest.partition(".")
-        if kind == "state" and last in parts.model and rest.rpartition(".")[0] not in parts.model:  # Megatron-Core: the key comes first
+        # Megatron-Core: the key comes first
+        if kind == "state" and last in parts.model and rest.rpartition(".")[0] not in parts.model:
             state.setdefault(last, {})[first] = value
         elif kind == "state":
             state.setdefault(name, {})[key] = value
@@ -220,15 +264,18 @@ def _optimizer(prefix: str, entries: Mapping[str, Entry], parts: Parts, order: O
     if not all(_are_names(group.get("params")) for group in groups):
         return None
     optimizer = Optimizer(prefix, state, groups, has_order=bool(numbered))
-    if not any(isinstance(p, int) for group in groups for p in group["params"]) and not (state and all(map(is_number, state))):
+    if not any(isinstance(p, int) for group in groups for p in group["params"]) and not (
+        state and all(map(is_number, state))
+    ):
         return optimizer
     if not all(map(is_number, state)):
         return None
     names = name_parameters(Numbered(prefix, groups, state), parts.model, order)
     if names is None:
         parts.notes.append(
-            f"{printable(prefix) or 'the optimizer'} numbers its parameters, and their shapes alone do not tell which is which:"
-            " the numbers are kept; --param-order FILE or --param-order model says what they mean"
+            f"{printable(prefix) or 'the optimizer'} numbers its parameters, and their shapes alone"
+            " do not tell which is which: the numbers are kept; --param-order FILE or"
+            " --param-order model says what they mean"
         )
         return replace(optimizer, is_numbered=True, is_unnamed=True)
     return Optimizer(
@@ -257,7 +304,9 @@ Leaves = list[tuple[Path, object, tuple[Extent, ...]]]
 
 
 class Values:
-    """Reads objects; small ones that occur many times, as an option does for every parameter, are unpacked once."""
+    """Reads objects; small ones that occur many times, as an option does for every parameter, are
+    unpacked once.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -274,7 +323,9 @@ class Values:
             FormatError: it is too long to be an object, or malformed.
         """
         if item.extent.nbytes > _MAX_OBJECT_BYTES:
-            raise FormatError(f"an object is too long: {item.extent.nbytes} bytes ({printable(item.fqn)!r})")
+            raise FormatError(
+                f"an object is too long: {item.extent.nbytes} bytes ({printable(item.fqn)!r})"
+            )
         data = read(self._store, *item.extent[:3])
         known = self._known.get(data)
         if known is None:
@@ -300,18 +351,23 @@ class Values:
         return leaves[0][1]
 
     def is_same(self, item: BytesEntry, others: Values, other: BytesEntry) -> bool:
-        """Tells whether two objects are the same bytes, or plain values and tensors that are the same.
+        """Tells whether two objects are the same bytes, or plain values and tensors that are the
+        same.
 
         Raises:
             FormatError: one is malformed, or too long to be an object.
         """
         unknown = Others()
         (one, ones), (two, twos) = self.leaves(item, unknown), others.leaves(other, unknown)
-        return one == two or (not unknown and not unknown.tensors and _flattened(one, ones) == _flattened(two, twos))
+        return one == two or (
+            not unknown and not unknown.tensors and _flattened(one, ones) == _flattened(two, twos)
+        )
 
 
 def _flattened(data: bytes, leaves: Leaves) -> list[tuple[Path, str]]:
-    """Returns what an archive holds in a form that can be compared: values and tensors, each as a text."""
+    """Returns what an archive holds in a form that can be compared: values and tensors, each as a
+    text.
+    """
     found = []
     for path, value, extents in leaves:
         if isinstance(value, View):
@@ -323,8 +379,11 @@ def _flattened(data: bytes, leaves: Leaves) -> list[tuple[Path, str]]:
     return found
 
 
-def unpack_objects(catalog: Catalog, store: Store, made: Made) -> tuple[Catalog, dict[str, Any], list[str]]:
-    """Returns a catalog that has the tensors within its objects for tensors, the plain values, and the names of what is neither.
+def unpack_objects(
+    catalog: Catalog, store: Store, made: Made
+) -> tuple[Catalog, dict[str, Any], list[str]]:
+    """Returns a catalog that has the tensors within its objects for tensors, the plain values, and
+    the names of what is neither.
 
     Args:
         catalog: its objects are all read.
@@ -352,16 +411,20 @@ def unpack_objects(catalog: Catalog, store: Store, made: Made) -> tuple[Catalog,
             paths[name] = (*path, *inner)
             if isinstance(value, View):
                 extent = extents[0]._replace(start=extents[0].start + made.add(data).start)
-                tensors[name] = TensorEntry(name, value.dtype, value.sizes, (Chunk(whole(value.sizes), extent),))
+                tensors[name] = TensorEntry(
+                    name, value.dtype, value.sizes, (Chunk(whole(value.sizes), extent),)
+                )
             else:
                 values[name] = value
     return replace(catalog, tensors=tensors, objects={}, paths=paths), values, unknown
 
 
-# ---- putting together ----------------------------------------------------------------------------------------------------
+# ---- putting together ----------------------------------------------------------------------------
 
 
-def put_together(parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | None = None) -> Catalog:
+def put_together(
+    parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | None = None
+) -> Catalog:
     """Returns a catalog of all parts, the optimizers named in one of `FORMS`.
 
     Args:
@@ -387,7 +450,8 @@ def put_together(parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | 
             paths[name] = path
             if isinstance(value, TensorEntry):
                 tensors[name] = replace(value, fqn=name)
-            elif path[-1] == "step" and type(value) in (int, float) and 0 <= value < 1 << 53:  # torch keeps a tensor now
+            # torch keeps a tensor now
+            elif path[-1] == "step" and type(value) in (int, float) and 0 <= value < 1 << 53:
                 tensors[name] = made.scalar(name, float(value))
             else:
                 objects[name] = made.value(name, value)
@@ -395,11 +459,13 @@ def put_together(parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | 
 
 
 def in_order(optimizer: Optimizer, order: Order | None) -> Optimizer:
-    """Returns an optimizer whose groups list their parameters in the order in which its numbers count them.
+    """Returns an optimizer whose groups list their parameters in the order in which its numbers
+    count them.
 
     Args:
         optimizer: by name.
-        order: what the user says; it is needed where each parameter has options of its own, since nothing else tells the order.
+        order: what the user says; it is needed where each parameter has options of its own, since
+            nothing else tells the order.
 
     Raises:
         PlanError: nobody knows the order, or what the user says does not fit.
@@ -413,21 +479,35 @@ def in_order(optimizer: Optimizer, order: Order | None) -> Optimizer:
     listed = [mine[bare] for name in names or () if (bare := strip_wrappers(name)) in mine]
     if sorted(listed) != sorted(mine.values()):
         missing = next((fqn for fqn in mine.values() if fqn not in listed), "")
-        what = f"--param-order lacks {printable(missing)!r}" if names else "nothing tells the order of its parameters"
+        what = (
+            f"--param-order lacks {printable(missing)!r}"
+            if names
+            else "nothing tells the order of its parameters"
+        )
         raise PlanError(
             f"{printable(optimizer.prefix) or 'the optimizer'} cannot be numbered: {what}",
             hint="name all parameters in the order of the job's optimizer: --param-order FILE",
         )
     places = {fqn: number for number, fqn in enumerate(listed)}
     return replace(
-        optimizer, groups=[{**g, "params": sorted(g["params"], key=places.__getitem__)} for g in optimizer.groups], has_order=True
+        optimizer,
+        groups=[
+            {**g, "params": sorted(g["params"], key=places.__getitem__)} for g in optimizer.groups
+        ],
+        has_order=True,
     )
 
 
 def _named(optimizer: Optimizer, form: str) -> Iterable[tuple[Path, Any]]:
-    root: Path = tuple(int(k) if is_number(k) else k for k in optimizer.prefix.split(".")) if optimizer.prefix else ()
+    root: Path = (
+        tuple(int(k) if is_number(k) else k for k in optimizer.prefix.split("."))
+        if optimizer.prefix
+        else ()
+    )
     names = dict.fromkeys([*(f for g in optimizer.groups for f in g["params"]), *optimizer.state])
-    numbers: Mapping[Any, Any] = {name: name if optimizer.is_unnamed else i for i, name in enumerate(names)}
+    numbers: Mapping[Any, Any] = {
+        name: name if optimizer.is_unnamed else i for i, name in enumerate(names)
+    }
     for fqn, state in optimizer.state.items():
         for key, value in state.items():
             if form == "flat":
@@ -435,11 +515,23 @@ def _named(optimizer: Optimizer, form: str) -> Iterable[tuple[Path, Any]]:
             else:
                 yield (*root, "state", str(numbers[fqn]) if form == "ids" else fqn, key), value
     for number, group in enumerate(optimizer.groups):
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        if "param_names" in group and form != "flat":  # torch's own names of them, under which they may have changed
-            options["param_names"] = group["param_names"] if optimizer.is_unnamed else list(group["params"])
+        options = {
+            key: value for key, value in group.items() if key not in ("params", "param_names")
+        }
+        # torch's own names of them, under which they may have changed
+        if "param_names" in group and form != "flat":
+            options["param_names"] = (
+                group["param_names"] if optimizer.is_unnamed else list(group["params"])
+            )
         if form == "flat":
-            yield from (((*root, f"param_groups.{fqn}.{key}"), value) for fqn in group["params"] for key, value in options.items())
+            yield from (
+                ((*root, f"param_groups.{fqn}.{key}"), value)
+                for fqn in group["params"]
+                for key, value in options.items()
+            )
             continue
         yield from (((*root, "param_groups", number, key), value) for key, value in options.items())
-        yield (*root, "param_groups", number, "params"), [numbers[f] if form == "ids" else f for f in group["params"]]
+        yield (
+            (*root, "param_groups", number, "params"),
+            [numbers[f] if form == "ids" else f for f in group["params"]],
+        )

@@ -1,4 +1,6 @@
-"""The S3 API as far as s3fs has no words for it: conditions, checksums, multipart uploads; on s3fs's own session and event loop."""
+"""The S3 API as far as s3fs has no words for it: conditions, checksums, multipart uploads; on
+s3fs's own session and event loop.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,33 @@ from ckpt_tools.storage.retries import retry, translated
 from ckpt_tools.storage.s3.obstore_client import OBSTORE, WORTH_BYTES, Fast, reader
 
 _KINDS = {
-    "list_objects_v2": "LIST", "list_multipart_uploads": "LIST", "list_parts": "LIST", "head_object": "HEAD", "head_bucket": "HEAD",
-    "get_object": "GET", "put_object": "PUT", "upload_part": "PUT", "upload_part_copy": "PUT", "create_multipart_upload": "POST",
-    "complete_multipart_upload": "POST", "delete_objects": "POST", "delete_object": "DELETE", "abort_multipart_upload": "DELETE",
-}  # fmt: skip
+    "list_objects_v2": "LIST",
+    "list_multipart_uploads": "LIST",
+    "list_parts": "LIST",
+    "head_object": "HEAD",
+    "head_bucket": "HEAD",
+    "get_object": "GET",
+    "put_object": "PUT",
+    "upload_part": "PUT",
+    "upload_part_copy": "PUT",
+    "create_multipart_upload": "POST",
+    "complete_multipart_upload": "POST",
+    "delete_objects": "POST",
+    "delete_object": "DELETE",
+    "abort_multipart_upload": "DELETE",
+}
 _FLIGHT_BYTES = 48 << 20  # 64 MiB takes 9 % more memory and no less time
 
 
-_GENERAL_OPTIONS = ("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop", "batch_size")
+_GENERAL_OPTIONS = (
+    "use_listings_cache",
+    "listings_expiry_time",
+    "max_paths",
+    "skip_instance_cache",
+    "asynchronous",
+    "loop",
+    "batch_size",
+)
 
 
 def check_options(options: Mapping[str, Any], initialise: Callable[..., None]) -> None:
@@ -55,7 +76,8 @@ class Server:
 
     def __init__(self) -> None:
         self.checks_crc = False  # seen to compare CRC-64/NVME; until then an MD5 goes along
-        self.excludes: dict[str, bool] = {}  # whether it refuses to write over an object: in one request, in many
+        # whether it refuses to write over an object: in one request, in many
+        self.excludes: dict[str, bool] = {}
         self.flight = _Flight(_FLIGHT_BYTES)
         self.fast = Fast()
 
@@ -64,7 +86,9 @@ _SERVERS: WeakKeyDictionary[Any, Server] = WeakKeyDictionary()
 
 
 class S3:
-    """The calls of an s3fs file system with conditions and checksums, for which s3fs has no words."""
+    """The calls of an s3fs file system with conditions and checksums, for which s3fs has no
+    words.
+    """
 
     def __init__(self, fs: Any, traffic: Traffic) -> None:
         self.fs, self.traffic = fs, traffic
@@ -85,11 +109,15 @@ class S3:
         return {"Bucket": bucket, "Prefix": f"{key.rstrip('/')}/" if key else ""}
 
     def reads_fast(self, nbytes: int) -> bool:
-        """Tells whether `fetch_fast` is to be called for a range of so many bytes, and not `fetch`."""
+        """Tells whether `fetch_fast` is to be called for a range of so many bytes, and not
+        `fetch`.
+        """
         return self._reader == OBSTORE or (self._reader == "" and nbytes >= WORTH_BYTES)
 
     def fetch_fast(self, path: str, start: int, nbytes: int, etag: str | None) -> Data:
-        """Does as `fetch` with the second client, on the thread that calls; and what that does not get, with s3fs."""
+        """Does as `fetch` with the second client, on the thread that calls; and what that does not
+        get, with s3fs.
+        """
         bucket, key, _ = self.fs.split_path(path)
         data = self.server.fast.get(self.fs, bucket, key, start, nbytes, etag)
         return self.run(self.fetch(path, start, nbytes, etag)).result() if data is None else data
@@ -105,7 +133,12 @@ class S3:
         bucket, key, _ = self.fs.split_path(path)
         condition = {"IfMatch": etag} if etag else {}
         response = await self.fs._call_s3(
-            "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{start + nbytes - 1}", **condition, **self.fs.req_kw
+            "get_object",
+            Bucket=bucket,
+            Key=key,
+            Range=f"bytes={start}-{start + nbytes - 1}",
+            **condition,
+            **self.fs.req_kw,
         )
         try:
             body: bytes = await response["Body"].read()
@@ -114,7 +147,9 @@ class S3:
             response["Body"].close()
 
     async def ask(self, method: str, **kwargs: Any) -> Any:
-        """Calls one operation of the S3 API; a body goes past s3fs, which would send it from its end when it tries again."""
+        """Calls one operation of the S3 API; a body goes past s3fs, which would send it from its
+        end when it tries again.
+        """
         self.traffic.add(_KINDS[method], sent_nbytes=len(kwargs.get("Body", b"")))
         if "Body" not in kwargs:
             return await self.fs._call_s3(method, **kwargs, **self.fs.req_kw)
@@ -122,11 +157,17 @@ class S3:
         client = await self.fs.get_s3(kwargs["Bucket"])
         call = getattr(client, method)
         try:
-            return await call(**self.fs._get_s3_method_kwargs(call, {**kwargs, "Body": io.BytesIO(kwargs["Body"])}, **self.fs.req_kw))
+            return await call(
+                **self.fs._get_s3_method_kwargs(
+                    call, {**kwargs, "Body": io.BytesIO(kwargs["Body"])}, **self.fs.req_kw
+                )
+            )
         except Exception as error:
             raise translated(error) from error
 
-    def call(self, operation: str, url: str, method: str, missing: Any = None, **kwargs: Any) -> Any:
+    def call(
+        self, operation: str, url: str, method: str, missing: Any = None, **kwargs: Any
+    ) -> Any:
         """Does the same, waits for the answer, and tries again what may pass.
 
         Raises:
@@ -135,7 +176,9 @@ class S3:
         return retry(operation, url, lambda: self.run(self.ask(method, **kwargs)).result(), missing)
 
     def get(self, url: str, path: str) -> dict[str, Any]:
-        """Returns a small object: `Body` as bytes and what the answer says of it; {} where there is none."""
+        """Returns a small object: `Body` as bytes and what the answer says of it; {} where there is
+        none.
+        """
 
         async def fetch() -> dict[str, Any]:
             answer = await self.ask("get_object", **self.at(path))
@@ -147,7 +190,8 @@ class S3:
         return dict(retry("read", url, lambda: self.run(fetch()).result(), missing={}))
 
     def pages(self, url: str, path: str, delimiter: str = "") -> Iterator[list[dict[str, Any]]]:
-        """Yields what lies below a prefix, up to 1,000 entries for each request, as `fsspec` lists it: name, type, size, and S3's own.
+        """Yields what lies below a prefix, up to 1,000 entries for each request, as `fsspec` lists
+        it: name, type, size, and S3's own.
 
         Args:
             url: for messages.
@@ -157,12 +201,22 @@ class S3:
         where, more = self.at_prefix(path), dict[str, str]()
         while True:
             answer = self.call(
-                "list", url, "list_objects_v2", missing={}, **where, **more, **({"Delimiter": delimiter} if delimiter else {})
+                "list",
+                url,
+                "list_objects_v2",
+                missing={},
+                **where,
+                **more,
+                **({"Delimiter": delimiter} if delimiter else {}),
             )
             top = f"{where['Bucket']}/"
-            folders = [{"name": top + found["Prefix"].rstrip("/"), "type": "directory"} for found in answer.get("CommonPrefixes") or ()]
+            folders = [
+                {"name": top + found["Prefix"].rstrip("/"), "type": "directory"}
+                for found in answer.get("CommonPrefixes") or ()
+            ]
             objects = [
-                {**found, "name": top + found["Key"], "type": "file", "size": found["Size"]} for found in answer.get("Contents") or ()
+                {**found, "name": top + found["Key"], "type": "file", "size": found["Size"]}
+                for found in answer.get("Contents") or ()
             ]
             yield folders + objects
             if not answer.get("IsTruncated"):
@@ -182,7 +236,11 @@ class S3:
 
     def head(self, url: str, path: str) -> dict[str, Any]:
         """Returns what is known of an object, {} where there is none."""
-        return dict(self.call("look at", url, "head_object", missing={}, **self.at(path), ChecksumMode="ENABLED"))
+        return dict(
+            self.call(
+                "look at", url, "head_object", missing={}, **self.at(path), ChecksumMode="ENABLED"
+            )
+        )
 
 
 def encoded(data: bytes) -> str:
@@ -196,7 +254,9 @@ def stored_crc64(head: dict[str, Any]) -> int | None:
 
 
 class _Flight:
-    """Bytes that are on their way: a bound on memory. One that is larger than the bound goes alone."""
+    """Bytes that are on their way: a bound on memory. One that is larger than the bound goes
+    alone.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit, self._used, self._free = limit, 0, threading.Condition()
@@ -214,5 +274,7 @@ class _Flight:
 
 
 def server_time(answer: dict[str, Any]) -> dt.datetime:
-    """Returns the store's own time of an answer to any request: this machine's clock may be wrong."""
+    """Returns the store's own time of an answer to any request: this machine's clock may be
+    wrong.
+    """
     return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])

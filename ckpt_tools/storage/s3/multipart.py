@@ -1,4 +1,5 @@
-"""Writing to S3: parts go up in parallel while the next ones fill, and nothing is visible before the last step.
+"""Writing to S3: parts go up in parallel while the next ones fill, and nothing is visible before
+the last step.
 
 A file is a multipart upload (one PUT if it is small), with checksums that the server compares.
 """
@@ -47,11 +48,14 @@ class How:
     Attributes:
         starts: where its parts begin, if not `part_starts`.
         is_held: `finish` leaves the last step to `complete`.
-        is_exclusive: it appears only where there is none of that name, as far as the store knows such conditions.
+        is_exclusive: it appears only where there is none of that name, as far as the store knows
+            such conditions.
         replaces: it appears only in the place of the object with that ETag.
-        crc64: CRC-64/NVME of the whole, if it is known beforehand: then it is noted with the object.
+        crc64: CRC-64/NVME of the whole, if it is known beforehand: then it is noted with the
+            object.
         owner: id of the attempt, noted with the object.
-        mine: several processes send parts of it, this one those from one byte on and before another.
+        mine: several processes send parts of it, this one those from one byte on and before
+            another.
         upload_id: of the upload that another of them has begun, and ends.
         begun: the upload is to be gone on with, and left to the next try if this one fails.
     """
@@ -70,16 +74,28 @@ class How:
     def notes(self) -> dict[str, str]:
         """What is noted with the object."""
         claim = {} if self.crc64 is None else {CLAIM: hex64(self.crc64)}
-        return {MARK: self.begun.mark if self.begun else uuid.uuid4().hex, **claim, **({OWNER: self.owner} if self.owner else {})}
+        return {
+            MARK: self.begun.mark if self.begun else uuid.uuid4().hex,
+            **claim,
+            **({OWNER: self.owner} if self.owner else {}),
+        }
 
     @property
     def condition(self) -> dict[str, str]:
         """The condition as the API has it."""
-        return {"IfNoneMatch": "*"} if self.is_exclusive else {"IfMatch": self.replaces} if self.replaces else {}
+        return (
+            {"IfNoneMatch": "*"}
+            if self.is_exclusive
+            else {"IfMatch": self.replaces}
+            if self.replaces
+            else {}
+        )
 
 
 class Upload:
-    """One S3 object under construction. It appears, whole, with `complete`; `finish` includes that unless it is held back."""
+    """One S3 object under construction. It appears, whole, with `complete`; `finish` includes that
+    unless it is held back.
+    """
 
     def __init__(self, s3: S3, path: str, url: str, nbytes: int, how: How | None = None) -> None:
         """Begins; asks for nothing yet.
@@ -101,8 +117,13 @@ class Upload:
         self._sent: dict[int, Sent] = {}
         self._running: list[Future[None]] = []
         self._error: BaseException | None = None
-        self._put: Future[None] | None = None  # of a small object, on its way before anybody asks for its end
-        self._upload_id, self._is_over, self.is_complete = how.upload_id or (how.begun.upload_id if how.begun else ""), False, False
+        # of a small object, on its way before anybody asks for its end
+        self._put: Future[None] | None = None
+        self._upload_id, self._is_over, self.is_complete = (
+            how.upload_id or (how.begun.upload_id if how.begun else ""),
+            False,
+            False,
+        )
         self.kept_nbytes = 0  # that an earlier try has sent
         self._expected: int | None = None
         self._lock, self._begin = threading.Lock(), threading.Lock()
@@ -112,7 +133,7 @@ class Upload:
         """Tells whether it is one PUT."""
         return len(self._starts) <= 1 and not self._upload_id and self._how.mine is None
 
-    # ---- filling ---------------------------------------------------------------------------------------------------------
+    # ---- filling ---------------------------------------------------------------------------------
 
     def write_at(self, start: int, data: memoryview | bytes) -> None:
         view = memoryview(data).cast("B")
@@ -169,7 +190,14 @@ class Upload:
         with self._begin:
             if not self._upload_id:
                 sums = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
-                answer = self._s3.call("create", self._url, "create_multipart_upload", **self._at, Metadata=self._metadata, **sums)
+                answer = self._s3.call(
+                    "create",
+                    self._url,
+                    "create_multipart_upload",
+                    **self._at,
+                    Metadata=self._metadata,
+                    **sums,
+                )
                 self._upload_id = str(answer["UploadId"])
             return self._upload_id
 
@@ -197,22 +225,33 @@ class Upload:
         """
         self._s3.server.flight.enter(_COPY_WEIGHT)
         self._start(
-            bisect_right(self._starts, start) - 1, nbytes, None, "upload_part_copy", CopySource=self._s3.at(source),
-            CopySourceRange=f"bytes={source_start}-{source_start + nbytes - 1}", CopySourceIfMatch=etag,
-        )  # fmt: skip
+            bisect_right(self._starts, start) - 1,
+            nbytes,
+            None,
+            "upload_part_copy",
+            CopySource=self._s3.at(source),
+            CopySourceRange=f"bytes={source_start}-{source_start + nbytes - 1}",
+            CopySourceIfMatch=etag,
+        )
 
     def expect(self, crc64: int) -> None:
-        """Takes the checksum of the whole where the store copies parts that nobody here sees: one that knows such checksums compares."""
+        """Takes the checksum of the whole where the store copies parts that nobody here sees: one
+        that knows such checksums compares.
+        """
         self._expected = crc64
 
-    def _start(self, number: int, nbytes: int, crc64: int | None, method: str, **kwargs: Any) -> None:
+    def _start(
+        self, number: int, nbytes: int, crc64: int | None, method: str, **kwargs: Any
+    ) -> None:
         upload_id = self.begin()
         held = nbytes if "Body" in kwargs else _COPY_WEIGHT
 
         async def send() -> None:
             for attempt in range(ATTEMPTS):
                 try:
-                    answer = await self._s3.ask(method, **self._at, UploadId=upload_id, PartNumber=number + 1, **kwargs)
+                    answer = await self._s3.ask(
+                        method, **self._at, UploadId=upload_id, PartNumber=number + 1, **kwargs
+                    )
                     break
                 except Exception as error:
                     if attempt + 1 == ATTEMPTS or not may_pass(error):
@@ -227,16 +266,27 @@ class Upload:
         future.add_done_callback(lambda done: self._done(done, held))
         self._running.append(future)
 
-    # ---- the end ---------------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Waits until the store has every part, then makes the object appear unless it is held back."""
+        """Waits until the store has every part, then makes the object appear unless it is held
+        back.
+        """
         for future in wait(self._running).done:  # each callback has its turn after this
             self._error = self._error or (None if future.cancelled() else future.exception())
         self._raise_early()
-        low, high = (0, self.nbytes) if self._how.mine is None or not self._how.upload_id else self._how.mine
-        if not self.is_small and len(self._sent) != len([start for start in self._starts if low <= start < high]):
-            raise StorageError(f"a file was not written in full: {len(self._sent)} of {len(self._starts)} parts ({printable(self._url)})")
+        low, high = (
+            (0, self.nbytes)
+            if self._how.mine is None or not self._how.upload_id
+            else self._how.mine
+        )
+        if not self.is_small and len(self._sent) != len(
+            [start for start in self._starts if low <= start < high]
+        ):
+            raise StorageError(
+                f"a file was not written in full: {len(self._sent)} of {len(self._starts)} parts"
+                f" ({printable(self._url)})"
+            )
         if self._how.upload_id:
             self._is_over = True  # who has begun it ends it
         elif not self._how.is_held:
@@ -262,7 +312,12 @@ class Upload:
         condition = self._how.condition
         if self._put is None:
             self._check_expected()
-        if self._how.is_exclusive and not self.is_small and not self._s3.server.excludes.get("many") and self._head():
+        if (
+            self._how.is_exclusive
+            and not self.is_small
+            and not self._s3.server.excludes.get("many")
+            and self._head()
+        ):
             raise appeared(self._url)  # as late as possible, where the server itself would not look
         for attempt in range(ATTEMPTS):
             work, self._put = self._put or self._start_end(condition), None
@@ -272,7 +327,8 @@ class Upload:
             except Exception as error:  # noqa: BLE001  # what became of it is looked up
                 try:
                     head = self._head()
-                except StorageError:  # the first cause says more: to a question about an object, a store gives no reason
+                # the first cause says more: to a question about an object, a store gives no reason
+                except StorageError:
                     raise self._failed(error) from None
                 if head.get("Metadata", {}).get(MARK) == self._metadata[MARK]:
                     break
@@ -282,7 +338,9 @@ class Upload:
         self._is_over = self.is_complete = True
         self._prove()
 
-    def _again(self, error: Exception, head: Mapping[str, Any], condition: dict[str, str], is_last: bool) -> dict[str, str]:
+    def _again(
+        self, error: Exception, head: Mapping[str, Any], condition: dict[str, str], is_last: bool
+    ) -> dict[str, str]:
         """Returns the condition for another try, where one may help."""
         replaces = self._how.replaces
         if not is_last and replaces and head.get("ETag") == replaces == condition.get("IfMatch"):
@@ -301,8 +359,8 @@ class Upload:
         crc = crc64nvme(self._parts[0].data) if self._parts else self._crc64()
         if self._how.crc64 not in (None, crc):
             raise IntegrityError(
-                f"bytes were damaged on the way: expected CRC-64 {hex64(self._how.crc64 or 0)}, got {hex64(crc or 0)}"
-                f" ({printable(self._url)})",
+                f"bytes were damaged on the way: expected CRC-64 {hex64(self._how.crc64 or 0)}, got"
+                f" {hex64(crc or 0)} ({printable(self._url)})",
                 hint="try again; if it stays so, the source is damaged",
             )
 
@@ -320,30 +378,49 @@ class Upload:
         return future
 
     async def _ask_put(self, data: bytearray, more: dict[str, str]) -> None:
-        self._s3.note(await self._s3.ask("put_object", **self._at, Body=data, Metadata=self._metadata, **more))
+        self._s3.note(
+            await self._s3.ask("put_object", **self._at, Body=data, Metadata=self._metadata, **more)
+        )
 
     async def _ask_complete(self, condition: dict[str, str]) -> None:
         crc = self._crc64()
-        sums = {} if crc is None else {"ChecksumCRC64NVME": encoded(crc.to_bytes(8, "big")), "ChecksumType": "FULL_OBJECT"}
+        sums = (
+            {}
+            if crc is None
+            else {
+                "ChecksumCRC64NVME": encoded(crc.to_bytes(8, "big")),
+                "ChecksumType": "FULL_OBJECT",
+            }
+        )
         parts = [{"PartNumber": n + 1, "ETag": s.etag} for n, s in sorted(self._sent.items())]
         await self._s3.ask(
-            "complete_multipart_upload", **self._at, UploadId=self._upload_id, MultipartUpload={"Parts": parts}, **sums, **condition
+            "complete_multipart_upload",
+            **self._at,
+            UploadId=self._upload_id,
+            MultipartUpload={"Parts": parts},
+            **sums,
+            **condition,
         )
 
     def _crc64(self) -> int | None:
-        """Returns the checksum of the whole, None where parts were copied that nobody knows it of."""
+        """Returns the checksum of the whole, None where parts were copied that nobody knows it
+        of.
+        """
         crcs = [(s.crc64, s.nbytes) for _, s in sorted(self._sent.items())]
         if any(crc is None for crc, _ in crcs):
             return self._expected if self._how.crc64 is None else self._how.crc64
         return join_crc64((crc, nbytes) for crc, nbytes in crcs if crc is not None)
 
     def _prove(self) -> None:
-        """Compares size and, where the store knows it, checksum of what lies there now with what was sent."""
+        """Compares size and, where the store knows it, checksum of what lies there now with what
+        was sent.
+        """
         head = self._head()
         if head.get("Metadata", {}).get(MARK) != self._metadata[MARK]:
             what = "replaced" if head else "removed"
             raise StorageError(
-                f"another writer {what} an object as soon as it was written: {printable(self._url)}",
+                f"another writer {what} an object as soon as it was written:"
+                f" {printable(self._url)}",
                 hint="another writer was first; look at what it wrote",
             )
         stored, mine = stored_crc64(head), self._crc64()
@@ -352,16 +429,23 @@ class Upload:
             told = (f"CRC-64 {hex64(mine)}", f"CRC-64 {hex64(stored)}")
         if told[0] != told[1]:
             with suppress(StorageError):
-                self._s3.call("remove", self._url, "delete_object", **self._at, IfMatch=head["ETag"])  # this writer's, and no other
+                # this writer's, and no other
+                self._s3.call(
+                    "remove", self._url, "delete_object", **self._at, IfMatch=head["ETag"]
+                )
             raise StorageError(
-                f"an object is not what it was to be: expected {told[0]}, got {told[1]} ({printable(self._url)})",
+                f"an object is not what it was to be: expected {told[0]}, got {told[1]}"
+                f" ({printable(self._url)})",
                 hint=self._advice(),
             )
 
     def _advice(self) -> str:
         """Returns what to do about an object that differs from what was sent."""
         if any(sent.crc64 is None for sent in self._sent.values()):
-            return "try again; if it stays so, what the store copied is damaged: run ckpt verify on the source"
+            return (
+                "try again; if it stays so, what the store copied is damaged: run ckpt verify on"
+                " the source"
+            )
         return "try again; if it stays so, the store or something on the way to it changes bytes"
 
     def abort(self) -> None:
@@ -375,16 +459,31 @@ class Upload:
         self._parts.clear()
         if self._upload_id and self._how.begun is None:
             try:
-                self._s3.call("give up", self._url, "abort_multipart_upload", missing={}, **self._at, UploadId=self._upload_id)
+                self._s3.call(
+                    "give up",
+                    self._url,
+                    "abort_multipart_upload",
+                    missing={},
+                    **self._at,
+                    UploadId=self._upload_id,
+                )
             except StorageError:
                 return  # `ckpt prune` finds it
 
 
 def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:
-    """Tells whether a server refuses to write over an object when told so; tried on one that may be written again as it is."""
+    """Tells whether a server refuses to write over an object when told so; tried on one that may be
+    written again as it is.
+    """
     kind = "one" if is_small else "many"
     if kind not in s3.server.excludes:
-        probe = Upload(s3, path, url, len(data), How((0,) if is_small else (0, len(data)), is_held=True, is_exclusive=True))
+        probe = Upload(
+            s3,
+            path,
+            url,
+            len(data),
+            How((0,) if is_small else (0, len(data)), is_held=True, is_exclusive=True),
+        )
         probe.write_at(0, data)
         try:
             probe.finish()

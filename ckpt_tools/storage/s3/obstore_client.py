@@ -1,7 +1,9 @@
-"""A second client for reading S3, where the package obstore is installed (the extra `s3-fast`): it needs half the time.
+"""A second client for reading S3, where the package obstore is installed (the extra `s3-fast`): it
+needs half the time.
 
-It is told whatever s3fs has made of its options, the configuration and the environment: endpoint, region, credentials. What it cannot be
-told, and whatever fails with it, is asked again by s3fs, which knows how to wait and what to tell a person.
+It is told whatever s3fs has made of its options, the configuration and the environment: endpoint,
+region, credentials. What it cannot be told, and whatever fails with it, is asked again by s3fs,
+which knows how to wait and what to tell a person.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ S3FS, OBSTORE = "s3fs", "obstore"
 WORTH_BYTES = 64 << 10  # what is smaller does not pay for the import
 _SWITCH = "CKPT_S3_CLIENT"
 _MISSES, _REST_S = 4, 30.0  # after so many in a row, s3fs is left alone with it for a while
-_SECONDS = 30  # for a whole range, its body included: there is no limit on silence alone, and who ends the process waits for it
-_FRESH = dt.timedelta(minutes=5)  # credentials that can be renewed are asked for again; botocore renews them earlier before their end
-_TRIM_BYTES, _TRIM_PAUSE = 16 << 20, 20  # fetched since the last time, and how many times as long as that took
+# for a whole range, its body included: there is no limit on silence alone, and who ends the process
+# waits for it
+_SECONDS = 30
+# credentials that can be renewed are asked for again; botocore renews them earlier before their end
+_FRESH = dt.timedelta(minutes=5)
+# fetched since the last time, and how many times as long as that took
+_TRIM_BYTES, _TRIM_PAUSE = 16 << 20, 20
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")  # and no access point or the like
 _EXPRESS = "--x-s3"  # these buckets want sessions
 
@@ -39,8 +45,11 @@ class Fast:
         self._clients: dict[str, Any] = {}
         self._lock, self._misses, self._rests_until = threading.Lock(), 0, 0.0
 
-    def get(self, fs: Any, bucket: str, key: str, start: int, nbytes: int, etag: str | None) -> memoryview | None:
-        """Fetches a range of an object, on the thread that calls: what goes on on other ones would outlive the interpreter, and abort it.
+    def get(
+        self, fs: Any, bucket: str, key: str, start: int, nbytes: int, etag: str | None
+    ) -> memoryview | None:
+        """Fetches a range of an object, on the thread that calls: what goes on on other ones would
+        outlive the interpreter, and abort it.
 
         Args:
             fs: s3fs's file system, always the same one.
@@ -58,7 +67,9 @@ class Fast:
             if client is None:
                 return None
             condition = {"if_match": etag} if etag else {}
-            data = memoryview(client.get(key, options={"range": (start, start + nbytes), **condition}).bytes())
+            data = memoryview(
+                client.get(key, options={"range": (start, start + nbytes), **condition}).bytes()
+            )
         except BaseException as error:  # a panic of it is no Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
@@ -74,19 +85,25 @@ class Fast:
         with self._lock:
             if bucket not in self._clients:
                 Fast.process = os.getpid()
-                self._clients[bucket] = asyncio.run_coroutine_threadsafe(_open(fs, bucket), fs.loop).result()
+                self._clients[bucket] = asyncio.run_coroutine_threadsafe(
+                    _open(fs, bucket), fs.loop
+                ).result()
             return self._clients[bucket]
 
 
 class _Heap:
-    """The C library's: it keeps what threads have freed for each of them, 100 MiB and more together, unless it is asked to give it back."""
+    """The C library's: it keeps what threads have freed for each of them, 100 MiB and more
+    together, unless it is asked to give it back.
+    """
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
         self._lock, self._nbytes, self._next = threading.Lock(), 0, 0.0
 
     def note(self, nbytes: int) -> None:
-        """Takes how many bytes have been fetched, and gives back what is free now and then: it takes a few per cent of the time at most."""
+        """Takes how many bytes have been fetched, and gives back what is free now and then: it
+        takes a few per cent of the time at most.
+        """
         with self._lock:
             self._nbytes += nbytes
             if self._trim is None or self._nbytes < _TRIM_BYTES or time.monotonic() < self._next:
@@ -111,28 +128,48 @@ def reader() -> str:
         raise StorageError(f"{_SWITCH} is {S3FS} or {OBSTORE}, got {chosen!r}")
     is_installed = chosen != S3FS and find_spec("obstore") is not None
     if chosen == OBSTORE and not is_installed:
-        raise StorageError(f"{_SWITCH}={OBSTORE}, which is not installed", hint="pip install 'ckpt-tools[s3-fast]'")
+        raise StorageError(
+            f"{_SWITCH}={OBSTORE}, which is not installed", hint="pip install 'ckpt-tools[s3-fast]'"
+        )
     return chosen if is_installed else S3FS
 
 
 async def _open(fs: Any, bucket: str) -> Any:
-    """Returns a client for a bucket as s3fs would reach it; None where that has something that cannot be told."""
+    """Returns a client for a bucket as s3fs would reach it; None where that has something that
+    cannot be told.
+    """
     from botocore import UNSIGNED  # type: ignore[import-untyped]
     from botocore.utils import get_environ_proxies  # type: ignore[import-untyped]
 
     await fs.set_session()
     known = await fs.get_s3(bucket)
-    config, extra = known.meta.config, fs._get_s3_method_kwargs(known.get_object).keys() - {"RequestPayer"}
+    config, extra = (
+        known.meta.config,
+        fs._get_s3_method_kwargs(known.get_object).keys() - {"RequestPayer"},
+    )
     is_plain = known.meta.endpoint_url.startswith("http:")
-    has_own_trust = config.client_cert or "verify" in fs.client_kwargs or fs.session.get_config_variable("ca_bundle")
+    has_own_trust = (
+        config.client_cert
+        or "verify" in fs.client_kwargs
+        or fs.session.get_config_variable("ca_bundle")
+    )
     is_odd = not _BUCKET.fullmatch(bucket) or bucket.endswith(_EXPRESS)
-    if (has_own_trust and not is_plain) or extra or is_odd or config.proxies or get_environ_proxies(known.meta.endpoint_url):
+    if (
+        (has_own_trust and not is_plain)
+        or extra
+        or is_odd
+        or config.proxies
+        or get_environ_proxies(known.meta.endpoint_url)
+    ):
         return None
     import obstore.store
 
     make: Any = obstore.store.S3Store
     get = known.meta.service_model.operation_model("GetObject")
-    there = await known._ruleset_resolver.construct_endpoint(get, {"Bucket": bucket, "Key": "k"}, {})  # botocore knows all styles
+    # botocore knows all styles
+    there = await known._ruleset_resolver.construct_endpoint(
+        get, {"Bucket": bucket, "Key": "k"}, {}
+    )
     credentials = None if config.signature_version is UNSIGNED else known._get_credentials()
     patience = {"timeout": f"{_SECONDS}s", "connect_timeout": f"{config.connect_timeout:g}s"}
     return make(
@@ -152,4 +189,9 @@ def _credentials(known: Any, loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
     """Returns botocore's credentials as obstore takes them."""
     frozen = asyncio.run_coroutine_threadsafe(known.get_frozen_credentials(), loop).result()
     until = dt.datetime.now(dt.UTC) + _FRESH if hasattr(known, "refresh_needed") else None
-    return {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token, "expires_at": until}
+    return {
+        "access_key_id": frozen.access_key,
+        "secret_access_key": frozen.secret_key,
+        "token": frozen.token,
+        "expires_at": until,
+    }

@@ -1,4 +1,6 @@
-"""Uploads that were begun and have not ended: which parts the store has, and how they are known again."""
+"""Uploads that were begun and have not ended: which parts the store has, and how they are known
+again.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,27 @@ from ckpt_tools.storage.s3.client import S3
 
 
 class Sent(NamedTuple):
-    """A part that the store has; of one that an earlier try has sent it may not tell the CRC-64/NVME."""
+    """A part that the store has; of one that an earlier try has sent it may not tell the
+    CRC-64/NVME.
+    """
 
     etag: str
     nbytes: int
     crc64: int | None
 
     def holds(self, data: bytes, crc64: int) -> bool:
-        """Tells whether it has these bytes: by its CRC-64/NVME, else by its ETag, which is an MD5 as a rule."""
+        """Tells whether it has these bytes: by its CRC-64/NVME, else by its ETag, which is an MD5
+        as a rule.
+        """
         if self.nbytes != len(data) or self.crc64 is not None:
             return self.nbytes == len(data) and self.crc64 == crc64
         return self.etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
 class Begun(NamedTuple):
-    """An upload: its id, the mark that is noted with the object to be, and the parts that the store has, from 0 on."""
+    """An upload: its id, the mark that is noted with the object to be, and the parts that the store
+    has, from 0 on.
+    """
 
     upload_id: str
     mark: str
@@ -37,12 +45,22 @@ def list_parts(s3: S3, url: str, path: str, upload_id: str) -> dict[int, Sent] |
     found: dict[int, Sent] = {}
     after = 0
     while True:
-        page = s3.call("list parts", url, "list_parts", missing={}, **s3.at(path), UploadId=upload_id, PartNumberMarker=after)
+        page = s3.call(
+            "list parts",
+            url,
+            "list_parts",
+            missing={},
+            **s3.at(path),
+            UploadId=upload_id,
+            PartNumberMarker=after,
+        )
         if not page:
             return None
         for part in page.get("Parts") or ():
             crc = base64.b64decode(part.get("ChecksumCRC64NVME") or "")
-            found[part["PartNumber"] - 1] = Sent(str(part["ETag"]), int(part["Size"]), int.from_bytes(crc, "big") if crc else None)
+            found[part["PartNumber"] - 1] = Sent(
+                str(part["ETag"]), int(part["Size"]), int.from_bytes(crc, "big") if crc else None
+            )
         after = int(page.get("NextPartNumberMarker") or 0)
         if not page.get("IsTruncated"):
             return found
