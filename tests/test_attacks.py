@@ -468,7 +468,7 @@ def test_an_object_does_not_allocate_more_than_it_has(
 ) -> None:
     torch_file(tmp_path / "o.pt", data)
     code = (
-        "import sys; from pathlib import Path; from ckpt_tools.live.archives import unpack;"
+        "import sys; from pathlib import Path; from ckpt_tools.loop.archives import unpack;"
         " unpack(Path(sys.argv[1]).read_bytes(), 'o', False)"
     )
     done = limited(code, tmp_path / "o.pt", memory=4 * GIB)

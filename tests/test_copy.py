@@ -185,7 +185,7 @@ def test_a_copy_of_what_has_no_manifest_does_not_doubt_a_store_that_refuses(
 
 KILLED = """
 import json, os, sys, ckpt_tools
-from ckpt_tools.storage.upload import Upload
+from ckpt_tools.storage.s3.multipart import Upload
 inner = Upload.complete
 Upload.complete = lambda self: os._exit(9) if "distcp" in self._url else inner(self)
 ckpt_tools.copy(sys.argv[1], sys.argv[2], storage_options=json.loads(sys.argv[3]))

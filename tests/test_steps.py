@@ -252,7 +252,7 @@ def test_a_manifest_survives_rendering(template: Path) -> None:
 # ---- one job at a time ---------------------------------------------------------------------------
 
 HOLD = (
-    "import sys, time; from pathlib import Path; from ckpt_tools.lock import FileLock; held ="
+    "import sys, time; from pathlib import Path; from ckpt_tools.publish.lock import FileLock; held ="
     " FileLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
 )
 

@@ -140,7 +140,8 @@ def test_a_step_that_made_way_for_nothing_comes_back(
     run(root, [10, 20, 30], server)
     code = f"""
 import json, os, sys, torch
-from ckpt_tools import CheckpointManager, background
+from ckpt_tools import CheckpointManager
+from ckpt_tools.loop import background
 background.write = lambda *words, **more: os._exit(9)
 with CheckpointManager({root!r}, keep_last=None, storage_options=json.loads(sys.argv[1])) as checkpoints:
     checkpoints.resume({{"w": torch.zeros(3), "n": 0}}, step=10)
