@@ -6,7 +6,7 @@ import pickle
 from dataclasses import replace
 
 from ckpt_tools.core.box import Box
-from ckpt_tools.formats.dcp.metadata import Metadata, Place, TensorMeta
+from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, TensorMeta
 
 
 def as_torch_gathers(data: bytes) -> bytes:
@@ -40,12 +40,12 @@ def written(shapes: dict[str, tuple[int, ...]], ranks: int, num_objects: int = 3
             )
             if box.offsets not in {b.offsets for b in boxes}:
                 boxes.append(box)
-                result.places[fqn, box.offsets] = Place(
+                result.places[fqn, box.offsets] = ItemLocation(
                     f"__{rank}_0.distcp", len(result.places) * 70_000, 600 + box.numel
                 )
         result.tensors[fqn] = TensorMeta("float32", shape, boxes)
         result.paths[fqn] = ("model", fqn)
     for number in range(num_objects):
         result.objects.append(f"o.{number}")
-        result.places[f"o.{number}", None] = Place("__0_0.distcp", 5 * number, 5)
+        result.places[f"o.{number}", None] = ItemLocation("__0_0.distcp", 5 * number, 5)
     return result

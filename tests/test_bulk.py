@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 import ckpt_tools
 from ckpt_tools.core import coverage as soundness
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, ManyChunks, TensorEntry
-from ckpt_tools.core.chunk_table import Chunks
+from ckpt_tools.core.catalog import Catalog, Chunk, ChunkTable, Extent, TensorEntry
+from ckpt_tools.core.chunk_table import ArrayChunkTable
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import plan_copies
 from ckpt_tools.formats.base import below
 from ckpt_tools.formats.dcp import format as dcp
-from ckpt_tools.formats.dcp.metadata import Place, TensorMeta, parse, render
+from ckpt_tools.formats.dcp.metadata import ItemLocation, TensorMeta, parse, render
 from ckpt_tools.formats.dcp.metadata_columns import read_bulk
 from ckpt_tools.storage import LocalStore
 from tests.benchmarks.giants import Llama, build
@@ -50,8 +50,8 @@ def same(data: bytes) -> bool:
         assert [c.box for c in chunks[fqn]] == list(meta.boxes) and {
             b.sizes for b in chunks[fqn].kinds()
         } == {b.sizes for b in meta.boxes}
-        places = [Place(*plain.places[fqn, box.offsets]) for box in meta.boxes]
-        assert [Place(*c.extent[:3]) for c in chunks[fqn]] == places
+        places = [ItemLocation(*plain.places[fqn, box.offsets]) for box in meta.boxes]
+        assert [ItemLocation(*c.extent[:3]) for c in chunks[fqn]] == places
     return True
 
 
@@ -102,10 +102,10 @@ def test_the_metadata_of_a_large_job_is_read_so_too(tmp_path: Path) -> None:
         (tmp_path / "run" / ".metadata").write_bytes(text)
         found = dcp.read_catalog(LocalStore(tmp_path / "run"))
         assert all(
-            isinstance(t.chunks, ManyChunks) == (len(t.chunks) >= dcp._COLUMNS_FROM)
+            isinstance(t.chunks, ChunkTable) == (len(t.chunks) >= dcp._COLUMNS_FROM)
             for t in found.tensors.values()
         )
-        assert any(isinstance(t.chunks, ManyChunks) for t in found.tensors.values())
+        assert any(isinstance(t.chunks, ChunkTable) for t in found.tensors.values())
         soundness.check(found)
         plain = {
             f: TensorEntry(f, t.dtype, t.shape, tuple(t.chunks)) for f, t in found.tensors.items()
@@ -156,7 +156,9 @@ def test_what_is_odd_is_left_to_the_usual_reader() -> None:
         assert read_bulk(render(odd, "id"), "test") is None
 
 
-def many(boxes: list[Box], starts: list[int], nbytes: list[int], files: list[str]) -> Chunks:
+def many(
+    boxes: list[Box], starts: list[int], nbytes: list[int], files: list[str]
+) -> ArrayChunkTable:
     """The same chunks as arrays."""
     import numpy as np
 
@@ -166,7 +168,7 @@ def many(boxes: list[Box], starts: list[int], nbytes: list[int], files: list[str
         len(boxes), 2 * dims
     )
     numbers = np.array([names.index(f) for f in files], np.int32)
-    return Chunks(
+    return ArrayChunkTable(
         table[:, :dims],
         table[:, dims:],
         names,
@@ -295,7 +297,7 @@ def test_chunks_of_a_folder_stay_arrays() -> None:
         list(soundness.flaws(clash))
 
 
-class Untouched(Chunks):
+class Untouched(ArrayChunkTable):
     """Chunks of which nobody makes an object each."""
 
     @staticmethod

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.errors import CheckpointError, FormatError, UnsafePickleError
-from ckpt_tools.formats.dcp.metadata import Metadata, Place, TensorMeta, parse, render
+from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, TensorMeta, parse, render
 
 sizes = st.lists(st.integers(0, 2**40), max_size=5).map(tuple)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
@@ -42,7 +42,7 @@ def metadatas(draw: st.DrawFn) -> Metadata:
             [Box(o, shape) for o in offsets],
         )
         for offset in offsets:
-            result.places[fqn, offset] = Place(
+            result.places[fqn, offset] = ItemLocation(
                 f"__{draw(st.integers(0, 3))}_0.distcp",
                 draw(st.integers(0, 2**50)),
                 draw(st.integers(0, 2**35)),
@@ -54,7 +54,7 @@ def metadatas(draw: st.DrawFn) -> Metadata:
         st.lists(names.filter(lambda n: n not in result.tensors), unique=True, max_size=3)
     ):
         result.objects.append(fqn)
-        result.places[fqn, None] = Place("__0_0.distcp", 0, 5)
+        result.places[fqn, None] = ItemLocation("__0_0.distcp", 0, 5)
     return result
 
 
@@ -103,8 +103,8 @@ def genuine() -> bytes:
     meta = Metadata()
     meta.tensors["w"] = TensorMeta("float32", (4, 2), [Box((0, 0), (2, 2)), Box((2, 0), (2, 2))])
     meta.places = {
-        ("w", (0, 0)): Place("__0_0.distcp", 0, 1000),
-        ("w", (2, 0)): Place("__1_0.distcp", 0, 1000),
+        ("w", (0, 0)): ItemLocation("__0_0.distcp", 0, 1000),
+        ("w", (2, 0)): ItemLocation("__1_0.distcp", 0, 1000),
     }
     meta.paths = {"w": ("w",)}
     return pickle.dumps(pickle.loads(render(meta, "id")))

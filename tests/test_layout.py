@@ -3,16 +3,16 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import ReplicatePlacement as TorchReplicate
+from torch.distributed.tensor import ShardPlacement as TorchShard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.placements import (
-    Replicate,
-    Shard,
-    StridedShard,
+    ReplicatePlacement,
+    ShardPlacement,
+    StridedShardPlacement,
     flat_boxes,
     rank_boxes,
     reshard_boxes,
@@ -26,8 +26,12 @@ def test_boxes_are_dtensors_own(
     shape: tuple[int, ...], mesh: list[int], data: st.DataObject
 ) -> None:
     dims = st.integers(0, len(shape) - 1)
-    ours = [data.draw(st.one_of(st.just(Replicate()), dims.map(Shard))) for _ in mesh]
-    theirs = [TorchReplicate() if isinstance(p, Replicate) else TorchShard(p.dim) for p in ours]
+    ours = [
+        data.draw(st.one_of(st.just(ReplicatePlacement()), dims.map(ShardPlacement))) for _ in mesh
+    ]
+    theirs = [
+        TorchReplicate() if isinstance(p, ReplicatePlacement) else TorchShard(p.dim) for p in ours
+    ]
     check(shape, mesh, ours, theirs)
 
 
@@ -40,7 +44,7 @@ def test_fsdp_over_tensor_parallelism_on_one_dim(
         check(
             shape,
             mesh,
-            [StridedShard(0), Shard(0)],
+            [StridedShardPlacement(0), ShardPlacement(0)],
             [_StridedShard(0, split_factor=mesh[1]), TorchShard(0)],
         )
 
@@ -68,7 +72,7 @@ def test_a_reshard_covers_everything_once_along_the_same_dim(
     shape: tuple[int, ...], old: int, new: int, data: st.DataObject
 ) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
-    before = [b for (b,) in rank_boxes(shape, [old], [Shard(dim)])]
+    before = [b for (b,) in rank_boxes(shape, [old], [ShardPlacement(dim)])]
     after = reshard_boxes(before, shape, new)
     assert len(after) == new
     assert (painted(shape, [b for b in after if b is not None]) == 1).all()

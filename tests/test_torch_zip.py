@@ -17,14 +17,14 @@ from ckpt_tools.core.catalog import TORCH_ZIP, Extent
 from ckpt_tools.core.checksum import crc32
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import CheckpointError, FormatError
-from ckpt_tools.formats.zip.read import Item, locate
+from ckpt_tools.formats.zip.read import ArchiveItem, locate
 from ckpt_tools.formats.zip.write import wrap
 from ckpt_tools.storage import LocalStore, MemoryStore, read
 from tests.strategies import full_shapes, shapes
 
 
-def packed(data: bytes, dtype: str, sizes: tuple[int, ...]) -> tuple[MemoryStore, Item]:
-    return MemoryStore({"f": b"before" + data + b"behind"}), Item(
+def packed(data: bytes, dtype: str, sizes: tuple[int, ...]) -> tuple[MemoryStore, ArchiveItem]:
+    return MemoryStore({"f": b"before" + data + b"behind"}), ArchiveItem(
         Extent("f", 6, len(data), TORCH_ZIP), BY_NAME[dtype], sizes
     )
 
@@ -134,7 +134,7 @@ def test_truncation_anywhere_is_an_error() -> None:
             list(
                 locate(
                     MemoryStore({"f": data[:nbytes]}),
-                    [Item(Extent("f", 0, nbytes, TORCH_ZIP), BY_NAME["float32"], (40, 40))],
+                    [ArchiveItem(Extent("f", 0, nbytes, TORCH_ZIP), BY_NAME["float32"], (40, 40))],
                 )
             )
 
@@ -167,7 +167,7 @@ def test_no_single_flipped_bit_crashes_the_reader(position: int, bit: int) -> No
         list(
             locate(
                 MemoryStore({"f": bytes(data)}),
-                [Item(Extent("f", 0, len(data), TORCH_ZIP), BY_NAME["float32"], (8,))],
+                [ArchiveItem(Extent("f", 0, len(data), TORCH_ZIP), BY_NAME["float32"], (8,))],
             )
         )
     except CheckpointError:
@@ -205,7 +205,7 @@ def test_an_item_past_4_gib_is_found_in_torchs_zip64_and_torch_opens_ours(tmp_pa
     size = (tmp_path / "theirs").stat().st_size
     store = LocalStore(tmp_path)
     ((_, extent),) = locate(
-        store, [Item(Extent("theirs", 0, size, TORCH_ZIP), BY_NAME["uint8"], (numel,))]
+        store, [ArchiveItem(Extent("theirs", 0, size, TORCH_ZIP), BY_NAME["uint8"], (numel,))]
     )
     assert extent.nbytes == numel
     wrapping = wrap(BY_NAME["uint8"], (numel,))
@@ -218,6 +218,6 @@ def test_an_item_past_4_gib_is_found_in_torchs_zip64_and_torch_opens_ours(tmp_pa
     assert (tensor.numel(), tensor[-1].item()) == (numel, 7)
     size = (tmp_path / "ours").stat().st_size
     ((_, extent),) = locate(
-        store, [Item(Extent("ours", 0, size, TORCH_ZIP), BY_NAME["uint8"], (numel,))]
+        store, [ArchiveItem(Extent("ours", 0, size, TORCH_ZIP), BY_NAME["uint8"], (numel,))]
     )
     assert (extent.start, extent.nbytes) == (len(wrapping.prefix), numel)

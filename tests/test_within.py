@@ -28,7 +28,7 @@ from ckpt_tools.formats.registry import open_source
 from ckpt_tools.publish.manifest import find
 from ckpt_tools.storage import LocalStore, RemoteStore
 from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES
-from ckpt_tools.transfer.server_copy import Run, cut_parts
+from ckpt_tools.transfer.server_copy import CopyRun, cut_parts
 from tests.conftest import torchrun
 from tests.servers.servers import Server
 from tests.strategies import flip
@@ -46,7 +46,7 @@ def test_a_file_is_cut_into_parts_that_a_store_takes(
 ) -> None:
     runs, at = [], 0
     for gap, nbytes in gaps:
-        runs.append(Run(at + gap * 1024 * scale, nbytes * 1024 * scale, "f", 7))
+        runs.append(CopyRun(at + gap * 1024 * scale, nbytes * 1024 * scale, "f", 7))
         at = runs[-1].start + runs[-1].nbytes
     total = at + tail * 1024 * scale
     parts = cut_parts(total, runs, framed)

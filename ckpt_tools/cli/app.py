@@ -43,7 +43,7 @@ from ckpt_tools.cli.options import (
     size,
 )
 from ckpt_tools.errors import CheckpointError, PlanError, printable, printable_lines
-from ckpt_tools.ranks.base import Team, is_launched
+from ckpt_tools.ranks.base import Group, is_launched
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
@@ -881,7 +881,7 @@ def main(may_share: bool = False) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _team(may_share: bool) -> AbstractContextManager[Team | None]:
+def _team(may_share: bool) -> AbstractContextManager[Group | None]:
     """Returns the processes that share the work; none where this one is alone."""
     if not may_share or not is_launched(os.environ):
         return nullcontext()

@@ -77,7 +77,7 @@ class Copy(NamedTuple):
     box: Box
 
 
-class ManyCopies(Sequence[Copy]):
+class CopyTable(Sequence[Copy]):
     """Copies that are no object each, so that questions about all of them have quick answers."""
 
     @property

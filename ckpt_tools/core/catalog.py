@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
-from ckpt_tools.core.box import Box, ManyCopies, whole
+from ckpt_tools.core.box import Box, CopyTable, whole
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import FormatError, PlanError, printable
 
@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
     extent: Extent
 
 
-class ManyChunks(Sequence[Chunk]):
+class ChunkTable(Sequence[Chunk]):
     """Chunks that are no object each, so that questions about all of them have quick answers; see
     `chunks`.
 
@@ -57,7 +57,7 @@ class ManyChunks(Sequence[Chunk]):
     names: tuple[str, ...]
 
     @abstractmethod
-    def under(self, names: tuple[str, ...]) -> ManyChunks:
+    def under(self, names: tuple[str, ...]) -> ChunkTable:
         """Returns the same chunks with other names for the files, in the same order."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class ManyChunks(Sequence[Chunk]):
         """Tells whether they hold every element of a tensor exactly once, for sure."""
 
     @abstractmethod
-    def copies(self, targets: Sequence[Box]) -> ManyCopies | None:
+    def copies(self, targets: Sequence[Box]) -> CopyTable | None:
         """Pairs every target box with the chunks that overlap it; None where chunks are cut along
         several dims, or overlap.
         """
@@ -87,7 +87,7 @@ class ManyChunks(Sequence[Chunk]):
         """Tells whether every extent lies in its file and is as long as its elements are."""
 
     @abstractmethod
-    def are_apart(self, others: Sequence[ManyChunks], ranges: Iterable[Extent]) -> bool:
+    def are_apart(self, others: Sequence[ChunkTable], ranges: Iterable[Extent]) -> bool:
         """Tells whether none of these, of others (itself among them) and of further ranges shares
         bytes with another.
         """
@@ -112,14 +112,14 @@ def kinds_of(entry: TensorEntry) -> list[Box]:
     """Returns what chunks of a tensor hold, of those of equal sizes at least one."""
     return (
         entry.chunks.kinds()
-        if isinstance(entry.chunks, ManyChunks)
+        if isinstance(entry.chunks, ChunkTable)
         else [c.box for c in entry.chunks]
     )
 
 
 def nbytes_by_file(entry: TensorEntry) -> Mapping[str, tuple[int, int]]:
     """Returns how many chunks of a tensor each file holds, and the bytes of their elements."""
-    if isinstance(entry.chunks, ManyChunks):
+    if isinstance(entry.chunks, ChunkTable):
         return entry.chunks.nbytes_by_file(entry.dtype.itemsize)
     found: dict[str, tuple[int, int]] = {}
     for box, extent in entry.chunks:
@@ -132,7 +132,7 @@ def files_of(entry: TensorEntry) -> set[str]:
     """Returns the files that hold a chunk of a tensor."""
     return (
         entry.chunks.file_names()
-        if isinstance(entry.chunks, ManyChunks)
+        if isinstance(entry.chunks, ChunkTable)
         else {c.extent.file for c in entry.chunks}
     )
 

@@ -1,7 +1,7 @@
 """Chunks of a tensor as arrays instead of an object each, for checkpoints that have millions; and
 proofs about them.
 
-A `Chunks` is a sequence of `Chunk` like any other: one is made when it is asked for.
+A `ArrayChunkTable` is a sequence of `Chunk` like any other: one is made when it is asked for.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tools.core.box import Box, Copy, ManyCopies
-from ckpt_tools.core.catalog import RAW, Chunk, Extent, ManyChunks
+from ckpt_tools.core.box import Box, Copy, CopyTable
+from ckpt_tools.core.catalog import RAW, Chunk, ChunkTable, Extent
 
 Ints = npt.NDArray[np.int64]
 _MAX_NUMEL = 1 << 62
 
 
-class Chunks(ManyChunks):
+class ArrayChunkTable(ChunkTable):
     """`[n]` chunks of one tensor of `d` dims.
 
     Attributes:
@@ -53,8 +53,8 @@ class Chunks(ManyChunks):
         )
         self.packing = packing
 
-    def under(self, names: tuple[str, ...]) -> Chunks:
-        return Chunks(
+    def under(self, names: tuple[str, ...]) -> ArrayChunkTable:
+        return ArrayChunkTable(
             self.offsets, self.sizes, names, self.files, self.starts, self.nbytes, self.packing
         )
 
@@ -89,7 +89,7 @@ class Chunks(ManyChunks):
         )
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Chunks):
+        if not isinstance(other, ArrayChunkTable):
             return (
                 isinstance(other, Sequence)
                 and len(other) == len(self)
@@ -154,7 +154,7 @@ class Chunks(ManyChunks):
             cell, count = cell * len(starts) + number, count * len(starts)
         return len(cell) == count == len(np.unique(cell))
 
-    def copies(self, targets: Sequence[Box]) -> Copies | None:
+    def copies(self, targets: Sequence[Box]) -> ArrayCopyTable | None:
         """Pairs every target box with the chunks that overlap it; None where they are no grid, or a
         target has other dims.
         """
@@ -179,7 +179,7 @@ class Chunks(ManyChunks):
         low = np.maximum(offsets[dst], lows[at])
         size = np.minimum(edges[dst], highs[at]) - low
         shared = (size > 0).all(axis=1)
-        return Copies(held[at[shared]], dst[shared], low[shared], size[shared])
+        return ArrayCopyTable(held[at[shared]], dst[shared], low[shared], size[shared])
 
     def _are_distinct(self, held: Ints) -> bool:
         """Tells whether no two boxes begin at one element, as replicas do."""
@@ -198,11 +198,11 @@ class Chunks(ManyChunks):
             ).all()
         )
 
-    def are_apart(self, others: Sequence[ManyChunks], ranges: Iterable[Extent]) -> bool:
+    def are_apart(self, others: Sequence[ChunkTable], ranges: Iterable[Extent]) -> bool:
         """Tells whether none of these, of others and of further ranges shares a byte with another,
         unless they are the very same.
         """
-        many = [c for c in others if isinstance(c, Chunks) and c.names is self.names]
+        many = [c for c in others if isinstance(c, ArrayChunkTable) and c.names is self.names]
         if len(many) < len(others):
             return False  # numbers of files mean nothing between two catalogs
         number = {name: i for i, name in enumerate(self.names)}
@@ -221,7 +221,7 @@ class Chunks(ManyChunks):
         )
 
 
-class Copies(ManyCopies):
+class ArrayCopyTable(CopyTable):
     """`[m]` copies as arrays: numbers of sources and targets `[m]`, offsets and sizes of boxes `[m,
     d]`.
     """

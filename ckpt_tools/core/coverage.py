@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import Catalog, Chunk, Extent, ManyChunks, TensorEntry
+from ckpt_tools.core.catalog import Catalog, Chunk, ChunkTable, Extent, TensorEntry
 from ckpt_tools.errors import CatalogError, printable
 
 
@@ -37,7 +37,7 @@ def check(catalog: Catalog, shares: bool = False) -> None:
 def flaws(catalog: Catalog, shares: bool = False) -> Iterator[Flaw]:
     """Yields everything that `check` would refuse."""
     for entry in catalog.tensors.values():
-        many = entry.chunks if isinstance(entry.chunks, ManyChunks) else None
+        many = entry.chunks if isinstance(entry.chunks, ChunkTable) else None
         if not (many and many.covers(entry.shape)) and (error := _check_cover(catalog, entry)):
             yield Flaw(entry.fqn, "", error)
         if many and many.fit(catalog.file_sizes, entry.dtype.itemsize):
@@ -84,13 +84,13 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> Cat
 
 def _are_apart(catalog: Catalog) -> bool:
     """Tells whether no two entries share bytes, where that can be told at once."""
-    many = [t.chunks for t in catalog.tensors.values() if isinstance(t.chunks, ManyChunks)]
+    many = [t.chunks for t in catalog.tensors.values() if isinstance(t.chunks, ChunkTable)]
     if not many or catalog.archives or catalog.made:
         return False
     few = [
         c.extent
         for t in catalog.tensors.values()
-        if not isinstance(t.chunks, ManyChunks)
+        if not isinstance(t.chunks, ChunkTable)
         for c in t.chunks
     ]
     few += [o.extent for o in catalog.objects.values()]
@@ -182,7 +182,7 @@ def replicas(entry: TensorEntry) -> list[list[Chunk]]:
     """Returns the groups of chunks that claim the same elements, where there are several of
     them.
     """
-    if isinstance(entry.chunks, ManyChunks) and entry.chunks.covers(entry.shape):
+    if isinstance(entry.chunks, ChunkTable) and entry.chunks.covers(entry.shape):
         return []
     if len({c.box for c in entry.chunks}) == len(entry.chunks):
         return []

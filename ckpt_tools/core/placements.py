@@ -14,7 +14,7 @@ from ckpt_tools.core.box import Box, flat_range_boxes, whole
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ShardPlacement:
     """Split along tensor dim `dim` over one axis of the mesh, as `torch.chunk` splits: the last
     parts may be short or empty.
     """
@@ -23,7 +23,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class StridedShard:
+class StridedShardPlacement:
     """Split along `dim` after the axes to its right have split it: FSDP over tensor parallelism on
     one dim.
     """
@@ -32,11 +32,11 @@ class StridedShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate:
+class ReplicatePlacement:
     """The same elements on every rank of the axis."""
 
 
-Placement = Shard | StridedShard | Replicate
+Placement = ShardPlacement | StridedShardPlacement | ReplicatePlacement
 
 
 def split(box: Box, dim: int, num_parts: int, part: int) -> Box:
@@ -81,8 +81,10 @@ def _split_order(placements: Sequence[Placement]) -> Iterator[tuple[int, int]]:
     """Yields (axis, dim) in the order the splits apply: left to right, strided ones after all
     others on their dim.
     """
-    plain = [(axis, p.dim) for axis, p in enumerate(placements) if isinstance(p, Shard)]
-    strided = [(axis, p.dim) for axis, p in enumerate(placements) if isinstance(p, StridedShard)]
+    plain = [(axis, p.dim) for axis, p in enumerate(placements) if isinstance(p, ShardPlacement)]
+    strided = [
+        (axis, p.dim) for axis, p in enumerate(placements) if isinstance(p, StridedShardPlacement)
+    ]
     yield from plain
     yield from reversed(strided)
 

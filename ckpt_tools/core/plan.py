@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckpt_tools.core.box import Box, BoxIndex, Copy, ManyCopies, whole
-from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry
+from ckpt_tools.core.box import Box, BoxIndex, Copy, CopyTable, whole
+from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, ChunkTable, Extent, TensorEntry
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
 
@@ -103,7 +103,7 @@ class TensorPlan:
         """Bytes of source elements that the copies name."""
         copies = self.copies
         return (
-            copies.numel if isinstance(copies, ManyCopies) else sum(c.box.numel for c in copies)
+            copies.numel if isinstance(copies, CopyTable) else sum(c.box.numel for c in copies)
         ) * self.src_dtype.itemsize
 
     @property
@@ -111,7 +111,7 @@ class TensorPlan:
         """The numbers of the chunks from which anything is copied, in order."""
         return (
             self.copies.sources()
-            if isinstance(self.copies, ManyCopies)
+            if isinstance(self.copies, CopyTable)
             else sorted({c.src for c in self.copies})
         )
 
@@ -202,7 +202,7 @@ def plan_transfer(
 
 def _plan_tensor(entry: TensorEntry, slots: tuple[Slot, ...], dtype: DType | None) -> TensorPlan:
     boxes = [s.box for s in slots]
-    many = entry.chunks.copies(boxes) if isinstance(entry.chunks, ManyChunks) else None
+    many = entry.chunks.copies(boxes) if isinstance(entry.chunks, ChunkTable) else None
     copies = many if many is not None else tuple(plan_copies([c.box for c in entry.chunks], boxes))
     return TensorPlan(
         entry.fqn, entry.shape, entry.dtype, dtype or entry.dtype, entry.chunks, slots, copies

@@ -13,7 +13,7 @@ from ckpt_tools.core.catalog import RAW, Chunk, Extent, TensorEntry
 from ckpt_tools.errors import PlanError, printable
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Rows `source, source + step, …` of a tensor, `number` of them, become rows `target, target +
     1, …`.
     """
@@ -55,7 +55,7 @@ def _view(chunk: Chunk, box: Box, itemsize: int, strides: Sequence[int]) -> Exte
     )
 
 
-def take_rows(entry: TensorEntry, rows: Sequence[Rows], num_rows: int) -> TensorEntry:
+def take_rows(entry: TensorEntry, rows: Sequence[RowRange], num_rows: int) -> TensorEntry:
     """Returns the tensor of `num_rows` rows (indices of dim 0) that are taken from another one.
 
     Args:
@@ -77,7 +77,7 @@ def take_rows(entry: TensorEntry, rows: Sequence[Rows], num_rows: int) -> Tensor
     return replace(entry, shape=(num_rows, *entry.shape[1:]), chunks=chunks)
 
 
-def _rows_of(chunk: Chunk, run: Rows, itemsize: int) -> Iterator[Chunk]:
+def _rows_of(chunk: Chunk, run: RowRange, itemsize: int) -> Iterator[Chunk]:
     low, high = chunk.box.offsets[0], chunk.box.offsets[0] + chunk.box.sizes[0]
     first = max(0, -(-(low - run.source) // run.step))
     last = min(run.number, -(-(high - run.source) // run.step))

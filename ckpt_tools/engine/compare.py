@@ -19,7 +19,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Plan, TensorPlan
 from ckpt_tools.engine.kernels import Bytes, decode
 from ckpt_tools.engine.run import Reader, check_filled, cut
-from ckpt_tools.engine.schedule import Sources, Step, Tile
+from ckpt_tools.engine.schedule import Batch, Sources, Tile
 from ckpt_tools.storage import Store
 
 _BLOCK_NUMEL = 1 << 16
@@ -107,7 +107,7 @@ class CompareSink:
         self._lock = threading.Lock()
         self.tallies: dict[str, Tally] = {}
 
-    def pair(self, steps: Iterable[Step]) -> Iterator[Step]:
+    def pair(self, steps: Iterable[Batch]) -> Iterator[Batch]:
         """Passes steps on, and finds out what they need of the other checkpoint."""
         for step in steps:
             tiles = [self._other(tile) for tile in step.tiles]
@@ -127,7 +127,7 @@ class CompareSink:
         del tile
         return None
 
-    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
         with self._lock:
             others = self._waiting.pop(id(step))

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ckpt_tools.core.box import Copy, ManyCopies
+from ckpt_tools.core.box import Copy, CopyTable
 from ckpt_tools.core.catalog import RAW, Extent
 from ckpt_tools.core.checksum import crc32, join_crc32
 from ckpt_tools.core.plan import Plan
@@ -15,7 +15,7 @@ from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.errors import IntegrityError, printable
 
 
-class Part(NamedTuple):
+class RangeCrcs(NamedTuple):
     """What one process has read of a range: start, length and CRC-32 of each piece, and the CRC-32
     of the whole.
     """
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     crc: int
 
 
-class Seals:
+class CrcWatch:
     """Takes what is read, in any order and from several threads, and proves every range that was
     read in full.
     """
@@ -81,7 +81,7 @@ class Seals:
             else None
         )
 
-    def hand_over(self, crcs: Mapping[Extent, int]) -> list[Part]:
+    def hand_over(self, crcs: Mapping[Extent, int]) -> list[RangeCrcs]:
         """Returns what was read of ranges of which another process may have read the rest, where
         their CRC-32 is known.
         """
@@ -91,12 +91,12 @@ class Seals:
             if sum(n for _, n, _ in pieces) < e.nbytes
         ]
         return [
-            Part(extent, self._owners[extent], pieces, crc)
+            RangeCrcs(extent, self._owners[extent], pieces, crc)
             for extent, pieces, crc in parts
             if crc is not None
         ]
 
-    def absorb(self, parts: Iterable[Part], crcs: dict[Extent, int]) -> None:
+    def absorb(self, parts: Iterable[RangeCrcs], crcs: dict[Extent, int]) -> None:
         """Takes over what another process has read in part, and the CRC-32 that it knows."""
         for part in parts:
             self._owners[part.extent] = part.fqn
@@ -136,7 +136,7 @@ class Seals:
             self._num_proved += 1
 
 
-class RecordSeals(Seals):
+class RecordCrcWatch(CrcWatch):
     """Ranges of files that are read across them: what is read is cut where a range begins or
     ends.
     """
@@ -165,7 +165,7 @@ def read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> dict[Extent, str
     for tensor in plan.tensors:
         chunks, copies = list(tensor.chunks), tensor.copies
         for number, numel in (
-            copies.taken() if isinstance(copies, ManyCopies) else _taken(copies)
+            copies.taken() if isinstance(copies, CopyTable) else _taken(copies)
         ).items():
             box, stored = chunks[number]
             extent = located.get(stored, stored)

@@ -21,7 +21,7 @@ from ckpt_tools.core.box import Box, flat_start, is_flat, row_major_strides, who
 from ckpt_tools.core.checksum import combine_crc64nvme, crc64nvme, join_crc64
 from ckpt_tools.engine.kernels import Bytes
 from ckpt_tools.engine.schedule import Tile
-from ckpt_tools.ranks.base import Team
+from ckpt_tools.ranks.base import Group
 
 Words = npt.NDArray[np.uint64]
 _SHORT_BYTES = 256  # a run of fewer bytes is not worth a call
@@ -29,7 +29,7 @@ _POLYNOMIAL = 0x9A6C9329AC4BC9B5  # NVM Express 2.0, 5.2.1.3.4: bits reversed
 _ONES = np.uint64((1 << 64) - 1)
 
 
-class Piece(NamedTuple):
+class HashedRange(NamedTuple):
     """A run of bytes with its checksums; `crc32` is 0 where nobody asks for it."""
 
     start: int
@@ -38,22 +38,22 @@ class Piece(NamedTuple):
     crc32: int
 
 
-class Pieces:
+class HashedRanges:
     """Pieces in 32 bytes each: of a million chunks there are two million."""
 
     __slots__ = ("_words",)
 
-    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
+    def __init__(self, pieces: Iterable[HashedRange] = ()) -> None:
         self._words = array("Q")
         self.extend(pieces)
 
-    def append(self, piece: Piece) -> None:
+    def append(self, piece: HashedRange) -> None:
         """Adds one."""
         self._words.extend(piece)
 
-    def extend(self, pieces: Iterable[Piece]) -> None:
+    def extend(self, pieces: Iterable[HashedRange]) -> None:
         """Adds several."""
-        if isinstance(pieces, Pieces):
+        if isinstance(pieces, HashedRanges):
             self._words.extend(pieces._words)
         else:
             for piece in pieces:
@@ -62,11 +62,11 @@ class Pieces:
     def __len__(self) -> int:
         return len(self._words) // 4
 
-    def __iter__(self) -> Iterator[Piece]:
-        return map(Piece, *(self._words[number::4] for number in range(4)))
+    def __iter__(self) -> Iterator[HashedRange]:
+        return map(HashedRange, *(self._words[number::4] for number in range(4)))
 
 
-class Prints(NamedTuple):
+class TensorHashes(NamedTuple):
     """What was noted of tensors, by name.
 
     Attributes:
@@ -75,8 +75,8 @@ class Prints(NamedTuple):
         sizes: bytes of the whole.
     """
 
-    pieces: dict[str, Pieces]
-    shares: dict[str, Pieces]
+    pieces: dict[str, HashedRanges]
+    shares: dict[str, HashedRanges]
     sizes: dict[str, int]
 
 
@@ -85,7 +85,7 @@ class Fingerprints:
     """Those of whole tensors (or another checksum, by `joined`), from their tiles."""
 
     joined: Callable[[Iterable[tuple[int, int]]], int] = join_crc64
-    noted: Prints = field(default_factory=lambda: Prints({}, {}, {}))
+    noted: TensorHashes = field(default_factory=lambda: TensorHashes({}, {}, {}))
 
     def add(self, tile: Tile, crc: int, data: Bytes) -> None:
         """Notes one tile of a tensor, its checksum and its values."""
@@ -93,31 +93,31 @@ class Fingerprints:
         itemsize = tensor.dst_dtype.itemsize
         start = flat_start(tile.box, tensor.shape) * itemsize
         if is_flat(tile.box, tensor.shape):
-            self.noted.pieces.setdefault(tensor.fqn, Pieces()).append(
-                Piece(start, tile.dst_nbytes, crc, 0)
+            self.noted.pieces.setdefault(tensor.fqn, HashedRanges()).append(
+                HashedRange(start, tile.dst_nbytes, crc, 0)
             )
         elif self.joined is join_crc64:
             share = share_of(data, tile.box, tensor.shape, itemsize)
-            self.noted.shares.setdefault(tensor.fqn, Pieces()).append(
-                Piece(start, tile.dst_nbytes, share, 0)
+            self.noted.shares.setdefault(tensor.fqn, HashedRanges()).append(
+                HashedRange(start, tile.dst_nbytes, share, 0)
             )
         else:
             return
         self.noted.sizes[tensor.fqn] = whole(tensor.shape).numel * itemsize
 
-    def share(self, team: Team) -> None:
+    def share(self, team: Group) -> None:
         """Brings together what every member of a team has noted."""
         found = team.all_gather(self.noted, "gather checksums")
-        self.noted = Prints({}, {}, {})
+        self.noted = TensorHashes({}, {}, {})
         for noted in found:
             self.absorb(noted)
 
-    def absorb(self, noted: Prints) -> None:
+    def absorb(self, noted: TensorHashes) -> None:
         """Takes over what another process has noted."""
         self.noted.sizes.update(noted.sizes)
         for mine, theirs in ((self.noted.pieces, noted.pieces), (self.noted.shares, noted.shares)):
             for fqn, more in theirs.items():
-                mine.setdefault(fqn, Pieces()).extend(more)
+                mine.setdefault(fqn, HashedRanges()).extend(more)
 
     def join(self) -> dict[str, int]:
         """Returns the fingerprint of every tensor of which all tiles have passed, some of them

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.engine.crc_watch import Seals
+from ckpt_tools.engine.crc_watch import CrcWatch
 from ckpt_tools.engine.kernels import Bytes, cast, scatter
-from ckpt_tools.engine.schedule import Read, Step, Tile
-from ckpt_tools.engine.sinks import Handed, Sink, empty_bytes
+from ckpt_tools.engine.schedule import Batch, Read, Tile
+from ckpt_tools.engine.sinks import Sink, SinkState, empty_bytes
 from ckpt_tools.errors import CatalogError, printable
 from ckpt_tools.storage import Store
 from ckpt_tools.storage.ranges import Range, coalesce
@@ -35,7 +35,7 @@ _GAP_NBYTES = 8 << 10
 _AHEAD_NBYTES, _KNOWN_AHEAD_NBYTES = 96 << 20, 224 << 20
 
 
-class Moved(NamedTuple):
+class BatchResult(NamedTuple):
     """What one step has done.
 
     Attributes:
@@ -48,7 +48,7 @@ class Moved(NamedTuple):
     read_nbytes: int
     overflowed: dict[str, int]
     seen: list[tuple[str, int, int, int]]
-    wrote: Handed | None
+    wrote: SinkState | None
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Totals:
     overflowed: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, step: Step, moved: Moved) -> None:
+    def add(self, step: Batch, moved: BatchResult) -> None:
         """Adds a finished step."""
         with self.lock:
             self.read_nbytes += moved.read_nbytes
@@ -73,15 +73,15 @@ class Totals:
 
 
 def run(
-    steps: Iterable[Step],
+    steps: Iterable[Batch],
     store: Store,
     sink: Sink,
     jobs: int,
     progress: Progress | None = None,
     looks_ahead: bool = True,
-    seals: Seals | None = None,
+    seals: CrcWatch | None = None,
     alter: Mapping[str, Alter] | None = None,
-    note: Callable[[Moved], None] | None = None,
+    note: Callable[[BatchResult], None] | None = None,
 ) -> Totals:
     """Moves every step's tiles from a store into a sink.
 
@@ -126,11 +126,11 @@ def run(
 class _Feed:
     """Hands steps to threads, and tells the store ahead of time what they will read."""
 
-    def __init__(self, steps: Iterable[Step], store: Store, looks_ahead: bool) -> None:
-        self._steps: Iterator[Step] = iter(steps)
+    def __init__(self, steps: Iterable[Batch], store: Store, looks_ahead: bool) -> None:
+        self._steps: Iterator[Batch] = iter(steps)
         self._looks_ahead = looks_ahead
         self._store, self._lock = store, threading.Lock()
-        self._ahead: deque[Step] = deque()
+        self._ahead: deque[Batch] = deque()
         self._ahead_nbytes = 0
         self._is_over = False
         # a store that fetches ahead has its own limit; the earlier it knows the end, the better it
@@ -139,7 +139,7 @@ class _Feed:
             _KNOWN_AHEAD_NBYTES if store.capabilities.fetches_ahead else _AHEAD_NBYTES
         )
 
-    def take(self) -> Step | None:
+    def take(self) -> Batch | None:
         with self._lock:
             while self._ahead_nbytes < self._most_nbytes and not self._is_over:
                 step = next(self._steps, None)
@@ -164,7 +164,7 @@ class _Feed:
 class Reader:
     """Fills the tiles of a step from a store, with room for odd pieces; one a thread."""
 
-    def __init__(self, store: Store, seals: Seals | None = None) -> None:
+    def __init__(self, store: Store, seals: CrcWatch | None = None) -> None:
         self.store, self._seals = store, seals
         self._buffers: dict[str, Bytes] = {}
         self.seen: list[tuple[str, int, int, int]] = []
@@ -230,7 +230,7 @@ class _Worker:
     def __init__(self, sink: Sink, reader: Reader, alter: Mapping[str, Alter]) -> None:
         self.store, self.sink, self.reader, self._alter = reader.store, sink, reader, alter
 
-    def do(self, step: Step) -> Moved:
+    def do(self, step: Batch) -> BatchResult:
         """Moves one step."""
         self.reader.seen = []
         for tile in step.tiles:
@@ -264,7 +264,7 @@ class _Worker:
         wrote = self.sink.take(
             step, tiles, self.reader.room("scratch", max(t.dst_nbytes for t in step.tiles))
         )
-        return Moved(read_nbytes, overflowed, self.reader.seen, wrote)
+        return BatchResult(read_nbytes, overflowed, self.reader.seen, wrote)
 
     def _cast(self, tile: Tile, before: Bytes, after: Bytes) -> int:
         """Brings a tile's values into the target's type, altered on the way where that was asked

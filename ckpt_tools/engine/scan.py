@@ -15,8 +15,8 @@ import numpy as np
 from ckpt_tools.core.catalog import TensorEntry
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.engine.kernels import Bytes
-from ckpt_tools.engine.schedule import Step, Tile
-from ckpt_tools.ranks.base import Team
+from ckpt_tools.engine.schedule import Batch, Tile
+from ckpt_tools.ranks.base import Group
 
 
 class Pattern(NamedTuple):
@@ -83,7 +83,7 @@ class ScanSink:
         del tile
         return None
 
-    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
         for tile, data in zip(step.tiles, tiles, strict=True):
             nans, infs = count_special(data, tile.tensor.dst_dtype)
@@ -92,7 +92,7 @@ class ScanSink:
             with self._lock:
                 self._seen.setdefault(tile.tensor.fqn, _Seen(first=first)).add(found)
 
-    def share(self, team: Team) -> None:
+    def share(self, team: Group) -> None:
         """Brings together what every member of a team has seen."""
         found = team.all_gather(self._seen, "gather findings")
         self._seen = {}

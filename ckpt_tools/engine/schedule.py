@@ -22,7 +22,7 @@ from ckpt_tools.core.box import (
     row_major_strides,
     whole,
 )
-from ckpt_tools.core.catalog import Chunk, Extent, ManyChunks
+from ckpt_tools.core.catalog import Chunk, ChunkTable, Extent
 from ckpt_tools.core.plan import Plan, Slot, TensorPlan, num_cells
 
 DEFAULT_MEMORY_BYTES = 64 << 20
@@ -75,7 +75,7 @@ class Tile(NamedTuple):
         return None if span is None else (span[0] * itemsize, span[1] * itemsize)
 
 
-class Step(NamedTuple):
+class Batch(NamedTuple):
     """Tiles that one worker moves through its buffers in one go."""
 
     tiles: tuple[Tile, ...]
@@ -118,7 +118,7 @@ def schedule(
     tile_nbytes: int,
     max_tile_nbytes: int,
     share: Share = ALL,
-) -> Iterator[Step]:
+) -> Iterator[Batch]:
     """Yields the steps that carry out a plan, in the order of the target.
 
     Args:
@@ -144,12 +144,12 @@ def schedule(
                 continue
             nbytes = max(tile.src_nbytes, tile.dst_nbytes)
             if tiles and filled + nbytes > tile_nbytes:
-                yield Step(tuple(tiles))
+                yield Batch(tuple(tiles))
                 tiles, filled = [], 0
             tiles.append(tile)
             filled += nbytes
     if tiles:
-        yield Step(tuple(tiles))
+        yield Batch(tuple(tiles))
 
 
 def shares(plan: Plan, count: int) -> list[Share]:
@@ -188,7 +188,7 @@ def read_nbytes(plan: Plan, tile_nbytes: int, max_tile_nbytes: int) -> int:
 
 def _tensor_reads(tensor: TensorPlan, tile_nbytes: int, max_tile_nbytes: int) -> int:
     if tensor.is_complete and (
-        isinstance(tensor.chunks, ManyChunks) or not any(c.extent.strides for c in tensor.chunks)
+        isinstance(tensor.chunks, ChunkTable) or not any(c.extent.strides for c in tensor.chunks)
     ):
         return tensor.payload_bytes  # a tile of the whole meets a chunk in one run of it
     return sum(

@@ -18,30 +18,37 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.core.checksum import crc32, crc64nvme, join_crc32, join_crc64
 from ckpt_tools.core.dtypes import MAX_ITEMSIZE
 from ckpt_tools.core.plan import CELL_BYTES, Target
-from ckpt_tools.engine.fingerprints import Fingerprints, Piece, Pieces, Prints
+from ckpt_tools.engine.fingerprints import Fingerprints, HashedRange, HashedRanges, TensorHashes
 from ckpt_tools.engine.kernels import Bytes, gather
-from ckpt_tools.engine.schedule import Step, Tile, Write
-from ckpt_tools.engine.trailers import Frame, by_file, cells_of, frames_of, payloads, vouched_for
+from ckpt_tools.engine.schedule import Batch, Tile, Write
+from ckpt_tools.engine.trailers import (
+    SlotFrame,
+    by_file,
+    cells_of,
+    frames_of,
+    payloads,
+    vouched_for,
+)
 from ckpt_tools.errors import StorageError
-from ckpt_tools.storage import MemoryStore, Shelf, Writer
+from ckpt_tools.storage import MemoryStore, WritableStore, Writer
 from ckpt_tools.storage.s3.multipart import Upload
-from ckpt_tools.storage.s3.open_uploads import Sent
+from ckpt_tools.storage.s3.open_uploads import SentPart
 
 Checksum = Callable[[memoryview], int]
 _JOINS = {crc64nvme: join_crc64, crc32: join_crc32}
 _FINISHERS = 16  # each waits for a store
 
 
-class Handed(NamedTuple):
+class SinkState(NamedTuple):
     """What was written, by one step or by a member of a team: the pieces of files, and what was
     noted of tensors.
 
     `sent` has the parts of uploads that another process has begun.
     """
 
-    files: dict[str, Pieces]
-    prints: Prints
-    sent: Mapping[str, Mapping[int, Sent]] = MappingProxyType({})
+    files: dict[str, HashedRanges]
+    prints: TensorHashes
+    sent: Mapping[str, Mapping[int, SentPart]] = MappingProxyType({})
 
 
 class Sink(Protocol):
@@ -53,7 +60,7 @@ class Sink(Protocol):
         """
         ...
 
-    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> Handed | None:
+    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> SinkState | None:
         """Consumes a step: `tiles[i]` holds the values of `step.tiles[i]`; `scratch` is room for
         the largest of them.
 
@@ -82,7 +89,7 @@ class HashSink:
         del tile
         return None
 
-    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
         del scratch
         for checksum, known in zip(self._checksums, self.found, strict=True):
             found = Fingerprints(known.joined)
@@ -105,7 +112,7 @@ class FillSink:
         write = tile.writes[0]
         return np.frombuffer(self._memory.view(write.file, write.start, write.nbytes), np.uint8)
 
-    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
         for tile, data in zip(step.tiles, tiles, strict=True):
             for write in tile.writes:
                 values = (
@@ -128,7 +135,7 @@ class WriteSink:
     def __init__(
         self,
         target: Target,
-        store: Shelf,
+        store: WritableStore,
         name: Callable[[str], str] = str,
         whole: Target | None = None,
     ) -> None:
@@ -137,12 +144,12 @@ class WriteSink:
         """
         self.target, self.store, self._name, self._whole = target, store, name, whole or target
         self.fingerprints = Fingerprints()
-        self._runs: dict[str, list[Piece]] = {}
-        self._vouched: dict[str, list[Sequence[Piece]]] = {}
-        self._pieces: dict[str, Pieces] = {name: Pieces() for name in target.file_sizes}
+        self._runs: dict[str, list[HashedRange]] = {}
+        self._vouched: dict[str, list[Sequence[HashedRange]]] = {}
+        self._pieces: dict[str, HashedRanges] = {name: HashedRanges() for name in target.file_sizes}
         self._with_crc32 = {t.file for t in target.trailers}
         self._is_stream = not store.capabilities.can_write_anywhere
-        self._frames: dict[str, list[Frame]] = {}
+        self._frames: dict[str, list[SlotFrame]] = {}
         self._starts: dict[str, list[int]] = {}
         self._lock = threading.Lock()
         self._writers: dict[str, Writer] = {}
@@ -161,7 +168,7 @@ class WriteSink:
                     self._put(literal.file, literal.start, literal.data)
                 )
 
-    def vouch(self, name: str, slot: Sequence[Piece], sent_nbytes: int) -> None:
+    def vouch(self, name: str, slot: Sequence[HashedRange], sent_nbytes: int) -> None:
         """Notes the checksums of a slot, piece by piece, of which only so many bytes will pass
         here, before any does.
         """
@@ -174,8 +181,8 @@ class WriteSink:
         del tile
         return None
 
-    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> Handed:
-        noted: list[tuple[str, Piece]] = []
+    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> SinkState:
+        noted: list[tuple[str, HashedRange]] = []
         prints = Fingerprints()
         for tile, data in zip(step.tiles, tiles, strict=True):
             crc = crc64nvme(data.data)
@@ -190,20 +197,20 @@ class WriteSink:
                         self._put(write.file, write.start, values.data, crc if is_all else None),
                     )
                 )
-        full: list[tuple[str, Frame]] = []
-        files: dict[str, Pieces] = {}
+        full: list[tuple[str, SlotFrame]] = []
+        files: dict[str, HashedRanges] = {}
         with self._lock:
             for name, piece in noted:
-                files.setdefault(name, Pieces()).append(piece)
+                files.setdefault(name, HashedRanges()).append(piece)
                 self._pieces[name].append(piece)
                 frame = self._fill(name, piece)
                 full += [(name, frame)] if frame else []
             self.fingerprints.absorb(prints.noted)
         for name, frame in full:
             self._surround(name, frame)
-        return Handed(files, prints.noted)
+        return SinkState(files, prints.noted)
 
-    def _frame_of(self, name: str, start: int) -> Frame | None:
+    def _frame_of(self, name: str, start: int) -> SlotFrame | None:
         """Returns what stands around the slot in which a byte lies, if anything does."""
         if name not in self._frames:
             return None
@@ -211,7 +218,7 @@ class WriteSink:
         frame = self._frames[name][number] if number >= 0 else None
         return None if frame is None or start >= frame.end else frame  # an object has none
 
-    def _fill(self, name: str, piece: Piece) -> Frame | None:
+    def _fill(self, name: str, piece: HashedRange) -> SlotFrame | None:
         """Notes a piece of a slot and returns its frame once it is full."""
         frame = self._frame_of(name, piece.start)
         if frame is None:
@@ -220,7 +227,7 @@ class WriteSink:
         frame.pieces.append(piece)
         return None if frame.left else frame
 
-    def _surround(self, name: str, frame: Frame) -> None:
+    def _surround(self, name: str, frame: SlotFrame) -> None:
         pieces = [self._put(name, start, data) for start, data in frame.render()]
         frame.left = -1
         with self._lock:
@@ -228,9 +235,9 @@ class WriteSink:
 
     def _put(
         self, name: str, start: int, data: memoryview | bytes, crc64: int | None = None
-    ) -> Piece:
+    ) -> HashedRange:
         self._writers[name].write_at(start, data)
-        return Piece(
+        return HashedRange(
             start,
             len(data),
             crc64nvme(data) if crc64 is None else crc64,
@@ -267,7 +274,7 @@ class WriteSink:
         self._finish_writers()
         return checksums
 
-    def runs_of(self, name: str) -> Sequence[Piece]:
+    def runs_of(self, name: str) -> Sequence[HashedRange]:
         """Returns the cells of the long payloads of a finished file: what an object store could
         copy by itself.
         """
@@ -312,7 +319,7 @@ class WriteSink:
                     self._put(literal.file, literal.start, literal.data)
                 )
 
-    def hand_over(self) -> Handed:
+    def hand_over(self) -> SinkState:
         """Makes durable what was written here and returns it: another process finishes the files
         that are not this one's alone.
         """
@@ -325,12 +332,12 @@ class WriteSink:
             for name, writer in self._writers.items()
             if isinstance(writer, Upload)
         }
-        return Handed(files, self.fingerprints.noted, sent)
+        return SinkState(files, self.fingerprints.noted, sent)
 
-    def absorb(self, handed: Handed) -> None:
+    def absorb(self, handed: SinkState) -> None:
         """Takes over what another process, or an earlier try, has written into the same files."""
         for name, pieces in handed.files.items():
-            self._pieces.setdefault(name, Pieces()).extend(pieces)
+            self._pieces.setdefault(name, HashedRanges()).extend(pieces)
         for name, sent in handed.sent.items():
             if isinstance(writer := self._writers.get(name), Upload):
                 writer.absorb(sent)
@@ -364,7 +371,7 @@ def _joined(frames: Iterable[tuple[int, bytes]]) -> Iterable[tuple[int, bytes]]:
         yield start, b"".join(parts)
 
 
-def _join_file(name: str, pieces: list[Piece], nbytes: int) -> int:
+def _join_file(name: str, pieces: list[HashedRange], nbytes: int) -> int:
     """Returns a file's checksum from its pieces, which must tile it: no byte missing, none written
     twice.
     """

@@ -14,10 +14,10 @@ from typing import TypeVar
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.checksum import join_crc32, join_crc64
 from ckpt_tools.core.plan import Literal, Target, Trailer, num_cells
-from ckpt_tools.engine.fingerprints import Piece
+from ckpt_tools.engine.fingerprints import HashedRange
 
 
-class Frame:
+class SlotFrame:
     """What stands around a slot: literals before it, trailers behind it; written as soon as the
     slot is full where a file is a stream.
 
@@ -29,7 +29,7 @@ class Frame:
         self.trailers, self.before = trailers, before
         self.start, self.end = trailers[0].slot_start, trailers[0].start
         self.left = self.end - self.start
-        self.pieces: list[Piece] = []
+        self.pieces: list[HashedRange] = []
         self.crc32: int | None = None
 
     def render(self) -> list[tuple[int, bytes]]:
@@ -65,8 +65,8 @@ def _by_slot(trailers: Iterable[Trailer]) -> Iterator[list[Trailer]]:
 
 
 def payloads(
-    trailers: Iterable[Trailer], ordered: Sequence[Piece]
-) -> Iterator[tuple[list[Trailer], Sequence[Piece]]]:
+    trailers: Iterable[Trailer], ordered: Sequence[HashedRange]
+) -> Iterator[tuple[list[Trailer], Sequence[HashedRange]]]:
     """Yields the trailers of every slot of a file, and the pieces that fell into the slot."""
     at = 0
     for behind in _by_slot(trailers):
@@ -79,7 +79,7 @@ def payloads(
         yield behind, ordered[first:at]
 
 
-def cells_of(payload: Sequence[Piece], box: Box | None) -> list[Piece]:
+def cells_of(payload: Sequence[HashedRange], box: Box | None) -> list[HashedRange]:
     """Returns the cells of a payload, joined from its pieces; larger ones where those reach across,
     none for a short one.
     """
@@ -95,7 +95,7 @@ def cells_of(payload: Sequence[Piece], box: Box | None) -> list[Piece]:
         list(group) for _, group in groupby(payload, lambda piece: (piece.start - low) // size)
     )
     return [
-        Piece(
+        HashedRange(
             g[0].start,
             size,
             join_crc64((p.crc64, p.nbytes) for p in g),
@@ -105,7 +105,9 @@ def cells_of(payload: Sequence[Piece], box: Box | None) -> list[Piece]:
     ]
 
 
-def vouched_for(ordered: list[Piece], slots: Iterable[Sequence[Piece]]) -> list[Piece]:
+def vouched_for(
+    ordered: list[HashedRange], slots: Iterable[Sequence[HashedRange]]
+) -> list[HashedRange]:
     """Returns the pieces of a file with those of each slot that is vouched for, in place of what
     has passed of it.
     """
@@ -118,15 +120,15 @@ def vouched_for(ordered: list[Piece], slots: Iterable[Sequence[Piece]]) -> list[
     return ordered
 
 
-def frames_of(target: Target) -> dict[str, list[Frame]]:
+def frames_of(target: Target) -> dict[str, list[SlotFrame]]:
     """Returns what stands around each slot, in the order of the file."""
     literals = by_file(sorted(target.literals, key=lambda lit: -lit.start))
-    frames: dict[str, list[Frame]] = {}
+    frames: dict[str, list[SlotFrame]] = {}
     for file, found in by_file(target.trailers).items():
         mine = literals.get(file, [])
         for trailers in _by_slot(found):
             before = []
             while mine and mine[-1].start < trailers[0].start:
                 before.append(mine.pop())
-            frames.setdefault(file, []).append(Frame(trailers, before))
+            frames.setdefault(file, []).append(SlotFrame(trailers, before))
     return frames

@@ -24,9 +24,9 @@ from ckpt_tools.errors import CheckpointError, FormatError, printable
 from ckpt_tools.formats import safetensors, torch_save
 from ckpt_tools.formats.base import SHAPES, Request, below, note_of
 from ckpt_tools.formats.dcp import format as dcp
-from ckpt_tools.formats.in_memory import Made
+from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import Path, is_value, leaves
-from ckpt_tools.formats.torch_save import Others, join, read_leaves, told
+from ckpt_tools.formats.torch_save import UnreadValues, join, read_leaves, told
 from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.small_files import parse_json
 
@@ -102,7 +102,7 @@ class _Parts:
             "unknown": {},
         }
         self.archives: list[Any] = []
-        self.made, self.unknown = Made(), Others()
+        self.made, self.unknown = InMemoryFile(), UnreadValues()
         self.world_size: int | None = None  # only sharded state tells
         self.read: set[str] = set()  # files and folders
 
@@ -221,7 +221,7 @@ def key_of(name: str) -> str:
 
 
 def _values(
-    store: Store, files: Mapping[str, int], unknown: Others
+    store: Store, files: Mapping[str, int], unknown: UnreadValues
 ) -> Iterator[tuple[str, Path, object]]:
     """Yields the plain values of schedulers, of a loss scaler, and of the Trainer's progress, each
     with its file.
@@ -231,7 +231,7 @@ def _values(
         if match is None:
             continue
         if match["key"]:
-            mine = Others()
+            mine = UnreadValues()
             found = list(read_leaves(store, name, files[name], mine))
             unknown.take(mine, (match["key"],))
             for path, value, extents in found:

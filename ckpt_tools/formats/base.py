@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, Extent, ManyChunks, TensorEntry
+from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, ChunkTable, Extent, TensorEntry
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Target
 from ckpt_tools.errors import PlanError
@@ -31,7 +31,7 @@ class TargetTensor:
     boxes: tuple[Box | None, ...]
 
 
-class MeshOf(NamedTuple):
+class TargetMesh(NamedTuple):
     """The mesh of a job that will load DTensors: a device's type, the name of its one axis ("" for
     none), and which tensors are sharded.
     """
@@ -66,7 +66,7 @@ class Request:
     values: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     index: str = ""
-    mesh: MeshOf | None = None
+    mesh: TargetMesh | None = None
 
 
 class Format(Protocol):
@@ -233,7 +233,7 @@ def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
         )
 
     def moved(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-        if not isinstance(chunks, ManyChunks):
+        if not isinstance(chunks, ChunkTable):
             return tuple(Chunk(c.box, at(c.extent)) for c in chunks)
         if chunks.names not in tables:
             tables[chunks.names] = tuple(f"{folder}{name}" for name in chunks.names)

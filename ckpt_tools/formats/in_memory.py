@@ -16,7 +16,7 @@ from ckpt_tools.formats.zip.write import encode
 FILE = "<values>"  # no writer's name for a data file
 
 
-class Made:
+class InMemoryFile:
     """The file as it grows; what occurs twice is stored once."""
 
     def __init__(self, files: Mapping[str, bytes] | None = None) -> None:

@@ -21,8 +21,8 @@ from ckpt_tools.core.checksum import crc32, crc32_combine
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.base import guess_bare, locate_bare, only_read, recognise_none
-from ckpt_tools.formats.zip.read import Record, data_start, find_directory
-from ckpt_tools.formats.zip.verify import Entry, entries
+from ckpt_tools.formats.zip.read import ZipRecord, data_start, find_directory
+from ckpt_tools.formats.zip.verify import DirectoryEntry, entries
 from ckpt_tools.storage import Store, read
 
 NAME = "npz"
@@ -71,7 +71,7 @@ def read_catalog(store: Store) -> Catalog:
     return Catalog(NAME, tensors, file_sizes={name: size}, archives=(Extent(name, 0, size, ZIP),))
 
 
-def _records(store: Store, name: str, size: int) -> Iterator[Entry]:
+def _records(store: Store, name: str, size: int) -> Iterator[DirectoryEntry]:
     tail = read(store, name, max(0, size - _TAIL_BYTES), min(size, _TAIL_BYTES))
     try:
         count, directory = find_directory(store, Extent(name, 0, size), tail)
@@ -80,14 +80,14 @@ def _records(store: Store, name: str, size: int) -> Iterator[Entry]:
         raise FormatError(f"not a .npz, or a damaged one: {error} ({printable(name)})") from error
 
 
-def _front_nbytes(entry: Entry, size: int) -> int:
+def _front_nbytes(entry: DirectoryEntry, size: int) -> int:
     """Returns how many bytes from the start of a record are read at once: both headers, as a
     rule.
     """
     return max(0, min(size - entry.header, _FRONT_BYTES))
 
 
-def _read_array(store: Store, archive: Extent, entry: Entry, fqn: str) -> TensorEntry:
+def _read_array(store: Store, archive: Extent, entry: DirectoryEntry, fqn: str) -> TensorEntry:
     """Returns an array, from its record's two headers."""
     where = f"{printable(fqn)!r} in {printable(archive.file)}"
     if entry.method != _STORED or entry.flags & _ENCRYPTED:
@@ -99,7 +99,7 @@ def _read_array(store: Store, archive: Extent, entry: Entry, fqn: str) -> Tensor
             f"a compressed array, as numpy.savez_compressed writes it ({where})", hint=hint
         )
     front = read(store, archive.file, entry.header, _front_nbytes(entry, archive.nbytes))
-    begin = data_start(front, Record(0, entry.nbytes, 0))
+    begin = data_start(front, ZipRecord(0, entry.nbytes, 0))
     at = entry.header + begin
     if at + entry.nbytes > archive.nbytes:
         raise FormatError(

@@ -22,15 +22,15 @@ from ckpt_tools.core.catalog import RAW, TORCH_ZIP, BytesEntry, Catalog, Chunk, 
 from ckpt_tools.core.plan import Slot, Target
 from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats.base import Request, guess_bare, locate_bare
-from ckpt_tools.formats.in_memory import Made
+from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import (
-    Key,
+    DTensorPart,
     Path,
-    Pieces,
-    Sharded,
+    ShardedTensorPart,
+    TensorView,
     TupleItem,
-    Unread,
-    View,
+    TypedKey,
+    UnreadTensor,
     has_numpy,
     is_number,
     is_value,
@@ -40,9 +40,9 @@ from ckpt_tools.formats.pickle.state import (
     python_numbers,
     unpickled,
 )
-from ckpt_tools.formats.pickle.write import Stored
+from ckpt_tools.formats.pickle.write import TensorRecord
 from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
-from ckpt_tools.formats.zip.read import LOCAL, Record, data_start, read_directory
+from ckpt_tools.formats.zip.read import LOCAL, ZipRecord, data_start, read_directory
 from ckpt_tools.formats.zip.write import Archive
 from ckpt_tools.storage import Store, read
 
@@ -76,11 +76,11 @@ def read_catalog(store: Store) -> Catalog:
     files = store.list_files()
     weight_map = read_index(store, INDEX) if INDEX in files else {}
     names = sorted(set(weight_map.values())) or [n for n in files if n.endswith(SUFFIXES)][:1]
-    return read_files(store, names, weight_map, Made())
+    return read_files(store, names, weight_map, InMemoryFile())
 
 
 def read_files(
-    store: Store, names: Sequence[str], weight_map: Mapping[str, str], made: Made
+    store: Store, names: Sequence[str], weight_map: Mapping[str, str], made: InMemoryFile
 ) -> Catalog:
     """Reads some files of a directory.
 
@@ -97,7 +97,7 @@ def read_files(
     objects: dict[str, BytesEntry] = {}
     paths: dict[str, Path] = {}
     sizes: dict[str, int] = {}
-    others = Others()
+    others = UnreadValues()
     for name in names:
         sizes[name] = size_of(store, name)
         for path, value, extents in read_leaves(store, name, sizes[name], others):
@@ -106,14 +106,14 @@ def read_files(
                 raise FormatError(
                     f"two tensors have one name: {printable(fqn)!r} ({printable(name)})"
                 )
-            if isinstance(value, (Sharded, Pieces)):
+            if isinstance(value, (DTensorPart, ShardedTensorPart)):
                 raise FormatError(
                     f"a part of a tensor, as one rank has it: {printable(fqn)!r}"
                     f" ({printable(name)})",
                     hint=_ALL_RANKS,
                 )
             paths[fqn] = path
-            if isinstance(value, View):
+            if isinstance(value, TensorView):
                 tensors[fqn] = TensorEntry(
                     fqn, value.dtype, value.sizes, (Chunk(whole(value.sizes), extents[0]),)
                 )
@@ -147,7 +147,7 @@ def read_files(
     )
 
 
-class Others(Counter[str]):
+class UnreadValues(Counter[str]):
     """What files hold and this reader does not read: the number of values by type; tensors and
     values by place, each with its kind.
 
@@ -162,7 +162,7 @@ class Others(Counter[str]):
         self.foreign: dict[Path, str] = {}
         self.numpy: list[Path] = []
 
-    def take(self, more: Others, above: Path) -> None:
+    def take(self, more: UnreadValues, above: Path) -> None:
         """Adds what another file holds, whose places lie below one of this whole."""
         self.update(more)
         self.tensors |= {(*above, *path): kind for path, kind in more.tensors.items()}
@@ -188,7 +188,7 @@ def told(others: Counter[str]) -> dict[str, str]:
     )
     numbers = (
         {"NumPy numbers": f"{len(others.numpy):,}, read as Python's"}
-        if isinstance(others, Others) and others.numpy
+        if isinstance(others, UnreadValues) and others.numpy
         else {}
     )
     return ({"other values": kinds} if kinds else {}) | numbers
@@ -202,7 +202,7 @@ def join(path: Path) -> str:
     return ".".join(map(str, path)) or "tensor"
 
 
-class Opened:
+class OpenedFile:
     """A `torch.save` file of which `data.pkl` and the zip's directory have been read; `root` is
     what was saved.
     """
@@ -241,13 +241,13 @@ class Opened:
             raise FormatError(
                 f"a pickle is too long: {self._records['data.pkl'].nbytes} bytes ({where})"
             )
-        self._places: dict[str, tuple[int, Record]] = {}
+        self._places: dict[str, tuple[int, ZipRecord]] = {}
         at = self._start(self._records["data.pkl"])
         data = read(store, name, at, self._records["data.pkl"].nbytes)
         self.pickle_nbytes = len(data)
         self.root = unpickled(data, where, lambda kind: others.update({kind: 0}))
 
-    def find(self, views: Iterable[View]) -> None:
+    def find(self, views: Iterable[TensorView]) -> None:
         """Looks up where the storages of tensors begin; a store in a network does it for all of
         them at once.
         """
@@ -259,7 +259,7 @@ class Opened:
         for key in sorted(used, key=lambda k: self._records[k].header):
             self._places[key] = self._start(self._records[key]), self._records[key]
 
-    def extent(self, view: View, fqn: str) -> Extent:
+    def extent(self, view: TensorView, fqn: str) -> Extent:
         """Returns where a tensor's bytes lie; see `find`.
 
         Raises:
@@ -272,14 +272,14 @@ class Opened:
         (crc,) = struct.unpack_from("<I", self._directory, record.crc_at)
         return _extent(self.name, fqn, view, start, record.nbytes, crc)
 
-    def _start(self, record: Record) -> int:
+    def _start(self, record: ZipRecord) -> int:
         """Returns where a record's data begins, from its local header."""
         if not 0 <= record.header <= self._size - LOCAL.size:
             raise FormatError(
                 f"a record stands where none belongs: at byte {record.header} ({self._where})"
             )
         start = record.header + data_start(
-            read(self._store, self.name, record.header, LOCAL.size), Record(0, record.nbytes, 0)
+            read(self._store, self.name, record.header, LOCAL.size), ZipRecord(0, record.nbytes, 0)
         )
         if start + record.nbytes > self._size:
             raise FormatError(
@@ -290,7 +290,7 @@ class Opened:
 
 
 def read_leaves(
-    store: Store, name: str, size: int, others: Others
+    store: Store, name: str, size: int, others: UnreadValues
 ) -> Iterator[tuple[Path, object, tuple[Extent, ...]]]:
     """Yields tensors and plain values of a file: the keys on the way, what the pickle says, and
     where a tensor's parts lie.
@@ -304,13 +304,13 @@ def read_leaves(
     Raises:
         FormatError: it is no such archive, or malformed.
     """
-    opened = Opened(store, name, size, others)
+    opened = OpenedFile(store, name, size, others)
     found = list(leaves(opened.root, printable(name), most_nodes(opened.pickle_nbytes)))
     opened.find(view for _, value in found for view in views_of(value))
     for path, value in found:
-        if isinstance(value, Unread):
+        if isinstance(value, UnreadTensor):
             others.tensors[path] = value.kind
-        elif isinstance(value, (View, Sharded, Pieces)) or is_value(value):
+        elif isinstance(value, (TensorView, DTensorPart, ShardedTensorPart)) or is_value(value):
             if has_numpy(value):
                 others.numpy.append(path)
             value = python_numbers(value)
@@ -320,20 +320,20 @@ def read_leaves(
             others.foreign[path] = kind_of(value)
 
 
-def views_of(value: object) -> tuple[View, ...]:
+def views_of(value: object) -> tuple[TensorView, ...]:
     """Returns the parts of a tensor that are in the file; none of what is no tensor."""
-    if isinstance(value, Pieces):
+    if isinstance(value, ShardedTensorPart):
         return tuple(view for view, _ in value.parts)
     return (
         (value.local,)
-        if isinstance(value, Sharded)
+        if isinstance(value, DTensorPart)
         else (value,)
-        if isinstance(value, View)
+        if isinstance(value, TensorView)
         else ()
     )
 
 
-def _extent(file: str, fqn: str, view: View, start: int, nbytes: int, crc: int) -> Extent:
+def _extent(file: str, fqn: str, view: TensorView, start: int, nbytes: int, crc: int) -> Extent:
     itemsize, numel = view.dtype.itemsize, math.prod(view.sizes)
     last = (
         view.offset + sum((n - 1) * s for n, s in zip(view.sizes, view.strides, strict=True))
@@ -372,7 +372,7 @@ def lay_out(request: Request) -> Target:
         PlanError: a path leads through something that is no dict.
     """
     keys = {tensor.fqn: str(number) for number, tensor in enumerate(request.tensors)}
-    held = {t.fqn: Stored(t.dtype, t.shape, keys[t.fqn]) for t in request.tensors}
+    held = {t.fqn: TensorRecord(t.dtype, t.shape, keys[t.fqn]) for t in request.tensors}
     archive = Archive(nested({**held, **request.values}, request.paths))
     name, slots = request.file_name, {}
     for tensor in request.tensors:
@@ -415,7 +415,7 @@ def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
 def _key(path: Path, depth: int, key: str | int) -> Any:
     if isinstance(key, int):
         return _TupleIndex(key) if isinstance(key, TupleItem) else _Index(key)
-    if isinstance(key, Key):
+    if isinstance(key, TypedKey):
         return key.original
     return (
         int(key)

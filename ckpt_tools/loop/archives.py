@@ -23,8 +23,8 @@ from ckpt_tools.errors import (
     UnsafePickleError,
     printable,
 )
-from ckpt_tools.formats.pickle.state import View
-from ckpt_tools.formats.torch_save import Others, read_leaves
+from ckpt_tools.formats.pickle.state import TensorView
+from ckpt_tools.formats.torch_save import UnreadValues, read_leaves
 from ckpt_tools.loop.objects import Key, Structure, decode, encode
 from ckpt_tools.storage import MemoryStore
 
@@ -99,8 +99,8 @@ def _check_archive(data: bytes, name: str) -> None:
     Raises:
         FormatError: it is malformed, or asks for lengths that nothing in it has.
     """
-    for _, value, _ in read_leaves(MemoryStore({name: data}), name, len(data), Others()):
-        if isinstance(value, View) and math.prod(
+    for _, value, _ in read_leaves(MemoryStore({name: data}), name, len(data), UnreadValues()):
+        if isinstance(value, TensorView) and math.prod(
             value.sizes
         ) * value.dtype.itemsize > _EXPANDED * len(data):
             raise FormatError(

@@ -19,31 +19,31 @@ from ckpt_tools.loop.archives import ReadBack
 from ckpt_tools.loop.candidates import Candidates
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.retention import retain
-from ckpt_tools.loop.save import Layout, SaveReport, write
+from ckpt_tools.loop.save import SaveLayout, SaveReport, write
 from ckpt_tools.loop.waiting import is_outage, pause_of, result_of, told
 from ckpt_tools.publish.base import Destination, open_destination
 from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.publish.manifest import find
 from ckpt_tools.publish.steps import step_name
-from ckpt_tools.publish.superseded import Note, write_note
-from ckpt_tools.ranks.gloo import Group
+from ckpt_tools.publish.superseded import RollbackNote, write_note
+from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import is_url
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class PendingSave:
     """A step to be written: the layout that the ranks agreed on, the memory of this rank's pieces,
     its objects as archives.
     """
 
     step: int
-    layout: Layout
+    layout: SaveLayout
     memory: Sequence[memoryview]
     objects: Mapping[str, bytes]
     overwrite: bool
 
 
-class Writer:
+class BackgroundWriter:
     """Writes the steps of a run, in the background or at once.
 
     Attributes:
@@ -109,7 +109,7 @@ class Writer:
             and target.exists()
         )
 
-    def submit(self, save: Save, group: Group) -> None:
+    def submit(self, save: PendingSave, group: GlooGroup) -> None:
         """Has a step written in the background."""
         self._running = self._background().submit(self.write, save, group)
 
@@ -147,7 +147,7 @@ class Writer:
                 told(error),
             )
 
-    def write(self, save: Save, group: Group) -> SaveReport:
+    def write(self, save: PendingSave, group: GlooGroup) -> SaveReport:
         """Writes and commits a step, again and again while the store cannot be reached; called by
         all ranks.
 
@@ -173,7 +173,7 @@ class Writer:
             self._follow_up(save.step, report.path)
         return report
 
-    def _try(self, save: Save, group: Group, attempts: Sequence[str]) -> SaveReport:
+    def _try(self, save: PendingSave, group: GlooGroup, attempts: Sequence[str]) -> SaveReport:
         target, what = self.target(save.step), step_name(save.step)
         is_there = False
         with group.phase(f"begin {what}"):
@@ -183,7 +183,7 @@ class Writer:
                 # its reply was lost in an outage
                 is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]
                 if self.candidates.branch is not None and not is_there:
-                    note = Note(what, attempts[-1], *self.candidates.branch)
+                    note = RollbackNote(what, attempts[-1], *self.candidates.branch)
                     write_note(self.root, note, self.options)
                     rollback.make_way(self.root, note, self.options)
         if group.broadcast(is_there, f"begin {what}"):
@@ -238,7 +238,7 @@ class Writer:
 
 
 def tries_again(
-    group: Group, error: BaseException, deadline: float, what: str, num_tries: int
+    group: GlooGroup, error: BaseException, deadline: float, what: str, num_tries: int
 ) -> bool:
     """Tells, on all ranks alike, whether what has failed is tried again, because a store could not
     be reached; waits before that.

@@ -53,9 +53,9 @@ from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.loop.archives import check_loadable, unpack
 from ckpt_tools.loop.load import LoadReport, fill
 from ckpt_tools.loop.shards import Shard, Stage
-from ckpt_tools.loop.write import NOTHING, Offer, Part, commit, plan_file, write_part
+from ckpt_tools.loop.write import NOTHING, RankFile, ShardInfo, commit, plan_file, write_part
+from ckpt_tools.publish.base import Attempt as Staged
 from ckpt_tools.publish.base import Destination, open_destination
-from ckpt_tools.publish.base import Place as Staged
 from ckpt_tools.publish.manifest import SealedTensor
 from ckpt_tools.storage import read
 
@@ -75,7 +75,7 @@ class _Wrote(NamedTuple):
 
     info: _StorageInfo
     share: int
-    part: Part | None
+    part: RankFile | None
 
 
 class StorageWriter(storage.StorageWriter):
@@ -258,7 +258,7 @@ def _box(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _offer(item: WriteItem) -> Offer:
+def _offer(item: WriteItem) -> ShardInfo:
     data = item.tensor_data
     assert data is not None
     dtype = str(data.properties.dtype).removeprefix("torch.")
@@ -266,7 +266,7 @@ def _offer(item: WriteItem) -> Offer:
         raise PlanError(
             f"a tensor of this kind cannot be stored: {dtype} ({printable(item.index.fqn)!r})"
         )
-    return Offer(item.index.fqn, dtype, tuple(data.size), _box(data.chunk))
+    return ShardInfo(item.index.fqn, dtype, tuple(data.size), _box(data.chunk))
 
 
 class StorageReader(storage.StorageReader):

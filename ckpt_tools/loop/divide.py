@@ -15,14 +15,14 @@ from ckpt_tools.core.catalog import Catalog, Chunk, TensorEntry
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.plan import Slot, Target, plan_transfer
 from ckpt_tools.loop.shards import Shard
-from ckpt_tools.ranks.gloo import Ranks
+from ckpt_tools.ranks.gloo import RankSet
 
 _LEAST_PIECE_BYTES, _PIECE_BYTES = 64 << 10, 4 << 20
 _ROUND_BYTES = 16 << 20  # read by one rank
 _WORTH = 1.25  # times what has to be read once
 
 
-class Wanted(NamedTuple):
+class WantedBox(NamedTuple):
     """Elements that a rank needs for its shard of that number."""
 
     rank: int
@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
     box: Box
 
 
-class Area(NamedTuple):
+class SharedArea(NamedTuple):
     """What is needed of a stored chunk: the smallest box around it, and by whom which part; `dtype`
     is the type in memory.
     """
@@ -39,13 +39,13 @@ class Area(NamedTuple):
     dtype: DType
     chunk: Chunk
     box: Box
-    wanted: tuple[Wanted, ...]
+    wanted: tuple[WantedBox, ...]
 
 
-class Piece(NamedTuple):
+class RoundRead(NamedTuple):
     """Part of an area that one rank reads in a round, to `start` in its buffer."""
 
-    area: Area
+    area: SharedArea
     box: Box
     start: int
 
@@ -55,11 +55,11 @@ class Piece(NamedTuple):
         return self.box.numel * self.area.dtype.itemsize
 
 
-Round = list[list[Piece]]  # by the rank that reads
+Round = list[list[RoundRead]]  # by the rank that reads
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class ReadPlan:
     """Who reads what.
 
     Attributes:
@@ -69,7 +69,7 @@ class Division:
     """
 
     alone: frozenset[int]
-    areas: Sequence[Area]
+    areas: Sequence[SharedArea]
     size: int
 
     def rounds(self) -> Iterator[Round]:
@@ -86,7 +86,7 @@ class Division:
         reader, end, found = 0, 0, self._nothing()
         for area in self.areas:
             for box in bands(area.box, piece_nbytes // area.dtype.itemsize):
-                found[reader].append(Piece(area, box, end))
+                found[reader].append(RoundRead(area, box, end))
                 end += found[reader][-1].nbytes
                 if end >= most_nbytes:
                     reader, end = reader + 1, 0
@@ -101,12 +101,12 @@ class Division:
 
 
 def divide(
-    group: Ranks,
+    group: RankSet,
     catalog: Catalog,
     shards: Sequence[Shard],
     names: Mapping[str, str],
     gap_nbytes: int,
-) -> Division:
+) -> ReadPlan:
     """Decides what is read together; called by all ranks of the group.
 
     Args:
@@ -118,13 +118,13 @@ def divide(
             cheaper than to ask twice.
     """
     mine = [(names.get(s.fqn, s.fqn), s.dtype.name, s.box) for s in shards]
-    wanted: dict[str, list[Wanted]] = {}
+    wanted: dict[str, list[WantedBox]] = {}
     dtypes: dict[str, set[str]] = {}
     for rank, needs in enumerate(group.all_gather(mine, "divide the reading")):
         for number, (name, dtype, box) in enumerate(needs):
-            wanted.setdefault(name, []).append(Wanted(rank, number, box))
+            wanted.setdefault(name, []).append(WantedBox(rank, number, box))
             dtypes.setdefault(name, set()).add(dtype)
-    areas: list[Area] = []
+    areas: list[SharedArea] = []
     together: set[str] = set()
     for name, parts in wanted.items():
         if len({w.rank for w in parts}) == 1 or len(dtypes[name]) > 1:
@@ -134,21 +134,21 @@ def divide(
         if alone > _WORTH * sum(_read_nbytes(a.box, a, gap_nbytes) for a in found):
             areas += found
             together.add(name)
-    return Division(
+    return ReadPlan(
         frozenset(i for i, (name, _, _) in enumerate(mine) if name not in together),
         areas,
         group.size,
     )
 
 
-def _areas(entry: TensorEntry, dtype: DType, wanted: Sequence[Wanted]) -> list[Area]:
+def _areas(entry: TensorEntry, dtype: DType, wanted: Sequence[WantedBox]) -> list[SharedArea]:
     slots = tuple(Slot(w.box, "", 0) for w in wanted)
     plan = plan_transfer(Catalog("", {entry.fqn: entry}), Target("", {}, {entry.fqn: slots}))
-    found: dict[int, list[Wanted]] = {}
+    found: dict[int, list[WantedBox]] = {}
     for copy in plan.tensors[0].copies:
         found.setdefault(copy.src, []).append(wanted[copy.dst]._replace(box=copy.box))
     return [
-        Area(entry, dtype, entry.chunks[n], _around([w.box for w in parts]), tuple(parts))
+        SharedArea(entry, dtype, entry.chunks[n], _around([w.box for w in parts]), tuple(parts))
         for n, parts in sorted(found.items())
     ]
 
@@ -159,7 +159,7 @@ def _around(boxes: Sequence[Box]) -> Box:
     return Box(low, tuple(h - o for h, o in zip(high, low, strict=True)))
 
 
-def _read_nbytes(box: Box, area: Area, gap_nbytes: int) -> int:
+def _read_nbytes(box: Box, area: SharedArea, gap_nbytes: int) -> int:
     """Returns how many bytes are read for a box of a chunk: with what lies between its runs, where
     the holes are small.
     """

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
-from ckpt_tools.engine.crc_watch import Seals, known_crcs, read_whole
+from ckpt_tools.engine.crc_watch import CrcWatch, known_crcs, read_whole
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink
@@ -46,15 +46,15 @@ from ckpt_tools.loop.shards import Shard, Stage, alias_key, has_bytes, local_sha
 from ckpt_tools.loop.shared_read import read_together
 from ckpt_tools.loop.state_dict import (
     STRUCTURE,
-    OfRank,
     PerRank,
+    PlacedPerRank,
     export,
     holders_of,
     join,
     name_of_rank,
 )
 from ckpt_tools.publish.manifest import of_source
-from ckpt_tools.ranks.gloo import Group
+from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import MemoryStore, read
 from ckpt_tools.storage.prefetch import GAP_BYTES
 
@@ -122,7 +122,7 @@ def load(
         CheckpointError: it is damaged or cannot be read; or another rank failed.
     """
     request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
-    group = Group(timeout_s, process_group)
+    group = GlooGroup(timeout_s, process_group)
     try:
         return load_into(path, state, group, request, read_once, storage_options)
     finally:
@@ -132,7 +132,7 @@ def load(
 def load_into(
     path: str | os.PathLike[str],
     state: MutableMapping[str, Any],
-    group: Group,
+    group: GlooGroup,
     request: LoadRequest,
     read_once: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -176,7 +176,7 @@ class _Load:
     report: LoadReport
 
     def __init__(
-        self, state: MutableMapping[str, Any], group: Group, request: LoadRequest, jobs: int
+        self, state: MutableMapping[str, Any], group: GlooGroup, request: LoadRequest, jobs: int
     ) -> None:
         self.state, self.group, self.request, self.jobs = state, group, request, jobs
         self.made: dict[str, torch.Tensor] = {}  # for tensors that the state does not have yet
@@ -383,7 +383,7 @@ def _rename_params(values: dict[str, Any], source: Source, new_name: Callable[[s
 
 
 def _share(
-    group: Group,
+    group: GlooGroup,
     source: Source,
     shards: list[Shard],
     names: Mapping[str, str],
@@ -549,7 +549,7 @@ def _read(
         }
         source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
     steps = schedule(plan, assumed, *tile_bytes(memory_bytes, jobs))
-    seals = Seals(read_whole(plan, assumed))
+    seals = CrcWatch(read_whole(plan, assumed))
     report.read_nbytes += run(
         steps, source.store, FillSink(memory), jobs, looks_ahead=is_remote, seals=seals
     ).read_nbytes
@@ -563,7 +563,7 @@ def _read(
     report.num_proved += seals.prove(known_crcs(assumed, found))
     if wrong:
         again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
-        late = Seals(read_whole(again, found))
+        late = CrcWatch(read_whole(again, found))
         run(
             schedule(again, found, *tile_bytes(memory_bytes, jobs)),
             source.store,
@@ -618,7 +618,7 @@ def _per_rank(
     source: Source,
     name: str,
     wrapper: PerRank,
-    group: Group,
+    group: GlooGroup,
     request: LoadRequest,
     report: LoadReport,
 ) -> tuple[Any] | None:
@@ -650,7 +650,7 @@ def _per_rank(
     return None
 
 
-def _set_per_rank(state: Any, held: OfRank, value: Any) -> None:
+def _set_per_rank(state: Any, held: PlacedPerRank, value: Any) -> None:
     holder = state
     for key in held.path:
         holder = (

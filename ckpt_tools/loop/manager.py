@@ -37,21 +37,21 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.loop import at_exit, rollback
 from ckpt_tools.loop.archives import check_value, pack
-from ckpt_tools.loop.background import Save, Writer, tries_again
+from ckpt_tools.loop.background import BackgroundWriter, PendingSave, tries_again
 from ckpt_tools.loop.candidates import Candidates
 from ckpt_tools.loop.load import LoadReport, load_into
 from ckpt_tools.loop.match import LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.restore import state_of_rank
-from ckpt_tools.loop.save import Layout, SaveReport, agree, offers_of
+from ckpt_tools.loop.save import SaveLayout, SaveReport, agree, offers_of
 from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.signals import SignalWatch
-from ckpt_tools.loop.state_dict import Exported, export, name_of_rank
+from ckpt_tools.loop.state_dict import ExportedState, export, name_of_rank
 from ckpt_tools.loop.waiting import retry_outage
 from ckpt_tools.publish.leftovers import remove_leftovers
 from ckpt_tools.publish.lock import FileLock, Lease, see_lock
 from ckpt_tools.publish.steps import Step, damage, find_step, latest, list_steps, step_name
-from ckpt_tools.ranks.gloo import Group
+from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import check_url, is_url, local_path
 
 _MAX_STEP = 10**18
@@ -143,12 +143,12 @@ class CheckpointManager:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
         self._jobs = jobs or min(4, max(1, (os.cpu_count() or 1) // ranks_here))
         self._group, self._writers = (
-            Group(timeout_s, process_group),
-            Group(timeout_s, process_group),
+            GlooGroup(timeout_s, process_group),
+            GlooGroup(timeout_s, process_group),
         )
         self._stage, self._pid = Stage(), os.getpid()
         self._candidates = Candidates(self.root, mirror, storage_options)
-        self._writer = Writer(
+        self._writer = BackgroundWriter(
             self._candidates, self._jobs, self.retry_s, max_failures, (keep_last, keep_every)
         )
         try:
@@ -160,7 +160,7 @@ class CheckpointManager:
         at_exit.register(self.close)
 
     last_load: LoadReport | None = None
-    _layout: Layout | None = None
+    _layout: SaveLayout | None = None
     _mirror: Mirror | None = None
     _signals: SignalWatch | None = None
     _is_open = True
@@ -264,7 +264,7 @@ class CheckpointManager:
             with self._group.phase(f"copy the state for {what}"):
                 tensors = [shards[i].tensor for i in layout.task.offers]
                 memory = self._stage.copy(tensors) if is_background else self._stage.live(tensors)
-        save = Save(step, layout, memory, objects, overwrite)
+        save = PendingSave(step, layout, memory, objects, overwrite)
         if is_background:
             self._writer.submit(save, self._writers)
         else:
@@ -285,7 +285,7 @@ class CheckpointManager:
             )
 
     def _objects(
-        self, exported: Exported
+        self, exported: ExportedState
     ) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
         """Returns the objects that this rank writes, as archives, and the keys on the way to each
         of its entries.

@@ -28,7 +28,7 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.objects import Key
 from ckpt_tools.loop.optimizers import StoredTensor
 from ckpt_tools.loop.shards import alias_key, local_shards
-from ckpt_tools.loop.state_dict import Exported, join
+from ckpt_tools.loop.state_dict import ExportedState, join
 
 _SHOWN = 8
 OnMismatch = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
@@ -145,7 +145,7 @@ def stored_state(catalog: Catalog) -> dict[str, dict[str, StoredTensor]]:
     return found
 
 
-def match(exported: Exported, catalog: Catalog, request: LoadRequest, where: str) -> Match:
+def match(exported: ExportedState, catalog: Catalog, request: LoadRequest, where: str) -> Match:
     """Pairs a state's names with a checkpoint's.
 
     Raises:
@@ -290,7 +290,7 @@ def _kinds(
 
 
 def _turned(
-    exported: Exported, catalog: Catalog, new: Sequence[str], gone: set[str], free: set[str]
+    exported: ExportedState, catalog: Catalog, new: Sequence[str], gone: set[str], free: set[str]
 ) -> list[str]:
     """Returns notes on plain values that become something of another kind."""
     turned = [
@@ -313,7 +313,7 @@ def _turned(
     return notes
 
 
-def _tied_apart(exported: Exported, catalog: Catalog, fitting: Mapping[str, str]) -> list[str]:
+def _tied_apart(exported: ExportedState, catalog: Catalog, fitting: Mapping[str, str]) -> list[str]:
     """Returns notes on one parameter of the state for which the checkpoint has several values."""
     names: dict[Any, str] = {}
     notes = []
@@ -334,7 +334,7 @@ def _tied_apart(exported: Exported, catalog: Catalog, fitting: Mapping[str, str]
 
 
 def _resized(
-    exported: Exported, catalog: Catalog, fitting: Mapping[str, str], request: LoadRequest
+    exported: ExportedState, catalog: Catalog, fitting: Mapping[str, str], request: LoadRequest
 ) -> dict[str, OnMismatch]:
     """Returns what becomes of tensors whose shape differs, where the request says it."""
     found: dict[str, OnMismatch] = {}
@@ -358,7 +358,7 @@ def _resized(
     return found
 
 
-def _told(name: str, how: OnMismatch, exported: Exported, entry: TensorEntry) -> str:
+def _told(name: str, how: OnMismatch, exported: ExportedState, entry: TensorEntry) -> str:
     what = {
         "grow": "its elements are loaded, the others keep what they have",
         "skip": "it keeps what it has",
@@ -375,7 +375,7 @@ def _told(name: str, how: OnMismatch, exported: Exported, entry: TensorEntry) ->
 
 
 def int_keys(
-    exported: Exported, values: dict[str, Any], paths: Mapping[str, Key], notes: list[str]
+    exported: ExportedState, values: dict[str, Any], paths: Mapping[str, Key], notes: list[str]
 ) -> None:
     """Gives dicts with integers as keys these keys back, where the writer, as stock DCP, made texts
     of them.
@@ -408,7 +408,7 @@ def places_above(name: str, places: set[str]) -> list[str]:
     return [place for end in (*ends, len(name)) if (place := name[:end]) in places]
 
 
-def _mapping(exported: Exported, catalog: Catalog, notes: list[str]) -> dict[str, str]:
+def _mapping(exported: ExportedState, catalog: Catalog, notes: list[str]) -> dict[str, str]:
     """Returns stored names for those of the state's keys of which nothing is there under its own
     name.
     """
@@ -438,7 +438,7 @@ def _mapping(exported: Exported, catalog: Catalog, notes: list[str]) -> dict[str
 
 
 def _groups_by_parameter(
-    exported: Exported, catalog: Catalog
+    exported: ExportedState, catalog: Catalog
 ) -> tuple[dict[str, list[str]], set[str]]:
     """Pairs the options of param_groups with those of a flattened optimizer, which keeps them per
     parameter (torchtitan).
@@ -467,7 +467,7 @@ def _groups_by_parameter(
 
 
 def _tied(
-    exported: Exported, missing: Sequence[str], tensors: Mapping[str, str], catalog: Catalog
+    exported: ExportedState, missing: Sequence[str], tensors: Mapping[str, str], catalog: Catalog
 ) -> set[str]:
     """Returns the missing names that are the same memory as a name that is there."""
     if not missing:
@@ -478,7 +478,7 @@ def _tied(
 
 
 def _stateless(
-    missing: Sequence[str], catalog: Catalog, names: Mapping[str, str], exported: Exported
+    missing: Sequence[str], catalog: Catalog, names: Mapping[str, str], exported: ExportedState
 ) -> list[str]:
     """Returns the missing names that are state of a parameter for which the checkpoint has no
     optimizer state at all.
@@ -501,7 +501,7 @@ def _stateless(
 
 
 def _extra(
-    exported: Exported, catalog: Catalog, used: set[str], wanted: Callable[[str], bool]
+    exported: ExportedState, catalog: Catalog, used: set[str], wanted: Callable[[str], bool]
 ) -> list[str]:
     roots = exported.roots
     known = tuple(f"{name}." for name in exported.per_rank)
@@ -523,7 +523,7 @@ def _fits_type(tensor: torch.Tensor, entry: TensorEntry, cast: bool) -> bool:
 
 
 def _table(
-    exported: Exported, catalog: Catalog, names: Mapping[str, str], misfit: _Misfit, where: str
+    exported: ExportedState, catalog: Catalog, names: Mapping[str, str], misfit: _Misfit, where: str
 ) -> str:
     def ours(name: str) -> str:
         value = exported.tensors.get(name)

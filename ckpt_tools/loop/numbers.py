@@ -20,14 +20,14 @@ from ckpt_tools.core.catalog import Catalog, strip_wrappers
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.pickle.state import is_number
 from ckpt_tools.loop.objects import Key
-from ckpt_tools.loop.optimizers import Holders, parameter_names
+from ckpt_tools.loop.optimizers import StateOwners, parameter_names
 from ckpt_tools.loop.rename import moved
 from ckpt_tools.loop.state_dict import join
 from ckpt_tools.operations.convert.param_order import LIKE_PARAMETER
 
 
 @dataclass(slots=True)
-class Named:
+class NamedCatalog:
     """A catalog in which optimizers have names for numbers.
 
     Attributes:
@@ -43,10 +43,10 @@ class Named:
 
 def name_numbers(
     catalog: Catalog,
-    holders: Holders,
+    holders: StateOwners,
     read_value: Callable[[str], Any],
     wants: Callable[[str], bool],
-) -> Named:
+) -> NamedCatalog:
     """Returns the catalog with names for the numbers of optimizers.
 
     Args:
@@ -60,7 +60,7 @@ def name_numbers(
         PlanError: a checkpoint's optimizer has another number of parameters than the live one, or
             other shapes.
     """
-    result = Named(catalog)
+    result = NamedCatalog(catalog)
     for path, optimizer in holders.optimizers:
         prefix = f"{join(path)}."
         state = _state(catalog, f"{prefix}state.")
@@ -106,7 +106,7 @@ def _is_wanted(
 
 
 def _name_one(
-    result: Named,
+    result: NamedCatalog,
     prefix: str,
     state: Mapping[str, tuple[int, str]],
     optimizer: Optimizer,

@@ -44,7 +44,7 @@ class StoredTensor(NamedTuple):
 Stored = Mapping[str, Mapping[str, StoredTensor]]  # by parameter and key
 
 
-class Exported(NamedTuple):
+class ExportedOptimizer(NamedTuple):
     """An optimizer's state by name; parameters whose state is memory that nothing has filled yet;
     those whose state may have any form.
     """
@@ -54,7 +54,7 @@ class Exported(NamedTuple):
     free: list[str]
 
 
-class Holders(NamedTuple):
+class StateOwners(NamedTuple):
     """What a state holds that an optimizer's parameters may belong to, and the optimizers; each
     with its place.
     """
@@ -75,8 +75,8 @@ def is_container(optimizer: Optimizer) -> bool:
 
 
 def export_optimizer(
-    optimizer: Optimizer, holders: Holders, path: Key, stored: Stored | None
-) -> Exported:
+    optimizer: Optimizer, holders: StateOwners, path: Key, stored: Stored | None
+) -> ExportedOptimizer:
     """Returns an optimizer's state by parameter name, and the keys that its class adds.
 
     An optimizer that is loaded, and that has no state for a parameter yet, gets tensors for it as
@@ -116,7 +116,7 @@ def export_optimizer(
             for key, tensor in (stored or {}).get(name, {}).items()
         }
         values |= {name: like} if like else {}
-    return Exported(
+    return ExportedOptimizer(
         {**({"state": values} if values else {}), "param_groups": groups, **extra_of(optimizer)},
         fresh,
         [*free, *fresh],
@@ -132,7 +132,7 @@ def _room(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
     return torch.zeros(stored.shape, dtype=stored.dtype, device="cpu")
 
 
-def _export_fsdp1(optimizer: Optimizer, owner: nn.Module, for_loading: bool) -> Exported:
+def _export_fsdp1(optimizer: Optimizer, owner: nn.Module, for_loading: bool) -> ExportedOptimizer:
     """Returns the state of an optimizer of flat parameters, as torch translates it.
 
     torch gives one that has taken no step a state by taking a step of length 0, which would count
@@ -144,7 +144,7 @@ def _export_fsdp1(optimizer: Optimizer, owner: nn.Module, for_loading: bool) -> 
         optimizer.state.clear()
     if not exported["state"] or (is_fresh and not for_loading):
         del exported["state"]
-    return Exported(exported | extra_of(optimizer), [], [])
+    return ExportedOptimizer(exported | extra_of(optimizer), [], [])
 
 
 def extra_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def extra_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_optimizer(
-    optimizer: Optimizer, given: Mapping[str, Any], holders: Holders, path: Key
+    optimizer: Optimizer, given: Mapping[str, Any], holders: StateOwners, path: Key
 ) -> None:
     """Loads what `export_optimizer` returned. A parameter whose state is left out is left without
     any.
@@ -199,7 +199,9 @@ def _is_fsdp1(module: nn.Module) -> bool:
     return any(isinstance(m, FullyShardedDataParallel) for m in module.modules())
 
 
-def _names(optimizer: Optimizer, holders: Holders, owner: nn.Module | None, path: Key) -> list[str]:
+def _names(
+    optimizer: Optimizer, holders: StateOwners, owner: nn.Module | None, path: Key
+) -> list[str]:
     """Returns the names of an optimizer's parameters, in its own order: within the module that has
     all of them, or in the state.
     """
@@ -227,7 +229,7 @@ def _names(optimizer: Optimizer, holders: Holders, owner: nn.Module | None, path
     return [known[id(p)] for p in parameters]
 
 
-def parameter_names(optimizer: Optimizer, holders: Holders, path: Key) -> list[str] | None:
+def parameter_names(optimizer: Optimizer, holders: StateOwners, path: Key) -> list[str] | None:
     """Returns the names of an optimizer's parameters in its own order; None where torch translates
     its state (FSDP1).
 

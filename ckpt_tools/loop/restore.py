@@ -24,7 +24,7 @@ from ckpt_tools.loop.objects import (
     place,
     set_generator_state,
 )
-from ckpt_tools.loop.optimizers import Holders, is_container, load_optimizer
+from ckpt_tools.loop.optimizers import StateOwners, is_container, load_optimizer
 from ckpt_tools.loop.state_dict import (
     STRUCTURE,
     PerRank,
@@ -139,7 +139,7 @@ def _join_structures(
 class _Restorer:
     """Walks a state and what was loaded side by side."""
 
-    def __init__(self, holders: Holders) -> None:
+    def __init__(self, holders: StateOwners) -> None:
         self.holders = holders
 
     def visit(self, owner: Any, given: Any, path: Key) -> None:

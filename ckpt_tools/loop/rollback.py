@@ -17,7 +17,7 @@ from ckpt_tools.operations.copy import copy
 from ckpt_tools.publish.local import sync_directory
 from ckpt_tools.publish.rename import publish_name
 from ckpt_tools.publish.steps import Root, Step, list_steps, rollbacks
-from ckpt_tools.publish.superseded import Note, remove_note, write_note
+from ckpt_tools.publish.superseded import RollbackNote, remove_note, write_note
 from ckpt_tools.storage import RemoteStore, is_url
 
 Options = Mapping[str, Any] | None
@@ -28,7 +28,7 @@ def newer_than(steps: Iterable[Step], number: int) -> dict[str, str]:
     return {s.name: s.manifest.attempt if s.manifest else "" for s in steps if s.number > number}
 
 
-def make_way(root: Root, note: Note, options: Options) -> None:
+def make_way(root: Root, note: RollbackNote, options: Options) -> None:
     """Sets aside the old step of the very name that the first new step will have.
 
     Raises:
@@ -70,7 +70,7 @@ def complete(root: Root, options: Options, keeps_notes: bool = False) -> None:
             remove_note(root, note, options)
 
 
-def _set_aside(root: Root, step: Step, note: Note, options: Options) -> None:
+def _set_aside(root: Root, step: Step, note: RollbackNote, options: Options) -> None:
     where = set_aside(root, step, note.attempt, options)
     log.warning(
         "set aside %s: superseded by %s, which goes on from step %d",
@@ -110,7 +110,7 @@ def _move(root: Root, old: str, new: str, options: Options) -> None:
     remove_files(source)
 
 
-def _bring_back(root: Root, note: Note, options: Options) -> None:
+def _bring_back(root: Root, note: RollbackNote, options: Options) -> None:
     """Gives back its name to the step that made way for one that was never committed."""
     steps = list_steps(root, options, with_superseded=True)
     there = {step.name for step in steps}

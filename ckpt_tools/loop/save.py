@@ -20,16 +20,16 @@ from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
-from ckpt_tools.formats.dcp.metadata import Metadata, Place, Template, TensorMeta
+from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
 from ckpt_tools.formats.zip.write import wrap
 from ckpt_tools.loop.shards import Shard, alias_key
-from ckpt_tools.loop.write import FilePlan, Offer, commit, plan_file, write_part
+from ckpt_tools.loop.write import FilePlan, ShardInfo, commit, plan_file, write_part
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.manifest import SealedTensor
-from ckpt_tools.ranks.gloo import Group
+from ckpt_tools.ranks.gloo import GlooGroup
 
 
-class Task(NamedTuple):
+class WriteTask(NamedTuple):
     """A rank's part: which of its offers it writes, and the tensor's number among all."""
 
     offers: tuple[int, ...]
@@ -37,7 +37,7 @@ class Task(NamedTuple):
     num_tensors: int
 
 
-class Head(NamedTuple):
+class MetadataHead(NamedTuple):
     """What only rank 0 keeps: the metadata but for the objects, and what is sealed of each tensor
     but for its fingerprint.
     """
@@ -49,15 +49,15 @@ class Head(NamedTuple):
 
 
 @dataclass(slots=True)
-class Layout:
+class SaveLayout:
     """What the ranks agreed on, as one of them needs it: kept from save to save."""
 
-    offers: tuple[Offer, ...]
+    offers: tuple[ShardInfo, ...]
     objects: tuple[str, ...]
     values: tuple[str, ...]
-    task: Task
+    task: WriteTask
     file: FilePlan
-    head: Head | None
+    head: MetadataHead | None
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class SaveReport:
 # ---- agreeing ------------------------------------------------------------------------------------
 
 
-def offers_of(shards: Sequence[Shard]) -> tuple[Offer, ...]:
+def offers_of(shards: Sequence[Shard]) -> tuple[ShardInfo, ...]:
     """Returns what this rank holds; tied weights are marked."""
     seen: dict[object, str] = {}
     offers = []
@@ -84,7 +84,7 @@ def offers_of(shards: Sequence[Shard]) -> tuple[Offer, ...]:
         key = alias_key(shard)
         first = shard.fqn if key is None else seen.setdefault(key, shard.fqn)
         offers.append(
-            Offer(
+            ShardInfo(
                 shard.fqn,
                 shard.dtype.name,
                 shard.shape,
@@ -96,13 +96,13 @@ def offers_of(shards: Sequence[Shard]) -> tuple[Offer, ...]:
 
 
 def agree(
-    group: Group,
-    known: Layout | None,
-    offers: tuple[Offer, ...],
+    group: GlooGroup,
+    known: SaveLayout | None,
+    offers: tuple[ShardInfo, ...],
     objects: tuple[str, ...],
     values: tuple[str, ...],
     paths: Mapping[str, tuple[str | int, ...]],
-) -> Layout:
+) -> SaveLayout:
     """Returns the layout of a save, the known one where no rank's part has changed.
 
     Args:
@@ -125,7 +125,7 @@ def agree(
     if not group.sum([changed], "agree on the layout")[0]:
         assert known is not None
         return known
-    tasks: list[Task] = []
+    tasks: list[WriteTask] = []
     head = None
     gathered = group.gather((offers, objects, dict(paths), values), "agree on the layout")
     with group.phase("agree on the layout"):
@@ -137,7 +137,7 @@ def agree(
                 {k: v for g in reversed(gathered) for k, v in g[2].items()},
             )
     task = group.scatter(tasks, "agree on the layout")
-    return Layout(
+    return SaveLayout(
         offers, objects, values, task, plan_file(group.rank, [offers[i] for i in task.offers]), head
     )
 
@@ -169,10 +169,10 @@ def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
 
 
 def assign(
-    offers: Sequence[Sequence[Offer]],
+    offers: Sequence[Sequence[ShardInfo]],
     objects: Sequence[tuple[str, ...]],
     paths: Mapping[str, tuple[str | int, ...]],
-) -> tuple[list[Task], Head]:
+) -> tuple[list[WriteTask], MetadataHead]:
     """Decides who writes what: every piece once, replicas spread so that all ranks write about as
     much.
 
@@ -187,7 +187,7 @@ def assign(
     Raises:
         PlanError, CatalogError: ranks disagree about a tensor, or the pieces do not make it whole.
     """
-    first: dict[str, tuple[Offer, int]] = {}
+    first: dict[str, tuple[ShardInfo, int]] = {}
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
     partners: dict[str, set[str]] = {}
@@ -218,14 +218,14 @@ def assign(
 
 
 def _spread(
-    offers: Sequence[Sequence[Offer]],
+    offers: Sequence[Sequence[ShardInfo]],
     objects: Sequence[tuple[str, ...]],
     paths: Mapping[str, tuple[str | int, ...]],
-    first: Mapping[str, tuple[Offer, int]],
+    first: Mapping[str, tuple[ShardInfo, int]],
     holders: Mapping[tuple[str, tuple[int, ...]], list[tuple[int, int]]],
     boxes: Mapping[tuple[str, tuple[int, ...]], Box],
     aliases: Mapping[str, str],
-) -> tuple[list[Task], Head]:
+) -> tuple[list[WriteTask], MetadataHead]:
     load = [0] * len(offers)
     chosen: list[list[int]] = [[] for _ in offers]
     pieces = [
@@ -245,7 +245,7 @@ def _spread(
     names = [fqn for fqn in first if fqn not in aliases]
     numbers = {fqn: i for i, fqn in enumerate(names)}
     tasks = [
-        Task(
+        WriteTask(
             tuple(sorted(mine)), tuple(numbers[offers[r][i].fqn] for i in sorted(mine)), len(names)
         )
         for r, mine in enumerate(chosen)
@@ -256,17 +256,17 @@ def _spread(
 
 
 def _head(
-    offers: Sequence[Sequence[Offer]],
-    tasks: Sequence[Task],
+    offers: Sequence[Sequence[ShardInfo]],
+    tasks: Sequence[WriteTask],
     objects: Sequence[tuple[str, ...]],
     paths: Mapping[str, tuple[str | int, ...]],
-    first: Mapping[str, Offer],
+    first: Mapping[str, ShardInfo],
     aliases: Mapping[str, str],
-) -> Head:
+) -> MetadataHead:
     """Lays every rank's file out, proves that the pieces make every tensor whole, and renders the
     metadata.
     """
-    placed: dict[str, list[tuple[Box, Place]]] = {fqn: [] for fqn in first}
+    placed: dict[str, list[tuple[Box, ItemLocation]]] = {fqn: [] for fqn in first}
     sizes: dict[str, int] = {}
     for rank, (mine, task) in enumerate(zip(offers, tasks, strict=True)):
         file = dcp.DataFile(dcp.data_file_name(rank))
@@ -293,17 +293,17 @@ def _head(
     tensors = tuple(
         (fqn, SealedTensor(o.dtype, o.shape, "")) for fqn, o in first.items() if fqn not in aliases
     )
-    return Head(Template(metadata), tensors, aliases, tuple(objects))
+    return MetadataHead(Template(metadata), tensors, aliases, tuple(objects))
 
 
 # ---- writing -------------------------------------------------------------------------------------
 
 
 def write(
-    group: Group,
+    group: GlooGroup,
     target: Destination,
     step: int,
-    layout: Layout,
+    layout: SaveLayout,
     memory: Sequence[memoryview],
     objects: Mapping[str, bytes],
     jobs: int,
@@ -347,7 +347,7 @@ def write(
             if group.rank == 0:
                 assert layout.head is not None
                 places = {
-                    fqn: Place(dcp.data_file_name(rank), *at)
+                    fqn: ItemLocation(dcp.data_file_name(rank), *at)
                     for rank, (names, found) in enumerate(
                         zip(layout.head.objects, parts, strict=True)
                     )
@@ -363,7 +363,7 @@ def write(
     )
 
 
-def _prints(layout: Layout, shares: Mapping[str, int]) -> list[int]:
+def _prints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:
     """Returns this rank's share of every tensor's fingerprint."""
     values = [0] * layout.task.num_tensors
     for number, tensor in zip(layout.task.offers, layout.task.numbers, strict=True):
@@ -371,7 +371,7 @@ def _prints(layout: Layout, shares: Mapping[str, int]) -> list[int]:
     return values
 
 
-def _seal(head: Head, prints: Sequence[int]) -> dict[str, SealedTensor]:
+def _seal(head: MetadataHead, prints: Sequence[int]) -> dict[str, SealedTensor]:
     tensors = {
         fqn: sealed._replace(fingerprint=f"{value:016x}")
         for (fqn, sealed), value in zip(head.tensors, prints, strict=True)

@@ -20,16 +20,16 @@ import torch
 from ckpt_tools.core.box import Box, flat_span, flat_start, row_major_strides
 from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
-from ckpt_tools.engine.crc_watch import Part, Seals, is_watched, known_crcs
+from ckpt_tools.engine.crc_watch import CrcWatch, RangeCrcs, is_watched, known_crcs
 from ckpt_tools.engine.kernels import Bytes, gather, scatter
 from ckpt_tools.engine.run import Totals, run
-from ckpt_tools.engine.schedule import Step, Tile, schedule, tile_bytes
+from ckpt_tools.engine.schedule import Batch, Tile, schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink, empty_bytes
 from ckpt_tools.errors import CheckpointError, FormatError, IntegrityError
 from ckpt_tools.formats.registry import Source
-from ckpt_tools.loop.divide import Area, Division, Piece, Round, Wanted
+from ckpt_tools.loop.divide import ReadPlan, Round, RoundRead, SharedArea, WantedBox
 from ckpt_tools.loop.shards import Shard, as_bytes
-from ckpt_tools.ranks.gloo import Ranks
+from ckpt_tools.ranks.gloo import RankSet
 from ckpt_tools.storage import MemoryStore
 
 _BUFFERS = range(2)
@@ -56,7 +56,7 @@ class _RoundSink(FillSink):
         self._wait(tile)
         return super().room(tile)
 
-    def take(self, step: Step, tiles: list[Bytes], scratch: Bytes) -> None:
+    def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> None:
         for tile in step.tiles:
             self._wait(tile)
         super().take(step, tiles, scratch)
@@ -91,7 +91,7 @@ class _RoundSink(FillSink):
             self._changed.notify_all()
 
 
-class Together(NamedTuple):
+class SharedReadStats(NamedTuple):
     """What a common reading did on this rank: bytes read, bytes of pieces, bytes from other ranks,
     chunks proved.
     """
@@ -103,13 +103,13 @@ class Together(NamedTuple):
 
 
 def read_together(
-    group: Ranks,
+    group: RankSet,
     source: Source,
-    division: Division,
+    division: ReadPlan,
     shards: Mapping[int, Shard],
     jobs: int,
     memory_bytes: int,
-) -> Together | None:
+) -> SharedReadStats | None:
     """Reads this rank's pieces and sends them around; called by all ranks of the group.
 
     Args:
@@ -140,14 +140,16 @@ def read_together(
     num_proved = reading.prove()
     if any(group.all_gather(reading.is_spoiled, "compare what was read")):
         return None
-    return Together(reading.result.read_nbytes, reading.needed_nbytes, received_nbytes, num_proved)
+    return SharedReadStats(
+        reading.result.read_nbytes, reading.needed_nbytes, received_nbytes, num_proved
+    )
 
 
 class _Reading:
     """This rank's part of it, in a thread of its own."""
 
     def __init__(
-        self, group: Ranks, source: Source, division: Division, jobs: int, memory_bytes: int
+        self, group: RankSet, source: Source, division: ReadPlan, jobs: int, memory_bytes: int
     ) -> None:
         self._group, self._source, self._division = group, source, division
         mine = [pieces[group.rank] for pieces in division.rounds()]
@@ -157,7 +159,7 @@ class _Reading:
         places = {
             self._assumed.get(extent, extent): (extent, area) for extent, area in areas.items()
         }
-        self._seals = Seals(
+        self._seals = CrcWatch(
             {
                 p: a.entry.fqn
                 for p, (stored, a) in places.items()
@@ -204,7 +206,7 @@ class _Reading:
         several ranks have read together.
         """
         crcs: dict[Extent, int] = {}
-        parts: list[Part] = []
+        parts: list[RangeCrcs] = []
         with self._group.phase("look at what was read"):
             if not self.is_spoiled:
                 found = self._source.format.locate(self._source.store, self._entries)
@@ -224,7 +226,7 @@ class _Reading:
             return 0
 
 
-def _entries(areas: Iterable[Area]) -> list[TensorEntry]:
+def _entries(areas: Iterable[SharedArea]) -> list[TensorEntry]:
     """Returns the tensors of some areas with the chunks of these only."""
     chunks: dict[str, dict[Chunk, None]] = {}
     entries = {}
@@ -234,7 +236,7 @@ def _entries(areas: Iterable[Area]) -> list[TensorEntry]:
     return [replace(entry, chunks=tuple(chunks[name])) for name, entry in entries.items()]
 
 
-def _plan(pieces: Sequence[Piece], file: str) -> Plan:
+def _plan(pieces: Sequence[RoundRead], file: str) -> Plan:
     """Plans the reading of a round's pieces into a file of that name."""
     slots: dict[str, list[Slot]] = {}
     for piece in pieces:
@@ -288,7 +290,7 @@ class _Room:
         ].copy_(values)
 
 
-def _send_around(group: Ranks, pieces: Round, buffer: Bytes, rooms: Mapping[int, _Room]) -> int:
+def _send_around(group: RankSet, pieces: Round, buffer: Bytes, rooms: Mapping[int, _Room]) -> int:
     """Brings the parts of a round's pieces to those that need them; returns the bytes that came
     from other ranks.
     """
@@ -320,7 +322,7 @@ def _send_around(group: Ranks, pieces: Round, buffer: Bytes, rooms: Mapping[int,
     return sum(values.numel() for _, _, values in receives)
 
 
-def _parts(pieces: Round) -> Iterator[tuple[int, Piece, Wanted, Box]]:
+def _parts(pieces: Round) -> Iterator[tuple[int, RoundRead, WantedBox, Box]]:
     """Yields who reads it, the piece, who needs of it, and what; in the same order on all ranks."""
     for reader, own in enumerate(pieces):
         for piece in own:

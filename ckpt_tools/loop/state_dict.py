@@ -37,7 +37,7 @@ from ckpt_tools.loop.objects import (
 )
 from ckpt_tools.loop.optimizers import (
     WRAPPERS,
-    Holders,
+    StateOwners,
     Stored,
     export_optimizer,
     extra_of,
@@ -103,7 +103,7 @@ class RngState:
         np.random.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
-class OfRank(NamedTuple):
+class PlacedPerRank(NamedTuple):
     """A `PerRank` of a state, and its place there."""
 
     wrapper: PerRank
@@ -111,7 +111,7 @@ class OfRank(NamedTuple):
 
 
 @dataclass(slots=True)
-class Exported:
+class ExportedState:
     """A state under flat names: tensors as they live (DTensors and all), other values, and the keys
     on the way to each.
 
@@ -126,7 +126,7 @@ class Exported:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Key] = field(default_factory=dict)
-    per_rank: dict[str, OfRank] = field(default_factory=dict)
+    per_rank: dict[str, PlacedPerRank] = field(default_factory=dict)
     free: list[Key] = field(default_factory=list)
     plain: list[Key] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -180,7 +180,7 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     return depth > MAX_DEPTH or all(is_plain(item, depth + 1) for item in items)
 
 
-def holders_of(state: Mapping[str, Any]) -> Holders:
+def holders_of(state: Mapping[str, Any]) -> StateOwners:
     modules: list[tuple[Key, nn.Module]] = []
     tensors: list[tuple[Key, torch.Tensor]] = []
     optimizers: list[tuple[Key, Optimizer]] = []
@@ -201,7 +201,7 @@ def holders_of(state: Mapping[str, Any]) -> Holders:
                 visit(item, (*path, key))
 
     visit(state, ())
-    return Holders(modules, tensors, optimizers)
+    return StateOwners(modules, tensors, optimizers)
 
 
 def _holds_tensor(value: Any, depth: int = 0) -> bool:
@@ -231,7 +231,7 @@ def calling(method: str, value: Any, path: Key) -> Iterator[None]:
 # ---- export --------------------------------------------------------------------------------------
 
 
-def export(state: Mapping[str, Any], stored: Stored | None = None) -> Exported:
+def export(state: Mapping[str, Any], stored: Stored | None = None) -> ExportedState:
     """Returns a user's state under flat names. The tensors are the live ones: nothing is copied or
     gathered.
 
@@ -272,14 +272,14 @@ def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
 class _Exporter:
     """Walks a state and gives every leaf its name."""
 
-    def __init__(self, holders: Holders, stored: Stored | None) -> None:
-        self.holders, self.stored, self.result = holders, stored, Exported()
+    def __init__(self, holders: StateOwners, stored: Stored | None) -> None:
+        self.holders, self.stored, self.result = holders, stored, ExportedState()
 
     def visit(self, value: Any, path: Key) -> None:
         """Exports a value of the state itself."""
         if isinstance(value, (PerRank, RngState)):
             wrapper = value if isinstance(value, PerRank) else PerRank(value, "reset")
-            self.result.per_rank[self._name(path)] = OfRank(wrapper, path)
+            self.result.per_rank[self._name(path)] = PlacedPerRank(wrapper, path)
         elif isinstance(value, nn.Module):
             with calling("state_dict", value, path):
                 exported = get_model_state_dict(value)

@@ -16,21 +16,20 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import Literal, Slot, Target, plan_transfer
 from ckpt_tools.engine.run import run
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Step, schedule, tile_bytes
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, Batch, schedule, tile_bytes
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import StorageError
 from ckpt_tools.formats.dcp import format as dcp
-from ckpt_tools.formats.dcp.metadata import Place
+from ckpt_tools.formats.dcp.metadata import ItemLocation
 from ckpt_tools.formats.zip.write import wrap
-from ckpt_tools.publish.base import Destination
-from ckpt_tools.publish.base import Place as Staged
-from ckpt_tools.publish.manifest import Manifest, Sealed, SealedTensor, file_name, seal_file
+from ckpt_tools.publish.base import Attempt, Destination
+from ckpt_tools.publish.manifest import Manifest, SealedFile, SealedTensor, file_name, seal_file
 from ckpt_tools.storage import MemoryStore
 
 _MANIFEST_ROOM_BYTES = 1 << 20
 
 
-class Offer(NamedTuple):
+class ShardInfo(NamedTuple):
     """A piece that a rank holds: FQN, type, global shape, box, and the FQN whose memory it shares
     ("" for none).
     """
@@ -50,11 +49,11 @@ class FilePlan(NamedTuple):
     """
 
     target: Target
-    steps: tuple[Step, ...]
-    places: tuple[Place, ...]
+    steps: tuple[Batch, ...]
+    places: tuple[ItemLocation, ...]
 
 
-class Part(NamedTuple):
+class RankFile(NamedTuple):
     """What a rank wrote.
 
     Attributes:
@@ -71,10 +70,10 @@ class Part(NamedTuple):
     shares: Mapping[str, int]
 
 
-NOTHING = Part(0, 0, (), (), {})
+NOTHING = RankFile(0, 0, (), (), {})
 
 
-def plan_file(rank: int, pieces: Sequence[Offer]) -> FilePlan:
+def plan_file(rank: int, pieces: Sequence[ShardInfo]) -> FilePlan:
     """Lays a rank's file out, and plans the copies into it from memory in which piece number `i` is
     the file called `i`.
     """
@@ -109,11 +108,11 @@ def plan_file(rank: int, pieces: Sequence[Offer]) -> FilePlan:
 def write_part(
     plan: FilePlan,
     target: Destination,
-    place: Staged,
+    place: Attempt,
     memory: Sequence[memoryview],
     objects: Sequence[bytes],
     jobs: int,
-) -> Part:
+) -> RankFile:
     """Writes a rank's file and makes it durable.
 
     Args:
@@ -151,14 +150,14 @@ def write_part(
         sink.abort()
     place.sync()
     shares = {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots}
-    return Part(nbytes, checksums[name], tuple(sink.runs_of(name)), tuple(places), shares)
+    return RankFile(nbytes, checksums[name], tuple(sink.runs_of(name)), tuple(places), shares)
 
 
 def commit(
     target: Destination,
-    place: Staged,
+    place: Attempt,
     index: bytes,
-    parts: Sequence[Part],
+    parts: Sequence[RankFile],
     tensors: Mapping[str, SealedTensor],
     step: int | None,
 ) -> list[str]:
@@ -176,7 +175,7 @@ def commit(
         StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is
             visible then.
     """
-    files: dict[str, Sealed] = {}
+    files: dict[str, SealedFile] = {}
     found = place.sizes_of(
         [
             target.name(dcp.data_file_name(rank), place.attempt)
@@ -201,7 +200,7 @@ def commit(
         {},
         world_size=len(parts),
         files=files,
-        index=(".metadata", Sealed(len(index), hex64(crc64nvme(index)))),
+        index=(".metadata", SealedFile(len(index), hex64(crc64nvme(index)))),
         tensors=tensors,
         step=step,
     )

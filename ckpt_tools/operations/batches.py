@@ -19,7 +19,7 @@ _BATCH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ReadBatch:
     """Ranges of files, and the archives that lie in them whole.
 
     Attributes:
@@ -51,18 +51,18 @@ class _Group:
 
 def one_batch(
     store: Store, sizes: Mapping[str, int], archives: Sequence[Extent]
-) -> Iterator[Batch]:
+) -> Iterator[ReadBatch]:
     """Yields all files as one batch that is not held: of a disk, or where several processes share
     the work.
     """
-    yield Batch(
+    yield ReadBatch(
         store, [(name, 0, nbytes) for name, nbytes in sizes.items()], archives, is_held=False
     )
 
 
 def cut_batches(
     store: Store, sizes: Mapping[str, int], archives: Sequence[Extent], only_archives: bool = False
-) -> Iterator[Batch]:
+) -> Iterator[ReadBatch]:
     """Yields the bytes of files, each in one batch of about 32 MiB. The next batch is fetched while
     one is looked at.
 
@@ -84,7 +84,7 @@ def cut_batches(
             announce(store, following.spans, WINDOW_BYTES)
         elif following is None:
             store.will_read((), is_all=True)
-        yield Batch(
+        yield ReadBatch(
             hold(store, group.spans, WINDOW_BYTES) if group.is_held else store,
             group.spans,
             group.archives,

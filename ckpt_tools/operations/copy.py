@@ -19,7 +19,7 @@ from typing import Any, Unpack
 from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal, plan_files
-from ckpt_tools.engine.crc_watch import RecordSeals
+from ckpt_tools.engine.crc_watch import RecordCrcWatch
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable, redacted
@@ -28,16 +28,16 @@ from ckpt_tools.formats.registry import INDEXES, Source, is_ours, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.verification import Verification
-from ckpt_tools.publish.base import Destination, Place, open_destination
-from ckpt_tools.publish.bucket import RemotePlace, copies_within
+from ckpt_tools.publish.base import Attempt, Destination, open_destination
+from ckpt_tools.publish.bucket import RemoteAttempt, copies_within
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.leftovers import give_up_uploads
 from ckpt_tools.publish.lock import Lease
-from ckpt_tools.publish.manifest import Manifest, Sealed, file_name, find, names_in, of_source
-from ckpt_tools.ranks.base import ALONE, Team, agree
+from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name, find, names_in, of_source
+from ckpt_tools.ranks.base import ALONE, Group, agree
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, read
 from ckpt_tools.storage.retries import appeared
-from ckpt_tools.transfer.distribute import Division, collect, open_files, staged
+from ckpt_tools.transfer.distribute import RankWork, collect, open_files, staged
 from ckpt_tools.transfer.transfer import Options, Path_, Reading, check_apart, no_bar, steps_for
 
 _ASKERS = 16
@@ -199,7 +199,7 @@ class _Work:
         target: Destination,
         options: Options,
         to_options: Mapping[str, Any] | None,
-        team: Team,
+        team: Group,
     ) -> None:
         self.source, self.target, self.options, self.to_options, self.team = (
             source,
@@ -480,13 +480,13 @@ class _Work:
             self.source.format.NAME,
             {"name": self.source.name, "format": self.source.format.NAME},
             world_size=None,
-            files={self.single: Sealed(nbytes, hex64(crcs[self.single]))},
+            files={self.single: SealedFile(nbytes, hex64(crcs[self.single]))},
             index=None,
             tensors=self.manifest.tensors if self.manifest else {},
         )
         return Literal(file_name(attempt, self.single), 0, manifest.render()), None
 
-    def _through(self, place: Place, advance: Callable[[int], None]) -> dict[str, int]:
+    def _through(self, place: Attempt, advance: Callable[[int], None]) -> dict[str, int]:
         """Moves files through this process, and returns their checksums by their new names, of a
         team on member 0.
         """
@@ -494,8 +494,8 @@ class _Work:
         jobs = self.options.get("jobs") or min(8, os.cpu_count() or 1)
         tiles = tile_bytes(self.options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
         plan = plan_files(self.missing, self.name)
-        division = Division(plan, team, self.target)
-        sink, seals = division.sink(place), RecordSeals(self._records())
+        division = RankWork(plan, team, self.target)
+        sink, seals = division.sink(place), RecordCrcWatch(self._records())
         try:
             open_files(sink, team)
             steps = steps_for(division.plan, {}, tiles, place.shelf, division.share)
@@ -557,7 +557,7 @@ class _Work:
                     ),
                 )
 
-    def _within(self, place: RemotePlace, advance: Callable[[int], None]) -> None:
+    def _within(self, place: RemoteAttempt, advance: Callable[[int], None]) -> None:
         """Has the store copy files by itself."""
         origin = self.source.remote
         assert origin is not None

@@ -32,7 +32,7 @@ from ckpt_tools.errors import FormatError, PlanError, printable, redacted
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
-from ckpt_tools.operations.convert.training_state import Values
+from ckpt_tools.operations.convert.training_state import ObjectReader
 from ckpt_tools.operations.merge_reshard import model_view
 from ckpt_tools.publish.manifest import of_source
 from ckpt_tools.ranks.base import ALONE, agree
@@ -205,7 +205,7 @@ def _same_objects(a: Source, left: Catalog, b: Source, right: Catalog) -> set[st
     """Returns the objects that are the same value, however it was packed: two writers' archives of
     one number are not the same bytes.
     """
-    mine, theirs = Values(a.store), Values(b.store)
+    mine, theirs = ObjectReader(a.store), ObjectReader(b.store)
     names = [fqn for fqn in left.objects if fqn in right.objects]
     mine.will_read(left.objects[fqn] for fqn in names)
     theirs.will_read(right.objects[fqn] for fqn in names)

@@ -12,7 +12,7 @@ from typing import Unpack
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import (
     Catalog,
-    ManyChunks,
+    ChunkTable,
     TensorEntry,
     check_globs,
     chooser,
@@ -363,7 +363,7 @@ def left_out(before: Catalog, after: Catalog, with_objects: bool = True) -> dict
     taken = {
         c.extent
         for t in after.tensors.values()
-        for c in (t.chunks[:1] if isinstance(t.chunks, ManyChunks) else t.chunks)
+        for c in (t.chunks[:1] if isinstance(t.chunks, ChunkTable) else t.chunks)
     }
     left: dict[str, int] = {}
     for fqn, entry in before.tensors.items():

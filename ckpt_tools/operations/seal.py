@@ -17,16 +17,16 @@ from ckpt_tools.core.box import flat_start, is_flat
 from ckpt_tools.core.catalog import Chunk, Extent, TensorEntry
 from ckpt_tools.core.checksum import crc32, crc64nvme, hex64, join_crc32, join_crc64
 from ckpt_tools.core.plan import num_cells, plan_values
-from ckpt_tools.engine.fingerprints import Fingerprints, Piece, Pieces
+from ckpt_tools.engine.fingerprints import Fingerprints, HashedRange, HashedRanges
 from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.formats.registry import INDEXES, folder_of, is_ours
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.batches import Batch
-from ckpt_tools.operations.verification import Record, Verification
+from ckpt_tools.operations.batches import ReadBatch
+from ckpt_tools.operations.verification import RecordCheck, Verification
 from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.publish.local import add_file
-from ckpt_tools.publish.manifest import Manifest, Sealed, file_name, seal_file, seal_tensors
+from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name, seal_file, seal_tensors
 from ckpt_tools.storage import RemoteStore, read
 from ckpt_tools.transfer.transfer import Path_, Reading
 
@@ -118,7 +118,7 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         {},
         world_size=work.catalog.world_size,
         files={name: found.seal(name, nbytes) for name, nbytes in sizes.items()},
-        index=(index, Sealed(len(data), hex64(crc64nvme(data)))) if index else None,
+        index=(index, SealedFile(len(data), hex64(crc64nvme(data)))) if index else None,
         tensors=seal_tensors(plan_values(tensors), found.fingerprints()),
     )
     name = file_name(attempt, file)
@@ -156,7 +156,7 @@ class _Found:
         assert work.catalog is not None
         self.unknown = sorted(work.files_without_archives(set(sizes)))
         self._work, self._tensors = work, list(work.catalog.tensors.values())
-        self._files: dict[str, list[Piece]] = {name: [] for name in sizes}
+        self._files: dict[str, list[HashedRange]] = {name: [] for name in sizes}
         self._cells: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in sizes}
         self._prints, self._unjoined = Fingerprints(), set[str]()
         # start, end, number of the tensor
@@ -170,7 +170,7 @@ class _Found:
         for chunks in self._chunks.values():
             chunks.sort(key=lambda item: item[:3])
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: ReadBatch) -> None:
         """Reads a batch, compares its records, and notes its checksums.
 
         Raises:
@@ -193,7 +193,9 @@ class _Found:
         for name, pieces in hashed.pieces.items():
             nbytes = sum(piece.nbytes for piece in pieces)
             self._files[name].append(
-                Piece(pieces[0].start, nbytes, join_crc64((p.crc64, p.nbytes) for p in pieces), 0)
+                HashedRange(
+                    pieces[0].start, nbytes, join_crc64((p.crc64, p.nbytes) for p in pieces), 0
+                )
             )
         for name, extents in cells.items():
             self._cells[name] += [
@@ -207,12 +209,12 @@ class _Found:
         for tensor in tensors:
             for extent, start in long.get(tensor.fqn, ()):
                 piece = _cut(extent, batch)
-                noted = Piece(
+                noted = HashedRange(
                     start + piece.start - extent.start, piece.nbytes, hashed.crc64(piece), 0
                 )
-                self._prints.noted.pieces.setdefault(tensor.fqn, Pieces()).append(noted)
+                self._prints.noted.pieces.setdefault(tensor.fqn, HashedRanges()).append(noted)
 
-    def _within(self, batch: Batch) -> list[TensorEntry]:
+    def _within(self, batch: ReadBatch) -> list[TensorEntry]:
         """Returns the tensors of a batch, each with its chunks there."""
         found: dict[int, dict[Chunk, None]] = {}
         for name, start, nbytes in batch.spans:
@@ -242,13 +244,13 @@ class _Found:
             self._work.fingerprints(left, self._work.format.locate(self._work.store, left))
         )
 
-    def seal(self, name: str, nbytes: int) -> Sealed:
+    def seal(self, name: str, nbytes: int) -> SealedFile:
         """Returns a file's entry, with its cells."""
         crc = join_crc64((p.crc64, p.nbytes) for p in sorted(self._files[name]))
         return seal_file(nbytes, crc, sorted(self._cells[name]))
 
 
-def _cut(extent: Extent, batch: Batch) -> Extent:
+def _cut(extent: Extent, batch: ReadBatch) -> Extent:
     """Returns what of an extent lies in a batch."""
     mine = [(start, start + nbytes) for name, start, nbytes in batch.spans if name == extent.file]
     start, stop = max(extent.start, min(mine)[0]), min(extent.start + extent.nbytes, max(mine)[1])
@@ -299,8 +301,8 @@ def _long_pieces(
 
 def _read_once(
     work: Verification,
-    batch: Batch,
-    records: Mapping[str, Record],
+    batch: ReadBatch,
+    records: Mapping[str, RecordCheck],
     parts: Iterable[Extent],
     least: int,
 ) -> _Hashed:
@@ -339,7 +341,7 @@ class _Hashed:
         pieces: of each file, in order.
     """
 
-    def __init__(self, work: Verification, batch: Batch, parts: Iterable[Extent]) -> None:
+    def __init__(self, work: Verification, batch: ReadBatch, parts: Iterable[Extent]) -> None:
         """Takes the batch, and the parts of it whose checksums will be asked for."""
         edges: dict[str, set[int]] = {}
         for name, start, nbytes in batch.spans:
@@ -355,14 +357,14 @@ class _Hashed:
         crc64s, crc32s = work.hash_ranges(ranges, crc64nvme, crc32, store=batch.store)
         self.pieces = {
             name: [
-                Piece(a, b - a, crc64s[f"{name}:{a}"], crc32s[f"{name}:{a}"])
+                HashedRange(a, b - a, crc64s[f"{name}:{a}"], crc32s[f"{name}:{a}"])
                 for a, b in pairwise(found)
             ]
             for name, found in self._edges.items()
             if len(found) > 1
         }
 
-    def _of(self, part: Extent) -> Sequence[Piece]:
+    def _of(self, part: Extent) -> Sequence[HashedRange]:
         edges = self._edges[part.file]
         return self.pieces.get(part.file, [])[
             bisect_left(edges, part.start) : bisect_left(edges, part.start + part.nbytes)

@@ -19,7 +19,7 @@ _RANDOM = re.compile(
 _SHOWN = 8
 
 
-class Carried(NamedTuple):
+class SideFiles(NamedTuple):
     """Files that go along.
 
     Attributes:
@@ -33,7 +33,7 @@ class Carried(NamedTuple):
     notes: list[str]
 
 
-def carried(source: Source, ranks: int) -> Carried:
+def carried(source: Source, ranks: int) -> SideFiles:
     """Returns what goes along to a job of so many ranks that reads the same layout.
 
     Each rank has random states of its own: those of ranks that are there go along. A Trainer of one
@@ -60,7 +60,7 @@ def carried(source: Source, ranks: int) -> Carried:
             f"no random states for rank {_some(map(str, missing))}: the source has those of"
             f" {len(states)}; they begin anew"
         )
-    return Carried(files, keys, notes)
+    return SideFiles(files, keys, notes)
 
 
 def _renamed(random: re.Match[str], ranks: int) -> str:

@@ -25,7 +25,7 @@ from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, PIN, note_of
 from ckpt_tools.formats.registry import Format, detect, folder_of, is_ours
 from ckpt_tools.formats.zip.verify import examine
-from ckpt_tools.operations.batches import Batch, cut_batches, one_batch
+from ckpt_tools.operations.batches import ReadBatch, cut_batches, one_batch
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.hub_cache import find_damaged
 from ckpt_tools.publish.check_manifest import (
@@ -42,7 +42,7 @@ from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, read
 from ckpt_tools.transfer.transfer import Path_, Reading, no_bar
 
 
-class Record(NamedTuple):
+class RecordCheck(NamedTuple):
     """A record of an archive, with the CRC-32 that it is to have."""
 
     extent: Extent
@@ -391,7 +391,7 @@ class Verification:
 
     def batches(
         self, sizes: Mapping[str, int], only_archives: bool = False, is_one: bool = False
-    ) -> Iterator[Batch]:
+    ) -> Iterator[ReadBatch]:
         """Yields the bytes of some files, each once: from an object store in batches that are held
         in memory.
 
@@ -424,22 +424,26 @@ class Verification:
         }
         return bare - {e.file for e in self.catalog.archives}
 
-    def look_at_archives(self, batch: Batch) -> tuple[list[Problem], set[str], dict[str, Record]]:
+    def look_at_archives(
+        self, batch: ReadBatch
+    ) -> tuple[list[Problem], set[str], dict[str, RecordCheck]]:
         """Returns what is wrong around the records of archives, the files of those that have no
         checksum, and the records whose own is still to be compared.
         """
         problems: list[Problem] = []
         unknown: set[str] = set()
-        left: dict[str, Record] = {}
+        left: dict[str, RecordCheck] = {}
         for found in examine(batch.store, batch.archives):
             if found.problem:
                 problems += self._of_entries(found.problem, found.extent, found.extent)
             if not found.is_sealed:
                 unknown.add(found.extent.file)
-            left |= {f"{e.file}:{e.start}": Record(e, found.extent) for e in found.left}
+            left |= {f"{e.file}:{e.start}": RecordCheck(e, found.extent) for e in found.left}
         return problems, unknown, left
 
-    def compare_records(self, left: Mapping[str, Record], crcs: Mapping[str, int]) -> list[Problem]:
+    def compare_records(
+        self, left: Mapping[str, RecordCheck], crcs: Mapping[str, int]
+    ) -> list[Problem]:
         """Returns the records whose CRC-32 is another one than their archive has."""
         wrong = {key: record for key, (record, _) in left.items() if crcs[key] != record.crc32}
         if wrong and self.remote is not None:  # it may have happened on the way

@@ -17,7 +17,7 @@ from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.verification import Verification
 from ckpt_tools.publish.check_manifest import Problem
-from ckpt_tools.ranks.base import ALONE, Team, agree
+from ckpt_tools.ranks.base import ALONE, Group, agree
 from ckpt_tools.transfer.transfer import Path_, Reading
 
 
@@ -85,7 +85,7 @@ def verify(
     """
     if quick and deep:
         raise PlanError("quick reads no values, and deep looks at them", hint="give one of the two")
-    team: Team = options.get("team") or ALONE
+    team: Group = options.get("team") or ALONE
     with team.phase("open"):
         work = Verification(src, options)
     if require_manifest and work.manifest is None:

@@ -24,8 +24,8 @@ from ckpt_tools.publish.manifest import names_in, parse
 from ckpt_tools.storage import (
     LocalStore,
     SharedStore,
-    Shelf,
     Store,
+    WritableStore,
     is_url,
     local_path,
     read,
@@ -34,7 +34,7 @@ from ckpt_tools.storage import (
 from ckpt_tools.storage.retries import appeared
 
 
-class Place(Protocol):
+class Attempt(Protocol):
     """Where one attempt gathers its files."""
 
     @property
@@ -43,7 +43,7 @@ class Place(Protocol):
         ...
 
     @property
-    def shelf(self) -> Shelf:
+    def shelf(self) -> WritableStore:
         """Takes the files."""
         ...
 
@@ -152,7 +152,7 @@ class Destination(Protocol):
         single: str = "",
         keeps: str = "",
         heir_of: Path | None = None,
-    ) -> AbstractContextManager[Place]:
+    ) -> AbstractContextManager[Attempt]:
         """Yields the place of an attempt; what is left of it is removed on the way out.
 
         Args:
@@ -170,7 +170,7 @@ class Destination(Protocol):
         """Tells whether several processes can write one file."""
         ...
 
-    def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Place:
+    def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Attempt:
         """Returns the place that another process has made.
 
         Args:
@@ -314,30 +314,30 @@ class LocalDestination:
         single: str = "",
         keeps: str = "",
         heir_of: Path | None = None,
-    ) -> Iterator[Place]:
+    ) -> Iterator[Attempt]:
         with commit.staging(self.path, attempt, keeps, heir_of) as staging:
             # another process has published since the first look
             if self.exists() and not overwrite:
                 raise appeared(self.url)
-            yield LocalPlace(staging, overwrite, single, self._accept)
+            yield LocalAttempt(staging, overwrite, single, self._accept)
 
     takes_parts = True
 
-    def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Place:
+    def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Attempt:
         folder = commit.staging_path(self.path, attempt)
         if not folder.is_dir():
             raise StorageError(
                 f"this rank does not see what rank 0 made: {printable(str(folder))}",
                 hint="the directory must be shared by all ranks",
             )
-        place = LocalPlace(commit.Staging(attempt, folder, self.path), False, single)
+        place = LocalAttempt(commit.Staging(attempt, folder, self.path), False, single)
         if shares_files:
             place.shelf = SharedStore(folder)
         return place
 
 
-class LocalPlace:
-    """See `Place`: a staging directory."""
+class LocalAttempt:
+    """See `Attempt`: a staging directory."""
 
     def __init__(
         self,

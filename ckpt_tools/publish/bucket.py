@@ -33,10 +33,10 @@ from ckpt_tools.formats.base import (
 )
 from ckpt_tools.formats.registry import INDEXES, is_checkpoint_file, is_ours
 from ckpt_tools.publish.manifest import find, names_in
-from ckpt_tools.storage import RemoteStore, Shelf, Store, Writer, read
+from ckpt_tools.storage import RemoteStore, Store, WritableStore, Writer, read
 from ckpt_tools.storage.retries import appeared
-from ckpt_tools.storage.s3.multipart import MAX_PARTS, How, Upload, part_starts
-from ckpt_tools.storage.s3.open_uploads import Begun, list_parts
+from ckpt_tools.storage.s3.multipart import MAX_PARTS, Upload, UploadOptions, part_starts
+from ckpt_tools.storage.s3.open_uploads import OpenUpload, list_parts
 
 _ASKERS = 16
 _FEW = 16  # of so many objects each is asked for; a listing costs as much as a dozen questions
@@ -104,7 +104,7 @@ class RemoteDestination:
             else (store, "")
         )
 
-    def find_try(self, work: str, single: str) -> Try | None:
+    def find_try(self, work: str, single: str) -> UploadNotes | None:
         """Returns the newest try at a piece of work that noted its uploads; `single` is the one
         file's name, where there is no index.
         """
@@ -127,9 +127,9 @@ class RemoteDestination:
         single: str = "",
         keeps: str = "",
         heir_of: Path | None = None,
-    ) -> Iterator[RemotePlace]:
+    ) -> Iterator[RemoteAttempt]:
         del heir_of
-        place = RemotePlace(
+        place = RemoteAttempt(
             RemoteStore(self._parent if single else self.url, self._options),
             attempt,
             overwrite,
@@ -146,14 +146,14 @@ class RemoteDestination:
     def takes_parts(self) -> bool:
         return RemoteStore(self.url, self._options).s3 is not None
 
-    def join(self, attempt: str, single: str = "", shares_files: bool = False) -> RemotePlace:
+    def join(self, attempt: str, single: str = "", shares_files: bool = False) -> RemoteAttempt:
         del shares_files
-        return RemotePlace(
+        return RemoteAttempt(
             RemoteStore(self._parent if single else self.url, self._options), attempt, False, single
         )
 
 
-class Try(NamedTuple):
+class UploadNotes(NamedTuple):
     """An attempt that noted what it began: its id, its data files, and the id and the mark of the
     upload of every large one.
     """
@@ -163,7 +163,7 @@ class Try(NamedTuple):
     uploads: Mapping[str, tuple[str, str]]
 
 
-def _try(data: bytes, work: str) -> Try | None:
+def _try(data: bytes, work: str) -> UploadNotes | None:
     """Returns what notes tell, None where they are of other work or not as they were written."""
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         body = json.loads(data)
@@ -172,11 +172,11 @@ def _try(data: bytes, work: str) -> Try | None:
                 str(file): (str(upload_id), str(mark))
                 for file, (upload_id, mark) in body["uploads"].items()
             }
-            return Try(body["attempt"], list(map(str, body["files"])), uploads)
+            return UploadNotes(body["attempt"], list(map(str, body["files"])), uploads)
     return None
 
 
-class RemotePlace:
+class RemoteAttempt:
     """See `destination.Place`; `store` is where its files lie."""
 
     def __init__(
@@ -201,13 +201,13 @@ class RemotePlace:
             self._replaces = store.version(next((n for n in (single, *INDEXES) if n in there), ""))
         self.folder = None
         # uploads that are left to the next try if this one fails
-        self.begun: Mapping[str, Begun] = {}
+        self.begun: Mapping[str, OpenUpload] = {}
         # nothing to replace
         self._is_exclusive = not overwrite or (store.s3 is not None and not self._replaces)
         self.capabilities = store.capabilities
 
     @property
-    def shelf(self) -> Shelf:
+    def shelf(self) -> WritableStore:
         return self
 
     def create(self, path: str, nbytes: int) -> Writer:
@@ -226,24 +226,24 @@ class RemotePlace:
         assert isinstance(upload, Upload)
         return upload
 
-    def how(self, path: str) -> How:
+    def how(self, path: str) -> UploadOptions:
         """Returns how an object is to be written: where there is none, or in the place of what an
         earlier try has left.
         """
         crc = self._crcs.get(path)
         begun = self.begun.get(path)
         if path == self._single:
-            return How(
+            return UploadOptions(
                 None, True, self._is_exclusive, self._replaces, crc, self.attempt, begun=begun
             )
         there = self.store.version(path) if path in self._expected else ""
-        return How(
+        return UploadOptions(
             None, False, path in self._expected and not there, there, crc, self.attempt, begun=begun
         )
 
     def begin(
-        self, work: str, files: Mapping[str, int], earlier: Try | None
-    ) -> Mapping[str, Begun]:
+        self, work: str, files: Mapping[str, int], earlier: UploadNotes | None
+    ) -> Mapping[str, OpenUpload]:
         """Begins the uploads of all files that are sent in parts, or goes on with those of an
         earlier try, and notes them for a next one.
 
@@ -255,14 +255,14 @@ class RemotePlace:
         store, s3 = self.store, self.store.s3
         assert s3 is not None
 
-        def one(name: str) -> Begun:
+        def one(name: str) -> OpenUpload:
             path, url = f"{store.root}/{name}", f"{store.url}/{name}"
             found = earlier.uploads.get(name) if earlier else None
             parts = list_parts(s3, url, path, found[0]) if found else None
             if found and parts is not None:
-                return Begun(*found, parts)
+                return OpenUpload(*found, parts)
             upload = Upload(s3, path, url, files[name], self.how(name))
-            return Begun(upload.begin(), upload.mark, {})
+            return OpenUpload(upload.begin(), upload.mark, {})
 
         large = [name for name, nbytes in files.items() if len(part_starts(nbytes)) > 1]
         with ThreadPoolExecutor(_ASKERS, "ckpt-begin") as pool:
@@ -423,10 +423,10 @@ class RemotePlace:
         return hex64(crc64nvme(read(store, found.index[0]))) == found.index[1].crc64nvme
 
 
-class SharedFiles:
+class SharedUploads:
     """The shelf of one of several processes, each of which sends some parts of some files."""
 
-    def __init__(self, place: RemotePlace, regions: Regions) -> None:
+    def __init__(self, place: RemoteAttempt, regions: Regions) -> None:
         """Takes where the files go, and which bytes of each this process sends."""
         self._place, self._regions = place, regions
         self.capabilities = place.capabilities
@@ -447,17 +447,19 @@ class SharedFiles:
         return {path: upload.begin() for path, upload in self._begun.items()}
 
 
-def shared_files(place: object, regions: Regions) -> Shelf:
+def shared_files(place: object, regions: Regions) -> WritableStore:
     """Returns where one of several processes puts its part of the files of a place in an object
     store.
     """
-    assert isinstance(place, RemotePlace)
-    return SharedFiles(place, regions)
+    assert isinstance(place, RemoteAttempt)
+    return SharedUploads(place, regions)
 
 
-def copies_within(place: object, origin: RemoteStore | None) -> RemotePlace | None:
+def copies_within(place: object, origin: RemoteStore | None) -> RemoteAttempt | None:
     """Returns the place, if the store can copy to it from another by itself."""
     is_one = (
-        isinstance(place, RemotePlace) and origin is not None and place.store.can_copy_from(origin)
+        isinstance(place, RemoteAttempt)
+        and origin is not None
+        and place.store.can_copy_from(origin)
     )
-    return place if isinstance(place, RemotePlace) and is_one else None
+    return place if isinstance(place, RemoteAttempt) and is_one else None

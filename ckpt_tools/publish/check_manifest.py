@@ -14,7 +14,7 @@ from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, shares, t
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.ranks.base import ALONE, Team
+from ckpt_tools.ranks.base import ALONE, Group
 from ckpt_tools.storage import Store, read
 
 MISSING = "is missing"
@@ -89,7 +89,7 @@ def hash_files(
     jobs: int | None = None,
     memory: int | None = None,
     advance: Callable[[int], None] | None = None,
-    team: Team = ALONE,
+    team: Group = ALONE,
 ) -> dict[str, int]:
     """Reads files and returns their CRC-64/NVME.
 
@@ -122,7 +122,7 @@ def run_shared(
     sink: HashSink,
     jobs: int,
     advance: Callable[[int], None] | None,
-    team: Team,
+    team: Group,
 ) -> None:
     """Hashes what a plan reads, a share by each member of a team; all fingerprints are then known
     to all.

@@ -19,18 +19,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.catalog import Extent, ManyChunks
+from ckpt_tools.core.catalog import ChunkTable, Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
-from ckpt_tools.core.chunk_table import Chunks
+from ckpt_tools.core.chunk_table import ArrayChunkTable
 from ckpt_tools.core.plan import Plan, plan_objects
-from ckpt_tools.engine.crc_watch import Seals
-from ckpt_tools.engine.fingerprints import Piece, Pieces, Prints
-from ckpt_tools.engine.run import Moved
-from ckpt_tools.engine.schedule import Step
-from ckpt_tools.engine.sinks import Handed, HashSink, WriteSink
+from ckpt_tools.engine.crc_watch import CrcWatch
+from ckpt_tools.engine.fingerprints import HashedRange, HashedRanges, TensorHashes
+from ckpt_tools.engine.run import BatchResult
+from ckpt_tools.engine.schedule import Batch
+from ckpt_tools.engine.sinks import HashSink, SinkState, WriteSink
 from ckpt_tools.errors import StorageError
 from ckpt_tools.publish.check_manifest import run_shared
-from ckpt_tools.ranks.base import Team
+from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store
 from ckpt_tools.storage.local import failed
 from ckpt_tools.version import __version__
@@ -63,10 +63,10 @@ def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
         take(tensor.fqn, tensor.shape, tensor.src_dtype.name, tensor.dst_dtype.name, tensor.slots)
         files |= (
             chunks.file_names()
-            if isinstance(chunks, ManyChunks)
+            if isinstance(chunks, ChunkTable)
             else {c.extent.file for c in chunks}
         )
-        if isinstance(chunks, Chunks):
+        if isinstance(chunks, ArrayChunkTable):
             if chunks.names is not names:  # one table for all tensors
                 names = chunks.names
                 take(names)
@@ -91,7 +91,7 @@ def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class DeadAttempt:
     """An attempt at the same work that died.
 
     Attributes:
@@ -106,7 +106,7 @@ class Earlier:
     nbytes: int
 
 
-def find(dead: Iterable[Path], work: str) -> Earlier | None:
+def find(dead: Iterable[Path], work: str) -> DeadAttempt | None:
     """Returns the attempt of those that died that was at a piece of work; one in which others could
     have written is not looked at.
     """
@@ -119,7 +119,7 @@ def find(dead: Iterable[Path], work: str) -> Earlier | None:
             tiles = next((cut for head in heads if (cut := _tiles(head, work))), None)
             if tiles:
                 nbytes = sum(f.lstat().st_blocks * 512 for f in path.rglob("*"))
-                return Earlier(path, tiles, nbytes)
+                return DeadAttempt(path, tiles, nbytes)
     return None
 
 
@@ -146,7 +146,7 @@ class Journal:
         self._fd = -1
         self._lock = threading.Lock()
 
-    def note(self, moved: Moved) -> None:
+    def note(self, moved: BatchResult) -> None:
         """Takes a finished step."""
         wrote = moved.wrote
         if wrote is None or not wrote.files:
@@ -201,20 +201,20 @@ def _lines(path: Path) -> Iterator[object]:
                     yield json.loads(data)
 
 
-class Past:
+class FinishedTiles:
     """What earlier tries have finished, as far as the bytes are still there."""
 
-    def __init__(self, steps: Sequence[Moved]) -> None:
+    def __init__(self, steps: Sequence[BatchResult]) -> None:
         self._steps = steps
-        self._written: dict[str, dict[tuple[int, int], Piece]] = {}
+        self._written: dict[str, dict[tuple[int, int], HashedRange]] = {}
         for step in steps:
             for name, pieces in step.wrote.files.items() if step.wrote else ():
                 self._written.setdefault(name, {}).update({(p.start, p.nbytes): p for p in pieces})
         self.nbytes = sum(p.nbytes for pieces in self._written.values() for p in pieces.values())
 
-    def without(self, steps: Iterable[Step], skipped: Callable[[int], None]) -> Iterator[Step]:
+    def without(self, steps: Iterable[Batch], skipped: Callable[[int], None]) -> Iterator[Batch]:
         """Yields what is left to do of steps, and tells how many bytes are not."""
-        none: dict[tuple[int, int], Piece] = {}
+        none: dict[tuple[int, int], HashedRange] = {}
         if not self._written:
             yield from steps
         for step in steps:
@@ -227,9 +227,9 @@ class Past:
             if len(left) < len(step.tiles):
                 skipped(sum(t.dst_nbytes for t in step.tiles) - sum(t.dst_nbytes for t in left))
             if left:
-                yield step if len(left) == len(step.tiles) else Step(left)
+                yield step if len(left) == len(step.tiles) else Batch(left)
 
-    def tell(self, sink: WriteSink | None, seals: Seals, overflowed: dict[str, int]) -> None:
+    def tell(self, sink: WriteSink | None, seals: CrcWatch, overflowed: dict[str, int]) -> None:
         """Passes on what was learnt: to a sink, where this process completes the files, and to the
         ranges that are watched.
         """
@@ -242,16 +242,16 @@ class Past:
                     overflowed[fqn] = overflowed.get(fqn, 0) + count
         if sink is not None:
             sink.absorb(
-                Handed(
-                    {name: Pieces(pieces.values()) for name, pieces in self._written.items()},
-                    Prints({}, {}, {}),
+                SinkState(
+                    {name: HashedRanges(pieces.values()) for name, pieces in self._written.items()},
+                    TensorHashes({}, {}, {}),
                 )
             )
 
 
-def load(folder: Path, work: str) -> list[Moved]:
+def load(folder: Path, work: str) -> list[BatchResult]:
     """Returns the steps that the journals of a staging directory tell of."""
-    steps: list[Moved] = []
+    steps: list[BatchResult] = []
     for path in sorted(folder.glob(GLOB)):
         lines = _lines(path)
         if _tiles(next(lines, None), work):
@@ -262,12 +262,12 @@ def load(folder: Path, work: str) -> list[Moved]:
     return steps
 
 
-def _step(line: Any) -> Moved:
+def _step(line: Any) -> BatchResult:
     pieces, shares, sizes = line["prints"]
-    wrote = Handed(
-        _pieces(line["files"]), Prints(_pieces(pieces), _pieces(shares), _numbers(sizes))
+    wrote = SinkState(
+        _pieces(line["files"]), TensorHashes(_pieces(pieces), _pieces(shares), _numbers(sizes))
     )
-    return Moved(
+    return BatchResult(
         0,
         _numbers(line["overflowed"]),
         [(str(f), int(at), int(n), int(crc)) for f, at, n, crc in line["read"]],
@@ -281,8 +281,8 @@ def _numbers(found: Mapping[str, int]) -> dict[str, int]:
     return {name: int(number) for name, number in found.items()}
 
 
-def _pieces(found: Mapping[str, list[list[int]]]) -> dict[str, Pieces]:
-    return {name: Pieces(Piece(*p) for p in pieces) for name, pieces in found.items()}
+def _pieces(found: Mapping[str, list[list[int]]]) -> dict[str, HashedRanges]:
+    return {name: HashedRanges(HashedRange(*p) for p in pieces) for name, pieces in found.items()}
 
 
 def _size(store: Store, file: str) -> int:
@@ -293,8 +293,8 @@ def _size(store: Store, file: str) -> int:
 
 
 def prove(
-    steps: Sequence[Moved], store: Store, tiles: tuple[int, int], jobs: int, team: Team
-) -> Past:
+    steps: Sequence[BatchResult], store: Store, tiles: tuple[int, int], jobs: int, team: Group
+) -> FinishedTiles:
     """Reads again what steps have written, a share by each member of a team, and returns those of
     which every byte is there.
     """
@@ -314,4 +314,4 @@ def prove(
         run_shared(plan_objects(extents), {}, tiles, store, sink, jobs, None, team)
         found = sink.fingerprints.join()
         wrong |= {n for i, (n, _, p) in enumerate(batch) if found.get(str(i)) != p.crc64}
-    return Past([step for n, step in enumerate(steps) if n not in wrong])
+    return FinishedTiles([step for n, step in enumerate(steps) if n not in wrong])

@@ -25,7 +25,7 @@ from ckpt_tools.publish.flock import release, try_lock
 from ckpt_tools.publish.local import make_folder
 from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.local import failed
-from ckpt_tools.storage.object_info import Look
+from ckpt_tools.storage.object_info import SmallObject
 
 LEASE_S, RENEW_S = 60.0, 20.0
 _LOOK_S = 1.0  # between two looks at the lease of another job
@@ -284,10 +284,10 @@ class Lease:
             {**self._me, "id": self._id, "turn": self._turn, "expires_after_s": LEASE_S}
         ).encode()
 
-    def _look(self) -> Look | None:
+    def _look(self) -> SmallObject | None:
         return self._store.look(LOCK)
 
-    def _put(self, over: Look | None) -> bool:
+    def _put(self, over: SmallObject | None) -> bool:
         """Writes the lease in the place of what was seen; False where another was faster."""
         data = self._data()
         try:
@@ -330,7 +330,7 @@ class Lease:
             first = first or seen
             seen = self._look()
 
-    def _is_over(self, seen: Look, watched_s: float) -> bool:
+    def _is_over(self, seen: SmallObject, watched_s: float) -> bool:
         holder, _ = _parse(seen.data)
         return (
             _lives_here(holder) is False

@@ -35,7 +35,7 @@ class SealedRun(NamedTuple):
     crc32: str
 
 
-class Sealed(NamedTuple):
+class SealedFile(NamedTuple):
     """A file with its checksum as 16 hex digits, and those of the cells of its long payloads."""
 
     nbytes: int
@@ -62,8 +62,8 @@ class Manifest:
     format: str
     source: Mapping[str, Any]
     world_size: int | None
-    files: Mapping[str, Sealed]
-    index: tuple[str, Sealed] | None
+    files: Mapping[str, SealedFile]
+    index: tuple[str, SealedFile] | None
     tensors: Mapping[str, SealedTensor]
     step: int | None = None
 
@@ -100,14 +100,14 @@ class Manifest:
         return text + f',\n "crc64nvme": "{hex64(crc64nvme(text))}"\n}}\n'.encode("ascii")
 
 
-def _table(entries: Mapping[str, Sealed | SealedTensor]) -> str:
+def _table(entries: Mapping[str, SealedFile | SealedTensor]) -> str:
     lines = [
         f"  {json.dumps(name)}: {json.dumps(_fields(entry))}" for name, entry in entries.items()
     ]
     return "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
 
 
-def _fields(entry: Sealed | SealedTensor) -> dict[str, Any]:
+def _fields(entry: SealedFile | SealedTensor) -> dict[str, Any]:
     return {key: value for key, value in entry._asdict().items() if key != "runs" or value}
 
 
@@ -219,12 +219,12 @@ def of_store(store: Store) -> Manifest | None:
     return find(*folder_of(store))
 
 
-def _sealed(entry: Mapping[str, Any]) -> Sealed:
+def _sealed(entry: Mapping[str, Any]) -> SealedFile:
     if type(entry["nbytes"]) is not int or entry["nbytes"] < 0:
         raise ValueError(f"nbytes is {entry['nbytes']!r}")
     # for a few days they had no CRC-32
     runs = [run for run in entry.get("runs", ()) if len(run) != 3]
-    return Sealed(
+    return SealedFile(
         entry["nbytes"], _hex(entry["crc64nvme"]), tuple(_run(run, entry["nbytes"]) for run in runs)
     )
 
@@ -246,14 +246,14 @@ def _hex(value: object, digits: int = 16) -> str:
     return value
 
 
-def seal_file(nbytes: int, crc64: int, runs: Iterable[tuple[int, int, int, int]]) -> Sealed:
+def seal_file(nbytes: int, crc64: int, runs: Iterable[tuple[int, int, int, int]]) -> SealedFile:
     """Returns the entry of a file.
 
     Args:
         nbytes, crc64: of the file.
         runs: (start, bytes, CRC-64, CRC-32) of the cells of its long payloads.
     """
-    return Sealed(
+    return SealedFile(
         nbytes,
         hex64(crc64),
         tuple(

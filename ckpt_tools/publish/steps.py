@@ -19,7 +19,7 @@ from ckpt_tools.formats.base import PIN
 from ckpt_tools.formats.registry import INDEXES, detect_in, prove
 from ckpt_tools.publish.check_manifest import first_problem
 from ckpt_tools.publish.manifest import Manifest, find
-from ckpt_tools.publish.superseded import SUPERSEDED, Note, read_notes
+from ckpt_tools.publish.superseded import SUPERSEDED, RollbackNote, read_notes
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, local_path
 from ckpt_tools.storage.local import failed
 
@@ -137,7 +137,7 @@ class _Found:
 
     steps: list[tuple[int, Store]]
     aside: list[tuple[int, Store, str]]
-    notes: list[Note]
+    notes: list[RollbackNote]
     others: list[str]
 
 
@@ -183,7 +183,7 @@ def list_all(root: Root, options: Options = None) -> tuple[list[Step], list[str]
     return _list(found, with_superseded=True), found.others
 
 
-def rollbacks(root: Root, options: Options = None) -> list[tuple[Note, bool]]:
+def rollbacks(root: Root, options: Options = None) -> list[tuple[RollbackNote, bool]]:
     """Returns the notes of rollbacks in a root, and whether each is in effect.
 
     Raises:
@@ -193,7 +193,7 @@ def rollbacks(root: Root, options: Options = None) -> list[tuple[Note, bool]]:
     return [(note, _is_in_effect(note, found)) for note in found.notes]
 
 
-def _is_in_effect(note: Note, found: _Found) -> bool:
+def _is_in_effect(note: RollbackNote, found: _Found) -> bool:
     """Tells whether the first step of a new branch was committed."""
     if note.is_committed:
         return True

@@ -27,7 +27,7 @@ Options = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class RollbackNote:
     """A rollback of a run.
 
     Attributes:
@@ -65,19 +65,19 @@ class Note:
         )
 
     @property
-    def committed(self) -> Note:
+    def committed(self) -> RollbackNote:
         """The same, in effect whether or not its step is still there."""
         return replace(self, is_committed=True)
 
 
-def _parse(data: bytes) -> Note | None:
+def _parse(data: bytes) -> RollbackNote | None:
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         body = json.loads(data)
         if body["ckpt_rollback"] == 1 and re.fullmatch(
             r"[0-9a-f]{8}-[0-9a-f-]{27}", body["attempt"]
         ):
             victims = {str(name): str(attempt) for name, attempt in body["victims"].items()}
-            return Note(
+            return RollbackNote(
                 str(body["step"]),
                 body["attempt"],
                 int(body["resumed"]),
@@ -87,7 +87,7 @@ def _parse(data: bytes) -> Note | None:
     return None
 
 
-def read_notes(store: LocalStore | RemoteStore, names: Iterable[str]) -> list[Note]:
+def read_notes(store: LocalStore | RemoteStore, names: Iterable[str]) -> list[RollbackNote]:
     """Returns the notes among the files of a root. Malformed files are no notes."""
     found = []
     for name in names:
@@ -98,7 +98,7 @@ def read_notes(store: LocalStore | RemoteStore, names: Iterable[str]) -> list[No
     return found
 
 
-def write_note(root: str | os.PathLike[str], note: Note, options: Options) -> None:
+def write_note(root: str | os.PathLike[str], note: RollbackNote, options: Options) -> None:
     """Writes a note, over an older form of it.
 
     Raises:
@@ -117,7 +117,7 @@ def write_note(root: str | os.PathLike[str], note: Note, options: Options) -> No
     sync_directory(Path(root))
 
 
-def remove_note(root: str | os.PathLike[str], note: Note, options: Options) -> None:
+def remove_note(root: str | os.PathLike[str], note: RollbackNote, options: Options) -> None:
     """Removes a note.
 
     Raises:

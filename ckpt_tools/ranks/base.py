@@ -16,7 +16,7 @@ from ckpt_tools.errors import PlanError
 T = TypeVar("T")
 
 
-class Team(Protocol):
+class Group(Protocol):
     """Members are numbered from 0; member 0 makes the destination's place and commits."""
 
     @property
@@ -68,10 +68,10 @@ class _Alone:
         return value
 
 
-ALONE: Team = _Alone()
+ALONE: Group = _Alone()
 
 
-def agree(team: Team, value: object) -> None:
+def agree(team: Group, value: object) -> None:
     """Makes sure that every member has the same plan: they may see different directories under one
     name.
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _ROLL_CALL_S = 3.0
 
 
-class Ranks(ABC):
+class RankSet(ABC):
     """Some ranks that do things in step: every method is called by all of them in the same
     order.
     """
@@ -113,7 +113,7 @@ class Ranks(ABC):
         raise PeerError(f"{what} failed on {len(texts)} of {self.size} ranks:\n{shown}", hint=hint)
 
 
-class Group(Ranks):
+class GlooGroup(RankSet):
     """All ranks of a job, or one process alone. After an exchange has failed, it can do no
     other.
     """
@@ -138,8 +138,8 @@ class Group(Ranks):
                 ranks, timeout=dt.timedelta(seconds=timeout_s), backend="gloo"
             )
             self._root = 0 if ranks is None else ranks[0]
-            Group._made += 1  # all ranks make their groups in one order
-            self._name = f"ckpt/{Group._made}/{self._root}"
+            GlooGroup._made += 1  # all ranks make their groups in one order
+            self._name = f"ckpt/{GlooGroup._made}/{self._root}"
 
     def sum(self, values: Sequence[int], what: str) -> list[int]:
         sums = np.array(values, np.int64)
@@ -259,11 +259,11 @@ class Group(Ranks):
 
         self._call(what, move)
 
-    def of_host(self) -> Ranks:
+    def of_host(self) -> RankSet:
         """Returns those of this rank's host."""
         hosts = self.all_gather(_host(), "find the ranks of each host")
         near = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        return self if len(near) == self.size else Near(self, near)
+        return self if len(near) == self.size else HostGroup(self, near)
 
     def _call(self, what: str, collective: Callable[[], object]) -> None:
         if self._broken:
@@ -362,12 +362,12 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-class Near(Ranks):
+class HostGroup(RankSet):
     """Some ranks of a group, by messages through it: one of their own would have to be made by all,
     or under a name that is not unique.
     """
 
-    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+    def __init__(self, group: GlooGroup, ranks: Sequence[int]) -> None:
         self._all, self._ranks = group, ranks
         self.rank, self.size = ranks.index(group.rank), len(ranks)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from ckpt_tools.errors import PlanError
-from ckpt_tools.ranks.gloo import Group
+from ckpt_tools.ranks.gloo import GlooGroup
 
 TIMEOUT_S = 3600.0
 _PORTS, _FIRST_PORT = 10_000, 20_000  # below those that Linux gives to whoever connects
@@ -61,7 +61,7 @@ def first_host(nodes: str) -> str:
 
 
 @contextmanager
-def joined() -> Iterator[Group]:
+def joined() -> Iterator[GlooGroup]:
     """Yields the group of all processes of the job, over gloo; each waits for the others for an
     hour, or `CKPT_TEAM_TIMEOUT_S` seconds.
 
@@ -77,7 +77,7 @@ def joined() -> Iterator[Group]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ.update(slurm_variables(os.environ))
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=timeout_s))
-    group = Group(timeout_s)
+    group = GlooGroup(timeout_s)
     try:
         yield group
     finally:

@@ -2,8 +2,8 @@
 
 from ckpt_tools.storage.base import (
     Capabilities,
-    Shelf,
     Store,
+    WritableStore,
     Writer,
     check_path,
     check_url,
@@ -24,8 +24,8 @@ __all__ = [
     "Overlay",
     "RemoteStore",
     "SharedStore",
-    "Shelf",
     "Store",
+    "WritableStore",
     "Writer",
     "check_path",
     "check_url",

@@ -97,7 +97,7 @@ class Writer(Protocol):
         ...
 
 
-class Shelf(Protocol):
+class WritableStore(Protocol):
     """Where new files can be put."""
 
     @property
@@ -114,7 +114,7 @@ class Shelf(Protocol):
         ...
 
 
-class Store(Shelf, Protocol):
+class Store(WritableStore, Protocol):
     """Files under one root.
 
     Guarantees: reads see a file as it was at one moment or raise; ranges are half-open; a
@@ -209,7 +209,7 @@ def read(store: Store, path: str, start: int = 0, nbytes: int | None = None) -> 
     return bytes(buffer)
 
 
-def write_file(store: Shelf, path: str, data: bytes) -> None:
+def write_file(store: WritableStore, path: str, data: bytes) -> None:
     """Writes a small file whole and makes it durable."""
     writer = store.create(path, len(data))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class About(NamedTuple):
+class ObjectInfo(NamedTuple):
     """What is known of an object.
 
     Attributes:
@@ -20,7 +20,7 @@ class About(NamedTuple):
     owner: str
 
 
-class Look(NamedTuple):
+class SmallObject(NamedTuple):
     """A small object as it was at one moment: contents, version, and its age by the store's clock,
     None where that is unknown.
     """

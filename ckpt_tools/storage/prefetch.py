@@ -12,7 +12,7 @@ from functools import partial
 
 from ckpt_tools.storage.base import Data
 from ckpt_tools.storage.ranges import Range, Window, coalesce
-from ckpt_tools.storage.windows import MARGIN_BYTES, Fetched, Margins
+from ckpt_tools.storage.windows import MARGIN_BYTES, FetchedRange, Margins
 
 GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
 WINDOW_BYTES = 8 << 20
@@ -23,7 +23,7 @@ _LAST_BYTES = 2 << 20
 _BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
 
 
-class Ahead:
+class Prefetcher:
     """The windows of one store, and the margins around them."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Ahead:
         self._fetch, self._size = fetch, size
         self._most_coming, self._most = bounds
         self._lock = threading.RLock()  # what is begun may have come at once
-        self.windows: OrderedDict[tuple[str, int, int], Fetched] = OrderedDict()
+        self.windows: OrderedDict[tuple[str, int, int], FetchedRange] = OrderedDict()
         self.margins = Margins()
         self.announced: list[Range] = []
         self._announced_nbytes = self._coming_nbytes = 0
@@ -55,7 +55,7 @@ class Ahead:
             if is_all or self._announced_nbytes >= _BATCH_BYTES or len(self.announced) >= _BATCH:
                 self._start()
 
-    def take(self, path: str, start: int, nbytes: int) -> Fetched | None:
+    def take(self, path: str, start: int, nbytes: int) -> FetchedRange | None:
         """Returns the window that holds a range, and lets go of it with its last byte; None where
         it was not announced.
         """
@@ -128,7 +128,7 @@ class Ahead:
                 if self._is_all
                 else self._fetch(window.file, start, nbytes)
             )
-            self.windows[window.file, start, nbytes] = Fetched(
+            self.windows[window.file, start, nbytes] = FetchedRange(
                 start, nbytes, sum(r.nbytes for r in window.ranges), future
             )
             self._coming_nbytes += nbytes
@@ -149,7 +149,7 @@ class Ahead:
             self._coming_nbytes -= nbytes
             self._begin_waiting()
 
-    def _find(self, path: str, start: int, nbytes: int) -> Fetched | None:
+    def _find(self, path: str, start: int, nbytes: int) -> FetchedRange | None:
         for key, window in self.windows.items():
             if key[0] == path and key[1] <= start and start + nbytes <= key[1] + key[2]:
                 window.left -= nbytes

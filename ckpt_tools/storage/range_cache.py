@@ -11,7 +11,7 @@ from ckpt_tools.storage.base import Store
 Span = tuple[str, int, int]  # file, start, bytes
 
 
-class HeldStore:
+class RangeCacheStore:
     """The inner store, but for ranges that were read beforehand."""
 
     def __init__(self, inner: Store, held: Mapping[Span, memoryview]) -> None:
@@ -49,7 +49,7 @@ def announce(store: Store, spans: Sequence[Span], step: int) -> None:
     )
 
 
-def hold(store: Store, spans: Sequence[Span], step: int) -> HeldStore:
+def hold(store: Store, spans: Sequence[Span], step: int) -> RangeCacheStore:
     """Reads spans into memory, and returns the store with them."""
     held = {}
     for span in spans:
@@ -58,7 +58,7 @@ def hold(store: Store, spans: Sequence[Span], step: int) -> HeldStore:
         for at, n in _cut(start, nbytes, step):
             store.read_into(file, at, view[at - start : at - start + n])
         held[span] = view
-    return HeldStore(store, held)
+    return RangeCacheStore(store, held)
 
 
 def _cut(start: int, nbytes: int, step: int) -> list[tuple[int, int]]:

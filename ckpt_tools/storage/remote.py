@@ -24,11 +24,11 @@ from ckpt_tools.storage.base import (
     check_url,
     read,
 )
-from ckpt_tools.storage.object_info import About, Look
-from ckpt_tools.storage.prefetch import FRUGAL, ROOMY, WINDOW_BYTES, Ahead
+from ckpt_tools.storage.object_info import ObjectInfo, SmallObject
+from ckpt_tools.storage.prefetch import FRUGAL, ROOMY, WINDOW_BYTES, Prefetcher
 from ckpt_tools.storage.retries import ATTEMPTS, appeared, pause, plain, retry
 from ckpt_tools.storage.s3.client import S3, check_options, server_time, stored_crc64
-from ckpt_tools.storage.s3.multipart import CLAIM, MARK, OWNER, How, Upload, refuses
+from ckpt_tools.storage.s3.multipart import CLAIM, MARK, OWNER, Upload, UploadOptions, refuses
 from ckpt_tools.storage.stream import Stream
 
 # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
@@ -119,7 +119,7 @@ class RemoteStore:
         )
         # which keep memory of what they have read
         has_threads = self.s3 is not None and self.s3.reads_fast(WINDOW_BYTES)
-        self._ahead = Ahead(self._submit, self.size, FRUGAL if has_threads else ROOMY)
+        self._ahead = Prefetcher(self._submit, self.size, FRUGAL if has_threads else ROOMY)
         self.written: dict[str, Upload | Stream] = {}
         self._given, self._is_web = (
             given,
@@ -379,7 +379,7 @@ class RemoteStore:
 
     # ---- writing ---------------------------------------------------------------------------------
 
-    def create(self, path: str, nbytes: int, how: How | None = None) -> Upload | Stream:
+    def create(self, path: str, nbytes: int, how: UploadOptions | None = None) -> Upload | Stream:
         full, url = self._full(path), f"{self.url}/{path}"
         self._check_direct()
         writer = (
@@ -410,7 +410,7 @@ class RemoteStore:
                 self._full(path),
                 f"{self.url}/{path}",
                 len(data),
-                How((0,), True, is_exclusive, replaces),
+                UploadOptions((0,), True, is_exclusive, replaces),
             )
             writer.write_at(0, data)
             writer.complete()
@@ -464,20 +464,20 @@ class RemoteStore:
         """
         return self._modified.get(path)
 
-    def about(self, path: str) -> About:
+    def about(self, path: str) -> ObjectInfo:
         """Asks what is known of an object."""
         if self.s3 is None:
-            return About(None, False, "")
+            return ObjectInfo(None, False, "")
         head = self.s3.head(f"{self.url}/{path}", self._full(path))
         notes, stored = head.get("Metadata", {}), stored_crc64(head)
         claim = notes.get(CLAIM, "")
-        return About(
+        return ObjectInfo(
             int(claim, 16) if stored is None and claim else stored,
             MARK in notes,
             str(notes.get(OWNER, "")),
         )
 
-    def about_all(self, paths: Iterable[str]) -> dict[str, About]:
+    def about_all(self, paths: Iterable[str]) -> dict[str, ObjectInfo]:
         """Asks what is known of several objects, side by side."""
         from concurrent.futures import ThreadPoolExecutor
 
@@ -485,7 +485,7 @@ class RemoteStore:
         with ThreadPoolExecutor(_THREADS, "ckpt-ask") as pool:
             return dict(zip(paths, pool.map(self.about, paths), strict=True))
 
-    def look(self, path: str) -> Look | None:
+    def look(self, path: str) -> SmallObject | None:
         """Reads a small object anew, with one request where the store is an S3; None where there is
         none.
         """
@@ -494,11 +494,11 @@ class RemoteStore:
             if not answer:
                 return None
             age = server_time(answer) - answer["LastModified"]
-            return Look(answer["Body"], str(answer["ETag"]), age.total_seconds())
+            return SmallObject(answer["Body"], str(answer["ETag"]), age.total_seconds())
         store = self.fresh()
         try:
             store.size(path)
-            return Look(read(store, path), store.version(path), None)
+            return SmallObject(read(store, path), store.version(path), None)
         except StorageError as error:
             if error.is_missing:
                 return None

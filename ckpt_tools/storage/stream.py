@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.retries import appeared, failure
-from ckpt_tools.storage.s3.multipart import How
+from ckpt_tools.storage.s3.multipart import UploadOptions
 
 
 class Stream:
@@ -19,14 +19,16 @@ class Stream:
     is closed.
     """
 
-    def __init__(self, fs: Any, path: str, url: str, nbytes: int, how: How | None = None) -> None:
+    def __init__(
+        self, fs: Any, path: str, url: str, nbytes: int, how: UploadOptions | None = None
+    ) -> None:
         """As for `Upload`; `fs` is any of fsspec's."""
         self._fs, self._path, self._url, self.nbytes, self._how = (
             fs,
             path,
             url,
             nbytes,
-            how or How(),
+            how or UploadOptions(),
         )
         # some stores show what is being written
         self._written = f"{path}.{uuid.uuid4().hex[:8]}.part" if self._how.is_held else path

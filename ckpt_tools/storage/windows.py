@@ -66,7 +66,7 @@ class Margins:
 
 
 @dataclass
-class Fetched:
+class FetchedRange:
     """A range that is being fetched, and how many of its announced bytes nobody has read yet."""
 
     start: int

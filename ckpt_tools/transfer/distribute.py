@@ -15,15 +15,15 @@ from ckpt_tools.core.plan import Plan
 from ckpt_tools.engine.partition import cut_regions, within_regions
 from ckpt_tools.engine.schedule import ALL, in_share, shares
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.publish.base import Destination, Place
-from ckpt_tools.publish.bucket import SharedFiles, shared_files
-from ckpt_tools.ranks.base import Team
-from ckpt_tools.storage import Shelf, is_url
+from ckpt_tools.publish.base import Attempt, Destination
+from ckpt_tools.publish.bucket import SharedUploads, shared_files
+from ckpt_tools.ranks.base import Group
+from ckpt_tools.storage import WritableStore, is_url
 
 T = TypeVar("T")
 
 
-class Division:
+class RankWork:
     """One member's part of a plan: on a disk a run of it, in an object store some files and runs of
     parts of the long ones.
 
@@ -32,7 +32,7 @@ class Division:
         taken: names of the entries of which this is a part.
     """
 
-    def __init__(self, plan: Plan, team: Team, dst: Destination) -> None:
+    def __init__(self, plan: Plan, team: Group, dst: Destination) -> None:
         self.on_disk, self._whole = not is_url(dst.url), plan.target
         self._regions = (
             None
@@ -46,28 +46,28 @@ class Division:
             self.plan, self.share = within_regions(plan, self._regions), ALL
             self.taken = {t.fqn for t in self.plan.tensors}
 
-    def sink(self, place: Place, shelf: Shelf | None = None) -> WriteSink:
+    def sink(self, place: Attempt, shelf: WritableStore | None = None) -> WriteSink:
         """Returns what takes this member's part; it goes to the place unless to another shelf."""
         shared = place.shelf if self._regions is None else shared_files(place, self._regions)
         return WriteSink(self.plan.target, shelf or shared, whole=self._whole)
 
 
-def open_files(sink: WriteSink, team: Team) -> None:
+def open_files(sink: WriteSink, team: Group) -> None:
     """Creates the files: member 0 first those that others write into, too."""
     ids: Mapping[str, str] = {}
     with team.phase("create files"):
         if team.rank == 0:
             sink.open()
-            ids = sink.store.begin() if isinstance(sink.store, SharedFiles) else {}
+            ids = sink.store.begin() if isinstance(sink.store, SharedUploads) else {}
     ids = team.broadcast(ids, "uploads")
     with team.phase("open files"):
         if team.rank:
-            if isinstance(sink.store, SharedFiles):
+            if isinstance(sink.store, SharedUploads):
                 sink.store.upload_ids = ids
             sink.open()
 
 
-def collect(sink: WriteSink, team: Team, more: T) -> list[T]:
+def collect(sink: WriteSink, team: Group, more: T) -> list[T]:
     """Brings what all have written to member 0, which can finish it then; returns there what the
     others tell besides, else nothing.
     """
@@ -82,14 +82,14 @@ def collect(sink: WriteSink, team: Team, more: T) -> list[T]:
 
 @contextmanager
 def staged(
-    team: Team,
+    team: Group,
     dst: Destination,
     attempt: str,
     single: str,
     overwrite: bool = False,
     keeps: str = "",
     heir_of: Path | None = None,
-) -> Iterator[Place]:
+) -> Iterator[Attempt]:
     """Yields the place that member 0 makes; everybody leaves it together, when it was published or
     given up.
 

@@ -22,7 +22,7 @@ from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.storage import read
 
 
-class Print(NamedTuple):
+class SealedFingerprint(NamedTuple):
     """What the source's manifest says of a tensor: the name it has there, and its fingerprint."""
 
     fqn: str
@@ -31,7 +31,7 @@ class Print(NamedTuple):
 
 def sealed_prints(
     manifest: Manifest | None, source: Source, catalog: Catalog, plan: Plan
-) -> dict[str, Print]:
+) -> dict[str, SealedFingerprint]:
     """Returns what the source's manifest, if it has one, says of the tensors that a plan leaves as
     they are, by the plan's names.
 
@@ -50,12 +50,14 @@ def sealed_prints(
             fqn = stored.get(catalog.tensors[tensor.fqn].chunks[0].extent, "")
             # a part of it has another
             if fqn in manifest.tensors and source.catalog.tensors[fqn].chunks == tensor.chunks:
-                prints[tensor.fqn] = Print(fqn, int(manifest.tensors[fqn].fingerprint, 16))
+                prints[tensor.fqn] = SealedFingerprint(
+                    fqn, int(manifest.tensors[fqn].fingerprint, 16)
+                )
     return prints
 
 
 def prove_fingerprints(
-    source: Source, prints: Mapping[str, Print], fingerprints: Mapping[str, int]
+    source: Source, prints: Mapping[str, SealedFingerprint], fingerprints: Mapping[str, int]
 ) -> None:
     """Compares what was read with what was sealed: a tensor's fingerprint is the same however it is
     sharded.

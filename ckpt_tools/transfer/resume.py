@@ -7,17 +7,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt_tools.core.plan import Plan
-from ckpt_tools.engine.run import Moved
+from ckpt_tools.engine.run import BatchResult
 from ckpt_tools.engine.schedule import tile_bytes
 from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError, StorageError
 from ckpt_tools.publish import journal, manifest
-from ckpt_tools.publish.base import Destination, LocalPlace, Place
-from ckpt_tools.publish.bucket import RemoteDestination, RemotePlace, Try
-from ckpt_tools.ranks.base import Team
+from ckpt_tools.publish.base import Attempt, Destination, LocalAttempt
+from ckpt_tools.publish.bucket import RemoteAttempt, RemoteDestination, UploadNotes
+from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store, is_url
 
 
-class Trail:
+class ResumeState:
     """One member's: the journal that it keeps on a disk, always, and what earlier ones tell, where
     that is wanted.
 
@@ -29,14 +29,14 @@ class Trail:
         keeps: for `Destination.stage`: what makes it worth to leave the place to a next try.
     """
 
-    def __init__(self, team: Team, is_wanted: bool) -> None:
-        self.past, self.keeps = journal.Past(()), journal.GLOB if is_wanted else ""
+    def __init__(self, team: Group, is_wanted: bool) -> None:
+        self.past, self.keeps = journal.FinishedTiles(()), journal.GLOB if is_wanted else ""
         self.is_done, self.work, self.kept_nbytes = False, "", 0
         self._team, self._is_wanted = team, is_wanted
         self._refusal: StorageError | None = None
         self._overwrite = False
-        self._earlier: journal.Earlier | None = None
-        self._try: Try | None = None
+        self._earlier: journal.DeadAttempt | None = None
+        self._try: UploadNotes | None = None
         self._journal: journal.Journal | None = None
 
     def check(self, dst: Destination, overwrite: bool) -> None:
@@ -128,18 +128,18 @@ class Trail:
 
     def begin(
         self,
-        place: Place,
+        place: Attempt,
         attempt: str,
         files: Mapping[str, int],
         tiles: tuple[int, int],
         jobs: int,
     ) -> None:
         """Looks at what is there of the files to be, and starts to take notes."""
-        if isinstance(place, RemotePlace) and self._is_wanted and self.work:
+        if isinstance(place, RemoteAttempt) and self._is_wanted and self.work:
             with self._team.phase("begin uploads"):
                 begun = place.begin(self.work, files, self._try) if self._team.rank == 0 else {}
             place.begun = self._team.broadcast(begun, "uploads begun")
-        if not isinstance(place, LocalPlace) or not self.work:
+        if not isinstance(place, LocalAttempt) or not self.work:
             return
         if self._earlier:
             with self._team.phase("look at what is there"):
@@ -153,7 +153,7 @@ class Trail:
         self._journal = journal.Journal(place.folder / name, self.work, tiles)
 
     @property
-    def note(self) -> Callable[[Moved], None] | None:
+    def note(self) -> Callable[[BatchResult], None] | None:
         """Takes a finished step."""
         return self._journal.note if self._journal else None
 
@@ -163,7 +163,7 @@ class Trail:
             self._journal.close()
 
     @contextmanager
-    def forgotten_if_wrong(self, place: Place) -> Iterator[None]:
+    def forgotten_if_wrong(self, place: Attempt) -> Iterator[None]:
         """Makes sure that nobody goes on from bytes that were read wrong."""
         try:
             yield
@@ -188,7 +188,7 @@ def _is_made_by(dst: Destination, work: str) -> bool:
     return False
 
 
-def forget(place: Place) -> None:
+def forget(place: Attempt) -> None:
     """Makes sure that nobody goes on from what is there."""
     if place.folder is not None:
         journal.remove(place.folder)

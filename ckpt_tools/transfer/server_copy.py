@@ -20,19 +20,19 @@ from ckpt_tools.core.box import Copy, flat_span, whole
 from ckpt_tools.core.catalog import RAW, Extent
 from ckpt_tools.core.dtypes import MAX_ITEMSIZE
 from ckpt_tools.core.plan import Plan, Slot, TensorPlan, plan_copies
-from ckpt_tools.engine.fingerprints import Piece
+from ckpt_tools.engine.fingerprints import HashedRange
 from ckpt_tools.engine.partition import cut_slot
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.publish.bucket import RemotePlace
+from ckpt_tools.publish.bucket import RemoteAttempt
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.storage import Capabilities, RemoteStore, Writer
 from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, PART_BYTES, Upload
-from ckpt_tools.transfer.prove import Print
+from ckpt_tools.transfer.prove import SealedFingerprint
 
 _MAX_COPY_BYTES = 256 << 20
 
 
-class Run(NamedTuple):
+class CopyRun(NamedTuple):
     """Bytes of a target file that are one run of a source file."""
 
     start: int
@@ -41,24 +41,24 @@ class Run(NamedTuple):
     source_start: int
 
 
-class Part(NamedTuple):
+class UploadPart(NamedTuple):
     """A part of an upload: `run` is what it is copied from, None where its bytes are sent."""
 
     start: int
     nbytes: int
-    run: Run | None
+    run: CopyRun | None
 
 
-class Vouched(NamedTuple):
+class KnownSlot(NamedTuple):
     """A slot, piece by piece with their checksums, and the bytes of it that are sent."""
 
     file: str
-    slot: Sequence[Piece]
+    slot: Sequence[HashedRange]
     sent_nbytes: int
 
 
 @dataclass
-class Within:
+class ServerCopy:
     """What a store copies by itself, for one plan.
 
     Attributes:
@@ -70,11 +70,11 @@ class Within:
         nbytes: bytes that the store copies.
     """
 
-    place: RemotePlace
+    place: RemoteAttempt
     origin: RemoteStore
-    parts: Mapping[str, Sequence[Part]]
+    parts: Mapping[str, Sequence[UploadPart]]
     rest: Plan
-    vouched: Sequence[Vouched]
+    vouched: Sequence[KnownSlot]
     fingerprints: Mapping[str, int]
     nbytes: int
 
@@ -113,12 +113,12 @@ class Within:
 
 def plan_within(
     manifest: Manifest,
-    prints: Mapping[str, Print],
+    prints: Mapping[str, SealedFingerprint],
     plan: Plan,
     located: Mapping[Extent, Extent],
-    place: RemotePlace,
+    place: RemoteAttempt,
     origin: RemoteStore,
-) -> Within | None:
+) -> ServerCopy | None:
     """Returns what the store can copy by itself, None for nothing.
 
     Args:
@@ -131,7 +131,7 @@ def plan_within(
     """
     target = plan.target
     slots = _Slots(manifest, prints, {trailer.file for trailer in target.trailers}, located)
-    runs: dict[str, list[Run]] = {}
+    runs: dict[str, list[CopyRun]] = {}
     for tensor in plan.tensors:
         for slot, found in slots.runs(tensor):
             runs.setdefault(slot.file, []).extend(found)
@@ -162,14 +162,14 @@ def plan_within(
         for number in cut:
             sent_nbytes = sum(piece.box.numel for piece in left[number]) * itemsize
             vouched.append(
-                Vouched(tensor.slots[number].file, slots.known[tensor.fqn, number], sent_nbytes)
+                KnownSlot(tensor.slots[number].file, slots.known[tensor.fqn, number], sent_nbytes)
             )
         rest = tuple(chain.from_iterable(left))
         if rest:
             copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in rest])
             tensors.append(replace(tensor, slots=rest, copies=tuple(copies)))
     nbytes = sum(p.nbytes for found in parts.values() for p in found if p.run)
-    return Within(
+    return ServerCopy(
         place, origin, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes
     )
 
@@ -186,13 +186,13 @@ class _Slots:
     def __init__(
         self,
         manifest: Manifest,
-        prints: Mapping[str, Print],
+        prints: Mapping[str, SealedFingerprint],
         framed: set[str],
         located: Mapping[Extent, Extent],
     ) -> None:
         self.framed, self.known, self._prints, self._located = (
             framed,
-            dict[tuple[str, int], Sequence[Piece]](),
+            dict[tuple[str, int], Sequence[HashedRange]](),
             prints,
             located,
         )
@@ -200,7 +200,7 @@ class _Slots:
             file: sorted(sealed.runs) for file, sealed in manifest.files.items() if sealed.runs
         }
 
-    def runs(self, tensor: TensorPlan) -> Iterator[tuple[Slot, list[Run]]]:
+    def runs(self, tensor: TensorPlan) -> Iterator[tuple[Slot, list[CopyRun]]]:
         """Yields the slots of a tensor with what of them is one run at both ends."""
         if tensor.fqn not in self._prints or not (self._cells or _is_one(tensor)):
             return
@@ -215,7 +215,7 @@ class _Slots:
                 self.known[tensor.fqn, number] = known
                 yield slot, found
 
-    def _found(self, tensor: TensorPlan, slot: Slot, copies: Iterable[Copy]) -> Iterator[Run]:
+    def _found(self, tensor: TensorPlan, slot: Slot, copies: Iterable[Copy]) -> Iterator[CopyRun]:
         """Yields the copies into a slot that are one run at both ends."""
         itemsize = tensor.dst_dtype.itemsize
         for copy in copies:
@@ -233,26 +233,28 @@ class _Slots:
                     slot.start + into[0] * itemsize,
                     extent.start + of[0] * itemsize,
                 )
-                yield Run(start, copy.box.numel * itemsize, extent.file, source_start)
+                yield CopyRun(start, copy.box.numel * itemsize, extent.file, source_start)
 
-    def _know(self, tensor: TensorPlan, slot: Slot, runs: Iterable[Run]) -> Sequence[Piece]:
+    def _know(
+        self, tensor: TensorPlan, slot: Slot, runs: Iterable[CopyRun]
+    ) -> Sequence[HashedRange]:
         """Returns the pieces of a slot with their checksums, as far as somebody asks for those;
         none where they are not known.
         """
         nbytes = slot.box.numel * tensor.dst_dtype.itemsize
         if slot.file not in self.framed and _is_one(tensor):
-            return [Piece(slot.start, nbytes, self._prints[tensor.fqn].crc64, 0)]
+            return [HashedRange(slot.start, nbytes, self._prints[tensor.fqn].crc64, 0)]
         pieces = [piece for run in runs for piece in self._pieces(run)]
         return pieces if sum(piece.nbytes for piece in pieces) == nbytes else ()
 
-    def _pieces(self, run: Run) -> Iterator[Piece]:
+    def _pieces(self, run: CopyRun) -> Iterator[HashedRange]:
         """Yields the cells that lie in a run, where they will be."""
         cells, end = self._cells.get(run.file, ()), run.source_start + run.nbytes
         for number in range(bisect_left(cells, (run.source_start,)), len(cells)):
             cell = cells[number]
             if cell.start + cell.nbytes > end:
                 return
-            yield Piece(
+            yield HashedRange(
                 run.start + cell.start - run.source_start,
                 cell.nbytes,
                 int(cell.crc64nvme, 16),
@@ -264,7 +266,7 @@ def _is_one(tensor: TensorPlan) -> bool:
     return [slot.box for slot in tensor.slots] == [whole(tensor.shape)]
 
 
-def _sent_ranges(parts: Sequence[Part]) -> list[tuple[int, int]]:
+def _sent_ranges(parts: Sequence[UploadPart]) -> list[tuple[int, int]]:
     """Returns the ranges of a file that are sent, neighbours joined."""
     ranges: list[tuple[int, int]] = []
     for part in parts:
@@ -274,7 +276,7 @@ def _sent_ranges(parts: Sequence[Part]) -> list[tuple[int, int]]:
     return ranges
 
 
-def cut_parts(nbytes: int, runs: Sequence[Run], framed: bool = False) -> list[Part]:
+def cut_parts(nbytes: int, runs: Sequence[CopyRun], framed: bool = False) -> list[UploadPart]:
     """Cuts a file into the parts of an upload: long runs are copied, all else is sent.
 
     Args:
@@ -288,7 +290,7 @@ def cut_parts(nbytes: int, runs: Sequence[Run], framed: bool = False) -> list[Pa
         10,000.
     """
     least = max(MIN_PART_BYTES, -(-3 * nbytes // MAX_PARTS))
-    parts: list[Part] = []
+    parts: list[UploadPart] = []
     sent = 0  # where what is to be sent begins
     for run in sorted(runs):
         end = run.start + run.nbytes
@@ -303,12 +305,14 @@ def cut_parts(nbytes: int, runs: Sequence[Run], framed: bool = False) -> list[Pa
     return parts + _pieces(sent, nbytes, least, None)
 
 
-def _pieces(start: int, stop: int, least: int, run: Run | None) -> list[Part]:
+def _pieces(start: int, stop: int, least: int, run: CopyRun | None) -> list[UploadPart]:
     """Cuts a range into equal parts, the last one a little longer or shorter."""
     size = max(least, PART_BYTES if run is None else _MAX_COPY_BYTES)
     cuts = list(range(start, stop, size))
     if len(cuts) > 1 and stop - cuts[-1] < least:
         cuts.pop()
     return (
-        [Part(a, b - a, run) for a, b in zip(cuts, [*cuts[1:], stop], strict=True)] if cuts else []
+        [UploadPart(a, b - a, run) for a, b in zip(cuts, [*cuts[1:], stop], strict=True)]
+        if cuts
+        else []
     )

@@ -16,13 +16,13 @@ from ckpt_tools.core.catalog import Catalog, Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.plan import Literal, Plan, Target, plan_transfer
-from ckpt_tools.engine.crc_watch import Seals, known_crcs, read_whole
+from ckpt_tools.engine.crc_watch import CrcWatch, known_crcs, read_whole
 from ckpt_tools.engine.run import Alter, Totals, run
 from ckpt_tools.engine.schedule import (
     ALL,
     DEFAULT_MEMORY_BYTES,
+    Batch,
     Share,
-    Step,
     by_files,
     read_nbytes,
     schedule,
@@ -32,24 +32,29 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable, redacted
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.registry import Request, Source
-from ckpt_tools.publish.base import Destination, Place
+from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.bucket import copies_within
 from ckpt_tools.publish.manifest import (
     Manifest,
-    Sealed,
+    SealedFile,
     SealedTensor,
     file_name,
     of_source,
     seal_file,
     seal_tensors,
 )
-from ckpt_tools.ranks.base import ALONE, Team, agree
-from ckpt_tools.storage import Shelf, is_url, local_path
-from ckpt_tools.transfer.distribute import Division, collect, open_files, staged
-from ckpt_tools.transfer.prove import Print, prove_copies, prove_fingerprints, sealed_prints
+from ckpt_tools.ranks.base import ALONE, Group, agree
+from ckpt_tools.storage import WritableStore, is_url, local_path
+from ckpt_tools.transfer.distribute import RankWork, collect, open_files, staged
+from ckpt_tools.transfer.prove import (
+    SealedFingerprint,
+    prove_copies,
+    prove_fingerprints,
+    sealed_prints,
+)
 from ckpt_tools.transfer.result import TransferResult, bytes_by_dtype, result_of
-from ckpt_tools.transfer.resume import Trail, forget
-from ckpt_tools.transfer.server_copy import Within, plan_within
+from ckpt_tools.transfer.resume import ResumeState, forget
+from ckpt_tools.transfer.server_copy import ServerCopy, plan_within
 
 Path_ = str | os.PathLike[str]
 P = ParamSpec("P")
@@ -81,7 +86,7 @@ class Reading(TypedDict, total=False):
     shapes: Path_ | None
     storage_options: Mapping[str, Any] | None
     progress: ProgressBar | None
-    team: Team | None
+    team: Group | None
 
 
 class Options(Reading, total=False):
@@ -151,7 +156,7 @@ def transfer(
         changes: a text that is another one when `alter` does anything else.
     """
     team, is_dry_run = options.get("team") or ALONE, options.get("dry_run", False)
-    trail = Trail(team, options.get("resume", False))
+    trail = ResumeState(team, options.get("resume", False))
     with team.phase("begin"):
         pass
     began = time.monotonic()  # all are here
@@ -206,7 +211,7 @@ def transfer(
 
 
 def _settle(
-    team: Team,
+    team: Group,
     planned: Callable[[str], Plan],
     look_back: Callable[[Plan], str] | None,
     adopts: bool,
@@ -243,10 +248,10 @@ class _Work:
         source: Source,
         catalog: Catalog,
         plan: Plan,
-        team: Team,
+        team: Group,
         options: Options,
         alter: Mapping[str, Alter],
-        trail: Trail,
+        trail: ResumeState,
         dst: Destination,
     ) -> None:
         self.operation, self.source, self.catalog, self.plan, self.team, self.alter = (
@@ -263,9 +268,9 @@ class _Work:
             options.get("memory_bytes") or DEFAULT_MEMORY_BYTES,
         )
         self.tiles, self.jobs = trail.cut(tile_bytes(budget, jobs), jobs, budget)
-        self.division = Division(plan, team, dst)
+        self.division = RankWork(plan, team, dst)
         self.located: Mapping[Extent, Extent] = {}
-        self.prints: Mapping[str, Print] = {}
+        self.prints: Mapping[str, SealedFingerprint] = {}
         self._part = replace(
             plan, tensors=tuple(t for t in plan.tensors if t.fqn in self.division.taken)
         )
@@ -306,7 +311,7 @@ class _Work:
         with room as place, bar(self.operation, total) as advance:
             trail.begin(place, attempt, layout.file_sizes, self.tiles, self.jobs)
             within = self._within(place, notes)
-            seals = Seals(
+            seals = CrcWatch(
                 {
                     extent: fqn
                     for extent, fqn in read_whole(self._part, self.located).items()
@@ -366,7 +371,7 @@ class _Work:
                 )
         return True
 
-    def _within(self, place: Place, notes: list[str]) -> Within | None:
+    def _within(self, place: Attempt, notes: list[str]) -> ServerCopy | None:
         """Returns what the store of both ends copies by itself, None for nothing."""
         source, here = self.source, copies_within(place, self.source.remote)
         if here is None or source.remote is None or self.sealed is None:
@@ -379,9 +384,9 @@ class _Work:
     def _fill(
         self,
         sink: WriteSink,
-        place: Place,
-        within: Within | None,
-        seals: Seals,
+        place: Attempt,
+        within: ServerCopy | None,
+        seals: CrcWatch,
         totals: Totals,
         advance: Callable[[int], None],
     ) -> None:
@@ -417,7 +422,12 @@ class _Work:
             _add(totals.overflowed, done.overflowed)
 
     def _gather(
-        self, sink: WriteSink, seals: Seals, crcs: dict[Extent, int], totals: Totals, place: Place
+        self,
+        sink: WriteSink,
+        seals: CrcWatch,
+        crcs: dict[Extent, int],
+        totals: Totals,
+        place: Attempt,
     ) -> Mapping[str, int]:
         """Brings everything that was noted to member 0, which finishes the files; returns the
         checksum of each there.
@@ -450,9 +460,9 @@ def steps_for(
     plan: Plan,
     located: Mapping[Extent, Extent],
     tiles: tuple[int, int],
-    store: Shelf,
+    store: WritableStore,
     share: Share = ALL,
-) -> Iterator[Step]:
+) -> Iterator[Batch]:
     """Schedules a plan, for a store that takes streams a few files at a time."""
     plans = [plan] if store.capabilities.can_write_anywhere else by_files(plan, _STREAMS)
     return chain.from_iterable(schedule(part, located, *tiles, share) for part in plans)
@@ -494,7 +504,7 @@ def _manifest(
     source: Source,
     target: Target,
     tensors: Mapping[str, SealedTensor],
-    files: Mapping[str, Sealed],
+    files: Mapping[str, SealedFile],
     work: str,
 ) -> Manifest:
     catalog, index = source.catalog, target.index
@@ -512,7 +522,9 @@ def _manifest(
         world_size=target.world_size,
         files=files,
         index=(
-            (index.file, Sealed(len(index.data), hex64(crc64nvme(index.data)))) if index else None
+            (index.file, SealedFile(len(index.data), hex64(crc64nvme(index.data))))
+            if index
+            else None
         ),
         tensors=tensors,
     )

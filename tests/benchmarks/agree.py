@@ -26,20 +26,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ckpt_tools.core.box import Box
-from ckpt_tools.formats.dcp.metadata import Place
-from ckpt_tools.loop.save import Layout, _prints, _seal, assign
-from ckpt_tools.loop.write import Offer, commit, plan_file
+from ckpt_tools.formats.dcp.metadata import ItemLocation
+from ckpt_tools.loop.save import SaveLayout, _prints, _seal, assign
+from ckpt_tools.loop.write import ShardInfo, commit, plan_file
 from ckpt_tools.publish.local import staging
 
 ROWS, COLUMNS = 4096, 64
 
 
-def offers_of(rank: int, num_ranks: int, num_tensors: int) -> tuple[Offer, ...]:
+def offers_of(rank: int, num_ranks: int, num_tensors: int) -> tuple[ShardInfo, ...]:
     step = -(-ROWS // num_ranks)
     low, high = min(ROWS, rank * step), min(ROWS, (rank + 1) * step)
     box = Box((low, 0), (high - low, COLUMNS))
     return tuple(
-        Offer(f"model.layers.{i // 10}.block.w{i % 10}", "float32", (ROWS, COLUMNS), box)
+        ShardInfo(f"model.layers.{i // 10}.block.w{i % 10}", "float32", (ROWS, COLUMNS), box)
         for i in range(num_tensors)
     )
 
@@ -59,7 +59,7 @@ def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
     tasks_sent = [pickle.dumps(t, protocol=4) for t in tasks]
     file = plan_file(0, [gathered[0][0][i] for i in tasks[0].offers])
     planned = time.perf_counter() - began
-    layout = Layout(gathered[0][0], ("step",), tasks[0], file, head)
+    layout = SaveLayout(gathered[0][0], ("step",), tasks[0], file, head)
     parts = [(1000, 1, ((900, 100),) if r == 0 else ()) for r in range(num_ranks)]
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "step-00000001"
@@ -72,7 +72,7 @@ def ours(num_ranks: int, num_tensors: int) -> tuple[float, int, float, int]:
             began = time.perf_counter()
             parts = [pickle.loads(r) for r in results]
             prints = _prints(layout, [1] * len(tasks[0].offers))
-            index = head.template.render({"step": Place("__0_0.distcp", 900, 100)}, "0" * 36)
+            index = head.template.render({"step": ItemLocation("__0_0.distcp", 900, 100)}, "0" * 36)
             commit(place, index, [p[:2] for p in parts], _seal(head, prints), 1)
             again = time.perf_counter() - began
     # the fingerprints, by exclusive-or on the way: what rank 0 receives does not grow with the

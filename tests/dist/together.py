@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt_tools import CheckpointError, IntegrityError, PeerError
-from ckpt_tools.ranks.gloo import Group
+from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.loop.load import load_into
 from ckpt_tools.loop.match import LoadRequest
 from tests.dist import device
@@ -67,7 +67,7 @@ def main():
     url, device_of_rank = sys.argv[1], device.begin()
     whole = torch.load(sys.argv[2], map_location=device_of_rank)
     rank, nbytes = dist.get_rank(), sum(v.numel() * v.element_size() for v in whole.values())
-    group = Group(60.0)
+    group = GlooGroup(60.0)
     for layout in LAYOUTS:
         read, received, proved, needed = check(whole, f"{url}/good", layout, None, group)
         alone = check(whole, f"{url}/good", layout, False, group)

@@ -37,7 +37,7 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import Target
-from ckpt_tools.engine.crc_watch import Seals
+from ckpt_tools.engine.crc_watch import CrcWatch
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import gguf, npz, safetensors, torch_save
@@ -45,7 +45,7 @@ from ckpt_tools.formats.dcp import format as distributed
 from ckpt_tools.formats.dcp import metadata as dcp_metadata
 from ckpt_tools.formats.dcp import metadata_columns as dcp_bulk
 from ckpt_tools.formats.deepspeed import zero as deepspeed
-from ckpt_tools.formats.in_memory import Made
+from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.per_rank import files as per_rank
 from ckpt_tools.formats.pickle.write import integer
 from ckpt_tools.formats.pickle.write import opcodes as opcodes_of
@@ -214,7 +214,9 @@ def many(data: bytes) -> object:
 def item(data: bytes) -> object:
     store, extent = MemoryStore({"f": data}), Extent("f", 0, len(data), TORCH_ZIP)
     list(zip_check.examine(store, [extent]))
-    return list(torch_zip.locate(store, [torch_zip.Item(extent, BY_NAME["float32"], (3, 4))]))
+    return list(
+        torch_zip.locate(store, [torch_zip.ArchiveItem(extent, BY_NAME["float32"], (3, 4))])
+    )
 
 
 def file(data: bytes) -> object:
@@ -279,7 +281,7 @@ def journal(data: bytes) -> object:
     if earlier is None:
         raise CheckpointError("not gone on with")
     sink = WriteSink(Target("dcp", {"f": len(DATA), "g": len(DATA)}, {}), MemoryStore({}))
-    past.tell(sink, Seals({}), {})
+    past.tell(sink, CrcWatch({}), {})
     return past, sink.fingerprints.join()
 
 
@@ -319,7 +321,7 @@ def parts(data: bytes) -> object:
     check(catalog)
     overlaid = Overlay(store, catalog.made)
     for form in FORMS:
-        made = Made(catalog.made)
+        made = InMemoryFile(catalog.made)
         whole = put_together(take_apart(catalog, overlaid), form, made)
         unpack_objects(whole, Overlay(store, made.files), made)
     return catalog

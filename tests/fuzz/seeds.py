@@ -18,12 +18,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save
 
-from ckpt_tools.engine.fingerprints import Piece, Pieces, Prints
-from ckpt_tools.engine.run import Moved
-from ckpt_tools.engine.sinks import Handed
+from ckpt_tools.engine.fingerprints import HashedRange, HashedRanges, TensorHashes
+from ckpt_tools.engine.run import BatchResult
+from ckpt_tools.engine.sinks import SinkState
 from ckpt_tools.formats.dcp import metadata as dcp_metadata
 from ckpt_tools.publish.journal import Journal
-from ckpt_tools.publish.manifest import Manifest, Sealed, SealedRun, SealedTensor
+from ckpt_tools.publish.manifest import Manifest, SealedFile, SealedRun, SealedTensor
 from tests.many_chunks import as_torch_gathers, written
 
 WORK = "0" * 64  # what the journal is of
@@ -246,8 +246,8 @@ def _llama() -> list[bytes]:
 def _manifest() -> list[bytes]:
     tensors = {"a": SealedTensor("float32", (3, 4), "0" * 16)}
     files = {
-        "f": Sealed(3, "0" * 16),
-        "g": Sealed(9, "2" * 16, (SealedRun(1, 8, "3" * 16, "4" * 8),)),
+        "f": SealedFile(3, "0" * 16),
+        "g": SealedFile(9, "2" * 16, (SealedRun(1, 8, "3" * 16, "4" * 8),)),
     }
     sealed = Manifest.now(
         "f" * 32,
@@ -256,7 +256,7 @@ def _manifest() -> list[bytes]:
         {},
         world_size=2,
         files=files,
-        index=("i", Sealed(3, "1" * 16)),
+        index=("i", SealedFile(3, "1" * 16)),
         tensors=tensors,
     )
     return [sealed.render()]
@@ -264,12 +264,16 @@ def _manifest() -> list[bytes]:
 
 def _journal() -> list[bytes]:
     """Returns what the lines of a journal say, without their checksums."""
-    pieces = Pieces([Piece(0, 8, 3, 0), Piece(8, 40, 5, 7)])
-    noted = Prints({"w": Pieces([Piece(0, 48, 11, 0)])}, {"w": Pieces()}, {"w": 48})
+    pieces = HashedRanges([HashedRange(0, 8, 3, 0), HashedRange(8, 40, 5, 7)])
+    noted = TensorHashes(
+        {"w": HashedRanges([HashedRange(0, 48, 11, 0)])}, {"w": HashedRanges()}, {"w": 48}
+    )
     with tempfile.TemporaryDirectory() as path:
         journal = Journal(Path(path, "j"), WORK, (1 << 20, 1 << 22))
         for name in ("f", "g"):
-            journal.note(Moved(48, {"w": 1}, [("src", 0, 48, 9)], Handed({name: pieces}, noted)))
+            journal.note(
+                BatchResult(48, {"w": 1}, [("src", 0, 48, 9)], SinkState({name: pieces}, noted))
+            )
         journal.close()
         return [
             b"\n".join(

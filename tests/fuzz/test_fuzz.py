@@ -14,7 +14,7 @@ from ckpt_tools.core.catalog import TORCH_ZIP, Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import Target
-from ckpt_tools.engine.crc_watch import Seals
+from ckpt_tools.engine.crc_watch import CrcWatch
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import FormatError, UnsafePickleError
 from ckpt_tools.formats.dcp import metadata as dcp_metadata
@@ -114,7 +114,11 @@ def test_a_zip64_field_that_is_cut_short_is_refused() -> None:
         list(
             torch_zip.locate(
                 MemoryStore({"f": bytes(data)}),
-                [torch_zip.Item(Extent("f", 0, len(data), TORCH_ZIP), BY_NAME["float32"], (3, 4))],
+                [
+                    torch_zip.ArchiveItem(
+                        Extent("f", 0, len(data), TORCH_ZIP), BY_NAME["float32"], (3, 4)
+                    )
+                ],
             )
         )
 
@@ -143,5 +147,5 @@ def test_a_journal_whose_pieces_lie_outside_of_their_tensor_is_no_crash(
         b"".join(hex64(crc64nvme(line)).encode() + b" " + line + b"\n" for line in lines)
     )
     memory, sink = MemoryStore({"f": b""}), WriteSink(Target("dcp", {"f": 0}, {}), MemoryStore({}))
-    prove(load(tmp_path, WORK), memory, (1 << 16, 1 << 16), 1, ALONE).tell(sink, Seals({}), {})
+    prove(load(tmp_path, WORK), memory, (1 << 16, 1 << 16), 1, ALONE).tell(sink, CrcWatch({}), {})
     assert sink.fingerprints.join() == {}

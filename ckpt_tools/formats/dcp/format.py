@@ -19,8 +19,8 @@ from ckpt_tools.core.catalog import (
     BytesEntry,
     Catalog,
     Chunk,
+    ChunkTable,
     Extent,
-    ManyChunks,
     TensorEntry,
     files_of,
 )
@@ -29,13 +29,13 @@ from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, StorageError, printable
 from ckpt_tools.formats.base import Request
 from ckpt_tools.formats.dcp import metadata as dcp_metadata
-from ckpt_tools.formats.dcp.metadata import Metadata, Place, TensorMeta
-from ckpt_tools.formats.in_memory import Made
+from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, TensorMeta
+from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.load import no_gc
 from ckpt_tools.formats.pickle.state import plain_path
-from ckpt_tools.formats.torch_save import Others, join, read_leaves, told
+from ckpt_tools.formats.torch_save import UnreadValues, join, read_leaves, told
 from ckpt_tools.formats.zip import read as torch_zip
-from ckpt_tools.formats.zip.write import Wrapping, wrap
+from ckpt_tools.formats.zip.write import ArchiveWrapping, wrap
 from ckpt_tools.storage import MemoryStore, Store, check_path, read
 
 NAME = "dcp"
@@ -115,7 +115,7 @@ def _set_aside(entries: dict[str, TensorEntry], store: Store, aside: _Aside) -> 
     Only an archive that is too short for its elements is looked into.
     """
     for fqn, entry in list(entries.items()):
-        if isinstance(entry.chunks, ManyChunks):
+        if isinstance(entry.chunks, ChunkTable):
             continue
         short = next(
             (
@@ -150,7 +150,7 @@ def _kind_in(extent: Extent, store: Store) -> str:
     """Returns the kind of a tensor that is not read, "" for any other, and for an archive that is
     damaged.
     """
-    others = Others()
+    others = UnreadValues()
     try:
         if not 0 <= extent.start < extent.start + extent.nbytes <= store.size(extent.file):
             return ""
@@ -221,7 +221,7 @@ def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalo
     """Returns the catalog with the plain values of a file that stands beside DCP: counters,
     schedulers, arguments.
     """
-    made, others = Made(), Others()
+    made, others = InMemoryFile(), UnreadValues()
     objects, paths = dict(catalog.objects), dict(catalog.paths)
     for path, value, extents in read_leaves(store, name, size, others):
         fqn = join(path)
@@ -349,7 +349,7 @@ def _locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Ext
             if extent.packing == TORCH_ZIP
         )
         items = [
-            torch_zip.Item(extent, dtype, same.setdefault(sizes, sizes))
+            torch_zip.ArchiveItem(extent, dtype, same.setdefault(sizes, sizes))
             for sizes, extent, dtype in packed
         ]
         return dict(torch_zip.locate(store, items))
@@ -382,13 +382,13 @@ class DataFile:
         self.literals: list[Literal] = []
         self.trailers: list[Trailer] = []
 
-    def add_object(self, nbytes: int) -> tuple[Slot, Place]:
+    def add_object(self, nbytes: int) -> tuple[Slot, ItemLocation]:
         """Appends an object of so many bytes."""
-        place = Place(self.name, self.nbytes, nbytes)
+        place = ItemLocation(self.name, self.nbytes, nbytes)
         self.nbytes += nbytes
         return Slot(Box((0,), (nbytes,)), self.name, place.start), place
 
-    def add_chunk(self, box: Box, wrapping: Wrapping) -> tuple[Slot, Place]:
+    def add_chunk(self, box: Box, wrapping: ArchiveWrapping) -> tuple[Slot, ItemLocation]:
         """Appends the archive of a chunk."""
         start = self.nbytes
         data = start + len(wrapping.prefix)
@@ -398,7 +398,7 @@ class DataFile:
             Trailer(self.name, after, wrapping.suffix_nbytes, data, wrapping.render_suffix)
         )
         self.nbytes = after + wrapping.suffix_nbytes
-        return Slot(box, self.name, data), Place(self.name, start, self.nbytes - start)
+        return Slot(box, self.name, data), ItemLocation(self.name, start, self.nbytes - start)
 
 
 def is_data_file(name: str) -> bool:

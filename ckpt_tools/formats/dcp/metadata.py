@@ -30,7 +30,7 @@ _DTYPES = [*BY_NAME, "qint8", "quint8", "qint32"]
 MAX_DIMS = 64
 
 
-class Place(NamedTuple):
+class ItemLocation(NamedTuple):
     """Where an item lies: file, first byte, number of bytes."""
 
     file: str
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class Run(NamedTuple):
+class ColumnRun(NamedTuple):
     """Stands for chunks, or for places in the dict of them, which were read otherwise: see
     `dcp_bulk`.
     """
@@ -66,7 +66,7 @@ class Metadata:
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = field(default_factory=dict)
+    places: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = field(default_factory=dict)
     extras: dict[str, str] = field(default_factory=dict)
 
 
@@ -114,7 +114,7 @@ def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
     return allowed, stubs
 
 
-def parse(data: bytes, where: str, runs: Sequence[Run] = ()) -> Metadata:
+def parse(data: bytes, where: str, runs: Sequence[ColumnRun] = ()) -> Metadata:
     """Returns the contents of a `.metadata` pickle, checked value by value.
 
     Args:
@@ -210,7 +210,7 @@ class _Reader:
         boxes: list[Any] = []
         chunk_type, ints = self.stubs["ChunkStorageMetadata"], self.ints
         for chunk in chunks:
-            if type(chunk) is Run and not chunk.is_places:
+            if type(chunk) is ColumnRun and not chunk.is_places:
                 boxes.append(chunk)
                 continue
             if not isinstance(chunk, chunk_type):
@@ -231,7 +231,7 @@ class _Reader:
             raise self.fail("a dict at storage_data", table)
         index_type, info_type = self.stubs["MetadataIndex"], self.stubs["_StorageInfo"]
         for index, info in table.items():
-            if type(index) is Run and index.is_places and info is None:
+            if type(index) is ColumnRun and index.is_places and info is None:
                 continue
             if not isinstance(index, index_type) or not isinstance(info, info_type):
                 raise self.fail("a MetadataIndex and a _StorageInfo", index)
@@ -244,7 +244,7 @@ class _Reader:
                 )
             fqn, offset = self.text(key.get("fqn")), key.get("offset")
             start, nbytes = self.ints((at.get("offset"), at.get("length")))
-            place = Place(self.text(at.get("relative_path")), start, nbytes)
+            place = ItemLocation(self.text(at.get("relative_path")), start, nbytes)
             where = (fqn, None if offset is None else self.ints(offset))
             if result.places.setdefault(where, place) != place:
                 raise FormatError(f"two places for one chunk of {printable(fqn)!r} ({self.where})")
@@ -400,7 +400,7 @@ class Template:
         ][:-1]
 
     def render(
-        self, objects: Mapping[str, Place], save_id: str, name: Callable[[str], str] = str
+        self, objects: Mapping[str, ItemLocation], save_id: str, name: Callable[[str], str] = str
     ) -> bytes:
         """Returns the whole file; `name` gives the names under which data files lie."""
         out = _Emitter(self._memo)
@@ -462,7 +462,7 @@ def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
 
 
 def _emit_place(
-    out: _Emitter, fqn: str, offset: tuple[int, ...] | None, number: int | None, place: Place
+    out: _Emitter, fqn: str, offset: tuple[int, ...] | None, number: int | None, place: ItemLocation
 ) -> None:
     head = out.again(
         ("index", fqn),

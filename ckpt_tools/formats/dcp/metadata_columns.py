@@ -17,16 +17,23 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tools.core.catalog import TORCH_ZIP
-from ckpt_tools.core.chunk_table import Chunks
+from ckpt_tools.core.chunk_table import ArrayChunkTable
 from ckpt_tools.errors import FormatError
-from ckpt_tools.formats.dcp.metadata import FILESYSTEM, METADATA, Metadata, Place, Run, parse
+from ckpt_tools.formats.dcp.metadata import (
+    FILESYSTEM,
+    METADATA,
+    ColumnRun,
+    ItemLocation,
+    Metadata,
+    parse,
+)
 from ckpt_tools.formats.dcp.pickle_runs import (
     Argument,
     Ints,
-    Irregular,
-    Kind,
-    Rest,
-    Window,
+    IrregularPickle,
+    ObjectWindow,
+    Remainder,
+    ShapeGroup,
     size_of,
     unframed,
     windows,
@@ -43,7 +50,7 @@ _MAX_DIMS = 16
 _LEAST = 4  # objects of a run; fewer stay where they are
 
 
-def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, Chunks]] | None:
+def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, ArrayChunkTable]] | None:
     """Returns what a `.metadata` says, with the chunks of tensors beside; `boxes` and `places`
     there are those of objects only.
 
@@ -55,7 +62,7 @@ def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, Chunks]] | N
         plain = unframed(data)
         del data
         found = _Runs()
-        rest = Rest(plain)
+        rest = Remainder(plain)
         for window in windows(plain, rest):
             found.take(window, rest)
         small = rest.finish()
@@ -64,7 +71,7 @@ def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, Chunks]] | N
         del plain, rest
         metadata = parse(small, where, found.runs)
         return metadata, _join(metadata, found)
-    except (Irregular, FormatError):
+    except (IrregularPickle, FormatError):
         return None
 
 
@@ -93,7 +100,7 @@ class _Runs:
     """All that stood in runs; a run is known by its number, which is its persistent id."""
 
     def __init__(self) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[ColumnRun] = []
         self.chunks = _Columns("ndim", "offsets", "sizes")
         self.places = _Columns("ndim", "offsets", "fqn", "file", "start", "nbytes")
         self.strings: dict[str, int] = {}
@@ -101,7 +108,7 @@ class _Runs:
         # what is remembered: indices in the memo, in order, and which string
         self._texts: list[tuple[Ints, Ints]] = []
 
-    def take(self, window: Window, rest: Rest) -> None:
+    def take(self, window: ObjectWindow, rest: Remainder) -> None:
         """Takes a window's runs out of the rest."""
         bases: Ints = np.zeros(len(window.starts), np.int64)
         chunks, indices = [], []
@@ -118,11 +125,13 @@ class _Runs:
             last -= kind == _INDEX and (last - first) % 2
             bases[first:last] = rest.num_memos + memos[first:last] - memos[first]
             if kind == _CHUNK:
-                run = Run(self._num_chunks, self._num_chunks + last - first)
+                run = ColumnRun(self._num_chunks, self._num_chunks + last - first)
                 self._num_chunks = run.stop
                 chunks.append((first, last))
             else:
-                run = Run(self._num_places, self._num_places + (last - first) // 2, is_places=True)
+                run = ColumnRun(
+                    self._num_places, self._num_places + (last - first) // 2, is_places=True
+                )
                 self._num_places = run.stop
                 indices.append((first, last))
             by = b"J" + struct.pack("<i", len(self.runs)) + (b"QN" if run.is_places else b"Q")
@@ -131,7 +140,12 @@ class _Runs:
         self._extract(window, rest.names, bases, _ranges(chunks, 1), _ranges(indices, 2))
 
     def _extract(
-        self, window: Window, names: Mapping[int, object], bases: Ints, chunks: Ints, indices: Ints
+        self,
+        window: ObjectWindow,
+        names: Mapping[int, object],
+        bases: Ints,
+        chunks: Ints,
+        indices: Ints,
     ) -> None:
         """Reads the columns of a window: of chunks, and of pairs of an index and a place."""
         numbers = np.full(len(bases), -1, np.int64)  # which chunk, or which pair
@@ -147,11 +161,11 @@ class _Runs:
             is_mine = numbers[kind.numbers] >= 0
             if not is_mine.any():
                 continue
-            mine = Kind(kind.shape, kind.numbers[is_mine], kind.rows[is_mine])
+            mine = ShapeGroup(kind.shape, kind.numbers[is_mine], kind.rows[is_mine])
             class_, fields = kind.shape.resolved(names)
             which = _CLASSES.index(class_) + 1 if class_ in _CLASSES else 0
             if not which or (expected[mine.numbers] != which).any():
-                raise Irregular
+                raise IrregularPickle
             if which == 2:
                 fields = {"offset": None, **fields}  # an object's has none
             row = tables[which].rows(mine, numbers[mine.numbers], names)
@@ -182,7 +196,7 @@ class _Runs:
             seen.append((row, name, row.kind.indices(value)))
             return
         if value.opcode != "\x8c":
-            raise Irregular
+            raise IrregularPickle
         found, which = row.kind.texts(value)
         strings = np.array(
             [self.strings.setdefault(text, len(self.strings)) for text in found], np.int64
@@ -207,14 +221,14 @@ class _Runs:
             fits = known[order[at]] == wanted
             found[fits] = strings[order[at[fits]]]
         if (found < 0).any():
-            raise Irregular
+            raise IrregularPickle
         return found[which]
 
     def _add(self, tables: Mapping[int, _Table]) -> None:
         chunk, index, info = tables[1], tables[2], tables[3]
         if chunk.num_rows:
             if (chunk.column("offsets.ndim") != chunk.column("sizes.ndim")).any():
-                raise Irregular
+                raise IrregularPickle
             self.chunks.add(
                 ndim=chunk.column("sizes.ndim"),
                 offsets=chunk.column("offsets"),
@@ -231,7 +245,7 @@ class _Runs:
             )
 
 
-def _class(window: Window, number: int, rest: Rest) -> object:
+def _class(window: ObjectWindow, number: int, rest: Remainder) -> object:
     """Returns the class of an object, as module and name."""
     shape = window.kinds[window.shapes[number]].shape
     return rest.names.get(shape.index(shape.kind))
@@ -259,13 +273,13 @@ class _Table:
             column[at, dim] = values
         self._filled[name] = self._filled.get(name, 0) + len(at)
 
-    def rows(self, kind: Kind, at: Ints, names: Mapping[int, object]) -> _Rows:
+    def rows(self, kind: ShapeGroup, at: Ints, names: Mapping[int, object]) -> _Rows:
         """Returns the rows that objects of one shape fill."""
         return _Rows(self, kind, at, names)
 
     def column(self, name: str) -> Ints:
         if self._filled.get(name) != self.num_rows:
-            raise Irregular
+            raise IrregularPickle
         return self._columns[name]
 
 
@@ -273,7 +287,7 @@ class _Rows(NamedTuple):
     """Some rows of a table, which objects of one shape fill."""
 
     table: _Table
-    kind: Kind
+    kind: ShapeGroup
     at: Ints
     names: Mapping[int, object]
 
@@ -286,7 +300,7 @@ class _Rows(NamedTuple):
         elif name == "index" and value is not None:
             self.kind.ints(value)  # what it says is of no use here
         elif name not in ("index", "transform_descriptors") or value is not None:
-            raise Irregular
+            raise IrregularPickle
 
     def _put_size(self, name: str, value: Any) -> None:
         """Fills columns with a `torch.Size`; an object's offset is None and has -1 dims."""
@@ -297,7 +311,7 @@ class _Rows(NamedTuple):
                 self.names.get(self.kind.shape.index(value.function)) != ("torch", "Size")
                 or len(numbers) > _MAX_DIMS
             ):
-                raise Irregular
+                raise IrregularPickle
         self.table.put(
             f"{name}.ndim",
             self.at,
@@ -349,11 +363,11 @@ def _keys(shapes: Sequence[tuple[int, ...]]) -> _Keys:
             strides[number, dim] = math.prod(n + 1 for n in shape[dim + 1 :])
         base += math.prod(n + 1 for n in shape)
         if base >= _MAX_KEY:
-            raise Irregular
+            raise IrregularPickle
     return _Keys(bases, strides, table, np.array([len(s) for s in shapes], np.int64))
 
 
-def _join(metadata: Metadata, found: _Runs) -> dict[str, Chunks]:
+def _join(metadata: Metadata, found: _Runs) -> dict[str, ArrayChunkTable]:
     """Returns the chunks of every tensor, each with its place.
 
     Raises:
@@ -373,19 +387,19 @@ def _join(metadata: Metadata, found: _Runs) -> dict[str, Chunks]:
     same = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
     for column in (place_files, starts, nbytes):
         if (column[order[same]] != column[order[same + 1]]).any():
-            raise Irregular
+            raise IrregularPickle
     tensors, offsets, sizes, ndim, lengths = _all_chunks(found, fqns, metadata)
     wanted = keys.of(tensors, offsets, ndim)
     at = np.minimum(np.searchsorted(ordered, wanted), max(len(ordered) - 1, 0))
     if (wanted < 0).any() or not len(ordered) or (ordered[at] != wanted).any():
-        raise Irregular
+        raise IrregularPickle
     which = order[at]
     names = tuple(files)
     numbers, starts, nbytes = place_files[which].astype(np.int32), starts[which], nbytes[which]
     result, first = {}, 0
     for fqn, count in zip(fqns, lengths, strict=True):
         rows, dims = slice(first, first + count), len(metadata.tensors[fqn].shape)
-        result[fqn] = Chunks(
+        result[fqn] = ArrayChunkTable(
             offsets[rows, :dims],
             sizes[rows, :dims],
             names,
@@ -415,13 +429,13 @@ def _all_places(
     )
     start, nbytes = found.places.joined("start"), found.places.joined("nbytes")
     if not len(ndim):
-        raise Irregular
+        raise IrregularPickle
     if (np.abs(start) >= _MAX_KEY).any() or (np.abs(nbytes) >= _MAX_KEY).any():
-        raise Irregular
+        raise IrregularPickle
     for row in np.flatnonzero(ndim < 0).tolist():
-        place = Place(strings[file[row]], int(start[row]), int(nbytes[row]))
+        place = ItemLocation(strings[file[row]], int(start[row]), int(nbytes[row]))
         if metadata.places.setdefault((strings[fqn[row]], None), place) != place:
-            raise Irregular
+            raise IrregularPickle
     fqn, file, ndim, offsets, start, nbytes = (
         column[ndim >= 0] for column in (fqn, file, ndim, offsets, start, nbytes)
     )
@@ -478,13 +492,13 @@ def _all_chunks(
     for fqn in fqns:
         count = 0
         for part in metadata.tensors[fqn].boxes:
-            if isinstance(part, Run):
+            if isinstance(part, ColumnRun):
                 rows = slice(part.start, part.stop)
                 blocks.append((offsets[rows], sizes[rows], ndim[rows]))
             else:
                 row = np.zeros((2, 1, width), np.int64)
                 if len(part.offsets) > width or len(part.sizes) != len(part.offsets):
-                    raise Irregular
+                    raise IrregularPickle
                 row[0, 0, : len(part.offsets)], row[1, 0, : len(part.sizes)] = (
                     part.offsets,
                     part.sizes,
@@ -493,6 +507,6 @@ def _all_chunks(
             count += len(blocks[-1][2])
         lengths.append(count)
     if not blocks:
-        raise Irregular
+        raise IrregularPickle
     joined = [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
     return np.repeat(np.arange(len(fqns)), lengths), joined[0], joined[1], joined[2], lengths

@@ -4,7 +4,7 @@ then columns of numbers.
 Two objects with the same opcodes differ in arguments at the same positions. So a pickle is cut in
 two: runs of such objects, whose arguments become numpy columns, and a small rest that goes the
 usual way, with a persistent id in the place of each run. Anything out of the ordinary is
-`Irregular`: the caller then reads all of it the usual way.
+`IrregularPickle`: the caller then reads all of it the usual way.
 
 Source: CPython's `pickletools` and `_pickle.c` (frames, batches, MEMOIZE).
 """
@@ -74,7 +74,7 @@ _MARK = object()
 _MAX_SHAPES = 4096  # more kinds of objects than that are no millions of a kind
 
 
-class Irregular(Exception):
+class IrregularPickle(Exception):
     """Something that the usual way has to read."""
 
 
@@ -89,21 +89,21 @@ class Argument(NamedTuple):
     memo: int = -1
 
 
-class Made(NamedTuple):
+class BuiltValue(NamedTuple):
     """A call within an object: `torch.Size((1, 2))`."""
 
     function: Argument
     arguments: Any
 
 
-class Shape:
+class OpcodeShape:
     """The opcodes that some objects have in common.
 
     Attributes:
         template, mask: their bytes, and which of them are the same in all.
         kind: the class.
         fields: its state; keys and the class by their index in the pickle's memo, see
-            `Shape.resolved`.
+            `OpcodeShape.resolved`.
         num_memos: how many values each object adds to the memo.
     """
 
@@ -116,7 +116,7 @@ class Shape:
             self.kind, self.fields = self._interpret()
         # it takes more than there is, or something else
         except (IndexError, ValueError, AttributeError):
-            raise Irregular from None
+            raise IrregularPickle from None
         self.template: Rows = np.frombuffer(phrase, np.uint8) & self.mask
         self.names: tuple[object, dict[object, Any]] | None = None
 
@@ -138,8 +138,8 @@ class Shape:
                 self.num_memos += 1
             else:
                 self._do(opcode, stack)
-        if len(stack) != 1 or not isinstance(stack[0], Made):
-            raise Irregular
+        if len(stack) != 1 or not isinstance(stack[0], BuiltValue):
+            raise IrregularPickle
         for argument in arguments:
             if argument not in self._fixed:
                 self.mask[argument.column : argument.column + argument.width] = 0
@@ -157,7 +157,7 @@ class Shape:
             stack.append(items)
         elif opcode in "R\x81":
             arguments = stack.pop()
-            stack.append(Made(self._seen(stack.pop()), arguments))
+            stack.append(BuiltValue(self._seen(stack.pop()), arguments))
         elif opcode == "u":
             count = stack[::-1].index(_MARK)
             items = stack[len(stack) - count :]
@@ -167,14 +167,14 @@ class Shape:
             ]
         elif opcode == "b":
             state = stack.pop()
-            stack[-1] = Made(stack[-1].function, state)
+            stack[-1] = BuiltValue(stack[-1].function, state)
         else:
-            raise Irregular
+            raise IrregularPickle
 
     def _seen(self, argument: Any) -> Argument:
         """Marks what must be the same in all: a class, a function, a key."""
         if not isinstance(argument, Argument) or argument.opcode not in "hj":
-            raise Irregular
+            raise IrregularPickle
         self._fixed.add(argument)
         return argument
 
@@ -186,7 +186,7 @@ class Shape:
 
     def resolved(self, names: Mapping[int, object]) -> tuple[object, dict[object, Any]]:
         """Returns the class and the state with names in the place of indices; functions that are
-        called remain `Made`.
+        called remain `BuiltValue`.
         """
         if self.names is None:
             try:
@@ -195,23 +195,23 @@ class Shape:
                     {names[self.index(k)]: v for k, v in self.fields},
                 )
             except KeyError:
-                raise Irregular from None
+                raise IrregularPickle from None
             if len(self.names[1]) < len(self.fields):
-                raise Irregular
+                raise IrregularPickle
         return self.names
 
 
-class Kind(NamedTuple):
+class ShapeGroup(NamedTuple):
     """All objects of one shape in a window: which, and their bytes row by row."""
 
-    shape: Shape
+    shape: OpcodeShape
     numbers: Ints
     rows: Rows
 
     def ints(self, argument: object) -> Ints:
         """Returns the column of an argument that is a number."""
         if not isinstance(argument, Argument) or argument.opcode not in "KMJ\x8a":
-            raise Irregular
+            raise IrregularPickle
         column = self._column(argument)
         if argument.opcode != "\x8a":
             return column.view({"K": "u1", "M": "<u2", "J": "<i4"}[argument.opcode])[:, 0].astype(
@@ -240,7 +240,7 @@ class Kind(NamedTuple):
                 value.tobytes().decode("utf-8", "surrogatepass") for value in found
             ], which.astype(np.int64)
         except UnicodeDecodeError:
-            raise Irregular from None
+            raise IrregularPickle from None
 
     def _column(self, argument: Argument) -> Rows:
         return np.ascontiguousarray(
@@ -248,17 +248,17 @@ class Kind(NamedTuple):
         )
 
 
-class Window:
+class ObjectWindow:
     """Objects that stand in a part of a pickle: where each begins and ends, its shape and how many
     values it remembers.
     """
 
-    def __init__(self, data: bytes, at: int, shapes: dict[int, list[Shape]]) -> None:
+    def __init__(self, data: bytes, at: int, shapes: dict[int, list[OpcodeShape]]) -> None:
         found = _OBJECT.finditer(data, at, at + _WINDOW_BYTES)
         spans: Ints = np.array([m.span() for m in found], np.int64).reshape(-1, 2)
         self.starts, self.ends = spans[:, 0], spans[:, 1]
         self.num_memos: Ints = np.zeros(len(spans), np.int64)
-        self.kinds: list[Kind] = []
+        self.kinds: list[ShapeGroup] = []
         self.shapes: npt.NDArray[np.int32] = np.zeros(len(spans), np.int32)
         buffer: Rows = np.frombuffer(data, np.uint8)
         lengths = self.ends - self.starts
@@ -269,23 +269,23 @@ class Window:
             rows = buffer[self.starts[numbers][:, None] + np.arange(length)]
             self._sort(numbers, rows, shapes.setdefault(length, []))
             if sum(map(len, shapes.values())) > _MAX_SHAPES:
-                raise Irregular
+                raise IrregularPickle
 
-    def _sort(self, numbers: Ints, rows: Rows, known: list[Shape]) -> None:
+    def _sort(self, numbers: Ints, rows: Rows, known: list[OpcodeShape]) -> None:
         """Sorts objects of one length by their shapes."""
         tried = 0
         while len(numbers):
             if tried == len(known):
                 if tried > _MAX_SHAPES:
-                    raise Irregular
-                known.append(Shape(rows[0].tobytes()))
+                    raise IrregularPickle
+                known.append(OpcodeShape(rows[0].tobytes()))
             shape = known[tried]
             tried += 1
             fits = ((rows & shape.mask) == shape.template).all(axis=1)
             if fits.any():
                 self.shapes[numbers[fits]] = len(self.kinds)
                 self.num_memos[numbers[fits]] = shape.num_memos
-                self.kinds.append(Kind(shape, numbers[fits], rows[fits]))
+                self.kinds.append(ShapeGroup(shape, numbers[fits], rows[fits]))
                 numbers, rows = numbers[~fits], rows[~fits]
 
     def runs(self) -> Iterator[tuple[int, int]]:
@@ -295,7 +295,7 @@ class Window:
         yield from pairwise(edges)
 
 
-class Rest:
+class Remainder:
     """What is left of a pickle without its runs, and what is in the memo of the whole: numbers
     there stay those of the original.
     """
@@ -316,7 +316,7 @@ class Rest:
         while self.at < stop:
             token = match(data, self.at, stop)
             if token is None:
-                raise Irregular
+                raise IrregularPickle
             kind = token.lastindex
             if kind == _SEEN_KIND:
                 self._put_seen(token[0])
@@ -329,7 +329,7 @@ class Rest:
                 self._remember()
             self.at = token.end()
         if self.at != stop:
-            raise Irregular
+            raise IrregularPickle
 
     def _remember(self) -> None:
         self.num_memos += 1
@@ -360,7 +360,7 @@ class Rest:
     def _known(self, index: int) -> str:
         name = self.names.get(index)
         if not isinstance(name, str):
-            raise Irregular
+            raise IrregularPickle
         return name
 
     def _put_seen(self, token: bytes, at: int | None = None) -> None:
@@ -369,7 +369,7 @@ class Rest:
         index = int.from_bytes(token[1:], "little")
         stretch = bisect_right(self._firsts, index) - 1
         if index >= self._lasts[stretch]:
-            raise Irregular  # to something within a run
+            raise IrregularPickle  # to something within a run
         shift = self._shifts[stretch]
         if shift:
             self._copy(at)
@@ -403,7 +403,7 @@ def _decoded(raw: bytes) -> str:
     try:
         return raw.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        raise Irregular from None
+        raise IrregularPickle from None
 
 
 def unframed(data: bytes) -> bytes:
@@ -413,45 +413,45 @@ def unframed(data: bytes) -> bytes:
         Irregular: it is of a protocol before 4, or not in frames from its beginning to its end.
     """
     if len(data) < 3 or data[0] != 0x80 or data[1] not in (4, 5):
-        raise Irregular
+        raise IrregularPickle
     parts, at = [data[:2]], 2
     if data[2] != 0x95:
         return data
     while at < len(data):
         if data[at] != 0x95 or at + 9 > len(data):
-            raise Irregular
+            raise IrregularPickle
         end = at + 9 + int.from_bytes(data[at + 1 : at + 9], "little")
         if end > len(data):
-            raise Irregular
+            raise IrregularPickle
         parts.append(data[at + 9 : end])
         at = end
     return b"".join(parts)
 
 
-def windows(data: bytes, rest: Rest) -> Iterator[Window]:
+def windows(data: bytes, rest: Remainder) -> Iterator[ObjectWindow]:
     """Yields the objects of a pickle a part at a time; each must be dealt with before the next, and
     `rest.at` stand behind it.
     """
-    shapes: dict[int, list[Shape]] = {}
+    shapes: dict[int, list[OpcodeShape]] = {}
     while rest.at < len(data):
         before = rest.at
-        window = Window(data, rest.at, shapes)
+        window = ObjectWindow(data, rest.at, shapes)
         if not len(window.starts):
             return
         yield window
         if rest.at == before:
-            raise Irregular
+            raise IrregularPickle
 
 
 def size_of(value: object) -> Sequence[object]:
     """Returns the numbers that a `torch.Size` is made of."""
     if (
-        not isinstance(value, Made)
+        not isinstance(value, BuiltValue)
         or not isinstance(value.arguments, tuple)
         or len(value.arguments) != 1
     ):
-        raise Irregular
+        raise IrregularPickle
     (numbers,) = value.arguments
     if not isinstance(numbers, tuple):
-        raise Irregular
+        raise IrregularPickle
     return numbers

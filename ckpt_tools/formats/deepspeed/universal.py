@@ -18,10 +18,10 @@ from ckpt_tools.core.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Exten
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.errors import FormatError, PlanError, printable
 from ckpt_tools.formats.base import Request, TargetTensor, below
-from ckpt_tools.formats.in_memory import Made
-from ckpt_tools.formats.pickle.state import Malformed, Path, View, is_value, shapes_of, want
-from ckpt_tools.formats.pickle.write import Stored
-from ckpt_tools.formats.torch_save import Opened, Others, join, read_leaves, told
+from ckpt_tools.formats.in_memory import InMemoryFile
+from ckpt_tools.formats.pickle.state import Malformed, Path, TensorView, is_value, shapes_of, want
+from ckpt_tools.formats.pickle.write import TensorRecord
+from ckpt_tools.formats.torch_save import OpenedFile, UnreadValues, join, read_leaves, told
 from ckpt_tools.formats.zip.write import Archive
 from ckpt_tools.storage import Store
 
@@ -35,8 +35,8 @@ def read_universal(store: Store, model_states: str) -> Catalog:
         store: the directory.
         model_states: the file with the shapes and buffers.
     """
-    others = Others()
-    opened = Opened(store, model_states, store.size(model_states), others)
+    others = UnreadValues()
+    opened = OpenedFile(store, model_states, store.size(model_states), others)
     try:
         tables = want(opened.root, "param_shapes", list)
         shapes = {name: shape for table in tables for name, shape in shapes_of(table).items()}
@@ -50,7 +50,7 @@ def read_universal(store: Store, model_states: str) -> Catalog:
     paths: dict[str, Path] = {}
     sizes = {model_states: store.size(model_states)}
     for name, view in module.items():
-        if name in buffers and isinstance(view, View):
+        if name in buffers and isinstance(view, TensorView):
             fqn = join(("model", name))
             tensors[fqn] = TensorEntry(
                 fqn, view.dtype, view.sizes, (Chunk(whole(view.sizes), opened.extent(view, name)),)
@@ -81,7 +81,7 @@ def read_universal(store: Store, model_states: str) -> Catalog:
 
 
 def _read_parameter(
-    store: Store, name: str, shapes: Mapping[str, tuple[int, ...]], others: Others
+    store: Store, name: str, shapes: Mapping[str, tuple[int, ...]], others: UnreadValues
 ) -> Catalog:
     """Returns what the folder of a parameter holds."""
     files = store.list_files()
@@ -92,7 +92,7 @@ def _read_parameter(
             continue
         path: Path = ("optimizer", "state", name, *inner) if inner else ("model", name)
         for where, value, extents in read_leaves(store, f"{stem}.pt", files[f"{stem}.pt"], others):
-            if not isinstance(value, View) or where not in ((), ("param",)):
+            if not isinstance(value, TensorView) or where not in ((), ("param",)):
                 continue
             shape = value.sizes if where or stem == "step" else shapes.get(name, value.sizes)
             if math.prod(shape) != math.prod(value.sizes) or extents[0].strides:
@@ -115,16 +115,19 @@ def _read_parameter(
 
 
 def _options(
-    store: Store, tables: Sequence[Mapping[str, object]], paths: dict[str, Path], others: Others
-) -> tuple[dict[str, BytesEntry], Made]:
+    store: Store,
+    tables: Sequence[Mapping[str, object]],
+    paths: dict[str, Path],
+    others: UnreadValues,
+) -> tuple[dict[str, BytesEntry], InMemoryFile]:
     """Returns the options of the optimizer's groups, where they were kept; the shapes come by
     group, which tells its parameters.
     """
-    made, objects = Made(), dict[str, BytesEntry]()
+    made, objects = InMemoryFile(), dict[str, BytesEntry]()
     files = store.list_files()
     if "optimizer_state.pt" not in files:
         return objects, made
-    root = Opened(store, "optimizer_state.pt", files["optimizer_state.pt"], others).root
+    root = OpenedFile(store, "optimizer_state.pt", files["optimizer_state.pt"], others).root
     groups = root.get("param_groups") if isinstance(root, dict) else None
     if (
         not isinstance(groups, list)
@@ -174,7 +177,7 @@ def lay_out(request: Request) -> Target:
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in request.tensors:
         name, key = _place(tensor.fqn)
-        stored = Stored(tensor.dtype, tensor.shape, "0")
+        stored = TensorRecord(tensor.dtype, tensor.shape, "0")
         add(
             f"zero/{name}/{key}.pt",
             stored if key == "step" else {"cat_dim": 0, "param": stored},

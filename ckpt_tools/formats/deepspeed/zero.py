@@ -23,19 +23,19 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats.base import below, guess_bare, locate_bare
 from ckpt_tools.formats.deepspeed import universal as deepspeed_universal
-from ckpt_tools.formats.in_memory import Made
+from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import (
     Malformed,
     Path,
-    Unread,
-    View,
+    TensorView,
+    UnreadTensor,
     is_scalar,
     is_value,
     leaves,
     shapes_of,
     want,
 )
-from ckpt_tools.formats.torch_save import Opened, Others, join, told
+from ckpt_tools.formats.torch_save import OpenedFile, UnreadValues, join, told
 from ckpt_tools.storage import Store, read
 
 NAME = "deepspeed"
@@ -91,26 +91,26 @@ def read_catalog(store: Store) -> Catalog:
     return _read_folder(store)
 
 
-class Run(NamedTuple):
+class TensorSpan(NamedTuple):
     """A stretch of a rank's vector: where it starts there, and the tensor that has it."""
 
     start: int
-    view: View
-    file: Opened
+    view: TensorView
+    file: OpenedFile
 
     @property
     def numel(self) -> int:
         return math.prod(self.view.sizes)
 
 
-class Flat:
+class FlatVectors:
     """One quantity (weights, a moment) as the vectors of all ranks."""
 
     def __init__(self, dtype: DType) -> None:
         self.dtype = dtype
-        self._runs: list[list[Run]] = []
+        self._runs: list[list[TensorSpan]] = []
 
-    def add(self, rank: int, start: int, view: View, file: Opened) -> None:
+    def add(self, rank: int, start: int, view: TensorView, file: OpenedFile) -> None:
         """Adds a rank's stretch.
 
         Raises:
@@ -120,7 +120,7 @@ class Flat:
             raise Malformed("a partition is no vector of the type of the others")
         while len(self._runs) <= rank:
             self._runs.append([])
-        self._runs[rank].append(Run(start, view, file))
+        self._runs[rank].append(TensorSpan(start, view, file))
 
     def chunks(
         self, rank: int, start: int, shape: Sequence[int], first: int, stop: int, fqn: str
@@ -148,7 +148,7 @@ def _read_folder(store: Store) -> Catalog:
         return deepspeed_universal.read_universal(
             store, next(name for name in files if MODEL_STATES.fullmatch(name))
         )
-    others = Others()
+    others = UnreadValues()
     models = _by_rank(files, MODEL_STATES)
     optims = _by_rank(files, _OPTIM_STATES)
     names = [*models.values(), *optims.values()]
@@ -156,7 +156,7 @@ def _read_folder(store: Store) -> Catalog:
         raise CatalogError(
             f"the model's states are missing: mp_rank_00_model_states.pt ({printable(store.url)})"
         )
-    opened = {name: Opened(store, name, files[name], others) for name in names}
+    opened = {name: OpenedFile(store, name, files[name], others) for name in names}
     builder = _Builder(
         [opened[n] for n in models.values()], [opened[n] for n in optims.values()], others
     )
@@ -220,13 +220,15 @@ def _by_rank(files: Mapping[str, int], pattern: re.Pattern[str]) -> dict[int, st
 class _Builder:
     """Gathers the entries of a catalog from opened files."""
 
-    def __init__(self, models: Sequence[Opened], optims: Sequence[Opened], others: Others) -> None:
+    def __init__(
+        self, models: Sequence[OpenedFile], optims: Sequence[OpenedFile], others: UnreadValues
+    ) -> None:
         self.models, self.optims, self.others = models, optims, others
         self.tensors: dict[str, TensorEntry] = {}
         self.objects: dict[str, BytesEntry] = {}
         self.paths: dict[str, Path] = {}
         self.extras: dict[str, str] = {}
-        self.made = Made()
+        self.made = InMemoryFile()
 
     def build(self) -> None:
         first = self.models[0].root
@@ -277,9 +279,9 @@ class _Builder:
         """Adds what of `module` is whole in the first file: buffers, 16-bit weights."""
         opened = self.models[0]
         for name, view in want(opened.root, "module", dict).items():
-            if isinstance(view, Unread) and wanted(name):
+            if isinstance(view, UnreadTensor) and wanted(name):
                 self.others.tensors[key, name] = view.kind
-            if isinstance(view, View) and wanted(name):
+            if isinstance(view, TensorView) and wanted(name):
                 chunk = Chunk(whole(view.sizes), opened.extent(view, name))
                 self.add((key, name), TensorEntry(name, view.dtype, view.sizes, (chunk,)))
 
@@ -291,13 +293,13 @@ class _Builder:
             dtype = None
             for rank, opened in enumerate(self.models):
                 view = want(opened.root, "frozen_param_fragments", dict).get(name)
-                if not isinstance(view, View):
+                if not isinstance(view, TensorView):
                     raise Malformed(f"{name} has no fragment")
                 dtype = view.dtype
                 if view.sizes == shape:
                     chunks = [Chunk(whole(shape), opened.extent(view, name))]
                     break
-                flat = Flat(dtype)
+                flat = FlatVectors(dtype)
                 share = math.prod(view.sizes)
                 flat.add(rank, 0, view, opened)
                 chunks += flat.chunks(
@@ -392,7 +394,7 @@ class _Builder:
             key
             for group in own.values()
             for key, value in group.items()
-            if isinstance(value, View) and value.sizes
+            if isinstance(value, TensorView) and value.sizes
         }
         for key in sorted(keys):
             views = [
@@ -428,7 +430,9 @@ class _Builder:
         self, base: Sequence[dict[str, Any]], group: Mapping[str, Any], number: int
     ) -> dict[str, list[Any]]:
         """Returns the vectors of each moment, by rank."""
-        keys = [key for key, value in group.items() if isinstance(value, View) and value.sizes]
+        keys = [
+            key for key, value in group.items() if isinstance(value, TensorView) and value.sizes
+        ]
         return {key: [want(state, "state", dict)[number][key] for state in base] for key in keys}
 
     def _quantity(
@@ -453,7 +457,7 @@ class _Builder:
         self.value(("optimizer", "param_groups", number, "params"), names)
         for name in names:
             path: Path = ("optimizer", "state", name, "step")
-            if isinstance(step, View):
+            if isinstance(step, TensorView):
                 self.add(
                     path,
                     TensorEntry(
@@ -473,7 +477,7 @@ class _Builder:
         for path, value in leaves(
             {k: v for k, v in root.items() if k not in _OWN_KEYS}, self.models[0].name
         ):
-            if isinstance(value, View):
+            if isinstance(value, TensorView):
                 self.add(
                     path,
                     TensorEntry(
@@ -483,7 +487,7 @@ class _Builder:
                         (Chunk(whole(value.sizes), self.models[0].extent(value, join(path))),),
                     ),
                 )
-            elif isinstance(value, Unread):
+            elif isinstance(value, UnreadTensor):
                 self.others.tensors[path] = value.kind
             elif (is_scalar(value) and value is not None) or type(value) in (list, tuple):
                 self.value(path, value)
@@ -491,17 +495,17 @@ class _Builder:
                 self.others[type(value).__name__] += 1
 
 
-def _flat(views: Sequence[Any], files: Sequence[Opened], size: int) -> Flat:
+def _flat(views: Sequence[Any], files: Sequence[OpenedFile], size: int) -> FlatVectors:
     """Returns a quantity of which each rank has one run; rank r's begins at r times `size`."""
-    flat = Flat(views[0].dtype)
+    flat = FlatVectors(views[0].dtype)
     for rank, (view, file) in enumerate(zip(views, files, strict=True)):
         flat.add(rank, rank * size, view, file)
     return flat
 
 
-def _flats(views: Sequence[Sequence[Any]], files: Sequence[Opened]) -> Flat:
+def _flats(views: Sequence[Sequence[Any]], files: Sequence[OpenedFile]) -> FlatVectors:
     """Returns a quantity of which each rank has several runs, one behind the other."""
-    flat = Flat(views[0][0].dtype)
+    flat = FlatVectors(views[0][0].dtype)
     for rank, (runs, file) in enumerate(zip(views, files, strict=True)):
         start = 0
         for view in runs:

@@ -28,13 +28,20 @@ from ckpt_tools.core.box import row_major_strides
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.errors import PlanError
-from ckpt_tools.formats.base import MeshOf, Request, TargetTensor
-from ckpt_tools.formats.pickle.write import Call, Name, Once, Opcodes, Stored, opcodes
+from ckpt_tools.formats.base import Request, TargetMesh, TargetTensor
+from ckpt_tools.formats.pickle.write import (
+    GlobalCall,
+    GlobalName,
+    Opcodes,
+    SharedObject,
+    TensorRecord,
+    opcodes,
+)
 from ckpt_tools.formats.torch_save import nested
 from ckpt_tools.formats.zip.write import Archive
 
 # stand for a rank's part of a tensor, and for the mesh, until they are known
-_PART, _MESH = Name("", "part"), Name("", "mesh")
+_PART, _MESH = GlobalName("", "part"), GlobalName("", "mesh")
 _Sizes = tuple[int, ...]
 
 
@@ -63,7 +70,7 @@ def lay_out(request: Request) -> Target:
         held = {
             t.fqn: _held(
                 t,
-                Stored(t.dtype, boxes[t.fqn].sizes, str(number)),
+                TensorRecord(t.dtype, boxes[t.fqn].sizes, str(number)),
                 mesh if t.fqn in request.mesh.sharded else None,
             )
             for number, t in enumerate(request.tensors)
@@ -95,7 +102,7 @@ def lay_out(request: Request) -> Target:
 _RANKS = "ranks"  # the record with the numbers of the mesh's ranks
 
 
-def _mesh(of: MeshOf, world_size: int, rank: int) -> tuple[Once, bytes]:
+def _mesh(of: TargetMesh, world_size: int, rank: int) -> tuple[SharedObject, bytes]:
     """Returns the mesh as a rank of the job will have it, and the bytes of its tensor.
 
     Its one axis is the group of all processes, which torch calls "0".
@@ -118,13 +125,15 @@ def _mesh(of: MeshOf, world_size: int, rank: int) -> tuple[Once, bytes]:
     vars(mesh)["_dim_group_names"] = ["0"]
     numbers: list[bytes] = []
 
-    def stored(value: Any) -> Stored | None:
+    def stored(value: Any) -> TensorRecord | None:
         if not isinstance(value, torch.Tensor):
             return None
         numbers.append(value.numpy().tobytes())
-        return Stored(BY_NAME[str(value.dtype).removeprefix("torch.")], tuple(value.shape), _RANKS)
+        return TensorRecord(
+            BY_NAME[str(value.dtype).removeprefix("torch.")], tuple(value.shape), _RANKS
+        )
 
-    made = Once(0, _taken_apart(mesh, stored))
+    made = SharedObject(0, _taken_apart(mesh, stored))
     if len(set(numbers)) != 1:
         raise PlanError(
             f"torch {torch.__version__} keeps the ranks of a mesh in a way that is not known here",
@@ -133,7 +142,9 @@ def _mesh(of: MeshOf, world_size: int, rank: int) -> tuple[Once, bytes]:
     return made, numbers[0]
 
 
-def _held(tensor: TargetTensor, part: Stored, mesh: Once | None) -> Stored | Opcodes:
+def _held(
+    tensor: TargetTensor, part: TensorRecord, mesh: SharedObject | None
+) -> TensorRecord | Opcodes:
     """Returns what a rank's pickle says of a tensor: a DTensor where there is a mesh."""
     if mesh is None:
         return part
@@ -179,9 +190,9 @@ def _taken_apart(value: Any, instead: Callable[[Any], Any]) -> Any:
     if (other := instead(value)) is not None:
         return other
     if isinstance(value, torch.dtype):
-        return Name("torch", str(value).removeprefix("torch."))
+        return GlobalName("torch", str(value).removeprefix("torch."))
     if isinstance(value, type) or hasattr(value, "__code__"):
-        return Name(value.__module__, value.__qualname__)
+        return GlobalName(value.__module__, value.__qualname__)
     if type(value) in (tuple, list):
         return type(value)(_taken_apart(item, instead) for item in value)
     if type(value) is dict:
@@ -189,7 +200,7 @@ def _taken_apart(value: Any, instead: Callable[[Any], Any]) -> Any:
     return _made_by(value, instead)
 
 
-def _made_by(value: Any, instead: Callable[[Any], Any]) -> Call:
+def _made_by(value: Any, instead: Callable[[Any], Any]) -> GlobalCall:
     """Returns the call by which pickle makes an object."""
     reduce = copyreg.dispatch_table.get(type(value))
     made = reduce(value) if reduce else value.__reduce_ex__(2)
@@ -204,6 +215,6 @@ def _made_by(value: Any, instead: Callable[[Any], Any]) -> Call:
     if is_new:
         function, arguments = arguments[0], arguments[1:]
     parts = tuple(_taken_apart(item, instead) for item in arguments)
-    return Call(
+    return GlobalCall(
         function.__module__, function.__qualname__, parts, _taken_apart(state, instead), is_new
     )

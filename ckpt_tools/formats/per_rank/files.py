@@ -20,16 +20,22 @@ from dataclasses import replace
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.placements import Placement, Replicate, Shard, StridedShard, rank_boxes
+from ckpt_tools.core.placements import (
+    Placement,
+    ReplicatePlacement,
+    ShardPlacement,
+    StridedShardPlacement,
+    rank_boxes,
+)
 from ckpt_tools.core.plan import Target
 from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats.base import Request, guess_bare, locate_bare
-from ckpt_tools.formats.in_memory import Made
+from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.per_rank import xla as xla_shards
-from ckpt_tools.formats.per_rank.flat_param import Held, Raw, has_flats, read_shapes, unfold
-from ckpt_tools.formats.pickle.plain_values import Kept
-from ckpt_tools.formats.pickle.state import Path, Pieces, Sharded, View
-from ckpt_tools.formats.torch_save import Others, join, read_leaves, told
+from ckpt_tools.formats.per_rank.flat_param import RankValue, Raw, has_flats, read_shapes, unfold
+from ckpt_tools.formats.pickle.plain_values import OpaqueObject
+from ckpt_tools.formats.pickle.state import DTensorPart, Path, ShardedTensorPart, TensorView
+from ckpt_tools.formats.torch_save import UnreadValues, join, read_leaves, told
 from ckpt_tools.storage import Store
 
 NAME = "per_rank"
@@ -82,14 +88,14 @@ class _Ranks:
     def add(self, path: Path, rank: int, value: object, extents: tuple[Extent, ...]) -> None:
         """Takes one entry of one rank's file."""
         fqn = join(path)
-        if isinstance(value, View):
+        if isinstance(value, TensorView):
             kind, found = (value.dtype, value.sizes), [Chunk(whole(value.sizes), *extents)]
-        elif isinstance(value, Pieces):
+        elif isinstance(value, ShardedTensorPart):
             kind = value.dtype, value.shape
             found = [
                 Chunk(box, extent) for (_, box), extent in zip(value.parts, extents, strict=True)
             ]
-        elif isinstance(value, Sharded):
+        elif isinstance(value, DTensorPart):
             box = _checked_box(value, rank, f"{printable(fqn)!r}, {printable(extents[0].file)}")
             self.meshes.add(_mesh_name(value.spec.state["mesh"]))
             kind, found = (value.local.dtype, value.shape), [Chunk(box, *extents)]
@@ -105,7 +111,7 @@ class _Ranks:
         self.chunks.setdefault(fqn, []).extend(found)
         self.paths[fqn] = path
 
-    def objects(self, made: Made) -> dict[str, BytesEntry]:
+    def objects(self, made: InMemoryFile) -> dict[str, BytesEntry]:
         """Returns the values: one entry where all ranks have the same, else one a rank."""
         result: dict[str, BytesEntry] = {}
         for fqn, by_rank in self.values.items():
@@ -130,7 +136,7 @@ def read_catalog(store: Store) -> Catalog:
     _refuse_bare_shards(files)
     found = _Ranks()
     ranks: dict[str, int] = {}
-    others = Others()
+    others = UnreadValues()
     raw: Raw = {}
     for part, names in _parts(files).items():
         for rank, name in enumerate(names):
@@ -138,9 +144,9 @@ def read_catalog(store: Store) -> Catalog:
             above = (_PART_NAMES.get(part, part),) if part else ()
             if _OWN.fullmatch(part):
                 above = (*above, f"rank_{rank}")
-            mine = Others()
+            mine = UnreadValues()
             for path, value, extents in read_leaves(store, name, files[name], mine):
-                raw.setdefault((*above, *path), {})[rank] = Held(value, extents)
+                raw.setdefault((*above, *path), {})[rank] = RankValue(value, extents)
             others.take(mine, above)
     num_ranks = max(ranks.values()) + 1
     is_flat = has_flats(raw)
@@ -150,7 +156,7 @@ def read_catalog(store: Store) -> Catalog:
     for path, by_rank in raw.items():
         for rank, held in by_rank.items():
             found.add(path, rank, held.value, held.extents)
-    made = Made()
+    made = InMemoryFile()
     objects = found.objects(made)
     entries = {
         fqn: TensorEntry(fqn, *found.kinds[fqn], tuple(chunks))
@@ -222,7 +228,7 @@ def _parts(files: Mapping[str, int]) -> dict[str, list[str]]:
     return {part: [names[rank] for rank in sorted(names)] for part, names in sorted(found.items())}
 
 
-def _checked_box(value: Sharded, rank: int, where: str) -> Box:
+def _checked_box(value: DTensorPart, rank: int, where: str) -> Box:
     """Returns the elements that a rank's part of a DTensor has."""
     try:
         box = _box(value, rank)
@@ -239,7 +245,7 @@ def _checked_box(value: Sharded, rank: int, where: str) -> Box:
     return box
 
 
-def _box(value: Sharded, rank: int) -> Box:
+def _box(value: DTensorPart, rank: int) -> Box:
     """Returns the elements that a rank's part has."""
     mesh, placements = (
         value.spec.state["mesh"],
@@ -260,7 +266,7 @@ def _box(value: Sharded, rank: int) -> Box:
     return box
 
 
-def _mesh_shape(mesh: Kept) -> Sequence[int]:
+def _mesh_shape(mesh: OpaqueObject) -> Sequence[int]:
     """Returns the ranks along each axis."""
     if "_layout" in mesh.state:
         layout = mesh.state["_layout"].state
@@ -281,7 +287,7 @@ def _mesh_shape(mesh: Kept) -> Sequence[int]:
     return shape
 
 
-def _mesh_name(mesh: Kept) -> str:
+def _mesh_name(mesh: OpaqueObject) -> str:
     """Returns the type of a mesh's devices and the names of its axes: `cuda:ddp,fsdp`; "" for one
     of another kind.
     """
@@ -296,11 +302,11 @@ def _told_mesh(meshes: set[str]) -> dict[str, str]:
     return {"mesh": next(iter(meshes))} if len(meshes) == 1 and "" not in meshes else {}
 
 
-def _placement(kept: Kept, ndim: int) -> Placement:
+def _placement(kept: OpaqueObject, ndim: int) -> Placement:
     kind = type(kept).__name__
     if kind == "Replicate":
-        return Replicate()
+        return ReplicatePlacement()
     dim = kept.state["dim"]
     if kind not in ("Shard", "_StridedShard") or type(dim) is not int or not 0 <= dim < ndim:
         raise ValueError(f"a placement that is not final: {kind}")
-    return Shard(dim) if kind == "Shard" else StridedShard(dim)
+    return ShardPlacement(dim) if kind == "Shard" else StridedShardPlacement(dim)

@@ -22,7 +22,7 @@ from ckpt_tools.core.catalog import Chunk, Extent, TensorEntry
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.base import SHAPES
-from ckpt_tools.formats.pickle.state import Path, Pieces, View, is_number
+from ckpt_tools.formats.pickle.state import Path, ShardedTensorPart, TensorView, is_number
 from ckpt_tools.storage import Store, read
 
 FLAT = "_flat_param"
@@ -122,7 +122,7 @@ def unflatten(
 # ---- the state of a job --------------------------------------------------------------------------
 
 
-class Held(NamedTuple):
+class RankValue(NamedTuple):
     """What one rank has under a path: a tensor or a value as the pickle has it, and where its parts
     lie.
     """
@@ -131,7 +131,7 @@ class Held(NamedTuple):
     extents: tuple[Extent, ...]
 
 
-Raw = dict[Path, dict[int, Held]]
+Raw = dict[Path, dict[int, RankValue]]
 
 
 def has_flats(raw: Raw) -> bool:
@@ -187,11 +187,11 @@ def unfold(
     return dict(sorted(result.items(), key=lambda item: order.get(str(item[0][-1]), len(order))))
 
 
-def _vector(name: str, held: Mapping[int, Held]) -> TensorEntry:
+def _vector(name: str, held: Mapping[int, RankValue]) -> TensorEntry:
     """Returns a unit's vector from the pieces of all ranks."""
     chunks, kinds = [], set()
     for item in held.values():
-        if not isinstance(item.value, Pieces) or len(item.value.shape) != 1:
+        if not isinstance(item.value, ShardedTensorPart) or len(item.value.shape) != 1:
             raise FormatError(f"a flat parameter that is no vector: {printable(name)!r}")
         kinds.add((item.value.dtype, item.value.shape))
         chunks += [
@@ -251,13 +251,13 @@ def unfold_optimizer(
         (owner, starts), key = owners[int(path[-2])], path[-1]
         held = raw.pop(path)
         first = next(iter(held.values())).value
-        if not isinstance(first, View):
+        if not isinstance(first, TensorView):
             continue
         at, chunks = 0, []
         for rank in sorted(held):
             view = held[rank].value
             if (
-                not isinstance(view, View)
+                not isinstance(view, TensorView)
                 or view.dtype != first.dtype
                 or len(view.sizes) != len(first.sizes)
             ):
@@ -281,12 +281,12 @@ def unfold_optimizer(
     names = [list(owner) for owner, _ in owners]
     for path in lists:
         raw[path] = {
-            rank: Held([fqn for n in _numbers({rank: held}) for fqn in names[n]], ())
+            rank: RankValue([fqn for n in _numbers({rank: held}) for fqn in names[n]], ())
             for rank, held in raw[path].items()
         }
     return result
 
 
-def _numbers(held: Mapping[int, Held]) -> list[int]:
+def _numbers(held: Mapping[int, RankValue]) -> list[int]:
     value = next(iter(held.values())).value
     return [n for n in value if type(n) is int] if isinstance(value, list) else []

@@ -20,13 +20,13 @@ from ckpt_tools.core.box import Box, row_major_strides
 from ckpt_tools.core.catalog import Chunk, TensorEntry
 from ckpt_tools.errors import FormatError, printable
 from ckpt_tools.formats.per_rank.flat_param import (
-    Held,
+    RankValue,
     Raw,
     optimizers,
     unflatten,
     unfold_optimizer,
 )
-from ckpt_tools.formats.pickle.state import Path, View
+from ckpt_tools.formats.pickle.state import Path, TensorView
 
 _METADATA, _MARK = "shard_metadata", "_fsdp_shard"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
@@ -127,16 +127,16 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _vector(name: str, held: Mapping[int, Held], cut: Cut) -> TensorEntry:
+def _vector(name: str, held: Mapping[int, RankValue], cut: Cut) -> TensorEntry:
     """Returns what the ranks' shards are in a row, the padding at the end included."""
     views = [held[rank].value for rank in sorted(held)]
     first = views[0]
-    if sorted(held) != list(range(len(held))) or not isinstance(first, View):
+    if sorted(held) != list(range(len(held))) or not isinstance(first, TensorView):
         raise FormatError(f"a shard is missing on some ranks, or no tensor: {printable(name)!r}")
     numel = math.prod(first.sizes)
     for view in views:
         if (
-            not isinstance(view, View)
+            not isinstance(view, TensorView)
             or (view.dtype, view.sizes) != (first.dtype, first.sizes)
             or not _is_plain(view)
         ):
@@ -152,5 +152,5 @@ def _vector(name: str, held: Mapping[int, Held], cut: Cut) -> TensorEntry:
     return TensorEntry(name, first.dtype, (numel * len(views),), chunks)
 
 
-def _is_plain(view: View) -> bool:
+def _is_plain(view: TensorView) -> bool:
     return tuple(view.strides) == row_major_strides(view.sizes) or math.prod(view.sizes) <= 1

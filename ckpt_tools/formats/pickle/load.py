@@ -34,7 +34,7 @@ _BROKEN = (
 )
 
 
-class Fixed:
+class SafeCallable:
     """A function as a pickle gets it: it can be called, and nothing of it can be set.
 
     The opcode BUILD sets attributes of any object. Those of a function, as its defaults, would stay
@@ -79,7 +79,7 @@ def load(
         def find_class(self, module: str, name: str) -> Any:
             try:
                 found = allowed[module, name]
-                return Fixed(found) if isinstance(found, FunctionType | partial) else found
+                return SafeCallable(found) if isinstance(found, FunctionType | partial) else found
             except KeyError:
                 raise UnsafePickleError(
                     f"refused a pickle: it asks for {printable(f'{module}.{name}')}, which no"

@@ -8,12 +8,12 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tools.formats.pickle.write import Counted
+from ckpt_tools.formats.pickle.write import CounterValue
 
 SCALAR_KEYS = (str, int, float, bool, type(None))
 
 
-class Number:
+class NumpyNumber:
     """A NumPy number, as Python has it. Each is a dict's key of its own: numbers that hash alike
     could be made at will.
     """
@@ -24,8 +24,8 @@ class Number:
         self.value = value
 
 
-class Complex:
-    """A complex number; see `Number`."""
+class NumpyComplex:
+    """A complex number; see `NumpyNumber`."""
 
     __slots__ = ("value",)
 
@@ -33,7 +33,7 @@ class Complex:
         self.value = complex(real, imaginary)
 
 
-class Kept:
+class OpaqueObject:
     """Stands in for an object: takes anything, keeps its arguments and its state, and does nothing.
 
     A pickle may also fill it as a list or a dict; that is not kept.
@@ -43,7 +43,7 @@ class Kept:
     arguments: tuple[Any, ...]
     state: Mapping[str, Any]
 
-    def __new__(cls, *args: object) -> Kept:
+    def __new__(cls, *args: object) -> OpaqueObject:
         made = object.__new__(cls)
         made.arguments, made.state = args, {}
         return made
@@ -85,10 +85,10 @@ def plain_types() -> dict[tuple[str, str], Any]:
             (module, "set"): _set,
         }
     for module in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray"):
-        made[module, "_reconstruct"] = type("ndarray", (Kept,), {"label": "numpy.ndarray"})
+        made[module, "_reconstruct"] = type("ndarray", (OpaqueObject,), {"label": "numpy.ndarray"})
         made |= {
             (module, "dtype"): type(
-                "dtype", (Kept,), {"label": "numpy.dtype", "__setstate__": _keep_order}
+                "dtype", (OpaqueObject,), {"label": "numpy.dtype", "__setstate__": _keep_order}
             ),
             (module, "scalar"): _numpy_number,
         }
@@ -111,13 +111,13 @@ def _bytearray(data: object = b"", *more: object) -> object:
 def _complex(real: object = 0.0, imaginary: object = 0.0) -> object:
     if not isinstance(real, float) or not isinstance(imaginary, float):
         raise TypeError("not the parts of a complex number")
-    return Complex(real, imaginary)
+    return NumpyComplex(real, imaginary)
 
 
 def _set(items: object = ()) -> object:
     """Returns a set of scalars; a stand-in for any other, whose items could be slow to compare."""
     if not isinstance(items, (list, tuple)) or not all(type(item) in SCALAR_KEYS for item in items):
-        return type("Foreign", (Kept,), {"label": "set"})(items)
+        return type("Foreign", (OpaqueObject,), {"label": "set"})(items)
     return set(items)
 
 
@@ -127,11 +127,11 @@ def _counter(table: object = None) -> object:
     if not isinstance(table, dict) or not all(
         type(key) in SCALAR_KEYS and type(count) is int for key, count in table.items()
     ):
-        return type("Foreign", (Kept,), {"label": "collections.Counter"})(table)
-    return Counted(tuple(table.items()))
+        return type("Foreign", (OpaqueObject,), {"label": "collections.Counter"})(table)
+    return CounterValue(tuple(table.items()))
 
 
-def _keep_order(dtype: Kept, state: object) -> None:
+def _keep_order(dtype: OpaqueObject, state: object) -> None:
     """Keeps the order of bytes that a NumPy dtype has in its state."""
     dtype.state = {"order": state[1] if isinstance(state, tuple) and len(state) > 1 else None}
 
@@ -154,8 +154,8 @@ _NUMPY_NUMBERS = {
 
 def _numpy_number(dtype: object = None, data: object = None) -> object:
     """Returns a NumPy number; a stand-in for one of another type."""
-    code = dtype.arguments[0] if isinstance(dtype, Kept) and dtype.arguments else None
-    order = dtype.state.get("order") if isinstance(dtype, Kept) else None
+    code = dtype.arguments[0] if isinstance(dtype, OpaqueObject) and dtype.arguments else None
+    order = dtype.state.get("order") if isinstance(dtype, OpaqueObject) else None
     is_known = (
         isinstance(code, str)
         and code in _NUMPY_NUMBERS
@@ -167,5 +167,5 @@ def _numpy_number(dtype: object = None, data: object = None) -> object:
         or not isinstance(data, bytes)
         or len(data) != struct.calcsize(_NUMPY_NUMBERS[str(code)])
     ):
-        return type("Foreign", (Kept,), {"label": "numpy.generic"})(dtype, data)
-    return Number(struct.unpack(_NUMPY_NUMBERS[str(code)], data)[0])
+        return type("Foreign", (OpaqueObject,), {"label": "numpy.generic"})(dtype, data)
+    return NumpyNumber(struct.unpack(_NUMPY_NUMBERS[str(code)], data)[0])

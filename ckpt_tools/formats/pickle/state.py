@@ -17,16 +17,22 @@ from typing import Any, NamedTuple
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError
-from ckpt_tools.formats.pickle.load import Fixed, load
-from ckpt_tools.formats.pickle.plain_values import SCALAR_KEYS, Complex, Kept, Number, plain_types
-from ckpt_tools.formats.pickle.write import Counted, Device
+from ckpt_tools.formats.pickle.load import SafeCallable, load
+from ckpt_tools.formats.pickle.plain_values import (
+    SCALAR_KEYS,
+    NumpyComplex,
+    NumpyNumber,
+    OpaqueObject,
+    plain_types,
+)
+from ckpt_tools.formats.pickle.write import CounterValue, Device
 
 _MAX_NODES, _MAX_DEPTH = 10_000_000, 64
 _NODES_PER_BYTE, _FEW_NODES = 4, 10_000  # of a pickle: a value that is held twice is walked twice
 Path = tuple[str | int, ...]
 
 
-class Key(str):
+class TypedKey(str):
     """A dict's key as a text, as DCP writes it, that knows the key itself: a number, None or a
     tuple.
     """
@@ -42,8 +48,8 @@ class TupleItem(int):
     """A position in a tuple."""
 
 
-def _made_key(text: str, original: Any) -> Key:
-    key = Key(text)
+def _made_key(text: str, original: Any) -> TypedKey:
+    key = TypedKey(text)
     key.original = original
     return key
 
@@ -58,7 +64,7 @@ class Storage(NamedTuple):
     numel: int
 
 
-class View(NamedTuple):
+class TensorView(NamedTuple):
     """A tensor as the pickle has it: elements of a storage."""
 
     storage: Storage
@@ -68,7 +74,7 @@ class View(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Unread(NamedTuple):
+class UnreadTensor(NamedTuple):
     """A tensor of a kind that is not read here, such as a quantized one; `kind` says which, for
     people.
     """
@@ -76,20 +82,20 @@ class Unread(NamedTuple):
     kind: str
 
 
-class Sharded(NamedTuple):
+class DTensorPart(NamedTuple):
     """A rank's part of a DTensor: its elements, the shape of the whole, and its spec."""
 
-    local: View
+    local: TensorView
     shape: tuple[int, ...]
-    spec: Kept
+    spec: OpaqueObject
 
 
-class Pieces(NamedTuple):
+class ShardedTensorPart(NamedTuple):
     """A rank's part of a ShardedTensor: its shards with their boxes (none on a rank that has none),
     type and shape of the whole.
     """
 
-    parts: tuple[tuple[View, Box], ...]
+    parts: tuple[tuple[TensorView, Box], ...]
     dtype: DType
     shape: tuple[int, ...]
 
@@ -111,7 +117,7 @@ class _Globals(dict[tuple[str, str], Any]):
         self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
         self["torch._utils", "_rebuild_tensor_v3"] = _rebuild_v3
         self["torch.serialization", "_get_layout"] = type(
-            "layout", (Kept,), {"label": "torch.layout"}
+            "layout", (OpaqueObject,), {"label": "torch.layout"}
         )
         self["torch._utils", "_rebuild_wrapper_subclass"] = None
         # the latter before torch 2.5
@@ -121,11 +127,11 @@ class _Globals(dict[tuple[str, str], Any]):
         self["torch._tensor", "_rebuild_from_type_v2"] = _rebuild_subclass
         # how a class within a class is named; this one looks nothing up
         for module in ("__builtin__", "builtins"):
-            self[module, "getattr"] = lambda *_: type("Nested", (Kept,), {})
+            self[module, "getattr"] = lambda *_: type("Nested", (OpaqueObject,), {})
         self["torch", "Tensor"] = self["torch.nn.parameter", "Parameter"] = _TENSOR
         self |= plain_types()
         self |= {
-            (module, name): type(name, (Kept,), {})
+            (module, name): type(name, (OpaqueObject,), {})
             for module, names in _KEPT.items()
             for name in names.split()
         }
@@ -139,7 +145,7 @@ class _Globals(dict[tuple[str, str], Any]):
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         self._is_foreign(".".join(key))
-        return type("Foreign", (Kept,), {"label": ".".join(key)})
+        return type("Foreign", (OpaqueObject,), {"label": ".".join(key)})
 
 
 _OTHER_KINDS = {
@@ -152,8 +158,8 @@ _OTHER_KINDS = {
 }
 
 
-def _other_kind(kind: str, *_: object) -> Unread:
-    return Unread(kind)
+def _other_kind(kind: str, *_: object) -> UnreadTensor:
+    return UnreadTensor(kind)
 
 
 _TENSOR = "torch.Tensor"
@@ -177,15 +183,15 @@ _KEPT = {
 
 def _rebuild_subclass(
     function: object, kind: object, args: object, state: object
-) -> View | Unread | Sharded | Pieces:
+) -> TensorView | UnreadTensor | DTensorPart | ShardedTensorPart:
     """A tensor with attributes of its own, one of another class, a DTensor or a ShardedTensor."""
-    function = function.function if isinstance(function, Fixed) else function
-    label = kind.label if isinstance(kind, type) and issubclass(kind, Kept) else ""
+    function = function.function if isinstance(function, SafeCallable) else function
+    label = kind.label if isinstance(kind, type) and issubclass(kind, OpaqueObject) else ""
     if (kind == _TENSOR or label) and isinstance(args, tuple):
         made = function(*args) if function in (_rebuild, _rebuild_v3, _rebuild_parameter) else None
-        if label and not isinstance(made, View):
-            return Unread(f"a tensor of the class {label}")
-        if not isinstance(made, (View, Unread)):
+        if label and not isinstance(made, TensorView):
+            return UnreadTensor(f"a tensor of the class {label}")
+        if not isinstance(made, (TensorView, UnreadTensor)):
             raise TypeError("not a tensor")
         return made
     shape, dtype = (args[2], args[1]) if isinstance(args, tuple) and len(args) > 2 else (None, None)
@@ -199,7 +205,7 @@ def _rebuild_subclass(
         shards = state[0] if isinstance(state, tuple) and state else None
         if not isinstance(shards, list) or not isinstance(dtype, DType):
             raise TypeError("not a ShardedTensor")
-        return Pieces(
+        return ShardedTensorPart(
             tuple(_piece(shard, dtype, len(shape)) for shard in shards), dtype, tuple(shape)
         )
     # attributes, slots
@@ -211,14 +217,14 @@ def _rebuild_subclass(
     spec, local = (
         next((t[name] for t in tables if name in t), None) for name in ("_spec", "_local_tensor")
     )
-    if not isinstance(spec, Kept) or not isinstance(local, View):
+    if not isinstance(spec, OpaqueObject) or not isinstance(local, TensorView):
         raise TypeError("not a DTensor")
-    return Sharded(local, tuple(shape), spec)
+    return DTensorPart(local, tuple(shape), spec)
 
 
-def _piece(shard: object, dtype: DType, ndim: int) -> tuple[View, Box]:
-    metadata = shard.state.get("metadata") if isinstance(shard, Kept) else None
-    if not isinstance(shard, Kept) or not isinstance(metadata, Kept):
+def _piece(shard: object, dtype: DType, ndim: int) -> tuple[TensorView, Box]:
+    metadata = shard.state.get("metadata") if isinstance(shard, OpaqueObject) else None
+    if not isinstance(shard, OpaqueObject) or not isinstance(metadata, OpaqueObject):
         raise TypeError("not a shard")
     view, offsets, sizes = (
         shard.state.get("tensor"),
@@ -233,7 +239,7 @@ def _piece(shard: object, dtype: DType, ndim: int) -> tuple[View, Box]:
         ):
             raise ValueError("not a shard's box")
     if (
-        not isinstance(view, View)
+        not isinstance(view, TensorView)
         or view.dtype != dtype
         or list(view.sizes) != sizes
         or not isinstance(offsets, list)
@@ -249,9 +255,11 @@ def _rebuild(
     strides: object = (),
     *more: object,
     dtype: object = None,
-) -> View | Unread:
+) -> TensorView | UnreadTensor:
     if any(isinstance(about, dict) and (about.get("conj") or about.get("neg")) for about in more):
-        return Unread("a conjugated or negated view: save its resolve_conj() and resolve_neg()")
+        return UnreadTensor(
+            "a conjugated or negated view: save its resolve_conj() and resolve_neg()"
+        )
     found = dtype if dtype is not None else storage.dtype if isinstance(storage, Storage) else None
     if not isinstance(storage, Storage) or not isinstance(found, DType):
         raise TypeError("not a tensor's storage")
@@ -264,10 +272,10 @@ def _rebuild(
         raise ValueError("not a tensor's shape")
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, *sizes, *strides)):
         raise ValueError("not a tensor's numbers")
-    return View(storage, found, offset, tuple(sizes), tuple(strides))
+    return TensorView(storage, found, offset, tuple(sizes), tuple(strides))
 
 
-def _rebuild_v3(*args: object) -> View | Unread:
+def _rebuild_v3(*args: object) -> TensorView | UnreadTensor:
     return _rebuild(*args[:6], *args[7:], dtype=args[6])
 
 
@@ -343,7 +351,7 @@ def leaves(root: object, where: str, most: int = _MAX_NODES) -> Iterator[tuple[P
 def plain(value: object) -> object:
     """Returns a value as a person would write it down: a device instead of its stand-in."""
     if (
-        isinstance(value, Kept)
+        isinstance(value, OpaqueObject)
         and type(value).__name__ == "device"
         and 1 <= len(value.arguments) <= 2
     ):
@@ -355,7 +363,7 @@ def plain(value: object) -> object:
 
 def python_numbers(value: Any) -> Any:
     """Returns a value with Python's own numbers."""
-    if isinstance(value, Number | Complex):
+    if isinstance(value, NumpyNumber | NumpyComplex):
         return value.value
     return type(value)(map(python_numbers, value)) if type(value) in (list, tuple) else value
 
@@ -364,12 +372,12 @@ def has_numpy(value: object) -> bool:
     """Tells whether a plain value has NumPy's numbers in it."""
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return any(map(has_numpy, value))
-    return isinstance(value, Number)
+    return isinstance(value, NumpyNumber)
 
 
 def kind_of(value: object) -> str:
     """Returns the name of the type of a value, or of what it stands in for."""
-    return (value.label if isinstance(value, Kept) else "") or type(value).__name__
+    return (value.label if isinstance(value, OpaqueObject) else "") or type(value).__name__
 
 
 def _key(key: object) -> str:
@@ -409,7 +417,16 @@ def is_number(key: object) -> bool:
 
 def is_scalar(value: object) -> bool:
     """Tells whether a value is a text, a number, bytes or None."""
-    return value is None or type(value) in (str, int, float, bool, bytes, complex, Complex, Number)
+    return value is None or type(value) in (
+        str,
+        int,
+        float,
+        bool,
+        bytes,
+        complex,
+        NumpyComplex,
+        NumpyNumber,
+    )
 
 
 def is_value(value: object) -> bool:
@@ -421,7 +438,7 @@ def is_value(value: object) -> bool:
         tuple,
         bytearray,
         set,
-        Counted,
+        CounterValue,
         DType,
         Device,
     )

@@ -18,7 +18,7 @@ from ckpt_tools.errors import PlanError, printable
 _MAX_DEPTH = 64
 
 
-class Stored(NamedTuple):
+class TensorRecord(NamedTuple):
     """A contiguous tensor whose bytes are the record `data/{key}` of its archive."""
 
     dtype: DType
@@ -33,7 +33,7 @@ class Device(NamedTuple):
     number: int | None = None
 
 
-class Counted:
+class CounterValue:
     """A `collections.Counter`, such as the milestones of a scheduler. As a dict's key it is itself:
     its items are not hashed.
     """
@@ -47,7 +47,7 @@ class Counted:
         return f"Counted({self.items!r})"
 
 
-class Call(NamedTuple):
+class GlobalCall(NamedTuple):
     """An object that a pickle makes by calling a global: `module.name(*arguments)`, then giving it
     a state.
 
@@ -61,14 +61,14 @@ class Call(NamedTuple):
     is_new: bool = False
 
 
-class Name(NamedTuple):
+class GlobalName(NamedTuple):
     """A global itself: a class, a function, a dtype."""
 
     module: str
     name: str
 
 
-class Once(NamedTuple):
+class SharedObject(NamedTuple):
     """An object that a pickle makes where it first occurs, and then refers to as number `key`,
     below 256.
     """
@@ -117,9 +117,9 @@ def opcodes(value: Any) -> bytes:
 def _push(value: Any, depth: int, known: set[int]) -> bytes:
     if depth > _MAX_DEPTH:
         raise PlanError(f"a state is nested too deep to be written: {depth} levels")
-    if isinstance(value, Stored):
+    if isinstance(value, TensorRecord):
         return _push_tensor(value)
-    if isinstance(value, (Call, Name, Once, Opcodes)):
+    if isinstance(value, (GlobalCall, GlobalName, SharedObject, Opcodes)):
         return _push_special(value, depth, known)
     if isinstance(value, dict):
         return (
@@ -133,36 +133,40 @@ def _push(value: Any, depth: int, known: set[int]) -> bytes:
     return _push_scalar(value)
 
 
-def _push_special(value: Call | Name | Once | Opcodes, depth: int, known: set[int]) -> bytes:
-    if isinstance(value, Name):
+def _push_special(
+    value: GlobalCall | GlobalName | SharedObject | Opcodes, depth: int, known: set[int]
+) -> bytes:
+    if isinstance(value, GlobalName):
         return f"c{value.module}\n{value.name}\n".encode()
     if isinstance(value, Opcodes):
         return b"".join(
             part if type(part) is bytes else _push(part, depth, known) for part in value.parts
         )
-    if isinstance(value, Once):
+    if isinstance(value, SharedObject):
         if value.key in known:
             return b"h" + bytes([value.key])
         known.add(value.key)
         return _push(value.value, depth, known) + b"q" + bytes([value.key])
     made = (
-        opcodes(Name(value.module, value.name))
+        opcodes(GlobalName(value.module, value.name))
         + _push(value.arguments, depth + 1, known)
         + (b"\x81" if value.is_new else b"R")
     )
     return made if value.state is None else made + _push(value.state, depth + 1, known) + b"b"
 
 
-_CALLS: dict[type, Callable[[Any], Call | Name]] = {  # what torch loads with weights_only
-    bytes: lambda value: Call("_codecs", "encode", (value.decode("latin1"), "latin1")),
-    bytearray: lambda value: Call("builtins", "bytearray", (bytes(value),)),
-    complex: lambda value: Call("builtins", "complex", (value.real, value.imag)),
-    set: lambda value: Call("builtins", "set", (list(value),)),
-    Counted: lambda value: Call("collections", "Counter", (dict(value.items),)),
-    Device: lambda value: Call(
+_CALLS: dict[
+    type, Callable[[Any], GlobalCall | GlobalName]
+] = {  # what torch loads with weights_only
+    bytes: lambda value: GlobalCall("_codecs", "encode", (value.decode("latin1"), "latin1")),
+    bytearray: lambda value: GlobalCall("builtins", "bytearray", (bytes(value),)),
+    complex: lambda value: GlobalCall("builtins", "complex", (value.real, value.imag)),
+    set: lambda value: GlobalCall("builtins", "set", (list(value),)),
+    CounterValue: lambda value: GlobalCall("collections", "Counter", (dict(value.items),)),
+    Device: lambda value: GlobalCall(
         "torch", "device", (value.kind,) if value.number is None else tuple(value)
     ),
-    DType: lambda value: Name("torch", value.name),
+    DType: lambda value: GlobalName("torch", value.name),
 }
 
 
@@ -181,14 +185,14 @@ def _push_scalar(value: Any) -> bytes:
     raise PlanError(f"cannot write a value of this type: {printable(type(value).__name__)}")
 
 
-def _push_tensor(tensor: Stored) -> bytes:
+def _push_tensor(tensor: TensorRecord) -> bytes:
     """The call that rebuilds a contiguous tensor over its storage."""
     dtype, sizes = tensor.dtype, tensor.sizes
     is_untyped, numel = dtype.storage_class == "UntypedStorage", math.prod(sizes)
     storage = (
-        Name("torch.storage", "UntypedStorage")
+        GlobalName("torch.storage", "UntypedStorage")
         if is_untyped
-        else Name("torch", dtype.storage_class)
+        else GlobalName("torch", dtype.storage_class)
     )
     count = numel * dtype.itemsize if is_untyped else numel
     body = (
@@ -199,7 +203,7 @@ def _push_tensor(tensor: Stored) -> bytes:
         + _sizes(row_major_strides(sizes))
     )
     body += b"\x89ccollections\nOrderedDict\n)R" + (
-        opcodes(Name("torch", dtype.name)) if is_untyped else b""
+        opcodes(GlobalName("torch", dtype.name)) if is_untyped else b""
     )
     return (
         b"ctorch._utils\n_rebuild_tensor_v" + (b"3" if is_untyped else b"2") + b"\n" + body + b"tR"

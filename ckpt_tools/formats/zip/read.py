@@ -39,7 +39,7 @@ HUGE = 0xFFFFFFFF
 _CRC_AT = 16
 
 
-class Item(NamedTuple):
+class ArchiveItem(NamedTuple):
     """A chunk to find: where its archive lies, and what the index says is in it."""
 
     extent: Extent
@@ -47,7 +47,7 @@ class Item(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """One file of a zip: its local header's position and its size, in bytes of the archive; where
     the directory has its CRC-32.
     """
@@ -57,7 +57,7 @@ class Record(NamedTuple):
     crc_at: int
 
 
-def locate(store: Store, items: Sequence[Item]) -> Iterator[tuple[Extent, Extent]]:
+def locate(store: Store, items: Sequence[ArchiveItem]) -> Iterator[tuple[Extent, Extent]]:
     """Yields for each archive the extent of its payload, after checking that it holds what the
     index says.
 
@@ -120,7 +120,7 @@ def _head_and_tail(extents: Sequence[Extent], numbers: Iterable[int]) -> Iterato
         yield Range(file, start + nbytes - tail, tail, 2 * number + 1)
 
 
-def _find_payload(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
+def _find_payload(store: Store, item: ArchiveItem, head: bytes, tail: bytes) -> Extent:
     try:
         return _find(store, item, head, tail)
     except FormatError as error:
@@ -133,7 +133,7 @@ def _find_payload(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
         ) from error
 
 
-def _find(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
+def _find(store: Store, item: ArchiveItem, head: bytes, tail: bytes) -> Extent:
     records, directory = read_directory(store, item.extent, tail)
     data_record = _record(records, "data/0")
     front = data_record.header + LOCAL.size
@@ -164,7 +164,11 @@ def _find(store: Store, item: Item, head: bytes, tail: bytes) -> Extent:
 
 @functools.lru_cache(maxsize=4096)
 def _parse_front(
-    front: bytes, pickle_record: Record, data_record: Record, dtype: DType, sizes: tuple[int, ...]
+    front: bytes,
+    pickle_record: ZipRecord,
+    data_record: ZipRecord,
+    dtype: DType,
+    sizes: tuple[int, ...],
 ) -> tuple[int, _Tensor]:
     """Returns where the payload starts and how the tensor lies in it, from the bytes up to the
     payload's local header.
@@ -195,7 +199,7 @@ def cut(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> byt
     return bytes(buffer)
 
 
-def data_start(front: bytes, record: Record) -> int:
+def data_start(front: bytes, record: ZipRecord) -> int:
     """Returns the first byte of a record's data within the archive, from its local header."""
     if record.header + LOCAL.size > len(front):
         raise FormatError(f"a record stands where none belongs: at byte {record.header}")
@@ -209,7 +213,7 @@ def data_start(front: bytes, record: Record) -> int:
     return int(record.header + LOCAL.size + name_bytes + extra_bytes)
 
 
-def _record(records: dict[str, Record], name: str) -> Record:
+def _record(records: dict[str, ZipRecord], name: str) -> ZipRecord:
     try:
         return records[name]
     except KeyError:
@@ -218,7 +222,7 @@ def _record(records: dict[str, Record], name: str) -> Record:
         ) from None
 
 
-def read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str, Record], bytes]:
+def read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str, ZipRecord], bytes]:
     """Returns the records of an archive by name, without the folder that torch puts in front, and
     the directory as it stands.
     """
@@ -257,14 +261,14 @@ def find_directory(store: Store, extent: Extent, tail: bytes) -> tuple[int, byte
 # cut the CRCs out, and the records by what is left. Bounded, so that a file with a million
 # different ones costs time and not memory.
 _Directories = dict[
-    tuple[int, int], tuple[tuple[tuple[int, int], ...], dict[bytes, dict[str, Record]]]
+    tuple[int, int], tuple[tuple[tuple[int, int], ...], dict[bytes, dict[str, ZipRecord]]]
 ]
 _directories: _Directories = {}
 _MAX_DIRECTORIES = 4096
 
 
-def _parse_directory(data: bytes, count: int) -> dict[str, Record]:
-    records: dict[str, Record] = {}
+def _parse_directory(data: bytes, count: int) -> dict[str, ZipRecord]:
+    records: dict[str, ZipRecord] = {}
     at, cuts = 0, [0]
     for _ in range(count):
         if at + CENTRAL.size > len(data):
@@ -283,7 +287,7 @@ def _parse_directory(data: bytes, count: int) -> dict[str, Record]:
             raise FormatError(
                 f"a zip record is not stored as torch does it: {printable(name)!r}, method {method}"
             )
-        records[name] = Record(header, nbytes, at + _CRC_AT)
+        records[name] = ZipRecord(header, nbytes, at + _CRC_AT)
         cuts += [at + _CRC_AT, at + _CRC_AT + 4]
         at = name_at + name_bytes + extra_bytes + comment_bytes
     pairs = tuple(zip(cuts[::2], [*cuts[1::2], len(data)], strict=True))

@@ -36,7 +36,7 @@ _PADDING, _WIDE = b"FB", b"\x01\x00"
 _CRC_AT = 16
 
 
-class Examined(NamedTuple):
+class ArchiveCheck(NamedTuple):
     """An archive, examined but for its large records.
 
     Attributes:
@@ -52,7 +52,7 @@ class Examined(NamedTuple):
     is_sealed: bool
 
 
-def examine(store: Store, extents: Sequence[Extent]) -> Iterator[Examined]:
+def examine(store: Store, extents: Sequence[Extent]) -> Iterator[ArchiveCheck]:
     """Yields what is found of each extent, in the order of the files; one that is neither packed
     nor a zip has no checksum.
     """
@@ -63,15 +63,15 @@ def examine(store: Store, extents: Sequence[Extent]) -> Iterator[Examined]:
             and not head.startswith(b"PK")
             and not tail[-END.size :].startswith(b"PK")
         ):
-            yield Examined(extent, (), "", is_sealed=False)
+            yield ArchiveCheck(extent, (), "", is_sealed=False)
             continue
         try:
             archive = _Archive(store, extent, head, tail)
             yield _examine_like_another(archive) or _examine(archive)
         except FormatError as error:
-            yield Examined(extent, (), f"is damaged: {error}", is_sealed=True)
+            yield ArchiveCheck(extent, (), f"is damaged: {error}", is_sealed=True)
         except struct.error:
-            yield Examined(extent, (), "is damaged: a zip is truncated", is_sealed=True)
+            yield ArchiveCheck(extent, (), "is damaged: a zip is truncated", is_sealed=True)
 
 
 class _Archive(NamedTuple):
@@ -103,7 +103,7 @@ class _Archive(NamedTuple):
         return cut(self.store, self.extent, self.head, start, stop)
 
 
-class Entry(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """A record as the directory of a zip has it, `at` which byte of that; `nbytes` of data as they
     lie there.
     """
@@ -145,7 +145,7 @@ _known: dict[int, list[_Known]] = {}
 _MAX_KNOWN, _MAX_ALIKE = 4096, 4  # of one length: [342, 1024] and [1024, 342]
 
 
-def _examine_like_another(archive: _Archive) -> Examined | None:
+def _examine_like_another(archive: _Archive) -> ArchiveCheck | None:
     """Examines an archive that looks like one that is known, None for any other: a checkpoint has
     few kinds of them.
     """
@@ -166,7 +166,7 @@ def _examine_like_another(archive: _Archive) -> Examined | None:
             return None  # the long way tells what is wrong
         crc = int.from_bytes(first, "little")
         is_sealed &= _check_record(archive, name, start, nbytes, crc, left)
-    return Examined(archive.extent, tuple(left), "", is_sealed)
+    return ArchiveCheck(archive.extent, tuple(left), "", is_sealed)
 
 
 def _check_record(
@@ -186,7 +186,7 @@ def _check_record(
     return True
 
 
-def _examine(archive: _Archive) -> Examined:
+def _examine(archive: _Archive) -> ArchiveCheck:
     count, directory = find_directory(archive.store, archive.extent, archive.tail)
     found = list(entries(directory, count))
     left: list[Extent] = []
@@ -216,11 +216,14 @@ def _examine(archive: _Archive) -> Examined:
             "its records lie in several folders, are of several writers, or have one name"
         )
     _remember(archive, found, spans, end)
-    return Examined(archive.extent, tuple(left), "", is_sealed)
+    return ArchiveCheck(archive.extent, tuple(left), "", is_sealed)
 
 
 def _remember(
-    archive: _Archive, entries: Sequence[Entry], spans: Sequence[tuple[int, int]], directory: int
+    archive: _Archive,
+    entries: Sequence[DirectoryEntry],
+    spans: Sequence[tuple[int, int]],
+    directory: int,
 ) -> None:
     """Keeps what a sound archive looks like, if all that stands around its data is at hand."""
     gap = archive.gap
@@ -259,7 +262,7 @@ def _shown(name: bytes) -> str:
     return printable(name.decode("utf-8", "replace"))
 
 
-def entries(directory: bytes, count: int) -> Iterator[Entry]:
+def entries(directory: bytes, count: int) -> Iterator[DirectoryEntry]:
     """Yields the records of a directory.
 
     Raises:
@@ -291,7 +294,7 @@ def entries(directory: bytes, count: int) -> Iterator[Entry]:
             raise FormatError(f"a zip directory is malformed: its entry at byte {at}")
         if disk or comment_nbytes:
             raise FormatError("a zip directory speaks of another disk, or has a comment")
-        yield Entry(
+        yield DirectoryEntry(
             at,
             directory[name_at : name_at + name_nbytes],
             flags,
@@ -308,7 +311,7 @@ def entries(directory: bytes, count: int) -> Iterator[Entry]:
         )
 
 
-def _check_header(archive: _Archive, entry: Entry) -> int:
+def _check_header(archive: _Archive, entry: DirectoryEntry) -> int:
     """Compares a record's local header with the directory; returns where its data starts."""
     front = archive.cut(entry.header, entry.header + LOCAL.size)
     magic, *fields = LOCAL.unpack(front)
@@ -340,7 +343,7 @@ def _check_header(archive: _Archive, entry: Entry) -> int:
     return int(start)
 
 
-def _check_padding(extra: bytes, entry: Entry, is_wide: bool) -> None:
+def _check_padding(extra: bytes, entry: DirectoryEntry, is_wide: bool) -> None:
     """Makes sure that extra fields fill their room; of torch's own, which aligns the data, and of
     zip64's sizes every byte is known.
     """
@@ -360,7 +363,7 @@ def _check_padding(extra: bytes, entry: Entry, is_wide: bool) -> None:
         )
 
 
-def _check_descriptor(archive: _Archive, entry: Entry, at: int) -> int:
+def _check_descriptor(archive: _Archive, entry: DirectoryEntry, at: int) -> int:
     """Compares what stands behind a record that was streamed; returns its length."""
     if not entry.flags & _STREAMED:
         return 0

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 from ckpt_tools.core.checksum import crc32
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Literal, Trailer
-from ckpt_tools.formats.pickle.write import Stored, pickled
+from ckpt_tools.formats.pickle.write import TensorRecord, pickled
 from ckpt_tools.formats.zip.read import CENTRAL, END, END64, HUGE, LOCAL
 
 _ALIGNMENT = 64
 _FIRST = ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little"))
 
 
-class Tail(NamedTuple):
+class CrcTail(NamedTuple):
     """Bytes of an archive that contain the CRC-32 of the payload that begins at `payload`."""
 
     start: int
@@ -43,7 +43,7 @@ class Archive:
         """Begins with `data.pkl`, a pickle of what is to be stored."""
         self.nbytes = 0
         self.parts: list[tuple[int, bytes]] = []
-        self.tails: list[Tail] = []
+        self.tails: list[CrcTail] = []
         self._records: list[tuple[str, int, int, int | None]] = []
         for name, data in (("data.pkl", pickled(state)), *_FIRST):
             self.add(name, data)
@@ -69,7 +69,7 @@ class Archive:
 
     def _wait(self, payload: int, render: Callable[[int], bytes]) -> None:
         nbytes = len(render(0))
-        self.tails.append(Tail(self.nbytes, nbytes, payload, render))
+        self.tails.append(CrcTail(self.nbytes, nbytes, payload, render))
         self.nbytes += nbytes
 
     def finish(self) -> None:
@@ -92,7 +92,7 @@ class Archive:
         return [Literal(name, start, data) for start, data in self.parts], trailers
 
 
-class Wrapping(NamedTuple):
+class ArchiveWrapping(NamedTuple):
     """The bytes around a payload: `prefix`, the payload of `nbytes`, then `render_suffix(crc32 of
     the payload)`.
     """
@@ -104,12 +104,12 @@ class Wrapping(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def wrap(dtype: DType, sizes: tuple[int, ...]) -> Wrapping:
+def wrap(dtype: DType, sizes: tuple[int, ...]) -> ArchiveWrapping:
     """Returns the archive that `torch.save` makes of a contiguous CPU tensor, but for its
     payload.
     """
     nbytes = math.prod(sizes) * dtype.itemsize
-    archive = Archive(Stored(dtype, sizes, "0"))
+    archive = Archive(TensorRecord(dtype, sizes, "0"))
     start = archive.room("0", nbytes)
     archive.finish()
     prefix = b"".join(data for at, data in archive.parts if at < start)
@@ -123,7 +123,7 @@ def wrap(dtype: DType, sizes: tuple[int, ...]) -> Wrapping:
             )
         )
 
-    return Wrapping(prefix, nbytes, archive.nbytes - start - nbytes, render)
+    return ArchiveWrapping(prefix, nbytes, archive.nbytes - start - nbytes, render)
 
 
 def encode(value: Any) -> bytes:

@@ -32,7 +32,7 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import accelerate, safetensors, torch_save
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
-from ckpt_tools.formats.in_memory import Made
+from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.per_rank import files as per_rank
 from ckpt_tools.formats.per_rank.flat_param import read_shapes
 from ckpt_tools.formats.registry import (
@@ -66,7 +66,7 @@ from ckpt_tools.operations.convert.lora import adapter_of, refuse_adapters
 from ckpt_tools.operations.convert.options import check_options, substitute
 from ckpt_tools.operations.convert.param_order import ModelOrder, read_order
 from ckpt_tools.operations.convert.training_state import (
-    Parts,
+    TrainingState,
     check_used,
     in_order,
     put_together,
@@ -239,7 +239,7 @@ def _model_order(source: Source) -> ModelOrder:
     return ModelOrder(tuple(model_only(source.catalog)[0].tensors))
 
 
-def _renamed(parts: Parts, source: Source, how: Conversion) -> Parts:
+def _renamed(parts: TrainingState, source: Source, how: Conversion) -> TrainingState:
     """Returns the parts under the names that the target has."""
     if not how.get("keep_prefix"):
         parts = _stripped(parts, has_keys=bool(source.catalog.paths))
@@ -262,7 +262,7 @@ def _renamed(parts: Parts, source: Source, how: Conversion) -> Parts:
     return parts
 
 
-def _stripped(parts: Parts, has_keys: bool) -> Parts:
+def _stripped(parts: TrainingState, has_keys: bool) -> TrainingState:
     """Returns the parts without the names of wrappers, which are noted.
 
     Args:
@@ -287,7 +287,7 @@ def _stripped(parts: Parts, has_keys: bool) -> Parts:
     return replace(parts.renamed(strip_wrappers), prefix=prefix)
 
 
-def _dropped(before: Catalog, after: Catalog, parts: Parts) -> dict[str, int]:
+def _dropped(before: Catalog, after: Catalog, parts: TrainingState) -> dict[str, int]:
     """Returns the top-level keys of which nothing was taken, with their bytes."""
     kept = {f.partition(".")[0] for f in after.tensors} if parts.optimizers else set()
     return {
@@ -297,7 +297,7 @@ def _dropped(before: Catalog, after: Catalog, parts: Parts) -> dict[str, int]:
     }
 
 
-def _refuse_unnamed(parts: Parts, why: str) -> None:
+def _refuse_unnamed(parts: TrainingState, why: str) -> None:
     """Refuses optimizers whose numbers mean no one knows what, for something that needs names."""
     for optimizer in parts.optimizers:
         if optimizer.is_unnamed:
@@ -314,9 +314,11 @@ def _refuse_unnamed(parts: Parts, why: str) -> None:
 class _Job:
     """What is to be converted, and into which catalog and request."""
 
-    def __init__(self, source: Source, parts: Parts, how: Conversion, is_model: bool) -> None:
+    def __init__(
+        self, source: Source, parts: TrainingState, how: Conversion, is_model: bool
+    ) -> None:
         self.source, self.parts, self.how, self.is_model = source, parts, how, is_model
-        self.made = Made(source.catalog.made)
+        self.made = InMemoryFile(source.catalog.made)
         self.ranks = how.get("ranks") or source.catalog.world_size or 1
         self._is_kept = matcher(how.get("keep_dtype", ()))
         self._model_names: set[str] = set()

@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import Catalog, TensorEntry, kinds_of
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.formats.base import MeshOf
+from ckpt_tools.formats.base import TargetMesh
 from ckpt_tools.formats.pickle.state import Path
 from ckpt_tools.formats.torch_save import nested
 from ckpt_tools.operations.convert.param_order import BUFFERS
@@ -26,7 +26,7 @@ _SCHEDULERS: tuple[Path, ...] = (
 VERL = "cuda:fsdp"
 
 
-def mesh_of(text: str | None, known: str, sharded: Collection[str]) -> MeshOf:
+def mesh_of(text: str | None, known: str, sharded: Collection[str]) -> TargetMesh:
     """Returns the mesh of a job with one axis.
 
     Args:
@@ -46,7 +46,7 @@ def mesh_of(text: str | None, known: str, sharded: Collection[str]) -> MeshOf:
             f"--mesh {printable(text)!r}: expected a device's type and the name of its axis",
             hint=f"as verl has it: {VERL}",
         )
-    return MeshOf(match["device"], match["axis"] or "", frozenset(sharded))
+    return TargetMesh(match["device"], match["axis"] or "", frozenset(sharded))
 
 
 def find_sharded(model: Mapping[str, TensorEntry], trained: Collection[str]) -> set[str]:

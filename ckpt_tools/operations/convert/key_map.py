@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.catalog import TensorEntry
-from ckpt_tools.core.views import Rows, stack_rows, take_layer, take_rows
+from ckpt_tools.core.views import RowRange, stack_rows, take_layer, take_rows
 from ckpt_tools.errors import PlanError, StorageError, printable
 from ckpt_tools.formats.registry import Source
-from ckpt_tools.operations.convert.training_state import Parts
+from ckpt_tools.operations.convert.training_state import TrainingState
 from ckpt_tools.storage.small_files import parse_json, read_named
 
 _OWN = Path(__file__).parents[2] / "maps"
@@ -98,7 +98,7 @@ def _rule(kind: str, rule: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**rule, "match": re.compile(rule["match"])}
 
 
-def apply_map(parts: Parts, keys: KeyMap, source: Source) -> Parts:
+def apply_map(parts: TrainingState, keys: KeyMap, source: Source) -> TrainingState:
     """Returns the parts under other names, with tensors split, fused and reordered as a map says.
 
     Raises:
@@ -134,7 +134,7 @@ def apply_map(parts: Parts, keys: KeyMap, source: Source) -> Parts:
 Change = Callable[[TensorEntry], TensorEntry]
 
 
-def _raw(parts: Parts, keys: KeyMap, source: Source) -> Change:
+def _raw(parts: TrainingState, keys: KeyMap, source: Source) -> Change:
     """Returns a function that gives a tensor with its payloads found, so that it can be cut; they
     are looked for together.
     """
@@ -150,7 +150,7 @@ def _raw(parts: Parts, keys: KeyMap, source: Source) -> Change:
     )
 
 
-def _rows(raw: Change, rows: Sequence[Rows], num_rows: int, entry: TensorEntry) -> TensorEntry:
+def _rows(raw: Change, rows: Sequence[RowRange], num_rows: int, entry: TensorEntry) -> TensorEntry:
     return take_rows(raw(entry), rows, num_rows)
 
 
@@ -158,7 +158,7 @@ def _layer(raw: Change, index: int, entry: TensorEntry) -> TensorEntry:
     return take_layer(raw(entry), index)
 
 
-def _rope_rows(entry: TensorEntry, heads: int, to: str) -> list[Rows]:
+def _rope_rows(entry: TensorEntry, heads: int, to: str) -> list[RowRange]:
     """Returns where the rows of rotary heads come from: pairs (Meta's interleaved order) to halves
     (Hugging Face's), or back.
     """
@@ -171,17 +171,21 @@ def _rope_rows(entry: TensorEntry, heads: int, to: str) -> list[Rows]:
     half = size // 2
     if to == "halves":
         return [
-            Rows(h * size + k * half, h * size + k, half, 2) for h in range(heads) for k in range(2)
+            RowRange(h * size + k * half, h * size + k, half, 2)
+            for h in range(heads)
+            for k in range(2)
         ]
     return [
-        Rows(h * size + 2 * j + k, h * size + k * half + j, 1)
+        RowRange(h * size + 2 * j + k, h * size + k * half + j, 1)
         for h in range(heads)
         for j in range(half)
         for k in range(2)
     ]
 
 
-def _split(parts: Parts, fqn: str, rule: Mapping[str, Any], keys: KeyMap, raw: Change) -> Parts:
+def _split(
+    parts: TrainingState, fqn: str, rule: Mapping[str, Any], keys: KeyMap, raw: Change
+) -> TrainingState:
     """Cuts a tensor by rows into parts whose sizes are to each other as `parts` says."""
     shares = [keys.number(share) for share in rule["parts"]]
     entry = parts.model[fqn]
@@ -191,7 +195,7 @@ def _split(parts: Parts, fqn: str, rule: Mapping[str, Any], keys: KeyMap, raw: C
     changes: dict[str, Change] = {}
     start, unit = 0, num_rows // sum(shares)
     for name, share in zip(rule["into"], shares, strict=True):
-        rows = Rows(0, start, share * unit)
+        rows = RowRange(0, start, share * unit)
         changes[rule["match"].sub(name, fqn)] = partial(_rows, raw, [rows], rows.number)
         start += share * unit
     if len(changes) != len(shares):
@@ -202,7 +206,7 @@ def _split(parts: Parts, fqn: str, rule: Mapping[str, Any], keys: KeyMap, raw: C
     return _replaced(parts, fqn, changes)
 
 
-def _replaced(parts: Parts, fqn: str, changes: Mapping[str, Change]) -> Parts:
+def _replaced(parts: TrainingState, fqn: str, changes: Mapping[str, Change]) -> TrainingState:
     """Puts one or several tensors in the place of one, in the model and in what optimizers keep for
     it.
     """
@@ -239,7 +243,7 @@ def _replaced(parts: Parts, fqn: str, changes: Mapping[str, Change]) -> Parts:
     return replace(parts, model=model, optimizers=optimizers)
 
 
-def _check_new(names: Iterable[str], parts: Parts, gone: set[str]) -> None:
+def _check_new(names: Iterable[str], parts: TrainingState, gone: set[str]) -> None:
     taken = next((name for name in names if name in parts.model and name not in gone), None)
     if taken is not None:
         raise PlanError(
@@ -248,7 +252,7 @@ def _check_new(names: Iterable[str], parts: Parts, gone: set[str]) -> None:
         )
 
 
-def _fuse(parts: Parts, fqn: str, rule: Mapping[str, Any]) -> Parts:
+def _fuse(parts: TrainingState, fqn: str, rule: Mapping[str, Any]) -> TrainingState:
     """Puts tensors one below the other; `fqn` is the first of them, and the rule derives the
     others' names from its.
     """

@@ -96,7 +96,7 @@ def _checked(value: Any, what: str) -> Sequence[str] | Mapping[str, Sequence[str
     return value  # type: ignore[no-any-return]
 
 
-class Numbered:
+class NumberedOptimizer:
     """An optimizer that numbers its parameters: its groups and the shape that each parameter must
     have, where its state tells.
 
@@ -133,7 +133,7 @@ def _shape(values: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def name_parameters(
-    optimizer: Numbered, model: Mapping[str, TensorEntry], order: Order | None
+    optimizer: NumberedOptimizer, model: Mapping[str, TensorEntry], order: Order | None
 ) -> dict[int, str] | None:
     """Returns the parameter of each number; None where nothing proves it.
 
@@ -196,7 +196,7 @@ def _in(model: Mapping[str, TensorEntry], names: Iterable[str]) -> list[str]:
     ]
 
 
-def _by_own_names(optimizer: Numbered, model: Mapping[str, TensorEntry]) -> dict[int, str]:
+def _by_own_names(optimizer: NumberedOptimizer, model: Mapping[str, TensorEntry]) -> dict[int, str]:
     """Returns the names that the file gives, as an optimizer made of `named_parameters()` saves
     them.
     """
@@ -221,7 +221,7 @@ def _by_own_names(optimizer: Numbered, model: Mapping[str, TensorEntry]) -> dict
 
 
 def _by_list(
-    optimizer: Numbered, order: Sequence[str], model: Mapping[str, TensorEntry]
+    optimizer: NumberedOptimizer, order: Sequence[str], model: Mapping[str, TensorEntry]
 ) -> dict[int, str]:
     if len(order) != len(optimizer.numbers):
         raise PlanError(
@@ -234,7 +234,10 @@ def _by_list(
 
 
 def _known(
-    optimizer: Numbered, names: Mapping[int, str], model: Mapping[str, TensorEntry], what: str
+    optimizer: NumberedOptimizer,
+    names: Mapping[int, str],
+    model: Mapping[str, TensorEntry],
+    what: str,
 ) -> dict[int, str]:
     """Returns names as the model has them; refuses one that is not in the model, comes twice, or
     has another shape.
@@ -262,7 +265,7 @@ def _known(
 
 
 def _in_model_order(
-    optimizer: Numbered, parameters: Mapping[str, tuple[int, ...]]
+    optimizer: NumberedOptimizer, parameters: Mapping[str, tuple[int, ...]]
 ) -> dict[int, str]:
     """Pairs each group with the model's parameters in their order, where the shapes leave one way
     to do so.
@@ -312,7 +315,7 @@ def _paired(
 
 
 def _by_shape(
-    optimizer: Numbered, parameters: Mapping[str, tuple[int, ...]]
+    optimizer: NumberedOptimizer, parameters: Mapping[str, tuple[int, ...]]
 ) -> dict[int, str] | None:
     """Returns the parameter that alone has each number's shape; None where two have one shape, or a
     shape is unknown.
@@ -326,5 +329,5 @@ def _by_shape(
     }
 
 
-def _where(optimizer: Numbered) -> str:
+def _where(optimizer: NumberedOptimizer) -> str:
     return printable(optimizer.prefix) or "the optimizer"

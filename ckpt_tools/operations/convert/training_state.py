@@ -3,7 +3,7 @@ put together again.
 
 Optimizer state comes in three namings: by parameter name with groups (torch's
 `get_optimizer_state_dict`, FSDP1, Accelerate, our own), by parameter name throughout (torchtitan),
-and by number (`Optimizer.state_dict`).
+and by number (`OptimizerState.state_dict`).
 
 Source: torch 2.13 `torch/distributed/checkpoint/state_dict.py`, `torch/optim/optimizer.py`;
 torchtitan 0.2 `components/optimizer.py`.
@@ -30,10 +30,15 @@ from ckpt_tools.core.catalog import (
     strip_wrappers,
 )
 from ckpt_tools.errors import FormatError, PlanError, UnsafePickleError, printable
-from ckpt_tools.formats.in_memory import FILE, Made
-from ckpt_tools.formats.pickle.state import Path, View, is_number, is_value
-from ckpt_tools.formats.torch_save import Others, join, read_leaves
-from ckpt_tools.operations.convert.param_order import ModelOrder, Numbered, Order, name_parameters
+from ckpt_tools.formats.in_memory import FILE, InMemoryFile
+from ckpt_tools.formats.pickle.state import Path, TensorView, is_number, is_value
+from ckpt_tools.formats.torch_save import UnreadValues, join, read_leaves
+from ckpt_tools.operations.convert.param_order import (
+    ModelOrder,
+    NumberedOptimizer,
+    Order,
+    name_parameters,
+)
 from ckpt_tools.storage import MemoryStore, Store, read
 
 FORMS = ("groups", "flat", "ids")
@@ -43,7 +48,7 @@ _MAX_OBJECT_BYTES, _OPTION_BYTES = 64 << 20, 4096
 
 
 @dataclass(slots=True)
-class Optimizer:
+class OptimizerState:
     """One optimizer: `state` by the parameter's name, of tensors and plain values; `groups` with
     their options and `params`, names.
 
@@ -64,7 +69,7 @@ class Optimizer:
 
 
 @dataclass(slots=True)
-class Parts:
+class TrainingState:
     """What a checkpoint holds: `model` by the names within it, `prefix` the keys above; the rest
     under its own names.
 
@@ -75,7 +80,7 @@ class Parts:
 
     prefix: tuple[str, ...]
     model: dict[str, TensorEntry]
-    optimizers: list[Optimizer]
+    optimizers: list[OptimizerState]
     tensors: dict[str, TensorEntry]
     objects: dict[str, BytesEntry]
     paths: dict[str, Path]
@@ -83,7 +88,7 @@ class Parts:
     places: dict[str, Path] = field(default_factory=dict)
     untouched: list[str] = field(default_factory=list)
 
-    def renamed(self, new_name: Callable[[str], str]) -> Parts:
+    def renamed(self, new_name: Callable[[str], str]) -> TrainingState:
         """Returns the same with other names for the parameters, in the model and in the optimizers.
 
         Raises:
@@ -139,7 +144,7 @@ class Parts:
 
 def take_apart(
     catalog: Catalog, store: Store, order: Order | None = None, keeps_order: bool = False
-) -> Parts:
+) -> TrainingState:
     """Returns the parts of a checkpoint; reads the options of optimizers, which are small objects.
 
     Args:
@@ -172,7 +177,7 @@ def take_apart(
             tensors[fqn] = entry
     objects = {fqn: item for fqn, item in catalog.objects.items() if fqn not in mine}
     paths = {fqn: path for fqn, path in catalog.paths.items() if fqn in tensors or fqn in objects}
-    parts = Parts(prefix, model, [], tensors, objects, paths, [], places)
+    parts = TrainingState(prefix, model, [], tensors, objects, paths, [], places)
     for name, names in found.items():
         optimizer = _optimizer(name, names, parts, order)
         if optimizer is not None:
@@ -226,7 +231,7 @@ def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
     for fqn in catalog.objects:
         if match := match_of(fqn):
             wanted.append((fqn, match))
-    values = Values(store)
+    values = ObjectReader(store)
     values.will_read(catalog.objects[fqn] for fqn, _ in wanted)
     for fqn, match in wanted:
         found.setdefault(match[1], {})[fqn] = (
@@ -238,8 +243,8 @@ def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
 
 
 def _optimizer(
-    prefix: str, entries: Mapping[str, Entry], parts: Parts, order: Order | None
-) -> Optimizer | None:
+    prefix: str, entries: Mapping[str, Entry], parts: TrainingState, order: Order | None
+) -> OptimizerState | None:
     """Returns an optimizer from its entries; None where they are no optimizer's. What its numbers
     mean is noted if it is not known.
     """
@@ -263,14 +268,14 @@ def _optimizer(
     groups = [numbered[n] for n in sorted(numbered)] or _grouped(by_name)
     if not all(_are_names(group.get("params")) for group in groups):
         return None
-    optimizer = Optimizer(prefix, state, groups, has_order=bool(numbered))
+    optimizer = OptimizerState(prefix, state, groups, has_order=bool(numbered))
     if not any(isinstance(p, int) for group in groups for p in group["params"]) and not (
         state and all(map(is_number, state))
     ):
         return optimizer
     if not all(map(is_number, state)):
         return None
-    names = name_parameters(Numbered(prefix, groups, state), parts.model, order)
+    names = name_parameters(NumberedOptimizer(prefix, groups, state), parts.model, order)
     if names is None:
         parts.notes.append(
             f"{printable(prefix) or 'the optimizer'} numbers its parameters, and their shapes alone"
@@ -278,7 +283,7 @@ def _optimizer(
             " --param-order model says what they mean"
         )
         return replace(optimizer, is_numbered=True, is_unnamed=True)
-    return Optimizer(
+    return OptimizerState(
         prefix,
         {names[int(number)]: values for number, values in state.items()},
         [{**group, "params": [names[number] for number in group["params"]]} for group in groups],
@@ -303,20 +308,20 @@ def _grouped(by_name: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 Leaves = list[tuple[Path, object, tuple[Extent, ...]]]
 
 
-class Values:
+class ObjectReader:
     """Reads objects; small ones that occur many times, as an option does for every parameter, are
     unpacked once.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[bytes, tuple[Leaves, Others]] = {}
+        self._known: dict[bytes, tuple[Leaves, UnreadValues]] = {}
 
     def will_read(self, items: Iterable[BytesEntry]) -> None:
         """Announces them."""
         self._store.will_read(item.extent[:3] for item in items)
 
-    def leaves(self, item: BytesEntry, others: Others) -> tuple[bytes, Leaves]:
+    def leaves(self, item: BytesEntry, others: UnreadValues) -> tuple[bytes, Leaves]:
         """Returns an object's archive, and what is in it, lying there.
 
         Raises:
@@ -329,7 +334,7 @@ class Values:
         data = read(self._store, *item.extent[:3])
         known = self._known.get(data)
         if known is None:
-            found = Others()
+            found = UnreadValues()
             known = list(read_leaves(MemoryStore({FILE: data}), FILE, len(data), found)), found
             if not known[0] and not found and not found.tensors:
                 known[0].append(((), {}, ()))  # an empty dict
@@ -345,19 +350,19 @@ class Values:
         Raises:
             FormatError: it is something else.
         """
-        _, leaves = self.leaves(item, Others())
+        _, leaves = self.leaves(item, UnreadValues())
         if len(leaves) != 1 or leaves[0][0] or not is_value(leaves[0][1]):
             raise FormatError(f"an optimizer's option is no plain value: {printable(item.fqn)!r}")
         return leaves[0][1]
 
-    def is_same(self, item: BytesEntry, others: Values, other: BytesEntry) -> bool:
+    def is_same(self, item: BytesEntry, others: ObjectReader, other: BytesEntry) -> bool:
         """Tells whether two objects are the same bytes, or plain values and tensors that are the
         same.
 
         Raises:
             FormatError: one is malformed, or too long to be an object.
         """
-        unknown = Others()
+        unknown = UnreadValues()
         (one, ones), (two, twos) = self.leaves(item, unknown), others.leaves(other, unknown)
         return one == two or (
             not unknown and not unknown.tensors and _flattened(one, ones) == _flattened(two, twos)
@@ -370,7 +375,7 @@ def _flattened(data: bytes, leaves: Leaves) -> list[tuple[Path, str]]:
     """
     found = []
     for path, value, extents in leaves:
-        if isinstance(value, View):
+        if isinstance(value, TensorView):
             (extent,) = extents
             content = data[extent.start : extent.start + extent.nbytes].hex()
             found.append((path, f"{value.dtype.name} {value.sizes} {extent.strides} {content}"))
@@ -380,7 +385,7 @@ def _flattened(data: bytes, leaves: Leaves) -> list[tuple[Path, str]]:
 
 
 def unpack_objects(
-    catalog: Catalog, store: Store, made: Made
+    catalog: Catalog, store: Store, made: InMemoryFile
 ) -> tuple[Catalog, dict[str, Any], list[str]]:
     """Returns a catalog that has the tensors within its objects for tensors, the plain values, and
     the names of what is neither.
@@ -395,11 +400,11 @@ def unpack_objects(
     """
     tensors, paths, values = dict(catalog.tensors), dict(catalog.paths), dict[str, Any]()
     unknown: list[str] = []
-    reader = Values(store)
+    reader = ObjectReader(store)
     reader.will_read(catalog.objects.values())
     for fqn, item in catalog.objects.items():
         path = paths.pop(fqn, (fqn,))
-        others = Others()
+        others = UnreadValues()
         try:
             data, leaves = reader.leaves(item, others)
         except UnsafePickleError:
@@ -409,7 +414,7 @@ def unpack_objects(
         for inner, value, extents in leaves:
             name = join((*path, *inner))
             paths[name] = (*path, *inner)
-            if isinstance(value, View):
+            if isinstance(value, TensorView):
                 extent = extents[0]._replace(start=extents[0].start + made.add(data).start)
                 tensors[name] = TensorEntry(
                     name, value.dtype, value.sizes, (Chunk(whole(value.sizes), extent),)
@@ -423,7 +428,7 @@ def unpack_objects(
 
 
 def put_together(
-    parts: Parts, form: str, made: Made, prefix: tuple[str, ...] | None = None
+    parts: TrainingState, form: str, made: InMemoryFile, prefix: tuple[str, ...] | None = None
 ) -> Catalog:
     """Returns a catalog of all parts, the optimizers named in one of `FORMS`.
 
@@ -458,7 +463,7 @@ def put_together(
     return Catalog("parts", tensors, objects, paths)
 
 
-def in_order(optimizer: Optimizer, order: Order | None) -> Optimizer:
+def in_order(optimizer: OptimizerState, order: Order | None) -> OptimizerState:
     """Returns an optimizer whose groups list their parameters in the order in which its numbers
     count them.
 
@@ -498,7 +503,7 @@ def in_order(optimizer: Optimizer, order: Order | None) -> Optimizer:
     )
 
 
-def _named(optimizer: Optimizer, form: str) -> Iterable[tuple[Path, Any]]:
+def _named(optimizer: OptimizerState, form: str) -> Iterable[tuple[Path, Any]]:
     root: Path = (
         tuple(int(k) if is_number(k) else k for k in optimizer.prefix.split("."))
         if optimizer.prefix

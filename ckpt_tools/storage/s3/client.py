@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Data, Traffic
 from ckpt_tools.storage.retries import retry, translated
-from ckpt_tools.storage.s3.obstore_client import OBSTORE, WORTH_BYTES, Fast, reader
+from ckpt_tools.storage.s3.obstore_client import OBSTORE, WORTH_BYTES, ObstoreClients, reader
 
 _KINDS = {
     "list_objects_v2": "LIST",
@@ -71,7 +71,7 @@ def check_options(options: Mapping[str, Any], initialise: Callable[..., None]) -
             raise StorageError(f"s3fs has no option {printable(name)!r}", hint=advice)
 
 
-class Server:
+class ServerFacts:
     """What has been learnt of a server, and how much is on its way to it."""
 
     def __init__(self) -> None:
@@ -79,10 +79,10 @@ class Server:
         # whether it refuses to write over an object: in one request, in many
         self.excludes: dict[str, bool] = {}
         self.flight = _Flight(_FLIGHT_BYTES)
-        self.fast = Fast()
+        self.fast = ObstoreClients()
 
 
-_SERVERS: WeakKeyDictionary[Any, Server] = WeakKeyDictionary()
+_SERVERS: WeakKeyDictionary[Any, ServerFacts] = WeakKeyDictionary()
 
 
 class S3:
@@ -92,7 +92,7 @@ class S3:
 
     def __init__(self, fs: Any, traffic: Traffic) -> None:
         self.fs, self.traffic = fs, traffic
-        self.server, self._reader = _SERVERS.setdefault(fs, Server()), reader()
+        self.server, self._reader = _SERVERS.setdefault(fs, ServerFacts()), reader()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Starts a coroutine on the file system's event loop."""

@@ -20,7 +20,7 @@ from ckpt_tools.core.checksum import crc64nvme, hex64, join_crc64
 from ckpt_tools.errors import IntegrityError, StorageError, printable
 from ckpt_tools.storage.retries import ATTEMPTS, appeared, delay, failure, may_pass, pause, status
 from ckpt_tools.storage.s3.client import S3, encoded, stored_crc64
-from ckpt_tools.storage.s3.open_uploads import Begun, Sent
+from ckpt_tools.storage.s3.open_uploads import OpenUpload, SentPart
 
 PART_BYTES, MIN_PART_BYTES, MAX_PARTS = 8 << 20, 5 << 20, 10_000
 MARK, CLAIM, OWNER = "ckpt-upload", "ckpt-crc64nvme", "ckpt-attempt"
@@ -42,7 +42,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class UploadOptions:
     """What is special about a new object.
 
     Attributes:
@@ -68,7 +68,7 @@ class How:
     owner: str = ""
     mine: tuple[int, int] | None = None
     upload_id: str = ""
-    begun: Begun | None = None
+    begun: OpenUpload | None = None
 
     @property
     def notes(self) -> dict[str, str]:
@@ -97,7 +97,9 @@ class Upload:
     unless it is held back.
     """
 
-    def __init__(self, s3: S3, path: str, url: str, nbytes: int, how: How | None = None) -> None:
+    def __init__(
+        self, s3: S3, path: str, url: str, nbytes: int, how: UploadOptions | None = None
+    ) -> None:
         """Begins; asks for nothing yet.
 
         Args:
@@ -107,14 +109,14 @@ class Upload:
             nbytes: size of the object.
             how: whatever is not as usual.
         """
-        how = how or How()
+        how = how or UploadOptions()
         self._s3, self._path, self._url, self.nbytes, self._how = s3, path, url, nbytes, how
         starts = how.starts
         self._metadata = how.notes
         self._at = s3.at(path)
         self._starts = part_starts(nbytes) if starts is None else starts
         self._parts: dict[int, _Part] = {}
-        self._sent: dict[int, Sent] = {}
+        self._sent: dict[int, SentPart] = {}
         self._running: list[Future[None]] = []
         self._error: BaseException | None = None
         # of a small object, on its way before anybody asks for its end
@@ -260,7 +262,7 @@ class Upload:
             result = answer.get("CopyPartResult", answer)
             if "Body" in kwargs:
                 self._s3.note(result)
-            self._sent[number] = Sent(str(result["ETag"]), nbytes, crc64)
+            self._sent[number] = SentPart(str(result["ETag"]), nbytes, crc64)
 
         future = self._s3.run(send())
         future.add_done_callback(lambda done: self._done(done, held))
@@ -293,11 +295,11 @@ class Upload:
             self.complete()
 
     @property
-    def sent(self) -> dict[int, Sent]:
+    def sent(self) -> dict[int, SentPart]:
         """The parts that the store has, by their numbers."""
         return self._sent
 
-    def absorb(self, sent: Mapping[int, Sent]) -> None:
+    def absorb(self, sent: Mapping[int, SentPart]) -> None:
         """Takes over what another process has sent of the same object."""
         self._sent |= sent
 
@@ -370,7 +372,7 @@ class Upload:
             return self._s3.run(self._ask_complete(condition))
         data = self._parts[0].data if self._parts else bytearray()
         crc, flight = crc64nvme(data), self._s3.server.flight
-        self._sent[0] = Sent("", len(data), crc)
+        self._sent[0] = SentPart("", len(data), crc)
         sums = self._s3.seal(data, crc)
         flight.enter(len(data))
         future: Future[None] = self._s3.run(self._ask_put(data, {**sums, **condition}))
@@ -482,7 +484,7 @@ def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:
             path,
             url,
             len(data),
-            How((0,) if is_small else (0, len(data)), is_held=True, is_exclusive=True),
+            UploadOptions((0,) if is_small else (0, len(data)), is_held=True, is_exclusive=True),
         )
         probe.write_at(0, data)
         try:

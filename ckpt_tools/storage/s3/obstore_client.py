@@ -36,7 +36,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")  # and no access point
 _EXPRESS = "--x-s3"  # these buckets want sessions
 
 
-class Fast:
+class ObstoreClients:
     """The clients that go with one s3fs file system."""
 
     process = 0  # the one that has clients: a fork of it would wait for threads that it has not
@@ -60,7 +60,7 @@ class Fast:
         Returns:
             The bytes, as many as there were; None where s3fs has to be asked.
         """
-        if Fast.process not in (0, os.getpid()) or time.monotonic() < self._rests_until:
+        if ObstoreClients.process not in (0, os.getpid()) or time.monotonic() < self._rests_until:
             return None
         try:
             client = self._client(fs, bucket)
@@ -84,7 +84,7 @@ class Fast:
     def _client(self, fs: Any, bucket: str) -> Any:
         with self._lock:
             if bucket not in self._clients:
-                Fast.process = os.getpid()
+                ObstoreClients.process = os.getpid()
                 self._clients[bucket] = asyncio.run_coroutine_threadsafe(
                     _open(fs, bucket), fs.loop
                 ).result()

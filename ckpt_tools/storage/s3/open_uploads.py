@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ckpt_tools.storage.s3.client import S3
 
 
-class Sent(NamedTuple):
+class SentPart(NamedTuple):
     """A part that the store has; of one that an earlier try has sent it may not tell the
     CRC-64/NVME.
     """
@@ -30,19 +30,19 @@ class Sent(NamedTuple):
         return self.etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-class Begun(NamedTuple):
+class OpenUpload(NamedTuple):
     """An upload: its id, the mark that is noted with the object to be, and the parts that the store
     has, from 0 on.
     """
 
     upload_id: str
     mark: str
-    parts: Mapping[int, Sent]
+    parts: Mapping[int, SentPart]
 
 
-def list_parts(s3: S3, url: str, path: str, upload_id: str) -> dict[int, Sent] | None:
+def list_parts(s3: S3, url: str, path: str, upload_id: str) -> dict[int, SentPart] | None:
     """Returns the parts of an upload, None where there is no such upload any more."""
-    found: dict[int, Sent] = {}
+    found: dict[int, SentPart] = {}
     after = 0
     while True:
         page = s3.call(
@@ -58,7 +58,7 @@ def list_parts(s3: S3, url: str, path: str, upload_id: str) -> dict[int, Sent] |
             return None
         for part in page.get("Parts") or ():
             crc = base64.b64decode(part.get("ChecksumCRC64NVME") or "")
-            found[part["PartNumber"] - 1] = Sent(
+            found[part["PartNumber"] - 1] = SentPart(
                 str(part["ETag"]), int(part["Size"]), int.from_bytes(crc, "big") if crc else None
             )
         after = int(page.get("NextPartNumberMarker") or 0)
