@@ -1,39 +1,50 @@
-"""Every error that this package raises on purpose, and the exit code that `ckpt` gives for it.
+"""Every error that this package raises on purpose, with the exit code of `ckpt`.
 
     CheckpointError             1   anything below; also "differences or damage found"
-     ├─ NotACheckpointError    10   nothing at the path that any format recognises
+     ├─ NotACheckpointError    10   no format recognises anything at the path
      ├─ FormatError            11   a file breaks the rules of its format
      │   └─ UnsafePickleError  11   a pickle asks for something that no checkpoint needs
      ├─ CatalogError           12   chunks leave a hole, overlap, or exceed their tensor
      ├─ PlanError              13   the request does not fit the checkpoint
-     ├─ IntegrityError         14   bytes are not what a checksum or a replica says
-     └─ StorageError           15   a read, a write or a rename failed, or would
+     ├─ IntegrityError         14   bytes differ from a checksum or from a replica
+     ├─ StorageError           15   a read, a write or a rename failed, or would fail
+     └─ PeerError              16   another rank failed or did not answer
 
 The command adds 0 (fine), 2 (wrong usage), 130 (Ctrl-C) and 143 (SIGTERM). A message reads *what
-failed: expected X, got Y (path, fqn)*; `hint` is what to do about it. Text that comes out of a
-checkpoint passes through `printable` first.
+failed: expected X, got Y (path, fqn)*; `hint` says what you can do about it. Text from a checkpoint
+passes through `printable` first.
 """
 
 from __future__ import annotations
 
 import re
 
-_USER = re.compile(r"(?<=://)[^/@\s'\"]+@")
-_SIGNED = re.compile(
-    r"(?i)([?&](?:x-amz-[\w-]+|x-goog-[\w-]+|s(?:ig|ignature|e|p|v|r|t|kt|koid)|(?:access_?)?token|key|awsaccesskeyid|key-pair-id|googleaccessid"
-    r"|expires|policy|credential)=)[^&\s'\")]+"
+# A password may have any character; one of a URL without a user ends at the first slash.
+_USER = re.compile(r"(?<=://)(?:[^/@\s'\"]+@)+|(?<=://)[^\s/:@]+:(?!\d+(?:/|$))[^\s]*@")
+_QUERY = re.compile(r"(://[^\s?]*\?)([^\s]+)")  # of a URL: every value may be a signature
+_FRAGMENT = re.compile(r"(://[^\s#]*#)[^\s]+")
+_VALUE = re.compile(r"=[^&;\s'\")]*")
+_LOOSE = re.compile(  # a part of a query without its URL
+    r"(?i)([?&;](?:x-(?:amz|goog)-[\w-]+|sig(?:nature)?|s[epvrt]|skt|skoid|[\w-]*token(?:__)?|[\w-]*key"
+    r"|[\w-]*secret|password|jwt|auth(?:orization)?|[\w-]*keyid|googleaccessid|expires|policy"
+    r"|credential|hdnea)=)[^&;\s'\")]+"
 )
 
 
 def redacted(text: str) -> str:
-    """Returns a text without the secrets of URLs: names of users, passwords, and the values of
-    signed queries.
+    """Returns a text without the secrets of URLs.
+
+    User names, passwords, fragments, and all values of a query are replaced by `***`.
     """
-    return _SIGNED.sub(r"\1***", _USER.sub("***@", text))
+    if "://" in text:
+        text = _USER.sub("***@", text)
+        text = _QUERY.sub(lambda found: found[1] + _VALUE.sub("=***", found[2]), text)
+        text = _FRAGMENT.sub(r"\1***", text)
+    return _LOOSE.sub(r"\1***", text)
 
 
 class CheckpointError(Exception):
-    """The root of the tree: `except CheckpointError` catches whatever this package reports."""
+    """The base class: `except CheckpointError` catches every error that this package raises."""
 
     exit_code = 1
 
@@ -45,8 +56,9 @@ class CheckpointError(Exception):
 
 
 class NotACheckpointError(CheckpointError):
-    """Nothing at the path is a checkpoint; the message says what was found and what was looked
-    for.
+    """Nothing at the path is a checkpoint.
+
+    The message says what was found and what was expected.
     """
 
     exit_code = 10
@@ -59,28 +71,31 @@ class FormatError(CheckpointError):
 
 
 class UnsafePickleError(FormatError):
-    """A pickle names a global outside the allow-list, or is built to hurt its reader. Nothing of it
-    ran.
+    """A pickle names a global outside the allow-list, or is built to exhaust its reader.
+
+    None of it was executed.
     """
 
 
 class CatalogError(CheckpointError):
-    """The chunks of a tensor leave a hole, overlap or exceed its shape; the message gives FQN and
-    box.
+    """The chunks of a tensor leave a hole, overlap or exceed its shape.
+
+    The message gives FQN and box.
     """
 
     exit_code = 12
 
 
 class PlanError(CheckpointError):
-    """What was asked for does not fit what the checkpoint holds."""
+    """The request does not fit the contents of the checkpoint."""
 
     exit_code = 13
 
 
 class IntegrityError(CheckpointError):
-    """Bytes differ from their checksum, or replicas from each other; the message gives file and
-    range.
+    """Bytes differ from their checksum, or replicas differ from each other.
+
+    The message gives file and range.
     """
 
     exit_code = 14
@@ -90,8 +105,8 @@ class StorageError(CheckpointError):
     """An operation on a store failed; the message gives path, operation and cause.
 
     Attributes:
-        is_missing: there is no such file.
-        is_transient: the store could not be reached, or was busy; the same may succeed later.
+        is_missing: the file does not exist.
+        is_transient: the store could not be reached, or was busy. A retry may succeed.
     """
 
     exit_code = 15
@@ -109,14 +124,15 @@ class StorageError(CheckpointError):
 
 
 class PeerError(CheckpointError):
-    """Another rank of the job failed or did not answer; the message gives phase, ranks and their
-    own messages.
+    """Another rank of the job failed or did not answer.
+
+    The message gives the phase, the ranks and their own messages.
     """
 
     exit_code = 16
 
 
-# controls, Unicode's category Cf, separators of lines, surrogates, and letters that show nothing
+# control characters, Unicode category Cf, line separators, surrogates, and invisible letters
 _ESCAPED = re.compile(
     "[\x00-\x1f\x7f-\x9f\u00ad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u115f\u1160\u17b4\u17b5\u180b-\u180f"
     "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb"
@@ -126,8 +142,9 @@ _PRINTABLE_CHARS = 512
 
 
 def printable_lines(text: str) -> str:
-    """Returns a message made safe for a terminal, its own lines kept: names in it were made
-    printable one by one.
+    """Returns a message made safe for a terminal, with its own line breaks.
+
+    The names in it must have passed through `printable` already.
     """
     return "\n".join(
         _ESCAPED.sub(lambda found: ascii(found[0])[1:-1], line) for line in text.split("\n")
@@ -135,8 +152,9 @@ def printable_lines(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns text from a checkpoint made safe for a terminal: one line, with nothing that controls
-    it or that nobody sees.
+    """Returns text from a checkpoint as one line, without control or invisible characters.
+
+    Longer text than 512 characters is cut.
     """
     shown = (
         text

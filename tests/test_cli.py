@@ -127,7 +127,11 @@ DAMAGE = {
         12,
         "overlap",
     ),
-    "lost chunk": (lambda s: with_metadata(s, lambda m: m.storage_data.clear()), 12, "no place"),
+    "lost chunk": (
+        lambda s: with_metadata(s, lambda m: m.storage_data.clear()),
+        12,
+        "without a location",
+    ),
     "another dtype": (
         lambda s: with_metadata(
             s,

@@ -88,7 +88,7 @@ def test_shapes_that_are_missing_or_do_not_fit_are_asked_for(saved: Path, tmp_pa
         shutil.copytree(saved / f"local_{kind}", folder)
         (folder / "shapes.json").unlink(missing_ok=True)
         with pytest.raises(
-            FormatError, match="a flat parameter of FSDP1, whose parts nothing here names"
+            FormatError, match="no shapes for the parts of an FSDP1 flat parameter"
         ) as told:
             ckpt_tools.inspect(folder)
         assert "model.named_parameters()" in str(told.value.hint)

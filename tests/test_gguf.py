@@ -113,7 +113,7 @@ def test_an_alignment_that_is_no_number_is_refused(
         + struct.pack("<I", kind)
         + data
     )
-    with pytest.raises(FormatError, match="alignment of a GGUF file is no number of bytes"):
+    with pytest.raises(FormatError, match="alignment of a GGUF file is not a number of bytes"):
         ckpt_tools.inspect(tmp_path / "m.gguf")
 
 
@@ -130,7 +130,7 @@ TEXT = struct.pack("<Q", 1) + b"k"
         (HEAD + struct.pack("<2Q", 1 << 60, 0), "more than 4,000,000 items"),
         (
             HEAD + struct.pack("<2Q", 0, 1) + struct.pack("<Q", 1 << 62),
-            "a text in a GGUF header is too long",
+            "a string in a GGUF header is too long",
         ),
         (
             HEAD + struct.pack("<2Q", 0, 1) + TEXT + struct.pack("<2IQ", 9, 8, 1 << 40),

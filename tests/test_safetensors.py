@@ -238,7 +238,7 @@ def test_a_tensor_that_is_whole_in_one_file_and_a_part_in_another_is_refused(
             tmp_path / f"shard-0000{number + 1}-model-00001-of-00001.safetensors",
             note,
         )
-    with pytest.raises(FormatError, match="a tensor stands in two shards"):
+    with pytest.raises(FormatError, match="a tensor is in two shards"):
         ckpt_tools.inspect(tmp_path)
 
 

@@ -152,7 +152,7 @@ MANIFEST = json.dumps(
     {
         "ckpt_manifest": 2,
         "checksum": "crc64nvme",
-        "attempt": "a",
+        "attempt": "00000000-0000-4000-8000-000000000000",
         "created": "",
         "tool": "",
         "operation": "save",

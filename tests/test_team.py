@@ -192,7 +192,7 @@ def test_members_that_see_different_sources_refuse(source: Path, tmp_path: Path)
     )
     assert (
         done.returncode
-        and "processes see different sources: 1 another one than process 0" in done.stderr
+        and "processes see different sources: process 1 differs from process 0" in done.stderr
     )
     assert not (tmp_path / "out.safetensors").exists()
 

@@ -1,3 +1,4 @@
-"""An FSDP training program to start from, with checkpoints done right. docs/training.md is for its
-users.
+"""An FSDP training program to start from, with correct checkpoints.
+
+docs/training.md is its user guide.
 """

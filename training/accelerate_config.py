@@ -1,7 +1,7 @@
-"""Accelerate's FSDP configuration file, versions 1 and 2, as tables of ours: every key maps, is
-ignored for a reason, or is refused.
+"""Converts Accelerate's FSDP configuration file, versions 1 and 2, to our tables.
 
-The table `KEYS` is the whole of it; `docs/training.md` prints it.
+Every key is converted, ignored for a reason, or refused. The table `KEYS` has all of them;
+`docs/training.md` prints it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TYPES = {"no": "", "fp32": "", "bf16": "bfloat16"}
 
 @dataclass(slots=True)
 class Mapped:
-    """What a file says, in our tables, and a note for each key that changes nothing here."""
+    """A converted file: our tables, and a note for each key that has no effect here."""
 
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -28,14 +28,14 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What becomes of one key.
+    """The treatment of one key.
 
     Attributes:
-        to: the key of ours, `table.key`; empty where nothing is set.
-        convert: from their value and the version of FSDP to ours.
-        reason: why it is not needed here. A reason that begins with "refused" makes any value but
-            those in `fine` an error.
-        fine: values that say what is done here anyway.
+        to: our key, `table.key`; empty if nothing is set.
+        convert: converts their value to ours, given the version of FSDP.
+        reason: why it is not needed here. A reason that begins with "refused" makes any value
+            outside of `fine` an error.
+        fine: values that match what this program does anyway.
     """
 
     to: str = ""
@@ -53,7 +53,7 @@ def _strategy(value: Any, version: int) -> str:
 
 
 def _reshard(value: Any, version: int) -> str:
-    """FSDP1: the name of a strategy. FSDP2: whether parameters are freed after the forward."""
+    """Returns the strategy. FSDP1 gives its name; FSDP2 says whether forward frees parameters."""
     if version == 1:
         return _strategy(value, version)
     return "FULL_SHARD" if _truth(value) else "SHARD_GRAD_OP"
@@ -218,11 +218,11 @@ KEYS: dict[str, Key] = {
 
 
 def read(path: str) -> Mapped:
-    """Returns an Accelerate configuration file's keys as ours.
+    """Reads an Accelerate configuration file, and returns its keys as ours.
 
     Raises:
-        ConfigError: it cannot be read, or says something that is not done here; the text names the
-            key and why.
+        ConfigError: the file cannot be read, or asks for something that this program does not do.
+            The text names the key and the reason.
     """
     try:
         import yaml
@@ -243,7 +243,7 @@ def read(path: str) -> Mapped:
     mapped = Mapped()
     flat = dict(_flatten(given))
     version = _whole(flat.get("fsdp_config.fsdp_version", 1), 1)
-    mapped.tables["fsdp"] = {"api": f"fsdp{version}"}  # theirs is 1 where the file does not say
+    mapped.tables["fsdp"] = {"api": f"fsdp{version}"}  # Accelerate's default is 1
     for name, value in flat.items():
         try:
             _map(name, value, version, mapped)
@@ -267,7 +267,7 @@ def table() -> str:
 
 
 def _flatten(given: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the keys of the file, those of a table as `table.key`."""
+    """Returns the keys of the file, with keys of inner tables as `table.key`."""
     flat: list[tuple[str, Any]] = []
     for key, value in given.items():
         if (
@@ -303,7 +303,7 @@ def _map(name: str, value: Any, version: int, mapped: Mapped) -> None:
 
 
 def _settle(mapped: Mapped, flat: Mapping[str, Any]) -> None:
-    """Brings keys into line that mean something together."""
+    """Combines keys whose meaning depends on each other."""
     fsdp = mapped.tables["fsdp"]
     if fsdp.get("wrap") == "layers" and fsdp.get("wrap_classes"):
         fsdp["wrap"] = "classes"

@@ -1,8 +1,7 @@
-"""What a resumed run does otherwise than before: hyperparameters that were changed are applied, and
-other data is refused.
+"""Handles changes between a checkpoint and the run that resumes from it.
 
-A checkpoint holds the configuration and what identifies the data. Nothing that differs passes
-without a line on the screen.
+Changed hyperparameters are applied, and other data is refused. A checkpoint contains the
+configuration and the identity of the data. Every difference that matters is printed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _QUIET = (
     "data.may_change",
     "model.may_change",
 )
-_FIXED = ("data.shuffle", "data.drop_last")  # the place in the data would mean another one
+_FIXED = ("data.shuffle", "data.drop_last")  # they change the meaning of a position in the data
 _OPTIONS = ("weight_decay", "eps")
 
 
@@ -47,15 +46,14 @@ def differences(before: Config, now: Config) -> Iterator[tuple[str, Any, Any]]:
 
 
 def notes_on(stored: str, now: Config) -> list[str]:
-    """Returns a line for each key that was changed since a checkpoint and that matters to the
-    training.
+    """Returns a line for each key that changed since a checkpoint and matters to the training.
 
     Args:
         stored: the configuration in the checkpoint, as TOML.
-        now: this run's.
+        now: this run's configuration.
 
     Raises:
-        ConfigError: a key was changed that cannot change within a run.
+        ConfigError: a changed key must not change within a run.
     """
     notes, before = [], configuration.parse(stored, "the checkpoint's configuration")
     check_model(before, now)
@@ -71,11 +69,12 @@ def notes_on(stored: str, now: Config) -> list[str]:
 
 
 def check_model(before: Config, now: Config, hint: str = "") -> None:
-    """Refuses another model; how its sizes were given, or in which directory it lies, does not
-    matter.
+    """Refuses another model.
+
+    Only its sizes matter, not how they were given or in which directory the model lies.
 
     Raises:
-        ConfigError: with the first size that differs.
+        ConfigError: a size differs; the message names the first one.
     """
     if bool(before.model.path) != bool(now.model.path):
         raise ConfigError(
@@ -95,16 +94,16 @@ def check_model(before: Config, now: Config, hint: str = "") -> None:
 def check_description(
     stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_change: bool
 ) -> list[str]:
-    """Compares the `config.json` of a checkpoint's model with this run's; returns remarks.
+    """Compares the `config.json` of a checkpoint's model with this run's, and returns remarks.
 
     Args:
-        stored: what the checkpoint has of it, None where an older program saved.
-        now: the same of this run. A key that only one of both has is left out: each release of
-            transformers has others.
+        stored: the checkpoint's values; None if an older program saved it.
+        now: this run's values. A key that only one of both has is ignored, because each release of
+            transformers has other keys.
         may_change: accept other values, with a remark.
 
     Raises:
-        ConfigError: they differ. Shapes may be equal, and the model computes something else.
+        ConfigError: they differ. Shapes may be equal although the model computes something else.
     """
     if stored is None:
         return ["the checkpoint does not tell which config.json its model had"] if now else []
@@ -127,9 +126,7 @@ def tensor_parallel(stored: str) -> int:
 def apply_optim(
     now: Config, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
 ) -> None:
-    """Gives an optimizer that was loaded this run's hyperparameters, and its schedule this run's
-    learning rate.
-    """
+    """Applies this run's hyperparameters to a loaded optimizer and its schedule."""
     optim = now.optim
     for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
         group["initial_lr"], group["betas"] = optim.lr, (optim.beta1, optim.beta2)
@@ -146,11 +143,11 @@ def apply_optim(
 def check_data(
     stored: Mapping[str, Any] | None, now: Mapping[str, Any], may_change: bool
 ) -> list[str]:
-    """Compares the data of a checkpoint with this run's; returns remarks.
+    """Compares the data of a checkpoint with this run's, and returns remarks.
 
     Args:
-        stored: what identifies the data, None where an older program saved.
-        now: the same of this run.
+        stored: the identity of the data; None if an older program saved it.
+        now: the identity of this run's data.
         may_change: accept other data, with a remark.
 
     Raises:
@@ -169,20 +166,21 @@ def check_data(
         f" {now['fingerprint']})"
     )
     if stored["fingerprint"] == now["fingerprint"]:
-        return []  # the same tokens at another place
+        return []  # the same tokens in another file
     if not may_change:
         raise ConfigError(f"{text}: give the same data, or set data.may_change = true")
     return [text]
 
 
 def start_of(config: Config, checkpoints: CheckpointManager) -> str | None:
-    """Returns the checkpoint to resume instead of the newest; None where this run was begun from
-    it, and has steps of its own.
+    """Returns the checkpoint to resume from instead of the newest; None for the newest.
+
+    It is None if this run began from `run.resume_from` and already has steps of its own.
     """
     newest = checkpoints.latest() if config.run.resume_from else None
     if newest is not None:
         stored: dict[str, Any] = {"config": ""}
-        with contextlib.suppress(CheckpointError, ConfigError):  # another writer's
+        with contextlib.suppress(CheckpointError, ConfigError):  # a checkpoint of another program
             ckpt_tools.load(newest.path, stored)
             if (
                 configuration.parse(stored["config"], str(newest.path)).run.resume_from
@@ -193,8 +191,9 @@ def start_of(config: Config, checkpoints: CheckpointManager) -> str | None:
 
 
 def check_directory(config: Config, directory: Path) -> None:
-    """Refuses to go on in the directory of another model: told here, instead of by a table of
-    shapes.
+    """Refuses to continue in the directory of another model.
+
+    Without this check, the user would only see a table of shapes.
     """
     if (
         config.run.resume_from

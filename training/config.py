@@ -1,8 +1,8 @@
-"""What a run is told: one TOML file, `--set table.key=value` over it, every key typed and checked.
-Imports no torch.
+"""The configuration of a run: one TOML file, and `--set table.key=value` to override it.
 
-`resolve` reads, `check` proves that the whole fits together and the number of ranks, before any
-process group exists.
+Every key is typed and checked. This module does not import torch. `resolve` reads the
+configuration. `check` proves that it is consistent and fits the number of ranks, before any process
+group exists.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _FLOAT32_MAX = 3.4e38
 
 
 class ConfigError(Exception):
-    """What was asked for cannot be run; the text names the key, what it holds and what is allowed.
-    Exit status 2.
+    """The configuration cannot be run; exit status 2.
+
+    The text names the key, its value and the allowed values.
     """
 
 
@@ -31,58 +32,56 @@ class Run:
     """The run as a whole."""
 
     dir: str = "run"  # checkpoints, metrics.jsonl, config.toml, export/, profile/
-    steps: int = 100  # last step, counted from the very first
+    steps: int = 100  # last step, counted from the start of training
     seed: int = 0
-    resume_from: str = ""  # a checkpoint to start from, instead of the newest in `dir`
-    export: bool = False  # at the end, merge to dir/export: safetensors and the model's config
-    # end with exit status 3 at a loss that is not finite, and save nothing of it
+    resume_from: str = ""  # A checkpoint to start from, instead of the newest in `dir`.
+    export: bool = False  # At the end, merge to dir/export: safetensors and the model's config.
+    # Exit with status 3 if a loss is not finite, and do not save that step.
     stop_at_nan: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A built-in decoder by name, its sizes changed at will; or a transformers causal LM by its
-    directory.
-    """
+    """A built-in decoder by name, with changes to its sizes, or a transformers model by path."""
 
     name: Literal["tiny", "small", "medium", "1b", "8b"] = "tiny"
-    # a directory with config.json, and safetensors where `weights` is true; instead of `name`
+    # instead of `name`: a directory with config.json, and with safetensors if `weights` is true
     path: str = ""
     weights: bool = True
-    dim: int = 0  # 0: what `name` says, here and below
+    dim: int = 0  # 0 here and below: the size that belongs to `name`
     num_layers: int = 0
     num_heads: int = 0
     hidden_dim: int = 0
     vocab_size: int = 0
     max_seq_len: int = 0
     tied_embeddings: bool = False
-    # resume with another config.json in `path` than the checkpoint was trained with
+    # allow another config.json in `path` than the checkpoint's when a run resumes
     may_change: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Token files, and what one step takes from them."""
+    """Token files, and the tokens of one step."""
 
-    # made by `python -m training.data prepare`; the standard library's own sources where empty
+    # made by `python -m training.data prepare`; if empty, the sources of the standard library
     train: str = ""
     validation: str = ""  # used every `metrics.validate_every` steps
     seq_len: int = 128
     batch_size: int = 16  # sequences of one step, over all ranks and micro-batches
     accumulation: int = 1  # micro-batches of a step
     shuffle: bool = True
-    drop_last: bool = True  # false: the last batch of an epoch runs on into the next one
-    may_change: bool = False  # resume with other data than the checkpoint was trained on
-    # refuse tokens of another tokenizer than the one beside `model.path`
+    drop_last: bool = True  # False: the last batch of an epoch continues in the next one.
+    may_change: bool = False  # Allow other data than the checkpoint's when a run resumes.
+    # Refuse tokens of another tokenizer than the one beside `model.path`.
     check_tokenizer: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Optim:
-    """AdamW, warm-up, cosine."""
+    """AdamW with warm-up and cosine schedule."""
 
     lr: float = 3e-3
-    min_lr_ratio: float = 0.1  # of `lr`, where the cosine ends
+    min_lr_ratio: float = 0.1  # the cosine ends at this fraction of `lr`
     warmup_steps: int = 0
     weight_decay: float = 0.01
     beta1: float = 0.9
@@ -94,22 +93,22 @@ class Optim:
 
 @dataclass(frozen=True, slots=True)
 class Fsdp:
-    """How the model is sharded."""
+    """Sharding of the model."""
 
     api: Literal["fsdp2", "fsdp1"] = "fsdp2"
     strategy: Strategy = "FULL_SHARD"
-    # instead of what the strategy says; a number: FSDP2 reshards to so many ranks
+    # overrides the strategy; a number: FSDP2 reshards to that number of ranks
     reshard_after_forward: bool | int | None = None
-    shard_size: int = 0  # HYBRID_*: ranks that share one copy; a node's where 0
+    shard_size: int = 0  # HYBRID_*: ranks that share one copy; 0: the ranks of a node
     tensor_parallel: int = 1
     wrap: Literal["layers", "classes", "size", "none"] = "layers"
     wrap_classes: list[str] = field(default_factory=list)
     min_num_params: int = 100_000_000  # wrap = "size"
-    # embedding and head as units of their own, instead of parts of the root
+    # make embedding and head separate units, instead of parts of the root
     wrap_embeddings: bool = False
     cpu_offload: bool = False
     pin_memory: bool = True
-    # FSDP2: units gathered ahead of the one that runs; 0: PyTorch's own way
+    # FSDP2: number of units gathered ahead of the running one; 0: PyTorch's default
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     unshard_ahead: bool = False  # FSDP2: gather the first unit before the forward begins
@@ -117,7 +116,7 @@ class Fsdp:
 
 @dataclass(frozen=True, slots=True)
 class Fsdp1:
-    """What only FullyShardedDataParallel knows."""
+    """Options of FullyShardedDataParallel only."""
 
     use_orig_params: bool = True
     sync_module_states: bool = False
@@ -128,8 +127,9 @@ class Fsdp1:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Parameters are kept in float32; these are the types of computing and reducing. Empty:
-    float32.
+    """Types for computing and reducing; "" means float32.
+
+    Parameters are kept in float32.
     """
 
     param: Dtype = ""
@@ -137,13 +137,13 @@ class Precision:
     output: Dtype = ""
     buffer: Dtype = ""  # FSDP1
     cast_forward_inputs: bool = True
-    # glob of module names -> type to compute in
+    # glob of module names -> compute type
     overrides: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What trades time for memory, or the other way round."""
+    """Options that trade memory for time, or time for memory."""
 
     checkpoint_every: int = 0  # activation checkpointing of every k-th block; 1: all, 0: none
     compile: bool = False  # each block
@@ -152,31 +152,31 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """When to save, and what stays."""
+    """Schedule and retention of checkpoints."""
 
     every: int = 0  # steps; the last step is always saved
     keep_last: int = 3
     keep_every: int = 0
     asynchronous: bool = True
-    dir: str = ""  # where steps lie, a path or a URL such as s3://bucket/run; `run.dir` where empty
-    mirror: str = ""  # a URL to which steps are copied in the background, to outlive this machine
-    mirror_every: int = 0  # steps; 0: every step that is saved
+    dir: str = ""  # path or URL of the steps, such as s3://bucket/run; `run.dir` if empty
+    mirror: str = ""  # URL for background copies of steps, to survive the loss of this machine
+    mirror_every: int = 0  # steps; 0: every saved step
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What is seen of it."""
+    """Metrics, validation and progress."""
 
     every: int = 1  # steps between lines of metrics.jsonl
     validate_every: int = 0  # steps; needs data.validation
     validate_batches: int = 8
-    # a bar, where standard error is a terminal; a line every ten steps elsewhere
+    # a bar if standard error is a terminal, else a line every ten steps
     progress: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All tables of the file."""
+    """All tables of the configuration file."""
 
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
@@ -196,11 +196,12 @@ class Config:
 def resolve(
     file: str | Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
 ) -> Config:
-    """Returns the configuration of a TOML file, with `table.key=value` overrides, over a base that
-    a file of Accelerate gave.
+    """Returns the configuration: a TOML file, then `table.key=value` overrides.
+
+    They apply on top of a base from a configuration file of Accelerate.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown, a value is not allowed.
+        ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
     """
     config = merge(Config(), base or {})
     if file is not None:
@@ -224,10 +225,10 @@ def resolve(
 
 
 def parse(text: str, where: str, over: Config | None = None) -> Config:
-    """Returns the configuration that a TOML text gives, over another one.
+    """Returns the configuration from a TOML text, on top of another configuration.
 
     Raises:
-        ConfigError: it is no TOML, a key is unknown, a value is not allowed.
+        ConfigError: the text is not TOML, a key is unknown, or a value is not allowed.
     """
     try:
         return merge(over or Config(), tomllib.loads(text))  # type: ignore[no-any-return]
@@ -239,14 +240,14 @@ def _value_of(text: str) -> Any:
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
-        return text  # a string without its quotes, as one types it
+        return text  # a string that was typed without quotes
 
 
 def merge(config: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
-    """Returns a dataclass with the given keys set, tables within it too.
+    """Returns a dataclass with the given keys set, including its inner tables.
 
     Raises:
-        ConfigError: a key that it does not have, or a value that the key does not take.
+        ConfigError: the dataclass does not have a key, or a key does not accept the value.
     """
     hints, known = get_type_hints(type(config)), [f.name for f in fields(config)]
     changed: dict[str, Any] = {}
@@ -331,7 +332,7 @@ def to_toml(config: Config) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Over how many ranks what is spread; the product is the world size."""
+    """The sizes of the mesh; their product is the world size."""
 
     replicate: int
     shard: int
@@ -339,7 +340,7 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """Ranks that see different sequences."""
+        """The number of ranks that see different sequences."""
         return self.replicate * self.shard
 
 
@@ -347,7 +348,7 @@ def degrees(config: Config, world_size: int, local_world_size: int) -> Degrees:
     """Returns the sizes of the mesh.
 
     Raises:
-        ConfigError: they do not multiply to the world size.
+        ConfigError: the product of the sizes is not the world size.
     """
     fsdp = config.fsdp
     if fsdp.tensor_parallel < 1 or world_size % fsdp.tensor_parallel:
@@ -368,11 +369,12 @@ def degrees(config: Config, world_size: int, local_world_size: int) -> Degrees:
 
 
 def check(config: Config, world_size: int = 1, local_world_size: int = 1) -> Degrees:
-    """Proves that a configuration fits together and the number of ranks; returns the sizes of the
-    mesh.
+    """Proves that a configuration is consistent and fits the number of ranks.
+
+    Returns the sizes of the mesh.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it is not consistent, or does not fit.
     """
     for problem in _problems(config):
         raise ConfigError(problem)
@@ -387,14 +389,14 @@ def check(config: Config, world_size: int = 1, local_world_size: int = 1) -> Deg
     if type(partial) is int and (partial < 2 or partial >= sizes.shard or sizes.shard % partial):
         raise ConfigError(
             f"fsdp.reshard_after_forward = {partial}: a number must divide the {sizes.shard} ranks"
-            " that share the parameters, and be neither 1 nor all of them; true and false say"
-            " those"
+            " that share the parameters, and be neither 1 nor all of them; for these, use true"
+            " and false"
         )
     return sizes
 
 
 def _problems(config: Config) -> list[str]:
-    """Returns what contradicts itself, whatever the number of ranks."""
+    """Returns the contradictions that do not depend on the number of ranks."""
     at_least_one = {
         "data.seq_len": config.data.seq_len,
         "data.batch_size": config.data.batch_size,
@@ -430,7 +432,7 @@ def _problems(config: Config) -> list[str]:
 
 
 def _range_problems(config: Config) -> list[str]:
-    """Returns the numbers that AdamW, the schedule or the loop could not work with."""
+    """Returns the numbers that AdamW, the schedule or the loop cannot use."""
     optim, metrics, checkpoint = config.optim, config.metrics, config.checkpoint
     above, at_least = (
         {"optim.lr": optim.lr},
@@ -542,7 +544,7 @@ def _precision_problems(config: Config) -> list[str]:
 
 
 def _needs_fsdp2(fsdp: Fsdp) -> list[str]:
-    """Returns the keys in use that only sharding by FSDP2 has."""
+    """Returns the keys in use that only sharding by FSDP2 supports."""
     in_use = {
         "reshard_after_forward": fsdp.reshard_after_forward is not None,
         "tensor_parallel": fsdp.tensor_parallel > 1,
@@ -554,7 +556,7 @@ def _needs_fsdp2(fsdp: Fsdp) -> list[str]:
 
 
 def _changed(table: Any, but: Sequence[str]) -> list[str]:
-    """Returns the keys of a table that are not what they would be if nobody had set them."""
+    """Returns the keys of a table whose values are not the defaults."""
     default = type(table)()
     return [
         f.name

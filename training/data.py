@@ -1,12 +1,12 @@
-"""Tokens on disk, and the order in which a run sees them: one global order, whatever the number of
-ranks.
+"""Tokens on disk, and the global order in which a run sees them, whatever the number of ranks.
 
-    python -m training.data prepare corpus/*.txt --out tokens.npy                    # bytes python
-    -m training.data prepare corpus --out tokens.npy --tokenizer llama/       # a local tokenizer's
-    ids
+    # bytes
+    python -m training.data prepare corpus/*.txt --out tokens.npy
+    # ids of a local tokenizer
+    python -m training.data prepare corpus --out tokens.npy --tokenizer llama/
 
-A token file is a NumPy array on disk, mapped and never loaded; `tokens.npy.json` beside it says
-what its ids mean.
+A token file is a NumPy array on disk, which is mapped and never loaded. `tokens.npy.json` beside it
+describes its ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from training.config import ConfigError
 
-_READ = 4 << 20  # bytes of text that are read, and tokenized, at once
+_READ = 4 << 20  # bytes of text to read, and tokenize, at once
 _BLOCKS = 256
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,23 +43,23 @@ _TOKENIZER_FILES = (
 
 
 class DataError(Exception):
-    """A token file is not what it promises; found while training."""
+    """A token file does not match its description. This was found during training."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A token file: ids `[n]`, mapped, and how many different ids there can be."""
+    """A token file: mapped ids `[n]`, and the number of different ids."""
 
     ids: np.ndarray[Any, Any]
     vocab_size: int
     name: str
     tokenizer: str = "bytes"
     tokenizer_fingerprint: str = ""
-    digest: str = ""  # of all ids, from when the file was prepared
+    digest: str = ""  # of all ids, computed when the file was prepared
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What tells these tokens from others: name, number and fingerprint, and the tokenizer."""
+        """The identity of these tokens: name, number and fingerprint, and the tokenizer."""
         return {
             "name": self.name,
             "tokens": len(self.ids),
@@ -68,9 +68,7 @@ class Tokens:
         }
 
     def windows(self, seq_len: int) -> int:
-        """Returns how many sequences it holds: of `seq_len` inputs, with the targets one further
-        on.
-        """
+        """Returns the number of sequences: `seq_len` inputs each, and targets shifted by one."""
         return max(0, (len(self.ids) - 1) // seq_len)
 
     def sequences(self, numbers: Sequence[int], seq_len: int) -> tuple[Tensor, Tensor]:
@@ -89,12 +87,11 @@ class Tokens:
 def open_tokens(
     path: str, seq_len: int, batch_size: int, vocab_size: int, key: str = "data.train"
 ) -> Tokens:
-    """Maps a token file; an empty path stands for the sources of Python's standard library, as
-    bytes.
+    """Maps a token file. An empty path means the sources of Python's standard library, as bytes.
 
     Raises:
-        ConfigError: it is none, it is truncated, it is too short for one batch, or its ids are more
-            than the model knows.
+        ConfigError: the file is not a token file, is truncated, is too short for one batch, or has
+            more different ids than the model.
     """
     tokens = _map(path, key) if path else _standard_library()
     if tokens.vocab_size > vocab_size:
@@ -148,12 +145,12 @@ def _standard_library() -> Tokens:
 
 
 def fingerprint(ids: np.ndarray[Any, Any], known: str = "") -> str:
-    """Returns 16 hex digits that tell one array from another.
+    """Returns 16 hex digits that distinguish one array from another.
 
     Args:
-        ids: of them type, length and 256 blocks of 4 KiB are read: a file of terabytes must not be
-            read whole at every start.
-        known: a digest of all ids, where `prepare` has noted one.
+        ids: the array. Only type, length and 256 blocks of 4 KiB are read, because a file of
+            terabytes must not be read whole at every start.
+        known: a digest of all ids, if `prepare` has noted one.
     """
     digest = hashlib.blake2b(f"{ids.dtype.str} {len(ids)} {known}".encode(), digest_size=8)
     block = 4096 // ids.itemsize
@@ -168,7 +165,7 @@ def fingerprint(ids: np.ndarray[Any, Any], known: str = "") -> str:
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """Returns 16 hex digits of the files that make a tokenizer, "" where there are none."""
+    """Returns 16 hex digits for the files of a tokenizer; "" if there are none."""
     files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
@@ -177,10 +174,10 @@ def tokenizer_fingerprint(directory: Path) -> str:
 
 
 def check_tokenizer(tokens: Tokens, model: Path, key: str = "data.train") -> None:
-    """Refuses tokens that another tokenizer made than the one beside a model's weights.
+    """Refuses tokens of another tokenizer than the one beside a model's weights.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the tokenizers differ.
     """
     mine = tokenizer_fingerprint(model)
     if mine and tokens.tokenizer_fingerprint != mine:
@@ -201,11 +198,11 @@ def check_tokenizer(tokens: Tokens, model: Path, key: str = "data.train") -> Non
 
 
 def shuffled(index: int, size: int, seed: int, epoch: int) -> int:
-    """Returns where a position leads in a random order of `range(size)`: a bijection, computed and
-    not stored.
+    """Returns the element at a position of a random order of `range(size)`.
 
-    Four rounds of a Feistel network over the next even power of two; what falls outside goes round
-    again.
+    The order is a bijection that is computed, not stored. It has four rounds of a Feistel network
+    over a power of four that is at least `size`. Results outside of the range are put through the
+    network again.
     """
     half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -219,7 +216,7 @@ def shuffled(index: int, size: int, seed: int, epoch: int) -> int:
 
 
 def _mix(value: int, seed: int, epoch: int, round_: int) -> int:
-    """Returns 64 well-mixed bits (SplitMix64's finalizer over all four)."""
+    """Returns 64 well-mixed bits of the four arguments (SplitMix64's finalizer)."""
     word = (
         value + 0x9E3779B97F4A7C15 * (1 + round_ + 4 * epoch) + 0xD1B54A32D192ED03 * (seed + 1)
     ) & 0xFFFFFFFFFFFFFFFF
@@ -229,11 +226,11 @@ def _mix(value: int, seed: int, epoch: int, round_: int) -> int:
 
 
 class Sampler:
-    """Deals out the numbers of sequences, the same to all ranks; each takes its part of a batch.
+    """A sampler of sequence numbers, the same on all ranks; each rank takes its part of a batch.
 
-    Its state is a place in one global order: the epoch, and how many sequences of it are gone. It
-    says nothing of ranks or batches, so a run that goes on with others of both neither repeats nor
-    skips a sequence.
+    Its state is a position in one global order: the epoch, and the number of its sequences already
+    used. The state does not depend on ranks or batches. A run can therefore resume with other
+    numbers of both, and neither repeats nor skips a sequence.
     """
 
     def __init__(
@@ -256,7 +253,7 @@ class Sampler:
     def next_batch(self, batch_size: int) -> list[int]:
         """Returns the next `batch_size` numbers of the global order.
 
-        What is left of an epoch and too little for a batch is dropped, or completed from the next
+        If the rest of an epoch is too small for a batch, it is dropped, or completed from the next
         epoch.
         """
         if batch_size > self.size:
@@ -282,11 +279,11 @@ class Sampler:
         return {"epoch": self.epoch, "index": self.index, "size": self.size, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes to a place; in other data that are allowed, to the beginning of the next epoch.
+        """Sets the position. If other data is allowed and given, the next epoch begins.
 
         Raises:
-            ConfigError: it is a place in another order: other data, another sequence length or
-                seed.
+            ConfigError: the position belongs to another order: other data, or another sequence
+                length or seed.
         """
         if self.may_change and state["size"] != self.size and state["seed"] == self.seed:
             self.epoch, self.index = state["epoch"] + 1, 0
@@ -299,7 +296,7 @@ class Sampler:
                     else "run.seed"
                 )
                 raise ConfigError(
-                    f"cannot go on in the order of the checkpoint: it had {state[key]:,}, now"
+                    f"cannot continue in the order of the checkpoint: it had {state[key]:,}, now"
                     f" {mine:,} {what}"
                 )
         self.epoch, self.index = state["epoch"], state["index"]
@@ -311,12 +308,12 @@ class Sampler:
 def prepare(
     sources: Sequence[Path], out: Path, tokenizer: Path | None = None, progress: bool = True
 ) -> dict[str, Any]:
-    """Writes a token file from text files, in constant memory, and returns what its `.json` says.
+    """Writes a token file from text files, in constant memory, and returns its description.
 
     Args:
-        sources: text files, or folders of which all files are taken, in order of their names.
-        out: where to write; replaced as a whole, at the end.
-        tokenizer: directory of a `transformers` tokenizer; bytes where None. Documents end in its
+        sources: text files, or folders whose files are all taken, in order of their names.
+        out: the file to write. It is replaced as a whole, at the end.
+        tokenizer: directory of a `transformers` tokenizer; None for bytes. Documents end in its
             end-of-sequence id, or in a line feed.
 
     Raises:
@@ -368,8 +365,9 @@ def prepare(
 
 
 def _write_header(stream: Any, dtype: np.dtype[Any], count: int) -> None:
-    """Writes a header whose length does not depend on the count: NumPy leaves room for it to
-    grow.
+    """Writes a header whose length does not depend on the count.
+
+    NumPy reserves space in it for a larger count.
     """
     npy.write_array_header_1_0(
         stream, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
@@ -388,7 +386,7 @@ class _Bytes:
 
 
 class _Tokenizer:
-    """A local tokenizer; text goes to it in pieces that end at a line's end."""
+    """A local tokenizer; it receives text in pieces that end with a line."""
 
     def __init__(self, directory: Path) -> None:
         try:

@@ -1,8 +1,8 @@
-"""The main job from end to end, in a folder of its own: `make demo`, or `python -m training.demo
-DIR`.
+"""The main job from end to end, in its own folder: `make demo`, or `python -m training.demo DIR`.
 
-Trains on 8 ranks, kills them in the middle, goes on, looks inside, reshards to 4, goes on training
-on 4, merges, and proves that one plain process computes the very logits that the 4 ranks did.
+It trains on 8 ranks, kills them in the middle, and resumes. Then it inspects the checkpoint,
+reshards it to 4 ranks, and continues training on 4. Finally it merges, and proves that one plain
+process computes the same logits as the 4 ranks, bit for bit.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 
 
 def show(title: str, shown: str, *command: str, kill_after: Path | None = None) -> None:
-    """Prints a command as a user would type it, and runs it; with `kill_after`, until a moment
-    after that path appears.
+    """Prints a command as a user would type it, and runs it.
+
+    With `kill_after`, the command is killed a moment after that path appears.
     """
     print(f"\n{_BOLD}{title}{_PLAIN}\n$ {shown}", flush=True)
     environment = os.environ | {
@@ -65,7 +66,7 @@ def show(title: str, shown: str, *command: str, kill_after: Path | None = None) 
 
 
 def kill_all(launcher: int) -> None:
-    """Kills a launcher and its ranks, each of which leads a session of its own."""
+    """Kills a launcher and its ranks. Each rank leads its own session."""
     ranks = [
         int(pid)
         for path in Path(f"/proc/{launcher}/task").glob("*/children")
@@ -111,7 +112,7 @@ def main() -> None:
         "1. Make a token file",
         f"training.data prepare {sysconfig.get_paths()['stdlib']}/*.py --out {root}/tokens.npy",
     )
-    print(f"\n{_BOLD}2. What is sharded how, by {file}{_PLAIN}\n\n{file.read_text()}", flush=True)
+    print(f"\n{_BOLD}2. Show the sharding of {file}{_PLAIN}\n\n{file.read_text()}", flush=True)
     python("", f"training {file} --print-plan --ranks 8")
     train(
         "3. Train on 8 ranks, and kill all of them at once, in the middle",
@@ -119,21 +120,21 @@ def main() -> None:
         str(file),
         kill_after=root / "run8" / "step-00000040",
     )
-    ckpt("4. What is left", f"ls {root}/run8")
-    train("5. Start again: it goes on by itself", 8, str(file))
+    ckpt("4. List the checkpoints", f"ls {root}/run8")
+    train("5. Start again: it resumes automatically", 8, str(file))
     ckpt("6. Look inside", f"inspect {root}/run8/step-00000100 --tree")
     ckpt(
         "7. Reshard from 8 ranks to 4",
         f"reshard {root}/run8/step-00000100 {root}/run4/step-00000100 --from 8 --to 4",
     )
     train(
-        "8. Go on training on 4 ranks",
+        "8. Continue training on 4 ranks",
         4,
         f"{file} {run4} --set run.export=true --logits {root}/logits.pt",
     )
     ckpt("9. Merge for inference", f"merge {root}/run4/step-00000140 {root}/model.safetensors")
 
-    print(f"\n{_BOLD}10. Load what was merged in one plain process{_PLAIN}", flush=True)
+    print(f"\n{_BOLD}10. Load the merged file in one plain process{_PLAIN}", flush=True)
     torch.set_num_threads(1)
     if (root / "model.safetensors").read_bytes() != (
         root / "run4" / "export" / "model.safetensors"
@@ -157,7 +158,7 @@ def main() -> None:
         .replace("\n", "\n  ")
     )
 
-    print(f"\n{_BOLD}Made in {root}{_PLAIN}")
+    print(f"\n{_BOLD}Created in {root}{_PLAIN}")
     for path in sorted([*root.glob("run*/step-*"), root / "model.safetensors"]):
         nbytes = (
             sum(f.stat().st_size for f in path.rglob("*")) if path.is_dir() else path.stat().st_size

@@ -1,8 +1,8 @@
-"""`--estimate`: the memory of a rank under every strategy, worked out from shapes, without training
-or allocating anything.
+"""`--estimate`: calculates a rank's memory under every strategy from shapes, without training.
 
-Activations are counted, not guessed: one micro-batch runs through the model with fake tensors, and
-what autograd would keep is summed. docs/training.md compares the result with measured peaks.
+Nothing is allocated. Activations are counted, not guessed. One micro-batch runs through the model
+with fake tensors, and the tensors that autograd would keep are summed. The page docs/training.md
+compares the result with measured peaks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 class Memory:
     """Bytes on one rank, each at its own worst moment.
 
-    Parameters and optimizer state are always there. When the backward begins there are all
-    activations and gathered parameters and no gradient yet; when it ends, all gradients and the
-    last unit; then AdamW has them and needs some room of its own.
+    Parameters and optimizer state always exist. When the backward pass begins, all activations and
+    gathered parameters exist, but no gradients. When it ends, all gradients and the last unit
+    exist. AdamW then needs the gradients and some space of its own.
     """
 
     parameters: int
@@ -40,8 +40,8 @@ class Memory:
     optimizer: int
     gathered: int
     activations: int
-    ending: int  # the last unit of the backward
-    stepping: int  # AdamW's own
+    ending: int  # the last unit of the backward pass
+    stepping: int  # AdamW's own space
 
     @property
     def peak(self) -> int:
@@ -55,8 +55,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What autograd keeps of one micro-batch, in bytes: within each block, outside of blocks, a
-    block's input, the loss's own.
+    """Bytes that autograd keeps of one micro-batch.
+
+    They are counted within each block, outside of blocks, for a block's input, and for the loss.
     """
 
     blocks: list[int]
@@ -65,7 +66,7 @@ class Activations:
     loss: int
 
     def peak(self, every: int) -> int:
-        """Returns the most at once, with every k-th block recomputed (0: none)."""
+        """Returns the peak, with every k-th block recomputed (0: none)."""
         redone = set(range(0, len(self.blocks), every)) if every else set()
         kept = sum(nbytes for i, nbytes in enumerate(self.blocks) if i not in redone)
         inputs = self.block_input * len(redone)
@@ -73,7 +74,7 @@ class Activations:
 
 
 def activations_of(config: Config, sequences: int) -> Activations:
-    """Counts what autograd keeps while a rank runs `sequences` sequences through the model."""
+    """Counts the bytes that autograd keeps while a rank runs `sequences` sequences."""
     dtype = parallel.dtype_of(config.precision.param) or torch.float32
     model = models.make(config.model)
     names = parallel.blocks_of(model)
@@ -84,15 +85,15 @@ def activations_of(config: Config, sequences: int) -> Activations:
         with torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor):
             logits = models.logits_of(model, tokens)
             F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-    gradient = logits.numel() * 4  # of the logits, in float32, when the backward begins
-    over = config.fsdp.tensor_parallel  # blocks are split over these, nearly all of them
+    gradient = logits.numel() * 4  # of the logits, in float32, when the backward pass begins
+    over = config.fsdp.tensor_parallel  # ranks that split blocks, apart from small parts
     return Activations(
         [n // over for n in counter.blocks], counter.rest, counter.block_input, gradient
     )
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives a meta model (fake) memory in the type it computes in; tied weights stay tied."""
+    """Gives a meta model (fake) memory in its compute type; tied weights stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, meta in module._parameters.items():
@@ -106,7 +107,7 @@ def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Saved:
-    """Adds up the storages that autograd keeps, parameters aside, by the block that runs."""
+    """A counter of the storages that autograd keeps, without parameters, by running block."""
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module]) -> None:
         self.seen = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -136,8 +137,9 @@ class _Saved:
 def memory_of(
     config: Config, sizes: Degrees, groups: dict[str, Group], activations: Activations
 ) -> Memory:
-    """Returns the memory of rank 0 of a mesh, which holds the most where a dimension does not
-    divide evenly.
+    """Returns the memory of rank 0 of a mesh.
+
+    Rank 0 holds the most if a dimension does not divide evenly.
     """
     fsdp = config.fsdp
     elements = sum(_local(group, sizes.shard) for group in groups.values())
@@ -151,18 +153,19 @@ def memory_of(
             + _accumulated(config, groups),
         )
     elif config.data.accumulation > 1:
-        gathered = elements * 4  # gradients are there from the first micro-batch on
+        gathered = elements * 4  # gradients exist from the first micro-batch on
     kept = activations.peak(config.compute.checkpoint_every)
-    if fsdp.cpu_offload:  # the rest lives on the host
+    if fsdp.cpu_offload:  # the rest is in host memory
         return Memory(0, 0, 0, gathered, kept, ending, 0)
-    # what "auto" is on a GPU
+    # "auto" means "foreach" on a GPU
     stepping = elements * 4 if config.optim.implementation in ("auto", "foreach") else 0
     return Memory(elements * 4, elements * 4, elements * 8, gathered, kept, ending, stepping)
 
 
 def _accumulated(config: Config, groups: dict[str, Group]) -> int:
-    """Returns the bytes of gradients that wait, whole, for the last micro-batch: those before it
-    are not reduced.
+    """Returns the bytes of whole gradients that wait for the last micro-batch.
+
+    Earlier micro-batches do not reduce gradients.
     """
     reduce = parallel.dtype_of(config.precision.reduce or config.precision.param) or torch.float32
     return (
@@ -173,15 +176,13 @@ def _accumulated(config: Config, groups: dict[str, Group]) -> int:
 
 
 def _gathered(config: Config, groups: dict[str, Group]) -> int:
-    """Returns the bytes of gathered parameters, and of gradients not yet reduced, at the worst
-    moment of the backward.
-    """
+    """Returns the bytes of gathered parameters and unreduced gradients at the peak of backward."""
     root, inner = groups[""], [g for n, g in groups.items() if n]
     largest = max(inner, key=lambda g: g.nbytes, default=root)
     frees = config.fsdp.strategy in ("FULL_SHARD", "HYBRID_SHARD")
     if config.fsdp.reshard_after_forward is not None:
         frees = config.fsdp.reshard_after_forward is not False
-    ahead = 1 + max(1, config.fsdp.backward_prefetch)  # the unit that runs, and the next
+    ahead = 1 + max(1, config.fsdp.backward_prefetch)  # the running unit, and those prefetched
     held = (
         root.nbytes
         + (min(ahead, len(inner)) * largest.nbytes if frees else sum(g.nbytes for g in inner))
@@ -194,8 +195,9 @@ def _gathered(config: Config, groups: dict[str, Group]) -> int:
 
 
 def _local(group: Group, over: int) -> int:
-    """Returns the elements that rank 0 has of a unit: the first of `over` parts along dim 0 of each
-    parameter.
+    """Returns the elements that rank 0 has of a unit.
+
+    They are the first of `over` parts along dim 0 of each parameter.
     """
     return sum(
         (-(-shape[0] // over) * (shape.numel() // max(1, shape[0])) if shape else 1)
@@ -206,7 +208,7 @@ def _local(group: Group, over: int) -> int:
 def estimates(
     config: Config, num_ranks: int, ranks_a_node: int
 ) -> Iterator[tuple[str, Degrees | str, Memory | None]]:
-    """Yields every strategy with its mesh and memory, or why the configuration rules it out."""
+    """Yields every strategy with its mesh and memory, or why the configuration excludes it."""
     model = models.make(config.model)
     counted: dict[int, Activations] = {}
     for name in STRATEGIES:
@@ -230,7 +232,7 @@ def estimates(
 
 
 def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | None) -> None:
-    """Prints a table of all strategies, marking those whose peak is within a budget."""
+    """Prints a table of all strategies, and marks those whose peak is within a budget."""
     console, table = wide_console(), Table(box=None, pad_edge=False, header_style="bold")
     columns = (
         "strategy",
@@ -240,7 +242,7 @@ def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | 
         "optimizer",
         "gathered",
         "activations",
-        "peak a rank",
+        "peak per rank",
         "",
     )
     for i, column in enumerate(columns):
@@ -270,8 +272,8 @@ def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | 
         console.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
     if budget_gib and not fits:
         console.print(
-            f"[yellow]nothing fits into {budget_gib:g} GiB:[/] more ranks, compute.checkpoint_every"
-            " = 1, data.accumulation, or fsdp.cpu_offload need less",
+            f"[yellow]nothing fits into {budget_gib:g} GiB:[/] to need less memory, use more ranks,"
+            " compute.checkpoint_every = 1, data.accumulation, or fsdp.cpu_offload",
             highlight=False,
             soft_wrap=True,
         )

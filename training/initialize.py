@@ -1,10 +1,9 @@
-"""First values of a model's parameters and buffers, the same for every strategy and number of
-ranks.
+"""Sets the first values of parameters and buffers, equal for every strategy and number of ranks.
 
-A module is drawn whole, with a generator of its own, and each rank keeps its shard: no two
-strategies or numbers of ranks start differently, and no rank holds more than one module whole.
-Values are drawn in a copy of the model on the meta device, because FSDP changes the modules of the
-model itself.
+Each module has its own random generator. A rank draws the whole module and keeps its shard. Every
+strategy and every number of ranks therefore starts with the same values, and no rank holds more
+than one whole module. Values are drawn in a copy of the model on the meta device, because FSDP
+changes the modules of the model itself.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from training.model import Use, initializer, tied
 
 
 class Init:
-    """Gives modules their first values, which depend on the seed and the module's name and on
-    nothing else.
+    """An initializer of modules. The values depend only on the seed and the module's name.
 
     Args:
-        model: on the meta device, before anything is wrapped around its modules.
-        device: where numbers are drawn, which differ between a CPU and a GPU: the same wherever
-            parameters are kept.
-        draw: give parameters values; buffers get theirs in any case.
+        model: on the meta device, before anything wraps its modules.
+        device: the device that draws numbers. A CPU and a GPU draw different numbers, so it does
+            not depend on where parameters are kept.
+        draw: set the values of parameters; buffers get their values in any case.
     """
 
     def __init__(
@@ -42,11 +40,11 @@ class Init:
             target: above for above, targets in self.writes.items() for target in targets
         }
         self.device = device if draw else torch.device("meta")
-        # of a tied weight that a module holds: the place that gives it its values
+        # for each use of a tied weight: the use whose module sets its values
         self.first: dict[tuple[int, str], Use] = {}
         for uses in tied(model):
             self.first |= {(id(use.module), use.name): uses[0] for use in uses}
-        # tied weights alone: anything else held here would never be freed by FSDP1
+        # only tied weights: FSDP1 could never free anything else held here
         self.made: dict[Use, nn.Parameter] = {}
 
     def all(self, model: nn.Module) -> None:
@@ -56,7 +54,7 @@ class Init:
                 self._fill(module)
 
     def materialize(self, module: nn.Module, device: torch.device) -> None:
-        """Gives one module of a meta model memory and values; what FSDP1 calls `param_init_fn`."""
+        """Gives one module of a meta model memory and values; FSDP1 calls it as `param_init_fn`."""
         for name, meta in module._parameters.items():
             if meta is not None and meta.is_meta:
                 use = self.first.get((id(module), name))
@@ -91,11 +89,12 @@ class Init:
                 )
 
     def _draw(self, name: str, buffers: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
-        """Calls the initialiser of one module; returns the parameters that it writes, whole, by
-        module and name.
+        """Calls the initializer of one module.
+
+        Returns the parameters that it writes, whole, by module and name.
 
         Args:
-            buffers: the module's own, which it gives their values in place.
+            buffers: the module's own buffers, which are filled in place.
         """
         module = self.blank[name]
         targets = [
@@ -128,11 +127,10 @@ class Init:
 def _writes(
     modules: dict[str, nn.Module], fill: Callable[[nn.Module], None]
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yields the modules whose initialiser writes parameters of modules within them, inner modules
-    first, with those parameters.
+    """Yields modules whose initializer writes parameters of inner modules, with those parameters.
 
-    GPT-2 scales the weights of its residual layers so: the initialiser of the attention writes the
-    weight of its projection.
+    Inner modules come first. GPT-2 scales the weights of its residual layers in this way: the
+    initializer of the attention writes the weight of its projection.
     """
     for name, module in reversed(modules.items()):
         inner = [

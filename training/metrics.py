@@ -1,8 +1,9 @@
-"""What is seen of a run: a bar, a line per step in `metrics.jsonl`, and plots of it.
+"""The metrics of a run: a progress bar, a line per step in `metrics.jsonl`, and plots.
 
-Each line: step, loss, lr, grad_norm, tokens_per_s, step_s, data_s and checkpoint_s (rank 0's,
-within step_s), peak_mib of every rank (CUDA's allocator, or the resident set on the CPU), and
-epoch; lines of validation have step and validation_loss.
+A line has step, loss, lr, grad_norm, tokens_per_s, step_s, data_s, checkpoint_s, peak_mib and
+epoch. The keys data_s and checkpoint_s are rank 0's, and parts of step_s. The list peak_mib has the
+memory of each rank: of CUDA's allocator, or of the resident set on the CPU. Lines of validation
+have step and validation_loss.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FILE = "metrics.jsonl"
 
 
 class Meter:
-    """Times what a step is made of, and writes it down on rank 0."""
+    """A meter of steps: it times their parts and writes the metrics on rank 0."""
 
     def __init__(self, directory: Path, first: int, last: int, every: int, progress: bool) -> None:
         self.path, self.every, self.last = directory / FILE, every, last
@@ -59,11 +60,12 @@ class Meter:
         norm: Tensor,
         epoch: int,
     ) -> None:
-        """Counts a step and, every so many, writes a line: means over ranks and over the steps
-        since the last line.
+        """Counts a step and, if one is due, writes a line of means over ranks and steps.
+
+        The means cover the steps since the last line.
 
         Args:
-            everyone: loss and peak memory of every rank; needed where a line is due.
+            everyone: loss and peak memory of every rank; needed if a line is due.
         """
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
         self.bar.update()
@@ -95,7 +97,7 @@ class Meter:
 
     @contextlib.contextmanager
     def pausing(self) -> Iterator[None]:
-        """Leaves the time of a block out of the next step's."""
+        """Excludes the time of a block from the next step's time."""
         began = time.perf_counter()
         yield
         self.began += time.perf_counter() - began
@@ -106,13 +108,13 @@ class Meter:
         self.say(f"step {step:5d}  validation loss {loss:.4f}")
 
     def say(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
+        """Prints a line, above the bar if there is one."""
         if self.is_writer:
             self.bar.write(text) if not self.prints else print(text, flush=True)
 
     def write(self, line: dict[str, Any]) -> None:
         if self.is_writer:
-            if not self.has_written:  # not before there is a line in their place
+            if not self.has_written:  # the old lines stay until there is a new one
                 _forget(self.path, self.first)
             self.has_written = True
             with self.path.open("a") as file:
@@ -128,18 +130,19 @@ class Meter:
 
 
 def _finite(value: Any) -> Any:
-    """Returns a number as JSON has it: what is not finite is null."""
+    """Returns a number for JSON: null if it is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def loss_and_peak(loss: Tensor) -> list[list[float]]:
-    """Returns loss and peak memory of every rank, in order of rank; called by all of them."""
+    """Returns loss and peak memory of every rank, in order of rank. All ranks must call it."""
     return gather(torch.tensor([loss.item(), peak_mib(loss.device)], dtype=torch.float64))
 
 
 def gather(mine: Tensor) -> list[list[float]]:
-    """Returns every rank's numbers, in order of rank; over gloo, which the process group has on
-    every machine.
+    """Returns every rank's numbers, in order of rank.
+
+    It uses gloo, which the process group has on every machine.
     """
     mine = mine.cpu()
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -148,7 +151,7 @@ def gather(mine: Tensor) -> list[list[float]]:
 
 
 def peak_mib(device: torch.device) -> float:
-    """Returns the most memory that this rank has held so far: of the GPU, or of the process."""
+    """Returns the peak memory of this rank so far: of the GPU, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     with open("/proc/self/status") as file:
@@ -156,8 +159,9 @@ def peak_mib(device: torch.device) -> float:
 
 
 def _forget(path: Path, step: int) -> None:
-    """Drops the lines of steps that will be taken again: those after the checkpoint that the run
-    resumed from.
+    """Drops the lines of steps after the checkpoint that the run resumed from.
+
+    These steps are repeated.
     """
     if path.exists():
         kept = [
@@ -172,8 +176,7 @@ def _forget(path: Path, step: int) -> None:
 
 
 def plot(directory: Path) -> list[Path]:
-    """Draws loss, throughput and memory of a run over its steps; returns the files, a PNG and an
-    SVG.
+    """Draws loss, throughput and memory of a run over its steps; returns a PNG and an SVG.
 
     Raises:
         FileNotFoundError: the run has no metrics.
@@ -219,8 +222,8 @@ def plot(directory: Path) -> list[Path]:
 
 
 def _memory(axes: Any, steps: Sequence[int], peaks: Sequence[Sequence[float]]) -> None:
-    """Draws the peak of every rank; of many ranks, the least and the most."""
-    axes.set_ylabel("peak memory a rank, MiB")
+    """Draws the peak of every rank; for many ranks, only the minimum and the maximum."""
+    axes.set_ylabel("peak memory per rank, MiB")
     if peaks and max(map(len, peaks)) <= 8 and len({len(p) for p in peaks}) == 1:
         for rank in range(len(peaks[0])):
             axes.plot(steps, [p[rank] for p in peaks], label=f"rank {rank}", lw=1)

@@ -1,7 +1,7 @@
-"""The models: a built-in decoder (RMSNorm, rotary attention, SwiGLU), or any causal LM of
-`transformers` from a local directory.
+"""The models: a built-in decoder, or a causal LM of `transformers` from a local directory.
 
-Both are made on the meta device. Nothing here knows of ranks, data or checkpoints.
+The decoder has RMSNorm, rotary attention and SwiGLU. Both kinds are made on the meta device. This
+module knows nothing of ranks, data or checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from training.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of a decoder; `vocab_size` 256 means bytes."""
+    """Sizes of a decoder; a `vocab_size` of 256 means bytes."""
 
     dim: int = 192
     num_layers: int = 4
@@ -88,8 +88,9 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `[B, T, D]`; the number of heads follows from the weights, which
-    tensor parallelism splits.
+    """Causal self-attention over `[B, T, D]`.
+
+    The number of heads follows from the weights, because tensor parallelism splits them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -123,7 +124,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and added to its input."""
+    """One layer: attention and feed-forward, each applied after a norm and added to its input."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids `[B, T]` to logits `[B, T, V]`."""
+    """A decoder from token ids `[B, T]` to logits `[B, T, V]`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class Decoder(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def init_weights(self, module: nn.Module) -> None:
-        """Gives one module's own parameters their first values."""
+        """Sets the first values of one module's own parameters."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         elif isinstance(module, RMSNorm):
@@ -167,20 +168,20 @@ class Decoder(nn.Module):
 
 
 def make(config: configuration.Model) -> nn.Module:
-    """Returns the configured model on the meta device: shapes and names, no memory.
+    """Returns the configured model on the meta device: shapes and names, but no memory.
 
     Raises:
-        ConfigError: sizes that contradict each other, or a directory that holds no causal LM.
+        ConfigError: sizes contradict each other, or a directory has no causal LM.
     """
     with torch.device("meta"):
         return _pretrained(config.path) if config.path else Decoder(sizes_of(config))
 
 
 def sizes_of(config: configuration.Model) -> ModelConfig:
-    """Returns a built-in decoder's sizes: those of its name, with what the configuration changes.
+    """Returns a built-in decoder's sizes: those of its name, changed by the configuration.
 
     Raises:
-        ConfigError: the heads do not divide the width, or are of odd size.
+        ConfigError: twice the number of heads does not divide the width.
     """
     given = {
         f.name: getattr(config, f.name) for f in fields(ModelConfig) if hasattr(config, f.name)
@@ -201,7 +202,7 @@ def _pretrained(path: str) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # a model's own code raises what it likes
+    except Exception as error:  # a model's own code may raise anything
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             f"model.path: {path} holds no causal LM that transformers can make here: {said}"
@@ -221,8 +222,9 @@ _NOT_OF_THE_MODEL = (
 
 
 def description(model: nn.Module) -> dict[str, Any]:
-    """Returns the configuration of a model of `transformers`, as JSON has it; nothing of a built-in
-    one, whose sizes tell all.
+    """Returns the configuration of a `transformers` model as JSON values.
+
+    It is empty for a built-in decoder, whose sizes say everything.
     """
     if isinstance(model, Decoder):
         return {}
@@ -231,11 +233,11 @@ def description(model: nn.Module) -> dict[str, Any]:
 
 
 def check_weights(model: nn.Module, config: configuration.Model) -> None:
-    """Refuses weights whose names are not those of the model, while no rank waits for another yet.
+    """Refuses weights whose names do not fit the model, before any rank waits for another.
 
     Raises:
-        ConfigError: with some of the names. transformers fuses the experts of mixture-of-experts
-            models as it loads them.
+        ConfigError: names do not fit; the message has some of them. transformers fuses the experts
+            of mixture-of-experts models when it loads them.
     """
     if not config.path or not config.weights:
         return
@@ -250,7 +252,7 @@ def check_weights(model: nn.Module, config: configuration.Model) -> None:
     there = {key for name, key in names.items() if name in stored}
     missing = [name for name, key in names.items() if key not in there]
     extra = [name for name in stored if name not in names]
-    # else they have another prefix, which loading finds out
+    # if most are missing, they have another prefix, and loading handles that
     if missing and len(missing) * 2 < len(names):
         raise ConfigError(
             f"model.path: {len(missing)} weights of the model are not in {config.path}, such as"
@@ -266,14 +268,15 @@ def _persistent(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
-    """Returns what gives one module of a model its first values: own parameters, and buffers that
-    are computed.
+    """Returns the function that sets the first values of one module.
+
+    It sets the module's own parameters, and buffers that are computed.
     """
     return model.init_weights if isinstance(model, Decoder) else model._init_weights
 
 
 def vocab_size(model: nn.Module) -> int:
-    """Returns how many different ids a model takes."""
+    """Returns the number of different ids that a model accepts."""
     return int(
         model.get_input_embeddings().weight.shape[0]
         if hasattr(model, "get_input_embeddings")
@@ -282,7 +285,7 @@ def vocab_size(model: nn.Module) -> int:
 
 
 def max_seq_len(model: nn.Module) -> int:
-    """Returns how long a sequence may be."""
+    """Returns the maximum length of a sequence."""
     return int(
         getattr(model.config, "max_seq_len", 0)
         or getattr(model.config, "max_position_embeddings", 1 << 62)
@@ -290,7 +293,7 @@ def max_seq_len(model: nn.Module) -> int:
 
 
 def block_classes(model: nn.Module) -> set[str]:
-    """Returns the class names of the model's layers, the units that FSDP usually shards by."""
+    """Returns the class names of the model's layers, which FSDP usually shards as units."""
     return (
         {"Block"}
         if isinstance(model, Decoder)
@@ -299,7 +302,7 @@ def block_classes(model: nn.Module) -> set[str]:
 
 
 class Use(NamedTuple):
-    """A place where a parameter is held: a module by name, and the parameter's name in it."""
+    """A use of a parameter: a module by name, and the parameter's name in it."""
 
     path: str
     module: nn.Module
@@ -307,7 +310,7 @@ class Use(NamedTuple):
 
 
 def tied(model: nn.Module) -> list[list[Use]]:
-    """Returns, for each parameter that several modules hold, where."""
+    """Returns the uses of each parameter that several modules hold."""
     uses: dict[int, list[Use]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -323,8 +326,9 @@ def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def write_config(config: configuration.Model, directory: Path) -> None:
-    """Writes what loading exported weights needs: `model.json`, or configuration and tokenizer of
-    the directory the model came from.
+    """Writes the files that are needed to load exported weights.
+
+    They are `model.json`, or the configuration and tokenizer from the model's directory.
     """
     if not config.path:
         (directory / "model.json").write_text(json.dumps(asdict(sizes_of(config)), indent=1) + "\n")
@@ -335,12 +339,12 @@ def write_config(config: configuration.Model, directory: Path) -> None:
         ):
             (directory / file.name).write_bytes(file.read_bytes())
     about = json.loads((directory / "config.json").read_text())
-    # of what was trained, not of what it began as
+    # the dtype of the trained weights, not of those at the start
     about |= {key: "float32" for key in ("dtype", "torch_dtype") if key in about}
     (directory / "config.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
 def load_config(path: Path) -> ModelConfig:
-    """Returns the sizes that a `model.json` holds."""
+    """Returns the sizes from a `model.json`."""
     known: dict[str, Any] = json.loads(path.read_text())
     return ModelConfig(**known)

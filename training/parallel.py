@@ -1,9 +1,11 @@
-"""Sharding: mesh, units, FSDP2, FSDP1, DDP, tensor parallelism. The one file with placements;
-PyTorch's own calls, in their order.
+"""Sharding: mesh, units, FSDP2, FSDP1, DDP and tensor parallelism.
 
-FSDP2:  meta model -> tensor parallel -> activation checkpointing -> fully_shard, units bottom-up ->
-to_empty -> first values -> compile FSDP1:  meta model -> activation checkpointing ->
-FullyShardedDataParallel, which gives memory and first values unit by unit -> compile
+This is the only file with placements. It makes PyTorch's own calls, in this order:
+
+- FSDP2: meta model, tensor parallelism, activation checkpointing, `fully_shard` from inner to outer
+units, `to_empty`, first values, compile.
+- FSDP1: meta model, activation checkpointing, `FullyShardedDataParallel`, compile.
+`FullyShardedDataParallel` gives memory and first values unit by unit.
 """
 
 from __future__ import annotations
@@ -47,21 +49,22 @@ from training.model import Decoder, block_classes, tied
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """Returns a type by its name, None for the empty one."""
+    """Returns a type by its name, or None for an empty name."""
     return getattr(torch, name) if name else None
 
 
-# ---- what is sharded together --------------------------------------------------------------------
+# ---- units: modules that are sharded together ----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module whose parameters, but for those of units within it, are gathered and freed
-    together.
+    """A module whose parameters are gathered and freed together.
+
+    Parameters of inner units do not count.
     """
 
     name: str  # "" is the root
-    dtype: str = ""  # to compute in, where it differs
+    dtype: str = ""  # the compute type, if it differs from the default
 
 
 def blocks_of(model: nn.Module) -> list[str]:
@@ -74,7 +77,7 @@ def units_of(model: nn.Module, config: Config) -> list[Unit]:
     """Returns the FSDP units of a model, children before parents, the root last.
 
     Raises:
-        ConfigError: a class, a layer or a module that the model does not have.
+        ConfigError: the model lacks a class, a layer or a module.
     """
     names = _chosen(model, config)
     if config.fsdp.wrap_embeddings:
@@ -99,7 +102,7 @@ def _chosen(model: nn.Module, config: Config) -> set[str]:
     if fsdp.wrap == "layers":
         if not (names := set(blocks_of(model))):
             raise ConfigError(
-                'fsdp.wrap = "layers": this model does not say what its layers are; name their'
+                'fsdp.wrap = "layers": this model does not name its layers; give their'
                 " classes in fsdp.wrap_classes"
             )
         return names
@@ -119,17 +122,16 @@ def _chosen(model: nn.Module, config: Config) -> set[str]:
 
 
 def _by_size(model: nn.Module, least: int) -> set[str]:
-    """Returns the modules that FSDP1's size policy wraps: those with at least so many parameters
-    outside of wrapped ones.
+    """Returns the modules that FSDP1's size policy wraps.
 
-    `units_of` then leaves those out that share a parameter with a module outside of them: FSDP1
-    alone would wrap them. Source: torch 2.13 `torch/distributed/fsdp/wrap.py`, `_recursive_wrap`
-    and `size_based_auto_wrap_policy`.
+    They have at least `least` parameters outside of wrapped modules. `units_of` then drops modules
+    that share a parameter with an outside module, although FSDP1 would wrap them. Source: torch
+    2.13 `torch/distributed/fsdp/wrap.py`, `_recursive_wrap` and `size_based_auto_wrap_policy`.
     """
     chosen: set[str] = set()
 
     def visit(name: str, module: nn.Module) -> int:
-        """Returns how many parameters are wrapped in a module."""
+        """Returns the number of wrapped parameters in a module."""
         numel = sum(p.numel() for p in module.parameters())
         if numel < least or isinstance(module, nn.MultiheadAttention):
             return 0
@@ -169,8 +171,9 @@ def _matching(model: nn.Module, glob: str) -> list[str]:
 
 
 def _shared_outside(model: nn.Module, names: list[str]) -> set[str]:
-    """Returns the modules that share a parameter with one outside of them (tied weights): those
-    stay together, in the root.
+    """Returns the modules that share a parameter (tied weights) with an outside module.
+
+    Such modules stay together, in the root.
     """
     inside = lambda path, unit: path == unit or path.startswith(f"{unit}.")  # noqa: E731
     return {
@@ -200,15 +203,15 @@ def shard(
     device: torch.device,
     has_weights: bool = False,
 ) -> nn.Module:
-    """Shards a model that is on the meta device, and gives it memory and first values, the same for
-    every mesh and strategy.
+    """Shards a model on the meta device, and gives it memory and first values.
+
+    The values are the same for every mesh and strategy.
 
     Args:
-        has_weights: its parameters will be loaded, so they are left as they are and only buffers
-            get values.
+        has_weights: parameters will be loaded, so they get no values. Only buffers do.
 
     Raises:
-        ConfigError: the model does not fit the mesh or the units asked for.
+        ConfigError: the model does not fit the mesh or the requested units.
     """
     units, blocks = units_of(model, config), blocks_of(model)
     init = Init(model, config.run.seed, device, draw=not has_weights)
@@ -242,7 +245,7 @@ def check_backend(config: Config) -> None:
     """Refuses a compiler that torch does not have.
 
     Raises:
-        ConfigError: with those that it has.
+        ConfigError: torch does not have it; the message lists those that it has.
     """
     if config.compute.compile:
         from torch._dynamo import list_backends, lookup_backend
@@ -258,7 +261,7 @@ def check_backend(config: Config) -> None:
 
 
 def find(model: nn.Module, name: str) -> nn.Module:
-    """Returns a module by the name it had before anything was wrapped around it."""
+    """Returns a module by its name before anything was wrapped around it."""
     while isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
         model = model.module
     return model.get_submodule(name)
@@ -288,8 +291,7 @@ def _fsdp2(model: nn.Module, units: list[Unit], config: Config, mesh: DeviceMesh
             ),
             cast_forward_inputs=precision.cast_forward_inputs,
         )
-        # the root's parameters are needed first in the backward: unless told, PyTorch keeps them
-        # gathered
+        # backward needs the root's parameters first, so PyTorch keeps them gathered by default
         after = reshard if unit.name or reshard is False else fsdp.reshard_after_forward
         fully_shard(
             model.get_submodule(unit.name),
@@ -316,7 +318,7 @@ def _fsdp1(
         )
     if device.type == "cpu" and fsdp.cpu_offload:
         raise ConfigError(
-            "fsdp.cpu_offload needs CUDA with FSDP1, which pins memory; FSDP2 does without"
+            "fsdp.cpu_offload needs CUDA with FSDP1, which pins memory; FSDP2 does not need it"
         )
     wrapped = {id(model.get_submodule(unit.name)) for unit in units if unit.name}
     is_2d = fsdp.strategy.startswith("HYBRID")
@@ -350,10 +352,11 @@ def _fsdp1(
     )
 
 
-# DDP compares annotations with its own classes, so there are none
+# no annotations: DDP would compare them with its own classes
 def _mean_in_bf16(group, bucket):
-    """Reduces one bucket of DDP's gradients in bfloat16, on any backend: torch's own hook takes
-    nothing but nccl.
+    """Reduces one bucket of DDP's gradients in bfloat16, on any backend.
+
+    torch's own hook supports only nccl.
     """
     half = bucket.buffer().to(torch.bfloat16).div_(group.size())
     future = dist.all_reduce(half, group=group, async_op=True).get_future()
@@ -367,7 +370,7 @@ def _checkpoint_activations(model: nn.Module, blocks: list[str], every: int) -> 
 
 
 def _prefetch(model: nn.Module, units: list[Unit], config: Config) -> None:
-    """Tells each unit which ones to gather while it runs; units run in the order of the model."""
+    """Tells each unit which units to gather while it runs; units run in the order of the model."""
     chosen = {unit.name for unit in units if unit.name}
     names = dict.fromkeys(
         name.replace("._checkpoint_wrapped_module", "") for name, _ in model.named_modules()
@@ -391,7 +394,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Splits the matrices of each layer over a mesh, heads kept whole."""
+    """Splits the matrices of each layer over a mesh; heads stay whole."""
     styles: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": ColwiseParallel,
         "rowwise": RowwiseParallel,
@@ -411,7 +414,7 @@ def _split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
             )
     if unknown := sorted(set(plan.values()) - set(styles)):
         raise ConfigError(
-            f"fsdp.tensor_parallel: this model asks for {unknown[0]!r}, which is not done here"
+            f"fsdp.tensor_parallel: this model needs {unknown[0]!r}, which is not supported"
         )
     shared = tied(model)
     parallelize_module(model, mesh, {name: styles[style]() for name, style in plan.items()})
@@ -424,7 +427,7 @@ def tensor_plan(model: nn.Module) -> dict[str, str]:
     """Returns how tensor parallelism splits each matrix, by glob of module names.
 
     Raises:
-        ConfigError: nobody has written a plan for this model.
+        ConfigError: there is no plan for this model.
     """
     if isinstance(model, Decoder):
         layer = {f"attention.{w}": "colwise" for w in ("wq", "wk", "wv")} | {
@@ -447,7 +450,10 @@ def tensor_plan(model: nn.Module) -> dict[str, str]:
 
 
 def computing(config: Config, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Returns the context of a forward: autocast where nothing is sharded and so nobody casts."""
+    """Returns the context of a forward pass: autocast, if nothing is sharded.
+
+    FSDP casts only sharded parameters.
+    """
     if config.fsdp.strategy == "NO_SHARD" and config.fsdp.api == "fsdp2" and config.precision.param:
         return torch.autocast(device.type, dtype_of(config.precision.param))
     return contextlib.nullcontext()
@@ -455,8 +461,9 @@ def computing(config: Config, device: torch.device) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def reducing(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """Lets only the last micro-batch of a step reduce gradients over ranks; those before add up on
-    each.
+    """Makes only the last micro-batch of a step reduce gradients over ranks.
+
+    Earlier micro-batches add up their gradients on each rank.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
@@ -469,8 +476,9 @@ def reducing(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales gradients so that their norm over all ranks is at most `max_norm` (0: leaves them),
-    and returns the norm before, 0-d.
+    """Scales gradients so that their norm over all ranks is at most `max_norm`.
+
+    Returns the norm before scaling, 0-d. With a `max_norm` of 0, nothing is scaled.
     """
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm or float("inf"))
@@ -492,7 +500,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def data_rank(mesh: DeviceMesh) -> int:
-    """Returns which part of a batch is this rank's; ranks that differ in the tensor dimension alone
-    have the same.
+    """Returns the number of this rank's part of a batch.
+
+    Ranks that differ only in the tensor dimension have the same part.
     """
     return dist.get_rank() // mesh["tensor"].size()

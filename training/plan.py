@@ -1,5 +1,6 @@
-"""`--print-plan`: the module tree with its FSDP units, what each gathers, and the usual mistakes.
-Needs no process group.
+"""`--print-plan`: prints the module tree with its FSDP units, and warns of common mistakes.
+
+It shows how much each unit gathers. No process group is needed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from training.config import Config, Degrees
 
 @dataclass(slots=True)
 class Group:
-    """What one FSDP unit gathers: parameters (elements) of this rank's part of the tensor mesh, and
-    bytes in the type it computes in.
+    """The parameters that one FSDP unit gathers, in elements, and their bytes in its compute type.
+
+    Only this rank's part of the tensor mesh counts.
     """
 
     name: str
@@ -36,8 +38,9 @@ class Group:
 
 
 def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
-    """Returns what each unit of a meta model holds, by the unit's name; a tied weight counts
-    once.
+    """Returns the parameters of each unit of a meta model, by the unit's name.
+
+    A tied weight counts once.
     """
     units = {unit.name: unit for unit in parallel.units_of(model, config)}
     default = config.precision.param
@@ -65,7 +68,7 @@ def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
 
 
 def warnings_of(model: nn.Module, config: Config, groups: dict[str, Group]) -> list[str]:
-    """Returns the usual mistakes that a plan makes, each with what to do."""
+    """Returns warnings of common mistakes in a plan, each with a remedy."""
     if config.fsdp.strategy == "NO_SHARD":
         return [
             "nothing is sharded: every rank holds parameters, gradients and optimizer state whole"
@@ -102,7 +105,7 @@ def warnings_of(model: nn.Module, config: Config, groups: dict[str, Group]) -> l
 
 
 def label(name: str) -> str:
-    """Returns a unit's name as people read it."""
+    """Returns a unit's name for people."""
     return name or "(root)"
 
 
@@ -116,7 +119,7 @@ def size(nbytes: float) -> str:
 
 
 def wide_console() -> Console:
-    """Returns a console that fits the terminal, or where there is none, cuts nothing off."""
+    """Returns a console as wide as the terminal; without a terminal, it cuts nothing off."""
     return Console() if sys.stdout.isatty() else Console(width=200)
 
 
@@ -159,8 +162,9 @@ def show(config: Config, sizes: Degrees) -> None:
 
 
 def _rows(model: nn.Module, groups: dict[str, Group]) -> list[tuple[str, str, str, str, str]]:
-    """Returns a row a module, those with parameters; siblings that are alike in all but the number
-    of their name are one row.
+    """Returns a row per module that has parameters.
+
+    Siblings that differ only in the number of their name share one row.
     """
     rows = []
 
@@ -195,8 +199,9 @@ def _rows(model: nn.Module, groups: dict[str, Group]) -> list[tuple[str, str, st
 
 
 def _shape(name: str, module: nn.Module, groups: dict[str, Group]) -> tuple[object, ...]:
-    """Returns what makes modules alike: classes, parameters' shapes, and which of their parts are
-    units.
+    """Returns the properties that similar modules share.
+
+    They are classes, shapes of parameters, and which of their parts are units.
     """
     parameters = tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
     units = tuple(

@@ -1,5 +1,6 @@
-"""Where the time of a step goes: a Chrome trace and a summary a rank, from PyTorch's own
-profiler.
+"""Shows where the time of a step goes: a Chrome trace and a summary per rank.
+
+Both come from PyTorch's own profiler.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_SKIPPED = 2  # the first step warms caches up, the second the profiler
+_SKIPPED = 2  # the first step warms up caches, the second warms up the profiler
 
 
 class Profiler:
-    """Traces some steps to `rank0.trace.json` and summarises them in `rank0.txt`, and so on; does
-    nothing for 0 steps.
+    """A profiler that traces some steps to `rank0.trace.json` and `rank0.txt`, and so on.
+
+    The text file is a summary. For 0 steps it does nothing.
     """
 
     def __init__(self, directory: Path, steps: int, device: torch.device) -> None:
@@ -53,11 +55,11 @@ class Profiler:
             self.trace.__exit__(kind, error, trace)
 
     def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Names what a block of the step does."""
+        """Names the work of a block of the step."""
         return torch.profiler.record_function(name) if self.trace else contextlib.nullcontext()
 
     def problem(self, steps_left: int) -> str:
-        """Returns why the trace would be empty or short, "" where it will not."""
+        """Returns why the trace would be empty or short; "" if it would not."""
         if not self.steps or steps_left >= self.steps + _SKIPPED:
             return ""
         return (
@@ -81,9 +83,9 @@ class Profiler:
 def summary(events: Sequence[dict[str, Any]]) -> str:
     """Returns a table of where the time of the traced steps went, from a Chrome trace's events.
 
-    A category's time is the union of its events' intervals, so nested and parallel ones count once.
-    Categories may overlap: on CUDA, communication runs beside compute. "other" is what none of them
-    covers.
+    A category's time is the union of its events' intervals, so nested and parallel events count
+    once. Categories may overlap: on CUDA, communication runs beside compute. "other" is the time
+    that no category covers.
     """
     spans = [e for e in events if e.get("ph") == "X" and "dur" in e]
     steps = [
@@ -119,7 +121,7 @@ def summary(events: Sequence[dict[str, Any]]) -> str:
     lines = [
         f"{len(steps)} steps, {wall / 1e3:,.1f} ms",
         "",
-        f"{'':16}{'ms a step':>12}{'share':>9}",
+        f"{'':16}{'ms per step':>12}{'share':>9}",
     ]
     lines += [
         f"{kind:16}{time / 1e3 / max(1, len(steps)):12,.2f}{time / max(1.0, wall):9.1%}"
@@ -133,17 +135,18 @@ def summary(events: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# one byte for the rest
+# other types count as one byte
 _ITEMSIZE = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2}
 
 
 def _nbytes(args: dict[str, Any]) -> int:
-    """Returns the bytes of a collective's larger side: what an all-gather gives, what a
-    reduce-scatter takes.
+    """Returns the bytes of a collective's larger side.
+
+    That is the output of an all-gather, or the input of a reduce-scatter.
     """
     sizes = [0]
     for shape, kind in zip(args.get("Input Dims", []), args.get("Input type", []), strict=False):
-        # a list of tensors, or one
+        # a list of tensors, or a single one
         shapes = shape if shape and isinstance(shape[0], list) else [shape]
         if shape:
             sizes.append(sum(math.prod(dims) for dims in shapes) * _ITEMSIZE.get(kind, 1))
@@ -151,7 +154,7 @@ def _nbytes(args: dict[str, Any]) -> int:
 
 
 def _kind(event: dict[str, Any], has_kernels: bool) -> str | None:
-    """Returns the category of an event: of GPU work where there is some, else of the CPU's."""
+    """Returns the category of an event: only GPU work if there is any, else the CPU's work."""
     name, category = event["name"].lower(), event.get("cat", "")
     if category == "user_annotation" and name in ("data", "checkpoint"):
         return name

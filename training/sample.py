@@ -1,10 +1,9 @@
-"""Generates text from an exported model in one plain process: no process group, no FSDP, no
-optimizer.
+"""Generates text from an exported model in one plain process, without process group and FSDP.
 
     python -m training.sample run/export --prompt 'def main'
 
-The directory holds safetensors and `model.json` (the built-in decoder), or what `transformers`
-loads; text is bytes where there is no tokenizer.
+The directory holds safetensors and `model.json` (the built-in decoder), or a model that
+`transformers` loads. Without a tokenizer, text is bytes.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ def load_model(directory: Path) -> nn.Module:
 
 
 def load_decoder(weights: Path, sizes: Path) -> Decoder:
-    """Returns a built-in decoder with the weights of one safetensors file; a tied weight is in it
-    once or twice.
+    """Returns a built-in decoder with the weights of one safetensors file.
+
+    A tied weight may be in the file once or twice.
     """
     with torch.device("meta"):
         model = Decoder(load_config(sizes))
@@ -48,8 +48,9 @@ def load_decoder(weights: Path, sizes: Path) -> Decoder:
 def generate(
     model: nn.Module, tokens: list[int], count: int, temperature: float, seed: int
 ) -> list[int]:
-    """Returns the prompt's ids and `count` sampled ones behind them; the likeliest ones at
-    temperature 0.
+    """Returns the prompt's ids, followed by `count` sampled ids.
+
+    At temperature 0 they are always the most likely ids.
     """
     generator = torch.Generator().manual_seed(seed)
     window, tokens = max_seq_len(model), list(tokens)
@@ -67,7 +68,7 @@ def generate(
 
 
 def tokenizer_of(directory: Path) -> Any:
-    """Returns the export's tokenizer, or None where text is bytes."""
+    """Returns the export's tokenizer, or None if text is bytes."""
     if not (directory / "tokenizer_config.json").exists():
         return None
     from transformers import AutoTokenizer

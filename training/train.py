@@ -1,13 +1,12 @@
-"""Trains a causal LM with FSDP, saves while it trains, and resumes by itself: from the newest
-complete step.
+"""Trains a causal LM with FSDP, saves checkpoints, and resumes from the newest complete step.
 
-    torchrun --standalone --nproc-per-node 8 -m training config.toml --set run.dir=run torchrun
-    --standalone --nproc-per-node 4 -m training config.toml --set run.dir=run      # goes on where
-    it stopped
+    torchrun --standalone --nproc-per-node 8 -m training config.toml --set run.dir=run
+    # later: resumes from the newest step, here on 4 ranks
+    torchrun --standalone --nproc-per-node 4 -m training config.toml --set run.dir=run
 
-SIGTERM and SIGUSR1 end it after the step, which is saved: exit status 143 or 138, and started again
-it goes on from there. On CUDA with nccl where there is one, on CPU with gloo elsewhere.
-docs/training.md has every key of the configuration.
+SIGTERM and SIGUSR1 end it after the current step, which is saved. The exit status is then 143 or
+138, and the same command resumes from that step. It uses CUDA with nccl if there is a GPU, else the
+CPU with gloo. docs/training.md has every key of the configuration.
 """
 
 from __future__ import annotations
@@ -55,8 +54,9 @@ class LossError(Exception):
 
 @dataclass(slots=True)
 class Plan:
-    """What is known before any rank waits for another: the model on the meta device, the data, the
-    mesh's sizes.
+    """The parts of a run that exist before any rank waits for another.
+
+    They are the model on the meta device, the data, and the sizes of the mesh.
     """
 
     config: Config
@@ -69,7 +69,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Job:
-    """What the loop works with."""
+    """The objects that the training loop uses."""
 
     config: Config
     text: str
@@ -85,8 +85,9 @@ class Job:
     about: dict[str, Any]  # the model's config.json
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns everything that a resumed run needs, and the configuration, as the checkpoint
-        manager takes it.
+        """Returns the state that a resumed run needs, with the configuration.
+
+        The checkpoint manager saves it.
         """
         return {
             "model": self.model,
@@ -112,31 +113,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="TABLE.KEY=VALUE",
-        help="over the file; any number of times",
+        help="override a key of the file; may be given several times",
     )
     parser.add_argument(
         "--accelerate-config",
         metavar="FILE",
-        help="Accelerate's FSDP configuration, under the file's keys",
+        help="Accelerate's FSDP configuration; the file's keys override it",
     )
     parser.add_argument(
-        "--print-plan", action="store_true", help="show what is sharded how, and end"
+        "--print-plan", action="store_true", help="show how the model is sharded, and exit"
     )
     parser.add_argument(
-        "--estimate", action="store_true", help="show the memory of each strategy, and end"
+        "--estimate", action="store_true", help="show the memory of each strategy, and exit"
     )
     parser.add_argument(
-        "--budget", type=float, metavar="GIB", help="of memory a rank, for --estimate"
+        "--budget", type=float, metavar="GIB", help="memory of one rank, for --estimate"
     )
     parser.add_argument(
         "--ranks",
         type=_positive,
-        help="number of ranks for --print-plan and --estimate; this job's where absent",
+        help="number of ranks for --print-plan and --estimate; default: this job's",
     )
     parser.add_argument(
         "--plot",
         action="store_true",
-        help="draw run.dir/metrics.png and .svg of what is there, and end",
+        help="draw the metrics so far to run.dir/metrics.png and .svg, and exit",
     )
     parser.add_argument(
         "--logits",
@@ -149,7 +150,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=_positive,
         default=0,
         metavar="STEPS",
-        help="trace so many steps to run.dir/profile",
+        help="number of steps to trace to run.dir/profile",
     )
     return parser.parse_args(argv)
 
@@ -187,9 +188,9 @@ def main() -> None:
             raise SystemExit(start(prove(config, world_size, local), args.profile, args.logits))
     except (ConfigError, CheckpointError, FileNotFoundError, ModuleNotFoundError) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # torchrun ends the others as soon as one has ended, and rank 0 has something to say
+            # torchrun ends all ranks as soon as one has ended, so rank 0 prints the error first
             time.sleep(_FIRST_WORD_S)
-        # alike on all ranks, but for files that one node lacks
+        # the error is the same on all ranks, unless one node lacks a file
         if os.environ.get("LOCAL_RANK", "0") == "0":
             advice = (
                 "; pip install 'ckpt-tools[train]'"
@@ -212,7 +213,7 @@ _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
 
 
 def look(args: argparse.Namespace, config: Config, num_ranks: int, ranks_a_node: int) -> None:
-    """Prints what `--print-plan` and `--estimate` ask for, without training."""
+    """Prints the output of `--print-plan` and `--estimate`, without training."""
     from training import estimate, plan
 
     if args.print_plan:
@@ -222,10 +223,10 @@ def look(args: argparse.Namespace, config: Config, num_ranks: int, ranks_a_node:
 
 
 def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
-    """Finds what does not fit together while no rank waits for another yet.
+    """Finds contradictions before any rank waits for another.
 
     Raises:
-        ConfigError: mesh, units, data, sequence length or the run that is there.
+        ConfigError: mesh, units, data, sequence length or an earlier run do not fit.
     """
     sizes = configuration.check(config, world_size, local_world_size)
     changes.check_directory(config, Path(config.run.dir))
@@ -255,8 +256,9 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
 
 
 def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int:
-    """Joins the job's ranks and trains; returns the exit status. A rank that fails says so before
-    any other can notice.
+    """Joins the job's ranks and trains; returns the exit status.
+
+    A rank that fails reports it before any other rank can notice.
     """
     is_cuda = torch.cuda.is_available()
     if "RANK" not in os.environ:  # one process, without torchrun
@@ -276,13 +278,13 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
     try:
         return train(plan, device, profile_steps, logits)
     except (ConfigError, CheckpointError, LossError):
-        _is_first(store, rank)  # alike on all ranks, or rank 0's own at the end; told by `main`
+        _is_first(store, rank)  # the same on all ranks, or rank 0's alone; `main` prints it
         raise
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is told
+    except Exception as error:  # noqa: BLE001  # every error is reported
         is_first = _is_first(store, rank)
-        # this rank's alone
+        # errors of this rank alone
         is_own = isinstance(error, (DataError, MemoryError, torch.OutOfMemoryError))
-        if is_own or "can't allocate memory" in str(error):  # as torch says it on a CPU
+        if is_own or "can't allocate memory" in str(error):  # torch's words on a CPU
             print(f"training: rank {rank}: {_one_line(error)}", file=sys.stderr, flush=True)
         elif is_first:
             print(
@@ -303,7 +305,7 @@ def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int
 
 
 def _one_line(error: BaseException) -> str:
-    """Returns what a person needs of an error that a smaller job, or other data, would not have."""
+    """Returns a short text for an error that a smaller job, or other data, would avoid."""
     text = " ".join(str(error).split())[:300] or type(error).__name__
     hint = (
         ""
@@ -314,8 +316,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def _is_first(store: dist.Store, rank: int) -> bool:
-    """Notes that this rank has failed, and tells whether no other had: an error after that is only
-    its echo.
+    """Notes that this rank has failed, and tells whether it is the first.
+
+    Later errors are only consequences of the first one.
     """
     is_first = store.add(f"{_FAILED}/count", 1) == 1
     if is_first:
@@ -329,10 +332,9 @@ def _is_first(store: dist.Store, rank: int) -> bool:
 def train(
     plan: Plan, device: torch.device, profile_steps: int = 0, logits: Path | None = None
 ) -> int:
-    """Trains from the newest checkpoint, or from the start, to `run.steps`; returns the exit
-    status: 0, or 128 + a signal.
+    """Trains to `run.steps`, from the newest checkpoint or from the start; returns the exit status.
 
-    Called by all ranks of an initialised process group.
+    The status is 0, or 128 + a signal. All ranks of an initialised process group call it.
 
     Raises:
         ConfigError: the model does not fit the mesh, or the device.
@@ -377,7 +379,7 @@ def train(
             meter.say(note)
         if first >= config.run.steps:
             meter.say(
-                f"nothing to do: run.steps = {config.run.steps}, and the checkpoint is of step"
+                f"nothing to do: run.steps = {config.run.steps}, and the checkpoint has step"
                 f" {first}"
             )
         number = _loop(job, checkpoints, meter, first, profile_steps)
@@ -394,11 +396,12 @@ def train(
 
 
 def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
-    """Loads the newest checkpoint, or the weights that a new run starts from; returns its step, and
-    remarks.
+    """Loads the newest checkpoint, or the weights that a new run starts from.
+
+    Returns its step, and remarks.
 
     Raises:
-        ConfigError: the data, or a key that cannot change, is another than before.
+        ConfigError: the data, or a key that must not change, has changed.
     """
     config, state = job.config, job.state(0)
     checkpoints.resume(state, path=changes.start_of(config, checkpoints))
@@ -421,8 +424,9 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
 
 
 def build(plan: Plan, device: torch.device) -> Job:
-    """Returns model, optimizer, schedule and data, sharded over all ranks. The plan's model is used
-    up.
+    """Returns model, optimizer, schedule and data, sharded over all ranks.
+
+    It shards the plan's own model, which cannot be used again.
 
     Raises:
         ConfigError: the model does not fit the mesh, or the device.
@@ -467,10 +471,9 @@ def build(plan: Plan, device: torch.device) -> Job:
 
 
 def _seed(seed: int, mesh: DeviceMesh) -> None:
-    """Seeds the generators: from here on, ranks draw numbers of their own; those of one tensor
-    group the same.
+    """Seeds the generators differently on each rank, but equally within a tensor group.
 
-    All ranks of a tensor group hold the same activations, and drop out the same of them.
+    All ranks of a tensor group hold the same activations, so they need the same dropout.
     """
     mine = (seed + parallel.data_rank(mesh)) % (1 << 32)
     torch.manual_seed(mine)
@@ -497,8 +500,9 @@ def _adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
 
 
 def schedule(step: int, config: Config) -> float:
-    """Returns what the learning rate is multiplied by in a step, from 0: a linear warm-up, then
-    half a cosine down to `min_lr_ratio`.
+    """Returns the factor of the learning rate in a step, counted from 0.
+
+    It is a linear warm-up, then half a cosine down to `min_lr_ratio`.
     """
     optim, total = config.optim, config.run.steps
     if step < optim.warmup_steps:
@@ -510,8 +514,9 @@ def schedule(step: int, config: Config) -> float:
 def _loop(
     job: Job, checkpoints: CheckpointManager, meter: Meter, first: int, profile_steps: int
 ) -> int:
-    """Takes the steps behind `first`, saving on the way and at the end; returns the signal that
-    ended it early, or 0.
+    """Trains the steps after `first`, with saves on the way and at the end.
+
+    Returns the signal that ended it early, or 0.
     """
     config, checkpoint = job.config, job.config.checkpoint
     with Profiler(Path(config.run.dir) / "profile", profile_steps, job.device) as profiler:
@@ -558,7 +563,7 @@ def _loop(
 
 
 def _not_finite(config: Config, meter: Meter, step: int) -> None:
-    """Ends the training, unless told otherwise: no step from here on could be trained on.
+    """Ends the training, or warns if `run.stop_at_nan` is false. Later steps would be useless.
 
     Raises:
         LossError: by default.
@@ -566,14 +571,14 @@ def _not_finite(config: Config, meter: Meter, step: int) -> None:
     text = f"the loss of step {step}, or the norm of its gradients, is not finite"
     if config.run.stop_at_nan:
         raise LossError(
-            f"{text}: nothing of it is saved; start again with a lower optim.lr, or go on with"
+            f"{text}: it was not saved; start again with a lower optim.lr, or continue with"
             " run.stop_at_nan = false"
         )
     meter.say(f"warning: {text}")
 
 
 def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:
-    """Takes one step; returns this rank's mean loss and the norm of the gradients, both 0-d."""
+    """Trains one step; returns this rank's mean loss and the norm of the gradients, both 0-d."""
     data, model = job.config.data, job.model
     if job.config.fsdp.unshard_ahead and isinstance(model, FSDPModule):
         model.unshard(async_op=True)
@@ -597,8 +602,9 @@ def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:
 
 
 def batch_of(job: Job, tokens: Tokens, numbers: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns this rank's part of a batch of sequences: inputs and targets, `[batch / data-parallel
-    ranks, seq_len]`.
+    """Returns this rank's part of a batch of sequences: inputs and targets.
+
+    Each is `[batch / data-parallel ranks, seq_len]`.
     """
     tensor = job.mesh["tensor"].size()
     part = len(numbers) * tensor // dist.get_world_size()
@@ -625,8 +631,9 @@ def logits_for(model: nn.Module, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def evaluate(job: Job, tokens: Tokens) -> float:
-    """Returns the mean loss over the first batches of the validation data, the same whatever the
-    number of ranks.
+    """Returns the mean loss over the first batches of the validation data.
+
+    It does not depend on the number of ranks.
     """
     size = job.config.data.batch_size
     batches = min(
@@ -642,8 +649,8 @@ def evaluate(job: Job, tokens: Tokens) -> float:
 
 
 def _export(config: Config, checkpoints: CheckpointManager, meter: Meter) -> None:
-    """Merges the last step into one safetensors file, beside what is needed to load it."""
-    # where this run is, which need not be the newest step of the directory
+    """Merges the last step into one safetensors file, with the files that loading needs."""
+    # this run's last step, which need not be the newest step of the directory
     newest = checkpoints.last_save or checkpoints.last_load
     if dist.get_rank() == 0 and newest is not None:
         directory = Path(config.run.dir) / "export"

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import click
@@ -61,7 +61,12 @@ class _Commands(typer.core.TyperGroup):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # here, where an error still has an exit status
+            return result
+        except BrokenPipeError:  # the reader of a pipe has ended: click would end with 1
+            _drop_output()
+            raise SystemExit(128 + signal.SIGPIPE) from None
         except KeyboardInterrupt as stop:
             _fail(
                 "interrupted;"
@@ -841,12 +846,20 @@ def _prepare_streams() -> None:
 
 def _fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
     if kind and "--json" in sys.argv[1:]:
-        print(json.dumps({"error": kind, "message": message, "hint": hint, "exit_code": code}))
+        with suppress(OSError):  # stdout may be what failed
+            print(json.dumps({"error": kind, "message": message, "hint": hint, "exit_code": code}))
+            sys.stdout.flush()
     red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
     print(f"{red}error:{plain} {printable_lines(message)}", file=sys.stderr)
     if hint:
         print(f"hint: {printable_lines(hint)}", file=sys.stderr)
     raise SystemExit(code)
+
+
+def _drop_output() -> None:
+    """Points stdout to nowhere: what is still buffered would fail once more at the exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(may_share: bool = False) -> None:
@@ -864,9 +877,6 @@ def main(may_share: bool = False) -> None:
             app(prog_name="ckpt", obj=team)
     except CheckpointError as error:
         _fail(str(error), error.hint, error.exit_code, type(error).__name__)
-    except BrokenPipeError:
-        sys.stderr.close()
-        raise SystemExit(0) from None
     except OSError as error:
         _fail(
             f"{error.strerror or error} ({printable(str(error.filename or ''))})",

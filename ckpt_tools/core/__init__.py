@@ -1,1 +1,1 @@
-"""What a checkpoint is, without I/O: boxes, types, catalogs, views and plans."""
+"""The model of a checkpoint, without I/O: boxes, types, catalogs, views and plans."""

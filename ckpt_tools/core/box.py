@@ -1,6 +1,6 @@
 """Boxes: axis-aligned pieces of an N-d tensor in element coordinates.
 
-Knows integers only: no bytes, no files, no dtypes. Imports nothing of this package.
+This module knows integers only: no bytes, no files, no dtypes. It imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """The elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` of a tensor; a 0-d box holds one
-    element.
+    """The elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` of a tensor.
+
+    A 0-d box holds one element.
     """
 
     offsets: tuple[int, ...]
@@ -29,11 +30,14 @@ class Box(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """One past the last coordinate, per dim."""
+        """The coordinate after the last one, per dim."""
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns what both hold, or None where they share no element (0-d boxes share theirs)."""
+        """Returns the shared box, or None if no element is shared.
+
+        Two 0-d boxes share their one element.
+        """
         if self == other:
             return None if 0 in self.sizes else self
         offsets, sizes = [], []
@@ -56,7 +60,7 @@ class Box(NamedTuple):
         )
 
     def slices(self) -> tuple[slice, ...]:
-        """Returns the index that takes this box out of an array."""
+        """Returns the index that selects this box in an array."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def __str__(self) -> str:
@@ -68,8 +72,9 @@ class Box(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """The elements of `box` go from source chunk number `src` to target slot number `dst` of one
-    tensor.
+    """One copy of a tensor: the elements of `box` go from source chunk `src` to target slot `dst`.
+
+    `src` and `dst` are the numbers of the chunk and of the slot.
     """
 
     src: int
@@ -78,25 +83,26 @@ class Copy(NamedTuple):
 
 
 class CopyTable(Sequence[Copy]):
-    """Copies that are no object each, so that questions about all of them have quick answers."""
+    """Copies stored as arrays, so that questions about all of them need no loop in Python."""
 
     @property
     @abstractmethod
     def numel(self) -> int:
-        """Elements of all boxes together."""
+        """The number of elements in all boxes together."""
 
     @abstractmethod
     def sources(self) -> list[int]:
-        """Returns the sources from which anything is copied, in order."""
+        """Returns the numbers of the chunks that the copies read, in order."""
 
     @abstractmethod
     def taken(self) -> dict[int, int]:
-        """Returns how many elements are copied from each of those sources."""
+        """Returns the number of elements that the copies read from each chunk, by chunk number."""
 
 
 class BoxIndex:
-    """Boxes sorted along the dim that cuts them most finely, to be asked which of them reach into a
-    box.
+    """An index that finds the boxes that overlap a given box.
+
+    The boxes are sorted along the dim that cuts them most finely.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -115,7 +121,7 @@ class BoxIndex:
         self._reach = max(sizes[dim]) if offsets else 0
 
     def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yields the number of every box that shares elements with `box`, and what they share."""
+        """Yields the number of every box that shares elements with `box`, and the shared box."""
         boxes, dim = self._boxes, self._dim
         order: Sequence[int] = self._order
         if self._starts and len(order) > 1:
@@ -153,7 +159,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_flat(box: Box, shape: Sequence[int]) -> bool:
-    """Tells whether the elements of `box` lie in one run of a row-major array of `shape`."""
+    """Tells whether the elements of `box` are contiguous in a row-major array of `shape`."""
     outer_is_single = True
     for size, full in zip(box.sizes, shape, strict=True):
         if not outer_is_single and size != full:
@@ -172,7 +178,7 @@ def flat_start(box: Box, shape: Sequence[int]) -> int:
 
 
 def flat_span(box: Box, frame: Box) -> tuple[int, int] | None:
-    """Returns the elements of `frame`, a row-major buffer, that hold `box`, if they are one run."""
+    """Returns the element range of `box` in `frame`, a row-major buffer; None if not contiguous."""
     if box == frame:
         return 0, frame.numel
     inner = box.within(frame)
@@ -183,8 +189,9 @@ def flat_span(box: Box, frame: Box) -> tuple[int, int] | None:
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Returns the elements `start <= i < stop` of a row-major tensor of `shape` as boxes, in order:
-    at most 2N-1.
+    """Returns the elements `start <= i < stop` of a row-major tensor of `shape` as boxes, in order.
+
+    A tensor of N dims needs at most 2N-1 boxes.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"flat range {start}:{stop} does not lie in shape {tuple(shape)}")
@@ -213,18 +220,19 @@ def _flat_boxes(
 
 
 def bands(box: Box, max_numel: int, cuts: Sequence[int] = ()) -> Iterator[Box]:
-    """Cuts `box` into pieces of at most `max_numel` elements, each one run of the box's own
-    row-major order.
+    """Cuts `box` into pieces of at most `max_numel` elements, in row-major order.
+
+    The elements of each piece are contiguous in the row-major order of `box`.
 
     Args:
-        box: what to cut; nothing is yielded for an empty one.
-        max_numel: upper bound of a piece, in elements, at least 1.
+        box: the box to cut. An empty box yields nothing.
+        max_numel: the largest size of a piece, in elements; at least 1.
         cuts: coordinates along the first dim that no piece may straddle.
 
     Yields:
         Boxes in row-major order that tile `box` exactly. A piece has single indices in its leading
-        dims, one range, and the full extent of `box` behind; so its overlap with any chunk that is
-        itself a box is one run of that chunk.
+        dims, then one range, then the full extent of `box`. Its overlap with a chunk that is itself
+        a box is therefore contiguous in that chunk.
     """
     if box.numel == 0:
         return

@@ -1,6 +1,6 @@
-"""What a checkpoint holds and where each byte lies.
+"""The catalog: what a checkpoint holds and where each byte lies.
 
-A catalog is plain data that any format can fill and every operation reads. It does not know how
+A catalog is plain data. Any format can fill it, and every operation reads it. It does not know how
 files are opened or how a format packs its items.
 """
 
@@ -25,10 +25,12 @@ RAW, TORCH_ZIP, ZIP = "raw", "torch_zip", "zip"
 class Extent(NamedTuple):
     """Bytes `start <= i < start + nbytes` of a file.
 
-    `strides` are in elements and None for row-major order. `packing` is RAW where the range is the
-    payload itself, TORCH_ZIP where it is a `torch.save` archive within which the payload has yet to
-    be found (`Format.locate`), or ZIP where it is any other zip that holds several entries. `crc32`
-    is that of the bytes, where the format keeps one.
+    `strides` are in elements, and None for row-major order. `crc32` is the CRC-32 of the bytes,
+    where the format keeps one. `packing` is one of:
+
+    - RAW: the range is the payload itself.
+    - TORCH_ZIP: the range is a `torch.save` archive. `Format.locate` finds the payload in it.
+    - ZIP: the range is any other zip that holds several entries.
     """
 
     file: str
@@ -40,33 +42,32 @@ class Extent(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A piece of a tensor in storage: which elements, and where they lie."""
+    """A stored piece of a tensor: which elements, and where they lie."""
 
     box: Box
     extent: Extent
 
 
 class ChunkTable(Sequence[Chunk]):
-    """Chunks that are no object each, so that questions about all of them have quick answers; see
-    `chunks`.
+    """Chunks stored as arrays, so that questions about all of them need no loop in Python.
 
-    `names` are those of the files that any of the tensors is in, one table for all of a catalog's
-    or a part of it.
+    `chunk_table` implements it. `names` lists the files of the whole catalog, or of a part of it.
+    Several tensors share one such tuple.
     """
 
     names: tuple[str, ...]
 
     @abstractmethod
     def under(self, names: tuple[str, ...]) -> ChunkTable:
-        """Returns the same chunks with other names for the files, in the same order."""
+        """Returns the same chunks with other file names, in the same order."""
 
     @abstractmethod
     def kinds(self) -> list[Box]:
-        """Returns what one of each sizes holds."""
+        """Returns one example box per distinct size."""
 
     @abstractmethod
     def nbytes_by_file(self, itemsize: int) -> Mapping[str, tuple[int, int]]:
-        """Returns how many chunks each file holds, and the bytes of their elements."""
+        """Returns the number of chunks in each file, and the bytes of their elements."""
 
     @abstractmethod
     def file_names(self) -> set[str]:
@@ -74,22 +75,24 @@ class ChunkTable(Sequence[Chunk]):
 
     @abstractmethod
     def covers(self, shape: Sequence[int]) -> bool:
-        """Tells whether they hold every element of a tensor exactly once, for sure."""
+        """Tells whether the chunks certainly hold every element of a tensor exactly once."""
 
     @abstractmethod
     def copies(self, targets: Sequence[Box]) -> CopyTable | None:
-        """Pairs every target box with the chunks that overlap it; None where chunks are cut along
-        several dims, or overlap.
+        """Pairs every target box with the chunks that overlap it.
+
+        Returns None if the chunks are cut along several dims, or overlap.
         """
 
     @abstractmethod
     def fit(self, file_sizes: Mapping[str, int], itemsize: int) -> bool:
-        """Tells whether every extent lies in its file and is as long as its elements are."""
+        """Tells whether every extent lies in its file and is long enough for its elements."""
 
     @abstractmethod
     def are_apart(self, others: Sequence[ChunkTable], ranges: Iterable[Extent]) -> bool:
-        """Tells whether none of these, of others (itself among them) and of further ranges shares
-        bytes with another.
+        """Tells whether no two extents overlap, among `ranges` and `others`.
+
+        `others` includes this table.
         """
 
 
@@ -109,7 +112,7 @@ class TensorEntry:
 
 
 def kinds_of(entry: TensorEntry) -> list[Box]:
-    """Returns what chunks of a tensor hold, of those of equal sizes at least one."""
+    """Returns boxes of a tensor's chunks: at least one for each distinct size."""
     return (
         entry.chunks.kinds()
         if isinstance(entry.chunks, ChunkTable)
@@ -118,7 +121,7 @@ def kinds_of(entry: TensorEntry) -> list[Box]:
 
 
 def nbytes_by_file(entry: TensorEntry) -> Mapping[str, tuple[int, int]]:
-    """Returns how many chunks of a tensor each file holds, and the bytes of their elements."""
+    """Returns the number of a tensor's chunks in each file, and the bytes of their elements."""
     if isinstance(entry.chunks, ChunkTable):
         return entry.chunks.nbytes_by_file(entry.dtype.itemsize)
     found: dict[str, tuple[int, int]] = {}
@@ -139,8 +142,9 @@ def files_of(entry: TensorEntry) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class BytesEntry:
-    """One object that is no tensor: carried whole and never unpickled. `replicas` must hold the
-    same bytes.
+    """One object that is not a tensor: copied whole and never unpickled.
+
+    `replicas` must hold the same bytes.
     """
 
     fqn: str
@@ -153,25 +157,26 @@ class Catalog:
     """All entries of a checkpoint.
 
     Attributes:
-        format: name of the format it was read by.
+        format: name of the format that read the checkpoint.
         tensors: by FQN, in the order of the checkpoint.
         objects: by FQN, in the order of the checkpoint.
         paths: for an FQN that was flattened from a nested dict, the keys on the way (DCP's
             `planner_data`).
         file_sizes: bytes of every data file that the entries use.
-        world_size: number of ranks that wrote it, None where the format does not tell.
-        ranks: for each data file, the rank that wrote it, where the format tells.
-        extras: what else the format keeps, as strings for people.
-        archives: zips that hold several entries each, as views of their records, so that some may
-            share bytes.
-        made: files that exist in memory only: objects and small tensors that a reader made of
-            values which stand in metadata.
-        beside: names of files and folders that lie with the checkpoint's own and of which nothing
-            is read.
-        unread: tensors of kinds that are not read here, such as quantized ones, each with its kind
+        world_size: number of ranks that wrote the checkpoint; None if the format does not record
+            it.
+        ranks: for each data file, the rank that wrote it, if the format records it.
+        extras: other facts that the format keeps, as strings for people.
+        archives: zips that hold several entries each. Entries are views of their records, so some
+            may share bytes.
+        made: files that exist in memory only. The reader made these objects and small tensors from
+            values in metadata.
+        beside: names of files and folders next to the checkpoint's own. Nothing is read from them.
+        unread: tensors of kinds that ckpt does not read, such as quantized ones. Each has its kind,
             for people.
-        unknown: values of types that are not known here, each with its type.
-        lacks_shapes: the files lack the shapes of parameters, which a file of shapes gives.
+        unknown: values of unknown types, each with its type.
+        lacks_shapes: the files lack the shapes of parameters; a separate file of shapes must give
+            them.
     """
 
     format: str
@@ -195,7 +200,7 @@ class Catalog:
         return sum(t.nbytes for t in self.tensors.values())
 
     def where(self, file: str) -> str:
-        """Returns a file's name, with the rank that wrote it where known, for a message."""
+        """Returns a file's name for a message, with the rank that wrote it if known."""
         return (
             f"{printable(file)} of rank {self.ranks[file]}"
             if file in self.ranks
@@ -204,24 +209,23 @@ class Catalog:
 
 
 def check_names(catalog: Catalog) -> None:
-    """Refuses names that no file can hold again.
+    """Refuses names that no file could store again.
 
     Raises:
-        FormatError: a name has half of a character that takes two, or is longer than any name of a
-            parameter.
+        FormatError: a name contains a lone surrogate, or is too long for a parameter name.
     """
     for fqn in chain(catalog.tensors, catalog.objects, catalog.unread, catalog.unknown):
         if len(fqn) > _MAX_NAME or (
             not fqn.isascii() and any("\ud800" <= c <= "\udfff" for c in fqn)
         ):
-            raise FormatError(f"the name of an entry is no text, or too long: {printable(fqn)!r}")
+            raise FormatError(f"an entry's name is not valid, or too long: {printable(fqn)!r}")
 
 
 # ---- views: the same bytes under other names, or fewer of them -----------------------------------
 
 
 def keep(catalog: Catalog, wanted: Callable[[str], bool]) -> Catalog:
-    """Returns the catalog with only the entries whose FQN is wanted."""
+    """Returns the catalog with only the entries whose FQN passes `wanted`."""
     return replace(
         catalog,
         tensors={k: v for k, v in catalog.tensors.items() if wanted(k)},
@@ -231,9 +235,28 @@ def keep(catalog: Catalog, wanted: Callable[[str], bool]) -> Catalog:
     )
 
 
+def check_new_name(old: str, new: str) -> None:
+    """Refuses a new name of a tensor that no format can hold.
+
+    Raises:
+        PlanError: it is empty, or not Unicode text.
+    """
+    if not new:
+        raise PlanError(
+            f"nothing is left of a name: {printable(old)!r}",
+            hint="give a replacement that leaves a name",
+        )
+    if any("\ud800" <= c <= "\udfff" for c in new):
+        raise PlanError(
+            f"a new name is not Unicode text: {printable(new)!r}, of {printable(old)!r}",
+            hint="the replacement has half of a character, or bytes that are no UTF-8",
+        )
+
+
 def rename(catalog: Catalog, new_name: Callable[[str], str]) -> Catalog:
-    """Returns the catalog with every tensor under a new FQN; paths are dropped, since they spell
-    the old names.
+    """Returns the catalog with a new FQN for every tensor.
+
+    The result has no `paths`, because they spell the old names.
 
     Raises:
         PlanError: two tensors would get one name.
@@ -242,6 +265,7 @@ def rename(catalog: Catalog, new_name: Callable[[str], str]) -> Catalog:
     origin: dict[str, str] = {}
     for fqn, entry in catalog.tensors.items():
         name = new_name(fqn)
+        check_new_name(fqn, name)
         if name in renamed:
             raise PlanError(
                 f"two tensors would get one name: {printable(origin[name])!r} and"
@@ -260,8 +284,9 @@ def rename(catalog: Catalog, new_name: Callable[[str], str]) -> Catalog:
 
 
 def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
-    """Returns a test whether a name matches one of the globs (`*` matches dots too); no globs match
-    nothing.
+    """Returns a test whether a name matches one of the globs; `*` matches dots too.
+
+    Without globs, no name matches.
     """
     patterns = [fnmatch.translate(g) for g in globs]
     joined = re.compile("|".join(patterns)) if patterns else None
@@ -273,11 +298,11 @@ def check_globs(globs: Iterable[str], names: Sequence[str], what: str) -> None:
 
     Args:
         globs: as for `matcher`.
-        names: all that they may match.
+        names: all names that they may match.
         what: the option, for the message.
 
     Raises:
-        PlanError: with the names that are nearest.
+        PlanError: a glob matches nothing; the hint lists the nearest names.
     """
     names = list(dict.fromkeys(names))
     for glob in globs:
@@ -292,16 +317,17 @@ def check_globs(globs: Iterable[str], names: Sequence[str], what: str) -> None:
 
 
 def chooser(select: Sequence[str], exclude: Sequence[str]) -> Callable[..., bool]:
-    """Returns a test of an entry by its names: one of `select` matches one, or there are none, and
-    none of `exclude` matches any.
+    """Returns a test of an entry by its names.
+
+    An entry passes if `select` is empty or matches one of its names, and `exclude` matches none of
+    them.
     """
     wanted, unwanted = matcher(select), matcher(exclude)
     return lambda *names: (not select or any(map(wanted, names))) and not any(map(unwanted, names))
 
 
 def choose(catalog: Catalog, select: Sequence[str], exclude: Sequence[str]) -> Catalog:
-    """Returns the entries that one of `select` matches, or all where there are none, but for those
-    that one of `exclude` matches.
+    """Returns the entries that `select` matches (all if it is empty) and `exclude` does not match.
 
     Raises:
         PlanError: a glob matches no name.
@@ -313,10 +339,10 @@ def choose(catalog: Catalog, select: Sequence[str], exclude: Sequence[str]) -> C
 
 
 def refuse_unread(catalog: Catalog, hint: str = "leave them out: --exclude GLOB") -> None:
-    """Refuses a catalog with tensors of kinds that are not read.
+    """Refuses a catalog with tensors of kinds that ckpt does not read.
 
     Raises:
-        PlanError: with their names and kinds.
+        PlanError: there are such tensors; the message lists names and kinds.
     """
     if catalog.unread:
         some = [
@@ -336,8 +362,8 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 def strip_wrappers(fqn: str) -> str:
     """Returns an FQN without the segments that wrappers of the model add.
 
-    torch.compile, FSDP1 and activation checkpointing add theirs anywhere; DDP and DeepSpeed put
-    `module` in front.
+    torch.compile, FSDP1 and activation checkpointing add their segments anywhere. DDP and DeepSpeed
+    put `module` in front.
     """
     segments = [s for s in fqn.split(".") if s not in _WRAPPERS]
     while len(segments) > 1 and segments[0] == "module":
@@ -346,9 +372,9 @@ def strip_wrappers(fqn: str) -> str:
 
 
 def stripped_from(fqn: str) -> str:
-    """Returns the segments that `strip_wrappers` takes out, joined; "" for none."""
+    """Returns the segments that `strip_wrappers` removes, joined; "" for none."""
     segments = fqn.split(".")
-    # so many `module`
+    # the number of leading `module` segments
     front = len([s for s in segments if s not in _WRAPPERS]) - len(strip_wrappers(fqn).split("."))
     gone = [s for s in segments if s in _WRAPPERS]
     return ".".join([*gone, *(["module"] * front)])
@@ -362,23 +388,23 @@ _MODEL_KEYS = ("model", "MODEL", "model_state_dict", "state_dict", "module", "mo
 
 
 def is_other_state(segment: str) -> bool:
-    """Tells whether a key of a training state usually holds something else than the model:
-    optimizer, scheduler, ….
-    """
+    """Tells whether a key of a training state usually holds optimizer, scheduler or other state."""
     return _OTHER_STATE.fullmatch(segment) is not None
 
 
 def key_path(catalog: Catalog, fqn: str) -> tuple[str, ...]:
-    """Returns the keys that lead to an entry: as the format kept them, else the FQN cut at its
-    dots.
+    """Returns the keys that lead to an entry.
+
+    They are the keys that the format kept, or else the FQN split at its dots.
     """
     path = catalog.paths.get(fqn)
     return tuple(map(str, path)) if path else tuple(fqn.split("."))
 
 
 def find_optimizers(catalog: Catalog) -> set[tuple[str, ...]]:
-    """Returns the keys above each optimizer, whatever those are called: what has `param_groups` in
-    it, and `state` or nothing beside.
+    """Returns the keys above each optimizer, whatever its name.
+
+    An optimizer is a dict that holds `param_groups`, usually with `state` beside it.
     """
     found: dict[tuple[str, ...], set[str]] = {}
     for fqn in chain(catalog.objects, catalog.tensors):
@@ -391,12 +417,11 @@ def find_optimizers(catalog: Catalog) -> set[tuple[str, ...]]:
 
 
 def find_model(catalog: Catalog) -> tuple[str, ...]:
-    """Returns the keys under which the model stands: `("model",)` for Accelerate, `()` for
-    torchtitan, `("app", "model")`….
+    """Returns the keys above the model: `("model",)` for Accelerate, `()` for torchtitan.
 
-    Where the format kept the paths, a model key is one. Where names are all there is, `model.` may
-    just as well be the first attribute of the module (Hugging Face's `model.` beside `lm_head.`),
-    so it counts only if nothing else stands beside it.
+    If the format kept the paths, a key such as `model` leads to the model. Without paths, `model.`
+    may also be the first attribute of the module, such as Hugging Face's `model.` beside
+    `lm_head.`. It then counts only if nothing else lies beside it.
     """
     optimizers = find_optimizers(catalog)
     paths = [
@@ -416,7 +441,7 @@ def find_model(catalog: Catalog) -> tuple[str, ...]:
             and catalog.paths
             and {o[:depth] for o in optimizers if len(o) == depth + 1} == {prefix}
         ):
-            # all else beside an optimizer is one dict: the model, whatever its key
+            # the only dict beside an optimizer is the model, whatever its key
             return (*prefix, *beside)
         if len(beside) != 1 or not any(
             len(p) > depth + 1 and p[depth + 1] in _MODEL_KEYS for p in level
@@ -433,8 +458,9 @@ def _is_below(path: tuple[str, ...], prefixes: Container[tuple[str, ...]]) -> bo
 def _below_its_file(
     catalog: Catalog, paths: Iterable[tuple[str, ...]], prefix: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Returns the keys of a model whose files are called as its key is: `model_rank_0.pt` with
-    `{"model": …, "optimizer": …}` in it.
+    """Returns the keys of a model whose files are named like its key.
+
+    An example is `model_rank_0.pt` that holds `{"model": …, "optimizer": …}`.
     """
     below = [p[len(prefix) :] for p in paths if p[: len(prefix)] == prefix]
     keys = {p[0] for p in below if not is_other_state(p[0])}
@@ -448,9 +474,7 @@ def _below_its_file(
 
 
 def model_only(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
-    """Returns the tensors of the model under their names within it, and the keys that were taken
-    off.
-    """
+    """Returns the model's tensors under their names within the model, and the keys taken off."""
     prefix, optimizers = find_model(catalog), find_optimizers(catalog)
 
     def is_model(fqn: str) -> bool:

@@ -1,7 +1,7 @@
-"""CRC-64/NVME of files and tensors, CRC-32 where a zip asks for it, and joining the checksums of
-pieces.
+"""Checksums of files and tensors (CRC-64/NVME) and of zip records (CRC-32), and how to join them.
 
-Both run at the speed of a memory copy and release the GIL. Imports nothing of this package.
+Both run at the speed of a memory copy and release the GIL. This module imports nothing of this
+package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def hex64(crc: int) -> str:
 
 
 def join_crc64(pieces: Iterable[tuple[int, int]]) -> int:
-    """Returns the CRC-64/NVME of a concatenation from its pieces' `(crc, nbytes)` in order."""
+    """Returns the CRC-64/NVME of concatenated pieces from their `(crc, nbytes)`, in order."""
     crc = 0
     for piece, nbytes in pieces:
         crc = combine_crc64nvme(crc, piece, nbytes)
@@ -36,7 +36,7 @@ def join_crc64(pieces: Iterable[tuple[int, int]]) -> int:
 
 
 def join_crc32(pieces: Iterable[tuple[int, int]]) -> int:
-    """Returns the CRC-32 of a concatenation from its pieces' `(crc, nbytes)` in order."""
+    """Returns the CRC-32 of concatenated pieces from their `(crc, nbytes)`, in order."""
     crc = 0
     for piece, nbytes in pieces:
         crc = crc32_combine(crc, piece, nbytes)

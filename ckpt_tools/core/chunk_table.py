@@ -1,7 +1,7 @@
-"""Chunks of a tensor as arrays instead of an object each, for checkpoints that have millions; and
-proofs about them.
+"""Chunks of a tensor as arrays, for checkpoints with millions of chunks; and proofs about them.
 
-A `ArrayChunkTable` is a sequence of `Chunk` like any other: one is made when it is asked for.
+An `ArrayChunkTable` is a sequence of `Chunk` like any other. It builds a `Chunk` when one is
+requested.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class ArrayChunkTable(ChunkTable):
 
     Attributes:
         offsets, sizes: `[n, d]`, in elements.
-        names: of the files that any of the tensors is in.
-        files: `[n]`, numbers of those names.
-        starts, nbytes: `[n]`, where each extent begins and how long it is.
+        names: the files of any tensor in the catalog.
+        files: `[n]`, indices into `names`.
+        starts, nbytes: `[n]`, start and length of each extent in bytes.
         packing: of all extents.
     """
 
@@ -103,12 +103,12 @@ class ArrayChunkTable(ChunkTable):
         )
 
     def __hash__(self) -> int:
-        return hash(tuple(self))  # as that of the tuple which it equals
+        return hash(tuple(self))  # a table equals the tuple of its chunks, so the hashes agree
 
-    # ---- what `catalog` asks of many at once: the answer "no" is looked into chunk by chunk ------
+    # ---- ChunkTable's questions; if the answer is "no", the caller checks chunk by chunk ---------
 
     def kinds(self) -> list[Box]:
-        """Returns what one chunk of each sizes holds."""
+        """Returns one example box per distinct size."""
         return [
             self[int(number)].box for number in np.unique(self.sizes, axis=0, return_index=True)[1]
         ]
@@ -118,14 +118,15 @@ class ArrayChunkTable(ChunkTable):
         return {self.names[i] for i in np.unique(self.files)}
 
     def nbytes_by_file(self, itemsize: int) -> dict[str, tuple[int, int]]:
-        """Returns, for each file, how many chunks it holds and the bytes of their elements."""
+        """Returns the number of chunks in each file, and the bytes of their elements."""
         numel = self.sizes.prod(axis=1) * itemsize
         counts, totals = np.bincount(self.files), np.bincount(self.files, numel)
         return {self.names[i]: (int(counts[i]), int(totals[i])) for i in np.flatnonzero(counts)}
 
     def covers(self, shape: Sequence[int]) -> bool:
-        """Tells whether they hold every element of a tensor exactly once, for sure; replicas and
-        odd layouts are not for sure.
+        """Tells whether the chunks certainly hold every element of a tensor exactly once.
+
+        Returns False for replicas and irregular layouts, even where they do cover the tensor.
         """
         offsets, sizes, full = self.offsets, self.sizes, np.array(shape, np.int64)
         if (
@@ -145,7 +146,7 @@ class ArrayChunkTable(ChunkTable):
             np.zeros(int(held.sum()), np.int64),
             1,
         )
-        # a grid: along each dim, every chunk ends where another begins
+        # the chunks form a grid: along each dim, every chunk ends where another begins
         for dim in np.flatnonzero((sizes != full).any(axis=0)):
             starts, number = np.unique(offsets[:, dim], return_inverse=True)
             ends = np.append(starts[1:], full[dim])
@@ -155,8 +156,10 @@ class ArrayChunkTable(ChunkTable):
         return len(cell) == count == len(np.unique(cell))
 
     def copies(self, targets: Sequence[Box]) -> ArrayCopyTable | None:
-        """Pairs every target box with the chunks that overlap it; None where they are no grid, or a
-        target has other dims.
+        """Pairs every target box with the chunks that overlap it.
+
+        Returns None if chunks are replicas, overlap along the dim of the search, or differ in
+        number of dims from a target.
         """
         held = np.flatnonzero((self.sizes > 0).all(axis=1))
         width = self.offsets.shape[1]
@@ -182,13 +185,13 @@ class ArrayChunkTable(ChunkTable):
         return ArrayCopyTable(held[at[shared]], dst[shared], low[shared], size[shared])
 
     def _are_distinct(self, held: Ints) -> bool:
-        """Tells whether no two boxes begin at one element, as replicas do."""
+        """Tells whether no two boxes begin at the same element, as replicas do."""
         return len(np.unique(self.offsets[held], axis=0)) == len(held)
 
     def fit(self, file_sizes: Mapping[str, int], itemsize: int) -> bool:
-        """Tells whether every extent lies in its file and is as long as its elements are."""
+        """Tells whether every extent lies in its file and is long enough for its elements."""
         ends = np.array([file_sizes.get(name, -1) for name in self.names], np.int64)[self.files]
-        numel = self.sizes.astype(np.float64).prod(axis=1) * itemsize  # a giant one stays a giant
+        numel = self.sizes.astype(np.float64).prod(axis=1) * itemsize  # float64 cannot wrap around
         return bool(
             (
                 (self.starts >= 0)
@@ -199,12 +202,13 @@ class ArrayChunkTable(ChunkTable):
         )
 
     def are_apart(self, others: Sequence[ChunkTable], ranges: Iterable[Extent]) -> bool:
-        """Tells whether none of these, of others and of further ranges shares a byte with another,
-        unless they are the very same.
+        """Tells whether no two extents overlap, among `ranges` and `others`.
+
+        `others` includes this table. Two identical ranges do not count as an overlap.
         """
         many = [c for c in others if isinstance(c, ArrayChunkTable) and c.names is self.names]
         if len(many) < len(others):
-            return False  # numbers of files mean nothing between two catalogs
+            return False  # `files` can be compared only between tables with the same `names`
         number = {name: i for i, name in enumerate(self.names)}
         more = [(number.setdefault(e.file, len(number)), e.start, e.nbytes) for e in ranges]
         extra: Ints = np.array(more, np.int64).reshape(-1, 3)
@@ -222,9 +226,7 @@ class ArrayChunkTable(ChunkTable):
 
 
 class ArrayCopyTable(CopyTable):
-    """`[m]` copies as arrays: numbers of sources and targets `[m]`, offsets and sizes of boxes `[m,
-    d]`.
-    """
+    """`[m]` copies as arrays: source and target numbers `[m]`, box offsets and sizes `[m, d]`."""
 
     __slots__ = ("dst", "offsets", "sizes", "src")
 

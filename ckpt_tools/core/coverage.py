@@ -1,4 +1,4 @@
-"""The proof that a catalog is whole: every element is held once, every byte lies in its file."""
+"""The proof that a catalog is complete: each element is held once, each byte lies in its file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt_tools.errors import CatalogError, printable
 
 
 class Flaw(NamedTuple):
-    """What is wrong with an entry of a catalog; `file` is "" where it is no file's fault."""
+    """A flaw of one catalog entry; `file` is "" if no single file is at fault."""
 
     fqn: str
     file: str
@@ -19,23 +19,24 @@ class Flaw(NamedTuple):
 
 
 def check(catalog: Catalog, shares: bool = False) -> None:
-    """Proves that every tensor is covered exactly once (equal boxes count as replicas) and every
-    extent lies in its file.
+    """Proves that every tensor is covered exactly once and that every extent lies in its file.
+
+    Equal boxes count as replicas.
 
     Args:
-        catalog: what is to be proved.
+        catalog: the catalog to check.
         shares: entries may share bytes of a file, as views of storages do.
 
     Raises:
-        CatalogError: a chunk exceeds its tensor, two overlap, elements are missing, or an extent is
-            out of bounds.
+        CatalogError: a chunk exceeds its tensor, two chunks overlap, elements are missing, or an
+            extent is out of bounds.
     """
     for flaw in flaws(catalog, shares):
         raise flaw.error
 
 
 def flaws(catalog: Catalog, shares: bool = False) -> Iterator[Flaw]:
-    """Yields everything that `check` would refuse."""
+    """Yields every flaw that `check` would refuse."""
     for entry in catalog.tensors.values():
         many = entry.chunks if isinstance(entry.chunks, ChunkTable) else None
         if not (many and many.covers(entry.shape)) and (error := _check_cover(catalog, entry)):
@@ -83,7 +84,7 @@ def _check_extent(catalog: Catalog, fqn: str, extent: Extent, least: int) -> Cat
 
 
 def _are_apart(catalog: Catalog) -> bool:
-    """Tells whether no two entries share bytes, where that can be told at once."""
+    """Tells whether no two entries share bytes. False may also mean that the arrays cannot tell."""
     many = [t.chunks for t in catalog.tensors.values() if isinstance(t.chunks, ChunkTable)]
     if not many or catalog.archives or catalog.made:
         return False
@@ -94,7 +95,7 @@ def _are_apart(catalog: Catalog) -> bool:
         for c in t.chunks
     ]
     few += [o.extent for o in catalog.objects.values()]
-    # of a model's folder, and an optimizer's
+    # two tables of names (a model's folder and an optimizer's) may not share a file
     tables = {id(chunks.names): chunks.names for chunks in many}
     if sum(map(len, tables.values())) > len(set().union(*tables.values())):
         return False
@@ -103,8 +104,9 @@ def _are_apart(catalog: Catalog) -> bool:
 
 
 def _overlaps(catalog: Catalog) -> Iterator[Flaw]:
-    """Yields entries that share bytes of a file with another, unless they are the very same range
-    (a tied tensor).
+    """Yields entries that share bytes of a file with another entry.
+
+    Entries with identical ranges are tied tensors and are fine.
     """
     spans: dict[str, dict[tuple[int, int], str]] = {}
     shared = {*catalog.made, *(archive.file for archive in catalog.archives)}
@@ -161,7 +163,11 @@ def _check_cover(catalog: Catalog, entry: TensorEntry) -> CatalogError | None:
 
 
 def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Sweeps along the dim with the most distinct offsets; only boxes alive there are compared."""
+    """Returns the first two boxes that overlap, or None.
+
+    Sweeps along the dim with the most distinct offsets, and compares only boxes that overlap in
+    that dim.
+    """
     dims = range(len(boxes[0].offsets))
     dim = max(dims, key=lambda d: len({b.offsets[d] for b in boxes}), default=None)
     if dim is None:
@@ -179,9 +185,7 @@ def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def replicas(entry: TensorEntry) -> list[list[Chunk]]:
-    """Returns the groups of chunks that claim the same elements, where there are several of
-    them.
-    """
+    """Returns the groups of several chunks that hold the same elements."""
     if isinstance(entry.chunks, ChunkTable) and entry.chunks.covers(entry.shape):
         return []
     if len({c.box for c in entry.chunks}) == len(entry.chunks):

@@ -1,7 +1,7 @@
-"""The one table of element types: name, safetensors tag, torch storage class, width.
+"""The table of element types: name, safetensors tag, torch storage class and width.
 
-Imports nothing of this package, and neither torch nor numpy. A type that is not in the table is
-refused by name.
+It imports neither torch nor numpy. A type that is not in the table is refused, and the error names
+it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ckpt_tools.errors import FormatError, printable
 class DType(NamedTuple):
     """One element type.
 
-    `name` is torch's without the `torch.` prefix. `tag` is None where safetensors has none.
-    `storage_class` is the class a `torch.save` pickle names, `UntypedStorage` where the pickle
-    carries the dtype beside it.
+    `name` is torch's without the `torch.` prefix. `tag` is None if safetensors has none.
+    `storage_class` is the class that a `torch.save` pickle names. It is `UntypedStorage` if the
+    pickle carries the dtype separately.
     """
 
     name: str
@@ -64,8 +64,9 @@ SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64":
 
 
 def by_name(name: str, where: str) -> DType:
-    """Returns the type that torch calls `name`; `where` goes into the FormatError for an unknown
-    one.
+    """Returns the type that torch calls `name`.
+
+    `where` appears in the FormatError for an unknown name.
     """
     try:
         return BY_NAME[name]
@@ -77,8 +78,9 @@ def by_name(name: str, where: str) -> DType:
 
 
 def by_tag(tag: str, where: str) -> DType:
-    """Returns the type that safetensors calls `tag`; `where` goes into the FormatError for an
-    unknown one.
+    """Returns the type that safetensors calls `tag`.
+
+    `where` appears in the FormatError for an unknown tag.
     """
     try:
         return BY_TAG[tag]

@@ -1,4 +1,4 @@
-"""The one logger of this package. What it says has no secrets of URLs."""
+"""The logger of this package. It removes the secrets of URLs from every message."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Which boxes of a tensor each rank of a mesh holds.
+"""Placements: which boxes of a tensor each rank of a mesh holds.
 
-Integer geometry that agrees with DTensor's; knows no file and no format, and does not import torch.
+This is integer geometry that agrees with DTensor's. It knows no file and no format, and does not
+import torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from ckpt_tools.core.box import Box, flat_range_boxes, whole
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """Split along tensor dim `dim` over one axis of the mesh, as `torch.chunk` splits: the last
-    parts may be short or empty.
+    """A split along tensor dim `dim` over one axis of the mesh.
+
+    It splits as `torch.chunk` does: the last parts may be short or empty.
     """
 
     dim: int
@@ -24,8 +26,9 @@ class ShardPlacement:
 
 @dataclass(frozen=True, slots=True)
 class StridedShardPlacement:
-    """Split along `dim` after the axes to its right have split it: FSDP over tensor parallelism on
-    one dim.
+    """A split along `dim` that applies after the splits of the mesh axes to its right.
+
+    FSDP over tensor parallelism on one dim needs it.
     """
 
     dim: int
@@ -40,9 +43,7 @@ Placement = ShardPlacement | StridedShardPlacement | ReplicatePlacement
 
 
 def split(box: Box, dim: int, num_parts: int, part: int) -> Box:
-    """Returns part `part` of `num_parts` of a box along `dim`; an empty part stands at the end of
-    the box.
-    """
+    """Returns part `part` of `num_parts` of a box along `dim`; an empty part lies at its end."""
     step = -(-box.sizes[dim] // num_parts)
     low, high = min(part * step, box.sizes[dim]), min((part + 1) * step, box.sizes[dim])
     offsets = (*box.offsets[:dim], box.offsets[dim] + low, *box.offsets[dim + 1 :])
@@ -52,7 +53,7 @@ def split(box: Box, dim: int, num_parts: int, part: int) -> Box:
 def rank_boxes(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> list[list[Box]]:
-    """Returns the boxes that each rank of a mesh holds, ranks in row-major order of the mesh.
+    """Returns the boxes that each rank of a mesh holds, in row-major order of the mesh.
 
     Args:
         shape: global shape of the tensor.
@@ -60,11 +61,11 @@ def rank_boxes(
         placements: one per axis.
 
     Returns:
-        `[R]` lists of one box each, R = product of `mesh_shape`; empty boxes stand for ranks
-        without elements.
+        `[R]` lists of one box each, where R is the product of `mesh_shape`. A rank without elements
+        has an empty box.
 
-    Source: torch.distributed.tensor's `compute_local_shape_and_global_offset`, which the tests
-    compare with.
+    Source: torch.distributed.tensor's `compute_local_shape_and_global_offset`. The tests compare
+    the results.
     """
     if len(mesh_shape) != len(placements):
         raise ValueError(
@@ -78,8 +79,9 @@ def rank_boxes(
 
 
 def _split_order(placements: Sequence[Placement]) -> Iterator[tuple[int, int]]:
-    """Yields (axis, dim) in the order the splits apply: left to right, strided ones after all
-    others on their dim.
+    """Yields (axis, dim) in the order in which the splits apply.
+
+    Plain splits apply from left to right. Strided splits follow, from right to left.
     """
     plain = [(axis, p.dim) for axis, p in enumerate(placements) if isinstance(p, ShardPlacement)]
     strided = [
@@ -102,8 +104,9 @@ def _local_box(
 
 
 def flat_boxes(shape: Sequence[int], num_ranks: int) -> list[list[Box]]:
-    """Returns the boxes of a tensor whose flattened elements are cut into `num_ranks` equal parts
-    (ZeRO, FSDP1).
+    """Returns each rank's boxes of a tensor whose flattened elements are cut into equal parts.
+
+    ZeRO and FSDP1 cut tensors like this, into `num_ranks` parts.
     """
     total = math.prod(shape)
     step = -(-total // num_ranks)
@@ -114,25 +117,23 @@ def flat_boxes(shape: Sequence[int], num_ranks: int) -> list[list[Box]]:
 
 
 def split_dims(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the dims along which a tensor is split into these boxes: none for a replicated or
-    whole one.
+    """Returns the dims along which these boxes split a tensor; none for a replicated or whole one.
 
-    A dim of size 1 (or 0) counts where an empty part stands at its end, as DTensor leaves behind:
-    (1, 17) over 2 ranks.
+    A dim of size 1 (or 0) counts if an empty part lies at its end. DTensor leaves such parts: (1,
+    17) over 2 ranks.
     """
     return tuple(d for d, full in enumerate(shape) if any(b.sizes[d] != full for b in boxes))
 
 
 def reshard_boxes(boxes: Sequence[Box], shape: Sequence[int], num_ranks: int) -> list[Box | None]:
-    """Returns the box each of `num_ranks` ranks of an FSDP job saves of a tensor that is now split
-    into `boxes`.
+    """Returns the box that each of `num_ranks` FSDP ranks saves of a tensor now split into `boxes`.
 
-    One split dim is split again; several (a 2-D mesh) become dim 0; a tensor in one piece stays
-    whole, on rank 0. DCP keeps one chunk per offset, so of the ranks left without elements only the
-    first saves an (empty) chunk.
+    One split dim is split again. Several split dims (a 2-D mesh) become a split of dim 0. A tensor
+    in one piece stays whole, on rank 0. DCP keeps one chunk per offset, so only the first rank
+    without elements saves an (empty) chunk.
 
     Returns:
-        `[num_ranks]` boxes; None for a rank that saves nothing of it.
+        `[num_ranks]` boxes; None for a rank that saves nothing of the tensor.
     """
     dims = split_dims(boxes, shape)
     if not dims:

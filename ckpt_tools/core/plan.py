@@ -1,6 +1,6 @@
 """Pairing: which chunk of a source feeds which slot of a target, in global element coordinates.
 
-Pure and printable. Bytes appear only in the engine.
+A plan is pure data and printable. Only the engine handles bytes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from ckpt_tools.core.catalog import BytesEntry, Catalog, Chunk, ChunkTable, Exte
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.errors import PlanError, printable
 
-# no part of an upload may be shorter; a manifest is to stay small
+# S3 refuses shorter parts of an upload; the manifest must stay small
 CELL_BYTES, MOST_CELLS = 5 << 20, 16
 
 
 def num_cells(box: Box, nbytes: int) -> int:
-    """Returns into how many cells a long payload is cut, each of which is sealed with checksums of
-    its own.
+    """Returns the number of cells in a long payload; 0 for a short one.
 
-    Halves, quarters … sixteenths of whole rows: what a reshard to 2, 4 … times the ranks cuts it
-    into. A short one has none, 0.
+    Each cell has its own checksums. Cells are halves, quarters … sixteenths of whole rows. A
+    reshard to 2, 4 … times the ranks cuts the payload at the same rows.
     """
     if nbytes < CELL_BYTES:
         return 0
@@ -34,7 +33,7 @@ def num_cells(box: Box, nbytes: int) -> int:
 
 
 class Slot(NamedTuple):
-    """Room for a chunk in a target file: its elements, row-major, at `start`."""
+    """Space for a chunk in a target file: its elements, row-major, at `start`."""
 
     box: Box
     file: str
@@ -42,9 +41,7 @@ class Slot(NamedTuple):
 
 
 class Literal(NamedTuple):
-    """Bytes of a target file that are known before anything is copied: headers, footers, an
-    index.
-    """
+    """Bytes of a target file that are known before the copy: headers, footers, an index."""
 
     file: str
     start: int
@@ -52,8 +49,9 @@ class Literal(NamedTuple):
 
 
 class Trailer(NamedTuple):
-    """Bytes of a target file that contain the CRC-32 of the slot before them, as a zip's central
-    directory does.
+    """Bytes of a target file that contain the CRC-32 of the slot before them.
+
+    A zip's central directory is an example.
     """
 
     file: str
@@ -65,10 +63,10 @@ class Trailer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A set of target files as a format laid it out.
+    """A set of target files, laid out by a format.
 
-    `slots` has, per FQN, where its chunks go; `index` is the file whose appearance makes the whole
-    visible (None where a single file is its own index).
+    `slots` has the places of each FQN's chunks. The target becomes visible when `index` appears; it
+    is None if a single file is its own index.
     """
 
     format: str
@@ -87,7 +85,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """How one tensor (or object, as bytes) gets from its source chunks to its slots."""
+    """The way of one tensor (or object, as bytes) from its source chunks to its slots."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -100,7 +98,7 @@ class TensorPlan:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of source elements that the copies name."""
+        """The bytes of the source elements that the copies read."""
         copies = self.copies
         return (
             copies.numel if isinstance(copies, CopyTable) else sum(c.box.numel for c in copies)
@@ -108,7 +106,7 @@ class TensorPlan:
 
     @property
     def used(self) -> list[int]:
-        """The numbers of the chunks from which anything is copied, in order."""
+        """The numbers of the chunks that the copies read, in order."""
         return (
             self.copies.sources()
             if isinstance(self.copies, CopyTable)
@@ -117,15 +115,16 @@ class TensorPlan:
 
     @property
     def is_complete(self) -> bool:
-        """Tells whether the slots hold every element, so that the whole tensor passes by in
-        row-major order.
+        """Tells whether the slots hold every element.
+
+        If so, the whole tensor passes in row-major order.
         """
         return sum(s.box.numel for s in self.slots) >= whole(self.shape).numel
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that an operation will do, decided."""
+    """The complete decision about an operation: the copies of each tensor, and the target files."""
 
     tensors: tuple[TensorPlan, ...]
     target: Target
@@ -133,23 +132,23 @@ class Plan:
 
     @property
     def num_copies(self) -> int:
-        """Pairs of a source chunk and a target slot."""
+        """The number of pairs of a source chunk and a target slot."""
         return sum(len(t.copies) for t in self.tensors)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of source elements that the copies name."""
+        """The bytes of the source elements that the copies read."""
         return sum(t.payload_bytes for t in self.tensors)
 
 
 def plan_copies(src: Sequence[Box], dst: Sequence[Box]) -> list[Copy]:
     """Pairs every target box with the source boxes that overlap it.
 
-    Sorted intervals along the dim that cuts the sources most finely; a target looks only at the
-    sources that can reach it. Equal source boxes are replicas: the first is taken.
+    The source boxes are sorted along the dim that cuts them most finely. A target looks only at the
+    sources that can reach it. Equal source boxes are replicas, and the first one is used.
 
     Returns:
-        Copies that tile each target box exactly, provided that the sources cover it.
+        Copies that tile each target box exactly, if the sources cover it.
     """
     first: dict[Box, int] = {}
     for number, box in enumerate(src):
@@ -170,16 +169,16 @@ def plan_transfer(
     dtypes: Mapping[str, DType] | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Plans how every slot of a target is filled from a catalog.
+    """Plans how to fill every slot of a target from a catalog.
 
     Args:
-        catalog: the source, proved by `soundness.check`.
+        catalog: the source, proved by `coverage.check`.
         target: files with slots; its FQNs are the catalog's.
-        dtypes: element type to write, per FQN; the stored one where absent.
+        dtypes: element type to write, per FQN; the default is the stored type.
         notes: remarks to print with the plan.
 
     Raises:
-        PlanError: FQNs that the source lacks, all of them named.
+        PlanError: the source lacks FQNs; the message names the first ten.
     """
     missing = [
         fqn for fqn in target.slots if fqn not in catalog.tensors and fqn not in catalog.objects
@@ -226,8 +225,9 @@ def _plan_object(catalog: Catalog, fqn: str, slots: tuple[Slot, ...]) -> TensorP
 
 
 def plan_objects(extents: Mapping[str, Extent], name: Callable[[str], str] = str) -> Plan:
-    """Plans the copy of ranges of bytes, each as an object that becomes a file of its own; `name`
-    gives what that is called.
+    """Plans the copy of byte ranges, each to a file of its own.
+
+    `name` returns the file name for a key.
     """
     items = {key: BytesEntry(key, extent) for key, extent in extents.items()}
     slots = {key: (Slot(whole((extent.nbytes,)), name(key), 0),) for key, extent in extents.items()}
@@ -238,12 +238,12 @@ def plan_objects(extents: Mapping[str, Extent], name: Callable[[str], str] = str
 
 
 def plan_files(files: Mapping[str, int], name: Callable[[str], str] = str) -> Plan:
-    """Plans the copy of whole files of so many bytes; see `plan_objects`."""
+    """Plans the copy of whole files, given by name and size in bytes; see `plan_objects`."""
     return plan_objects({file: Extent(file, 0, nbytes) for file, nbytes in files.items()}, name)
 
 
 def plan_values(tensors: Iterable[TensorEntry]) -> Plan:
-    """Plans a reading of tensors, each in one piece, for a sink that keeps nothing."""
+    """Plans to read tensors, each in one piece, for a sink that keeps nothing."""
     entries = {t.fqn: t for t in tensors}
     slots = {fqn: (Slot(whole(t.shape), fqn, 0),) for fqn, t in entries.items()}
     return plan_transfer(Catalog("values", entries), Target("values", {}, slots))

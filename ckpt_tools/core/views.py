@@ -1,5 +1,6 @@
-"""Tensors made of pieces of others: rows reordered, cut out, put side by side. Only chunks change;
-no byte is touched.
+"""Tensors made of pieces of others: rows reordered, cut out or stacked.
+
+Only chunks change; no bytes are moved.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from ckpt_tools.errors import PlanError, printable
 
 
 class RowRange(NamedTuple):
-    """Rows `source, source + step, …` of a tensor, `number` of them, become rows `target, target +
-    1, …`.
-    """
+    """A map of `number` rows: `source, source + step, …` become `target, target + 1, …`."""
 
     target: int
     source: int
@@ -25,15 +24,16 @@ class RowRange(NamedTuple):
 
 
 def cut(chunk: Chunk, box: Box, itemsize: int) -> Chunk:
-    """Returns the part of a chunk that `box`, which lies in it, holds. Its extent must be RAW."""
+    """Returns the part of a chunk in `box`, which must lie in it. The chunk must be RAW."""
     return Chunk(
         box, _view(chunk, box, itemsize, chunk.extent.strides or row_major_strides(chunk.box.sizes))
     )
 
 
 def _view(chunk: Chunk, box: Box, itemsize: int, strides: Sequence[int]) -> Extent:
-    """Returns the bytes of the elements that start where `box` does in the chunk and are `strides`
-    apart.
+    """Returns the extent of a strided view that begins at `box`'s first element.
+
+    The view has the sizes of `box`, and its elements are `strides` apart.
     """
     own = chunk.extent.strides or row_major_strides(chunk.box.sizes)
     skip = sum((o - p) * s for o, p, s in zip(box.offsets, chunk.box.offsets, own, strict=True))
@@ -56,15 +56,15 @@ def _view(chunk: Chunk, box: Box, itemsize: int, strides: Sequence[int]) -> Exte
 
 
 def take_rows(entry: TensorEntry, rows: Sequence[RowRange], num_rows: int) -> TensorEntry:
-    """Returns the tensor of `num_rows` rows (indices of dim 0) that are taken from another one.
+    """Returns the tensor of `num_rows` rows (indices of dim 0), taken from another tensor.
 
     Args:
-        entry: the source, its extents RAW.
-        rows: which become which; together they give every target row once.
+        entry: the source; its extents must be RAW.
+        rows: which rows become which; together they give every target row once.
         num_rows: rows of the target.
 
     Raises:
-        PlanError: the source has no rows.
+        PlanError: the source has no dims.
     """
     if not entry.shape:
         raise PlanError(f"a tensor without dims has no rows: {printable(entry.fqn)!r}")
@@ -93,7 +93,7 @@ def _rows_of(chunk: Chunk, run: RowRange, itemsize: int) -> Iterator[Chunk]:
 
 
 def stack_rows(fqn: str, entries: Sequence[TensorEntry]) -> TensorEntry:
-    """Returns the tensor that has the rows of several, one below the other.
+    """Returns the tensor that stacks the rows of several tensors.
 
     Raises:
         PlanError: they differ in type or in another dim.
@@ -118,7 +118,10 @@ def stack_rows(fqn: str, entries: Sequence[TensorEntry]) -> TensorEntry:
 
 
 def take_layer(entry: TensorEntry, index: int) -> TensorEntry:
-    """Returns one index of dim 0, without that dim: a layer of a stack. Its extents must be RAW."""
+    """Returns index `index` of dim 0, without that dim: one layer of a stack.
+
+    The tensor's extents must be RAW.
+    """
     chunks = []
     for chunk in entry.chunks:
         box = Box((index, *chunk.box.offsets[1:]), (1, *chunk.box.sizes[1:]))

@@ -1,1 +1,1 @@
-"""From a plan to bytes: schedule, run, kernels, sinks."""
+"""The way from a plan to bytes: schedule, run, kernels, sinks."""

@@ -1,5 +1,6 @@
-"""Two checkpoints side by side: every tile of the one is met by the same elements of the other,
-however they are stored there.
+"""Compares two checkpoints: pairs every tile of one with the same elements of the other.
+
+The two may store these elements differently.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ _LONG = {"int64": np.int64, "uint64": np.uint64}
 
 @dataclass
 class Tally:
-    """How the values of one tensor differ, a and b.
+    """The differences between the values of one tensor in checkpoints a and b.
 
     Attributes:
-        num_different: elements that are not the same bits, or lie outside the tolerance.
-        first: where the first of them is, as an index in row-major order.
-        max_abs: the largest |a - b|; NaN where only one of both is NaN.
+        num_different: elements whose bits differ, or that lie outside the tolerance.
+        first: row-major index of the first of them; -1 for none.
+        max_abs: the largest |a - b|; NaN if only one of both is NaN.
         max_rel: the largest |a - b| / max(|a|, |b|).
-        dot, aa, bb: sums of a*b, a*a and b*b over the elements that were looked at as numbers.
-        is_partial: some elements were not, since their bits are the same.
+        dot, aa, bb: sums of a*b, a*a and b*b over the elements that were decoded as numbers.
+        is_partial: some elements were not decoded, because their bits are equal.
     """
 
     num_different: int = 0
@@ -49,7 +50,7 @@ class Tally:
     is_partial: bool = False
 
     def add(self, other: Tally) -> None:
-        """Takes in what was found in another part of the tensor."""
+        """Adds the differences of another part of the tensor."""
         self.num_different += other.num_different
         if other.first >= 0:
             self.first = other.first if self.first < 0 else min(self.first, other.first)
@@ -62,7 +63,7 @@ class Tally:
 
     @property
     def cosine(self) -> float | None:
-        """The cosine of the angle between both, None where one has no direction."""
+        """The cosine of the angle between both; None if one is zero or a sum is not finite."""
         norm = math.sqrt(self.aa) * math.sqrt(self.bb)
         return (
             max(-1.0, min(1.0, self.dot / norm))
@@ -76,7 +77,7 @@ def _larger(a: float, b: float) -> float:
 
 
 class CompareSink:
-    """Reads the same elements of another checkpoint, and tallies how they differ."""
+    """A sink that reads the same elements from another checkpoint and tallies the differences."""
 
     def __init__(
         self,
@@ -90,25 +91,25 @@ class CompareSink:
         """Takes the other checkpoint.
 
         Args:
-            store: its bytes.
-            plan: of its tensors, by the same names and shapes.
-            located: where their payloads are.
-            atol, rtol: values count as the same where |a - b| <= atol + rtol * |b|; only the same
-                bits do where both are 0.
-            is_full: look at all elements as numbers, and not only where bits differ.
+            store: its files.
+            plan: its tensors, under the same names and shapes.
+            located: the locations of its payloads.
+            atol, rtol: values count as equal if |a - b| <= atol + rtol * |b|. If both are 0, only
+                equal bits count.
+            is_full: decode all elements as numbers, not only those whose bits differ.
         """
         self._store, self._atol, self._rtol, self._is_full = store, atol, rtol, is_full
         self._others: dict[str, TensorPlan] = {t.fqn: t for t in plan.tensors}
         self._located = located
         self._sources: tuple[str, Sources] | None = None
-        # by the identity of the step, which lives until it is taken
+        # by the id() of the batch, which stays alive until `take`
         self._waiting: dict[int, list[Tile]] = {}
         self._readers = threading.local()
         self._lock = threading.Lock()
         self.tallies: dict[str, Tally] = {}
 
     def pair(self, steps: Iterable[Batch]) -> Iterator[Batch]:
-        """Passes steps on, and finds out what they need of the other checkpoint."""
+        """Yields the batches unchanged, and plans the matching reads of the other checkpoint."""
         for step in steps:
             tiles = [self._other(tile) for tile in step.tiles]
             self._store.will_read((r.file, r.start, r.nbytes) for t in tiles for r in t.reads)
@@ -172,7 +173,7 @@ class CompareSink:
             is_same = (x == y) & (gap == 0) | (np.isnan(x) & np.isnan(y)) | (np.isinf(x) & (x == y))
             gap = np.where(is_same, 0.0, gap)
             if self._atol or self._rtol:
-                # as torch.isclose
+                # the rule of torch.isclose
                 different = ~is_same & ~(
                     np.isfinite(gap) & (gap <= self._atol + self._rtol * np.abs(y))
                 )
@@ -197,7 +198,7 @@ def _integer_gap(a: Bytes, a_dtype: DType, b: Bytes, b_dtype: DType) -> npt.NDAr
     """Returns |a - b| of integers that float64 would round."""
     x, y = a.view(_LONG[a_dtype.name]), b.view(_LONG[b_dtype.name])
     if x.dtype == y.dtype:
-        # right even where a - b wraps
+        # uint64 is exact even where a - b would wrap around
         gap: npt.NDArray[Any] = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(
             np.uint64
         )
@@ -221,7 +222,7 @@ def _flat(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 def _flat_at(box: Box, shape: tuple[int, ...], number: int) -> int:
-    """Returns the row-major position in the tensor of an element that a box counts by itself."""
+    """Returns the row-major index in the tensor of element `number` of a box."""
     index = []
     for offset, size in zip(reversed(box.offsets), reversed(box.sizes), strict=True):
         index.append(offset + number % size)

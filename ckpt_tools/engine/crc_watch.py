@@ -1,4 +1,4 @@
-"""The CRC-32 that a writer noted for a range of its file, against the bytes that are read of it."""
+"""Compares the bytes read of a range with the CRC-32 that its writer noted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ckpt_tools.errors import IntegrityError, printable
 
 
 class RangeCrcs(NamedTuple):
-    """What one process has read of a range: start, length and CRC-32 of each piece, and the CRC-32
-    of the whole.
+    """The pieces of a range that one process has read, and the CRC-32 of the whole range.
+
+    Each piece is (start, length, CRC-32).
     """
 
     extent: Extent
@@ -27,14 +28,13 @@ class RangeCrcs(NamedTuple):
 
 
 class CrcWatch:
-    """Takes what is read, in any order and from several threads, and proves every range that was
-    read in full.
+    """A checker of ranges: it collects the checksums of reads and proves every range read in full.
+
+    Reads come in any order and from several threads.
     """
 
     def __init__(self, owners: dict[Extent, str]) -> None:
-        """Takes the ranges to watch, with the names of the tensors that they belong to, for
-        messages.
-        """
+        """Takes the ranges to watch, with the names of their tensors for messages."""
         self._owners = owners
         self._sealed: dict[str, list[Extent]] = {}
         for extent in self._owners:
@@ -47,11 +47,13 @@ class CrcWatch:
         self._lock = threading.Lock()
 
     def note(self, file: str, start: int, data: Bytes) -> int | None:
-        """Takes bytes of a file, if they lie in a range that is watched; returns their CRC-32 where
-        more is to come.
+        """Notes bytes read from a file, if they lie in a watched range.
+
+        Returns their CRC-32 if the range is not yet decided.
 
         Raises:
-            IntegrityError: they are all of it, and not what was written.
+            IntegrityError: the bytes are the whole range, and differ from the bytes that were
+                written.
         """
         extent = self._around(file, start, len(data))
         if extent is None:
@@ -65,9 +67,7 @@ class CrcWatch:
         return crc
 
     def take(self, file: str, start: int, nbytes: int, crc: int) -> None:
-        """Takes the CRC-32 of bytes that an earlier try has read, if they lie in a range that is
-        watched.
-        """
+        """Notes the CRC-32 of bytes that an earlier attempt read, if a watched range holds them."""
         extent = self._around(file, start, nbytes)
         if extent is not None:
             self._pieces.setdefault(extent, set()).add((start, nbytes, crc))
@@ -82,8 +82,9 @@ class CrcWatch:
         )
 
     def hand_over(self, crcs: Mapping[Extent, int]) -> list[RangeCrcs]:
-        """Returns what was read of ranges of which another process may have read the rest, where
-        their CRC-32 is known.
+        """Returns the reads of ranges that this process read only in part.
+
+        Another process may have read the rest. Ranges without a known CRC-32 are left out.
         """
         parts = [
             (e, pieces, _known(e, crcs))
@@ -97,21 +98,22 @@ class CrcWatch:
         ]
 
     def absorb(self, parts: Iterable[RangeCrcs], crcs: dict[Extent, int]) -> None:
-        """Takes over what another process has read in part, and the CRC-32 that it knows."""
+        """Adds another process's partial reads of ranges, and the CRC-32 of these ranges."""
         for part in parts:
             self._owners[part.extent] = part.fqn
             self._pieces.setdefault(part.extent, set()).update(part.pieces)
             crcs[part.extent] = part.crc
 
     def prove(self, crcs: Mapping[Extent, int]) -> int:
-        """Compares; returns how many ranges are proved. One that was read in part, or with gaps, is
-        passed over.
+        """Compares checksums, and returns the number of proved ranges.
+
+        A range read in part, or with gaps, is skipped.
 
         Args:
-            crcs: CRC-32 of the ranges that do not have it with them, as far as known.
+            crcs: CRC-32 of ranges whose extent does not carry it, as far as known.
 
         Raises:
-            IntegrityError: bytes on disk are not what was written.
+            IntegrityError: bytes on disk differ from the bytes that were written.
         """
         for extent, pieces in self._pieces.items():
             ordered, end = sorted(pieces), extent.start
@@ -137,12 +139,10 @@ class CrcWatch:
 
 
 class RecordCrcWatch(CrcWatch):
-    """Ranges of files that are read across them: what is read is cut where a range begins or
-    ends.
-    """
+    """A watch for reads that span several ranges: it cuts each read at the ends of ranges."""
 
     def note(self, file: str, start: int, data: Bytes) -> int | None:
-        """Takes bytes of a file, of which each range may have a part."""
+        """Notes bytes of a file; each watched range takes its part of them."""
         end, extents = start + len(data), self._sealed.get(file, [])
         for extent in extents[max(0, bisect_right(self._starts.get(file, []), start) - 1) :]:
             if extent.start >= end:
@@ -158,8 +158,9 @@ def _known(extent: Extent, crcs: Mapping[Extent, int]) -> int | None:
 
 
 def read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> dict[Extent, str]:
-    """Returns the payloads that a plan reads in full and whose CRC-32 is known or may be learnt,
-    with the names of their tensors.
+    """Returns the payloads that a plan reads in full, with the names of their tensors.
+
+    Only payloads whose CRC-32 is known, or may become known, are included.
     """
     whole: dict[Extent, str] = {}
     for tensor in plan.tensors:
@@ -175,8 +176,9 @@ def read_whole(plan: Plan, located: Mapping[Extent, Extent]) -> dict[Extent, str
 
 
 def is_watched(stored: Extent, extent: Extent) -> bool:
-    """Tells whether the CRC-32 of a payload is known or may be learnt: as it is in the catalog, and
-    where it lies.
+    """Tells whether the CRC-32 of a payload is known, or may become known.
+
+    `stored` is the extent in the catalog, `extent` the located payload.
     """
     return extent.strides is None and (stored.packing != RAW or extent.crc32 is not None)
 
@@ -191,8 +193,10 @@ def _taken(copies: Iterable[Copy]) -> dict[int, int]:
 def known_crcs(
     assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]
 ) -> dict[Extent, int]:
-    """Returns the CRC-32 of payloads, as far as their writer noted it, by where they were assumed
-    to be, and are.
+    """Returns the CRC-32 of payloads by their assumed extents.
+
+    Only payloads that lie where they were assumed to lie, and whose writer noted a CRC-32, are
+    included.
     """
     same = {
         assumed[at]: extent.crc32

@@ -1,8 +1,8 @@
-"""Fingerprints: the CRC-64/NVME of a whole tensor in row-major order, joined from its tiles,
-however those are cut.
+"""Fingerprints: the CRC-64/NVME of a whole tensor in row-major order, joined from its tiles.
 
-CRCs are linear: a tensor's is the exclusive-or of the *shares* of its parts, and the share of a run
-of bytes is its CRC shifted by the bytes behind it.
+CRCs are linear, so the result does not depend on how the tiles are cut. The CRC of a tensor is the
+exclusive-or of the *shares* of its parts. The share of a contiguous range is its CRC, shifted by
+the number of bytes after it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ckpt_tools.engine.schedule import Tile
 from ckpt_tools.ranks.base import Group
 
 Words = npt.NDArray[np.uint64]
-_SHORT_BYTES = 256  # a run of fewer bytes is not worth a call
+_SHORT_BYTES = 256  # shorter rows are hashed together in numpy: a call per row costs more
 _POLYNOMIAL = 0x9A6C9329AC4BC9B5  # NVM Express 2.0, 5.2.1.3.4: bits reversed
 _ONES = np.uint64((1 << 64) - 1)
 
 
 class HashedRange(NamedTuple):
-    """A run of bytes with its checksums; `crc32` is 0 where nobody asks for it."""
+    """A byte range with its checksums; `crc32` is 0 if it is not needed."""
 
     start: int
     nbytes: int
@@ -39,7 +39,7 @@ class HashedRange(NamedTuple):
 
 
 class HashedRanges:
-    """Pieces in 32 bytes each: of a million chunks there are two million."""
+    """Hashed ranges in 32 bytes each: a million chunks have two million of them."""
 
     __slots__ = ("_words",)
 
@@ -48,11 +48,11 @@ class HashedRanges:
         self.extend(pieces)
 
     def append(self, piece: HashedRange) -> None:
-        """Adds one."""
+        """Adds one range."""
         self._words.extend(piece)
 
     def extend(self, pieces: Iterable[HashedRange]) -> None:
-        """Adds several."""
+        """Adds several ranges."""
         if isinstance(pieces, HashedRanges):
             self._words.extend(pieces._words)
         else:
@@ -67,12 +67,13 @@ class HashedRanges:
 
 
 class TensorHashes(NamedTuple):
-    """What was noted of tensors, by name.
+    """The checksums noted so far, by tensor name.
 
     Attributes:
-        pieces: the runs that passed by.
-        shares: of what is no run: where it begins, its bytes, and its share of the fingerprint.
-        sizes: bytes of the whole.
+        pieces: the contiguous ranges that passed.
+        shares: parts that are not contiguous, each with its start, its bytes, and its share of the
+            fingerprint.
+        sizes: bytes of the whole tensor.
     """
 
     pieces: dict[str, HashedRanges]
@@ -82,13 +83,16 @@ class TensorHashes(NamedTuple):
 
 @dataclass
 class Fingerprints:
-    """Those of whole tensors (or another checksum, by `joined`), from their tiles."""
+    """The fingerprints of whole tensors, joined from their tiles.
+
+    `joined` may join another checksum instead.
+    """
 
     joined: Callable[[Iterable[tuple[int, int]]], int] = join_crc64
     noted: TensorHashes = field(default_factory=lambda: TensorHashes({}, {}, {}))
 
     def add(self, tile: Tile, crc: int, data: Bytes) -> None:
-        """Notes one tile of a tensor, its checksum and its values."""
+        """Notes one tile of a tensor: its checksum, or its share computed from its values."""
         tensor = tile.tensor
         itemsize = tensor.dst_dtype.itemsize
         start = flat_start(tile.box, tensor.shape) * itemsize
@@ -106,22 +110,23 @@ class Fingerprints:
         self.noted.sizes[tensor.fqn] = whole(tensor.shape).numel * itemsize
 
     def share(self, team: Group) -> None:
-        """Brings together what every member of a team has noted."""
+        """Merges the notes of all ranks of a group."""
         found = team.all_gather(self.noted, "gather checksums")
         self.noted = TensorHashes({}, {}, {})
         for noted in found:
             self.absorb(noted)
 
     def absorb(self, noted: TensorHashes) -> None:
-        """Takes over what another process has noted."""
+        """Adds the notes of another process."""
         self.noted.sizes.update(noted.sizes)
         for mine, theirs in ((self.noted.pieces, noted.pieces), (self.noted.shares, noted.shares)):
             for fqn, more in theirs.items():
                 mine.setdefault(fqn, HashedRanges()).extend(more)
 
     def join(self) -> dict[str, int]:
-        """Returns the fingerprint of every tensor of which all tiles have passed, some of them
-        perhaps twice.
+        """Returns the fingerprint of every tensor whose tiles have all passed.
+
+        A tile may have passed twice.
         """
         joined = {}
         for fqn, nbytes in self.noted.sizes.items():
@@ -139,9 +144,7 @@ class Fingerprints:
         return joined
 
     def share_of(self, fqn: str) -> int:
-        """Returns the share of a tensor's fingerprint that is its parts' which have passed; 0 for
-        none.
-        """
+        """Returns the share of a tensor's fingerprint from the parts noted so far; 0 for none."""
         share, nbytes = 0, self.noted.sizes.get(fqn, 0)
         for piece in set(self.noted.pieces.get(fqn, ())):
             share ^= combine_crc64nvme(piece.crc64, 0, nbytes - piece.start - piece.nbytes)
@@ -151,17 +154,17 @@ class Fingerprints:
 
 
 def share_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> int:
-    """Returns the share of a tensor's fingerprint that a box of it has.
+    """Returns the share of a tensor's fingerprint that belongs to a box.
 
     Args:
         data: the values of the box, row-major.
         box: which elements.
-        shape: of the tensor.
+        shape: shape of the tensor.
         itemsize: bytes of an element.
     """
     dim = len(shape) - 1
     while dim > 0 and box.sizes[dim] == shape[dim]:
-        dim -= 1  # a run takes what lies behind this dim whole
+        dim -= 1  # all later dims are whole, so they belong to the contiguous rows
     strides = row_major_strides(shape)
     values = _crcs(data.reshape(-1, box.sizes[dim] * strides[dim] * itemsize))
     for outer in range(dim - 1, -1, -1):
@@ -175,7 +178,7 @@ def share_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> in
 
 
 def _crcs(rows: npt.NDArray[np.uint8]) -> Words:
-    """Returns the CRC-64/NVME of each row: `[n]` of `[n, nbytes]`."""
+    """Returns the CRC-64/NVME of each row: `[n]` for `[n, nbytes]`."""
     num_rows, nbytes = rows.shape
     if nbytes >= _SHORT_BYTES:
         return np.fromiter((crc64nvme(row) for row in _each(rows)), np.uint64, num_rows)
@@ -194,8 +197,9 @@ def _each(rows: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
 
 
 def _fold(values: Words, pitch: int) -> Words:
-    """Returns the shares of rows of values whose ends lie `pitch` bytes apart, seen from the last
-    one's end: `[m]` of `[m, n]`.
+    """Returns the share of each row of values, relative to the end of its last value.
+
+    The values of a row end `pitch` bytes apart. The shape is `[m]` for `[m, n]`.
     """
     while values.shape[1] > 1:
         if values.shape[1] % 2:
@@ -206,7 +210,7 @@ def _fold(values: Words, pitch: int) -> Words:
 
 
 def _shift(values: Words, nbytes: int) -> Words:
-    """Returns CRCs shifted by so many bytes behind them."""
+    """Returns CRCs shifted by `nbytes` bytes."""
     tables = _shift_tables(nbytes)
     octets = np.ascontiguousarray(values, "<u8").view(np.uint8).reshape(*values.shape, 8)
     result: Words = tables[0].take(octets[..., 0])
@@ -217,7 +221,7 @@ def _shift(values: Words, nbytes: int) -> Words:
 
 @lru_cache(maxsize=256)
 def _shift_tables(nbytes: int) -> Words:
-    """Returns what each value of each of a CRC's bytes becomes, `[8, 256]`."""
+    """Returns the shifted value of each possible byte of a CRC: `[8, 256]`, by byte position."""
     bits = np.array([combine_crc64nvme(1 << bit, 0, nbytes) for bit in range(64)], np.uint64)
     tables = np.zeros((8, 256), np.uint64)
     for bit in range(64):
@@ -228,7 +232,7 @@ def _shift_tables(nbytes: int) -> Words:
 
 @lru_cache(maxsize=1)
 def _byte_table() -> Words:
-    """Returns the CRC register after each byte, without its first and last inversion."""
+    """Returns the CRC register after each byte value, without its first and last inversion."""
     table = np.arange(256, dtype=np.uint64)
     for _ in range(8):
         table = (table >> np.uint64(1)) ^ np.where(

@@ -1,6 +1,4 @@
-"""What happens to values between a read and a write: strided copies and casts, in numpy, without
-torch.
-"""
+"""Strided copies and casts between a read and a write, in numpy, without torch."""
 
 from __future__ import annotations
 
@@ -34,8 +32,9 @@ _BF16_INF, _SIGN = np.uint16(0x7F80), np.uint16(0x8000)
 def view(
     data: Bytes, sizes: Sequence[int], itemsize: int, strides: Sequence[int] | None = None
 ) -> npt.NDArray[np.generic]:
-    """Returns bytes as an array of `sizes` whose elements are bare words of `itemsize` bytes;
-    `strides` in elements.
+    """Returns bytes as an array of `sizes`, with elements that are plain words of `itemsize` bytes.
+
+    `strides` are in elements.
     """
     steps = [s * itemsize for s in strides or row_major_strides(sizes)]
     return np.ndarray(
@@ -54,7 +53,7 @@ def scatter(
     itemsize: int,
     strides: Sequence[int] | None = None,
 ) -> None:
-    """Copies the elements of `box` into their places within `frame`, a row-major buffer."""
+    """Copies the elements of `box` to their places in `frame`, a row-major buffer."""
     box = box.within(frame)
     sizes = frame.sizes
     if strides is None:
@@ -63,15 +62,13 @@ def scatter(
 
 
 def gather(data: Bytes, frame: Box, into: Bytes, box: Box, itemsize: int) -> None:
-    """Copies the elements of `box` out of `frame`, a row-major buffer, into a row-major buffer of
-    their own.
-    """
+    """Copies the elements of `box` from `frame` to `into`; both buffers are row-major."""
     box, sizes, itemsize = _join_runs(box.within(frame), frame.sizes, itemsize)
     view(into, box.sizes, itemsize)[...] = view(data, sizes, itemsize)[box.slices()]
 
 
 def _join_runs(box: Box, sizes: tuple[int, ...], itemsize: int) -> tuple[Box, tuple[int, ...], int]:
-    """Takes what lies together for one wide element: one move a run instead of one an element.
+    """Merges contiguous elements into wide ones, so that numpy moves whole runs and not elements.
 
     Args:
         box: piece of a row-major array of `sizes`, in its coordinates.
@@ -96,15 +93,16 @@ def _join_runs(box: Box, sizes: tuple[int, ...], itemsize: int) -> tuple[Box, tu
 
 
 def cast(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
-    """Converts floating-point values, rounding to nearest even as torch does (by way of float32
-    where it goes that way).
+    """Converts floating-point values and rounds to nearest even, as torch does.
+
+    Values pass through float32 in the cases where torch does the same.
 
     Args:
         data: values of type `src`, contiguous.
-        into: room for as many of type `dst`.
+        into: buffer for as many values of type `dst`.
 
     Returns:
-        How many finite values became infinite.
+        The number of finite values that became infinite.
     """
     overflowed = 0
     src_block, dst_block = _BLOCK_NUMEL * src.itemsize, _BLOCK_NUMEL * dst.itemsize
@@ -119,7 +117,7 @@ def cast(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
 
 def _cast_block(data: Bytes, src: DType, into: Bytes, dst: DType) -> int:
     values: npt.NDArray[Any]
-    if src.name == "bfloat16":  # two lines say it better
+    if src.name == "bfloat16":  # numpy has no bfloat16: it is the upper half of a float32
         values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:
         values = data.view(_FLOATS[src.name])
@@ -166,8 +164,8 @@ _NUMBERS: dict[str, npt.DTypeLike] = {
     "complex64": np.dtype("c8"),
     "complex128": np.dtype("c16"),
 }
-# bits of the exponent and of the mantissa, the bias, whether the largest exponent means infinity
-# and NaN, and which other codes are NaN
+# exponent bits, mantissa bits, bias, whether the largest exponent means infinity and NaN, and the
+# other codes that are NaN
 _SMALL = {
     "float8_e4m3fn": (4, 3, 7, False, (0x7F, 0xFF)),
     "float8_e5m2": (5, 2, 15, True, ()),
@@ -177,12 +175,13 @@ _SMALL = {
 
 
 def decode(data: Bytes, dtype: DType) -> npt.NDArray[Any]:
-    """Returns values as float64 (complex128), so that any two types can be compared; what has no
-    value of its own, as its bytes.
+    """Returns values as float64 (or complex128), so that any two types can be compared.
+
+    A type without numeric values is returned as the numbers of its bytes.
 
     Args:
-        data: values in a row.
-        dtype: of what type they are. An int64 beyond 2**53 is rounded.
+        data: contiguous values.
+        dtype: their type. An int64 beyond 2**53 is rounded.
     """
     if dtype.name == "bfloat16":
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)

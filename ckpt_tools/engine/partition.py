@@ -1,8 +1,7 @@
-"""Who writes what, where files are streams that several processes fill: whole files, and runs of
-parts of the long ones.
+"""Divides streamed files among processes: whole files, and ranges of parts of long files.
 
-On a disk everybody writes anywhere, and a share is a run of the plan (`schedule.shares`). An object
-store takes files in parts, so there a share is made of those. Pure.
+On a disk, every process can write anywhere, and a share is a range of the plan (`schedule.shares`).
+An object store takes files in parts, so there a share consists of parts. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from ckpt_tools.core.box import Box, flat_range_boxes, flat_start
 from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_copies
 from ckpt_tools.storage.s3.multipart import part_starts
 
-Regions = Mapping[str, tuple[int, int]]  # by file, the bytes from one on and before the other
+Regions = Mapping[str, tuple[int, int]]  # by file: bytes `start <= i < stop`
 
 
 def cut_regions(plan: Plan, count: int, takes_parts: bool) -> Sequence[Regions]:
-    """Cuts the files of a plan's target into so many shares of about equal bytes.
+    """Cuts the files of a plan's target into `count` shares of about equal bytes.
 
     Args:
-        plan: of which every share is a part.
-        count: how many shares.
-        takes_parts: several processes may send parts of one file; else a file is of one share.
+        plan: the plan to divide.
+        count: number of shares.
+        takes_parts: several processes may send parts of one file. If False, each file belongs to
+            one share.
 
     Returns:
-        Of each share, the bytes of every file of which it has some. A file with checksums of its
-        own payloads in it is never cut.
+        For each share, its byte range of every file that it writes. A file that contains checksums
+        of its own payloads is never cut.
     """
     target = plan.target
     whole = {t.file for t in target.trailers} if takes_parts else set(target.file_sizes)
@@ -40,7 +40,7 @@ def cut_regions(plan: Plan, count: int, takes_parts: bool) -> Sequence[Regions]:
     start = 0
     for file, nbytes in target.file_sizes.items():
         if file in whole and len(target.file_sizes) == 1:
-            found[0][file] = (0, nbytes)  # the one who commits completes it
+            found[0][file] = (0, nbytes)  # process 0 commits, so it completes the file
         elif file in whole:
             found[bisect_right(edges, start + nbytes // 2)][file] = (0, nbytes)
         else:
@@ -54,13 +54,13 @@ def cut_regions(plan: Plan, count: int, takes_parts: bool) -> Sequence[Regions]:
                 if low < high or low == high == nbytes == 0:
                     found[number][file] = (low, high)
             if len(cuts) > 2:
-                found[0].setdefault(file, (0, 0))  # the one who commits begins and ends it
+                found[0].setdefault(file, (0, 0))  # process 0 begins and completes the upload
         start += nbytes
     return found
 
 
 def _slots_by_file(plan: Plan) -> dict[str, list[tuple[int, int]]]:
-    """Returns, of each file, where its slots begin and the bytes of their elements."""
+    """Returns, for each file, the start of every slot and the itemsize of its elements."""
     slots: dict[str, list[tuple[int, int]]] = {}
     for tensor in plan.tensors:
         for slot in tensor.slots:
@@ -69,9 +69,7 @@ def _slots_by_file(plan: Plan) -> dict[str, list[tuple[int, int]]]:
 
 
 def _cut(wanted: int, nbytes: int, slots: Sequence[tuple[int, int]]) -> int:
-    """Returns the first beginning of a part from a place on at which no element is cut; the file's
-    end where there is none.
-    """
+    """Returns the first part start at or after `wanted` that cuts no element; or the file's end."""
     starts = part_starts(nbytes)
     for start in starts[bisect_right(starts, max(0, wanted - 1)) :]:
         number = bisect_right(slots, (start, 0)) - 1
@@ -81,8 +79,9 @@ def _cut(wanted: int, nbytes: int, slots: Sequence[tuple[int, int]]) -> int:
 
 
 def within_regions(plan: Plan, regions: Regions) -> Plan:
-    """Returns the part of a plan that writes certain regions, and of its target what is there
-    besides payloads.
+    """Returns the part of a plan that writes certain regions.
+
+    Its target keeps the literals and trailers of these regions.
     """
     tensors = []
     for tensor in plan.tensors:
@@ -114,7 +113,10 @@ def _target(target: Target, regions: Regions) -> Target:
 
 
 def cut_slot(tensor: TensorPlan, slot: Slot, ranges: Sequence[tuple[int, int]]) -> Iterator[Slot]:
-    """Yields what of a slot lies in ranges of its file, which are cut at elements."""
+    """Yields the parts of a slot in byte ranges of its file.
+
+    The ranges must end between elements.
+    """
     itemsize, nbytes = tensor.dst_dtype.itemsize, slot.box.numel * tensor.dst_dtype.itemsize
     for first, last in ranges:
         first, last = (

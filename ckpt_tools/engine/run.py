@@ -1,7 +1,7 @@
-"""Carrying out steps: a few threads, one set of buffers each.
+"""Carries out batches with a few threads; each thread has its own buffers.
 
-Memory is threads times buffers, whatever the checkpoint's size. The first error stops all threads
-and is the one that is raised.
+The memory is threads times buffers, whatever the checkpoint's size. The first error stops all
+threads and is raised.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _AHEAD_NBYTES, _KNOWN_AHEAD_NBYTES = 96 << 20, 224 << 20
 
 
 class BatchResult(NamedTuple):
-    """What one step has done.
+    """The outcome of one batch.
 
     Attributes:
         read_nbytes: bytes read.
-        overflowed: how many finite values a cast made infinite, by tensor.
-        seen: file, start, length and CRC-32 of what was read of ranges that are watched.
-        wrote: what went into files.
+        overflowed: by tensor, how many finite values a cast made infinite.
+        seen: file, start, length and CRC-32 of each piece read from a watched range.
+        wrote: the pieces written to files.
     """
 
     read_nbytes: int
@@ -53,8 +53,10 @@ class BatchResult(NamedTuple):
 
 @dataclass
 class Totals:
-    """What a run did: bytes read, written, and copied by a store itself, and per tensor how many
-    finite values a cast made infinite.
+    """The totals of a run.
+
+    They are the bytes read, written and copied by a store itself. `overflowed` counts, by tensor,
+    the finite values that a cast made infinite.
     """
 
     read_nbytes: int = 0
@@ -64,7 +66,7 @@ class Totals:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, step: Batch, moved: BatchResult) -> None:
-        """Adds a finished step."""
+        """Adds a finished batch."""
         with self.lock:
             self.read_nbytes += moved.read_nbytes
             self.written_nbytes += sum(w.nbytes for t in step.tiles for w in t.writes)
@@ -83,21 +85,22 @@ def run(
     alter: Mapping[str, Alter] | None = None,
     note: Callable[[BatchResult], None] | None = None,
 ) -> Totals:
-    """Moves every step's tiles from a store into a sink.
+    """Moves every batch's tiles from a store into a sink.
 
     Args:
-        steps: from `schedule`; taken lazily.
-        store: where the reads go.
-        sink: what takes the values.
+        steps: batches from `schedule`; taken lazily.
+        store: the store to read from.
+        sink: receives the values.
         jobs: number of threads.
-        progress: called with the target bytes of each finished step, from any thread.
-        looks_ahead: tell the store what will be read, step by step; not where it knows already.
-        seals: take note of what is read.
-        alter: by tensor, what is done to its values on the way, in float32.
-        note: called with what each step has done, from any thread.
+        progress: called with the target bytes of each finished batch, from any thread.
+        looks_ahead: tell the store about the reads of each batch ahead of time. False if the store
+            knows them already.
+        seals: checks the CRC-32 of the bytes that are read.
+        alter: by tensor, a function that changes its values on the way, in float32.
+        note: called with the result of each batch, from any thread.
 
     Raises:
-        CheckpointError: the first error of any thread; the others stop at their next step.
+        CheckpointError: the first error of any thread; the others stop before their next batch.
     """
     totals, stop = Totals(), threading.Event()
     feed = _Feed(steps, store, looks_ahead)
@@ -124,7 +127,7 @@ def run(
 
 
 class _Feed:
-    """Hands steps to threads, and tells the store ahead of time what they will read."""
+    """Hands batches to threads, and tells the store ahead of time what they will read."""
 
     def __init__(self, steps: Iterable[Batch], store: Store, looks_ahead: bool) -> None:
         self._steps: Iterator[Batch] = iter(steps)
@@ -133,8 +136,8 @@ class _Feed:
         self._ahead: deque[Batch] = deque()
         self._ahead_nbytes = 0
         self._is_over = False
-        # a store that fetches ahead has its own limit; the earlier it knows the end, the better it
-        # spreads what is left
+        # a store that prefetches has its own limit; if it knows the last reads early, it can
+        # spread them better over its requests
         self._most_nbytes = (
             _KNOWN_AHEAD_NBYTES if store.capabilities.fetches_ahead else _AHEAD_NBYTES
         )
@@ -162,7 +165,7 @@ class _Feed:
 
 
 class Reader:
-    """Fills the tiles of a step from a store, with room for odd pieces; one a thread."""
+    """Fills the tiles of a batch from a store. Each thread has its own reader and buffers."""
 
     def __init__(self, store: Store, seals: CrcWatch | None = None) -> None:
         self.store, self._seals = store, seals
@@ -179,15 +182,16 @@ class Reader:
             self.seen.append((file, start, len(data), crc))
 
     def room(self, name: str, nbytes: int) -> Bytes:
-        """Returns a buffer that is kept for the next time."""
+        """Returns a buffer, which is kept for the next call with this name."""
         found = self._buffers.get(name)
         if found is None or len(found) < nbytes:
             found = self._buffers[name] = empty_bytes(nbytes)
         return found
 
     def fill(self, wanted: list[tuple[Tile, Bytes]]) -> int:
-        """Reads all pieces, and returns how many bytes that were: large ones straight into place,
-        small neighbours by way of one window.
+        """Reads all pieces, and returns the number of bytes read.
+
+        Large reads go straight into place. Small neighbours are read together as one window.
         """
         small: list[Range] = []
         pieces: list[tuple[Tile, Read, Bytes]] = []
@@ -225,13 +229,16 @@ class Reader:
 
 
 class _Worker:
-    """One thread's work: the tiles of a step side by side, and the same before a cast."""
+    """One thread's work on a batch: reads, casts, and passes the tiles to the sink.
+
+    Buffers hold the tiles of a batch side by side, also before a cast.
+    """
 
     def __init__(self, sink: Sink, reader: Reader, alter: Mapping[str, Alter]) -> None:
         self.store, self.sink, self.reader, self._alter = reader.store, sink, reader, alter
 
     def do(self, step: Batch) -> BatchResult:
-        """Moves one step."""
+        """Moves one batch."""
         self.reader.seen = []
         for tile in step.tiles:
             check_filled(tile)
@@ -267,8 +274,9 @@ class _Worker:
         return BatchResult(read_nbytes, overflowed, self.reader.seen, wrote)
 
     def _cast(self, tile: Tile, before: Bytes, after: Bytes) -> int:
-        """Brings a tile's values into the target's type, altered on the way where that was asked
-        for; returns how many overflowed.
+        """Converts a tile's values to the target's type, and returns how many overflowed.
+
+        Tensors in `alter` are changed on the way, in float32.
         """
         alter = self._alter.get(tile.tensor.fqn)
         if alter is None:
@@ -281,7 +289,7 @@ class _Worker:
         return cast(singles, _SINGLE, after, tile.tensor.dst_dtype)
 
     def _view(self, tile: Tile) -> Bytes | None:
-        """Returns the values where they already lie, if they lie together in memory."""
+        """Returns the store's own memory for the values if they are contiguous there, else None."""
         if (
             len(tile.reads) != 1
             or tile.reads[0].strides is not None
@@ -294,7 +302,7 @@ class _Worker:
 
 
 def cut(buffer: Bytes, sizes: Iterable[int]) -> list[Bytes]:
-    """Returns pieces of a buffer, one behind the other."""
+    """Returns consecutive pieces of a buffer, of these sizes."""
     parts, at = [], 0
     for nbytes in sizes:
         parts.append(buffer[at : at + nbytes])
@@ -303,7 +311,7 @@ def cut(buffer: Bytes, sizes: Iterable[int]) -> list[Bytes]:
 
 
 def check_filled(tile: Tile) -> None:
-    """Makes sure that no uninitialised byte of a buffer can leave it."""
+    """Makes sure that the reads fill the tile, so that no uninitialised byte is written."""
     if sum(r.box.numel for r in tile.reads) != tile.box.numel:
         raise CatalogError(
             f"no source for some elements of {printable(tile.tensor.fqn)!r} {tile.box}"
@@ -311,7 +319,7 @@ def check_filled(tile: Tile) -> None:
 
 
 def _in_place(tile: Tile, read: Read, data: Bytes) -> Bytes | None:
-    """Returns the part of a tile's buffer that a read can go straight into."""
+    """Returns the part of a tile's buffer that a read can fill directly; None if there is none."""
     at = tile.flat_range(read.box) if read.strides is None else None
     return None if at is None else data[at[0] : at[1]]
 

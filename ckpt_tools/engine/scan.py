@@ -1,6 +1,6 @@
-"""A look at the values themselves: NaN, infinity, nothing but zeros, nothing but one value.
+"""Scans values for NaN, infinity, tensors of zeros only, and tensors of one value only.
 
-By bit patterns, so that every float type is known without torch.
+It looks at bit patterns, so it knows every float type without torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ckpt_tools.ranks.base import Group
 
 
 class Pattern(NamedTuple):
-    """What a float type's special values look like: all bits of `exponent` set; and no bit of
-    `mantissa` for infinity.
+    """The bit pattern of a float type's special values.
+
+    NaN and infinity have all bits of `exponent` set. Infinity has no bit of `mantissa` set.
     """
 
     word: str
@@ -48,8 +49,9 @@ _NAN_ONLY = {
 
 
 class Finding(NamedTuple):
-    """What is remarkable about a tensor's values: how many are NaN, how many infinite; whether all
-    are the same, or all zero.
+    """A finding about a tensor: the numbers of NaN and infinite values.
+
+    It also tells whether all values are the same, and whether all are zero.
     """
 
     fqn: str
@@ -67,13 +69,13 @@ class _Seen:
     is_constant: bool = True
 
     def add(self, other: _Seen) -> None:
-        """Takes in what was seen in another part of the tensor."""
+        """Adds the result of another part of the tensor."""
         self.nans, self.infs = self.nans + other.nans, self.infs + other.infs
         self.is_constant = self.is_constant and other.is_constant and other.first == self.first
 
 
 class ScanSink:
-    """Looks at values and keeps nothing of them."""
+    """A sink that examines values and keeps none of them."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
@@ -93,15 +95,16 @@ class ScanSink:
                 self._seen.setdefault(tile.tensor.fqn, _Seen(first=first)).add(found)
 
     def share(self, team: Group) -> None:
-        """Brings together what every member of a team has seen."""
+        """Merges the results of all ranks of a group."""
         found = team.all_gather(self._seen, "gather findings")
         self._seen = {}
         for fqn, seen in (item for one in found for item in one.items()):
             self._seen.setdefault(fqn, _Seen(first=seen.first)).add(seen)
 
     def findings(self, tensors: Iterable[TensorEntry]) -> list[Finding]:
-        """Returns what is remarkable, of these tensors, in their order; one of a single element is
-        constant and says nothing by it.
+        """Returns the findings for these tensors, in their order.
+
+        A tensor of one element does not count as constant.
         """
         found = []
         for tensor in tensors:
@@ -123,11 +126,13 @@ class ScanSink:
 
 
 def count_special(data: Bytes, dtype: DType) -> tuple[int, int]:
-    """Returns how many values are NaN, and how many infinite; a complex number counts once a part.
+    """Returns the number of NaN and of infinite values.
+
+    The two parts of a complex number count separately.
 
     Args:
-        data: values in a row.
-        dtype: of what type they are.
+        data: contiguous values.
+        dtype: their type.
     """
     if dtype.name in _NAN_ONLY:
         return sum(int(np.count_nonzero(data == code)) for code in _NAN_ONLY[dtype.name]), 0
@@ -141,5 +146,5 @@ def count_special(data: Bytes, dtype: DType) -> tuple[int, int]:
 
 
 def _is_constant(data: Bytes, itemsize: int) -> bool:
-    """Tells whether every element is the one before it."""
+    """Tells whether every element equals the one before it."""
     return len(data) == itemsize or not np.any(data[itemsize:] != data[:-itemsize])

@@ -1,8 +1,9 @@
-"""From a plan to steps: in which order, in how large pieces, from and to which bytes.
+"""Turns a plan into batches: the order, the sizes, and the bytes to read and write.
 
-Every tensor is cut into tiles: runs of its own row-major order. A tile meets a chunk, however
-sharded, in one run of that chunk, so each read and each write is one range, and only the middle of
-memory sees strides. Small tiles share a step. Pure: takes no store and does no input or output.
+Every tensor is cut into tiles: contiguous ranges of its own row-major order. Whatever the sharding,
+a tile overlaps a chunk in one contiguous range of that chunk. Each read and each write is therefore
+one range, and only copies in memory use strides. Small tiles share a batch. This module does no I/O
+and takes no store.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _BUFFERS_PER_WORKER = 3
 
 
 class Read(NamedTuple):
-    """Bytes of a source file that hold the elements of `box`: row-major, or with `strides` (in
-    elements).
+    """Bytes of a source file that hold the elements of `box`.
+
+    They are row-major, or have `strides` (in elements).
     """
 
     file: str
@@ -43,7 +45,7 @@ class Read(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Bytes of a target file that take the elements of `box`, row-major."""
+    """Bytes of a target file that receive the elements of `box`, row-major."""
 
     file: str
     start: int
@@ -52,7 +54,7 @@ class Write(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One run of a tensor on its way from reads to writes."""
+    """A contiguous range of a tensor, with its reads and its writes."""
 
     tensor: TensorPlan
     box: Box
@@ -61,42 +63,41 @@ class Tile(NamedTuple):
 
     @property
     def src_nbytes(self) -> int:
-        """Bytes of the tile as it was stored."""
+        """Bytes of the tile in the source's type."""
         return self.box.numel * self.tensor.src_dtype.itemsize
 
     @property
     def dst_nbytes(self) -> int:
-        """Bytes of the tile as it will be."""
+        """Bytes of the tile in the target's type."""
         return self.box.numel * self.tensor.dst_dtype.itemsize
 
     def flat_range(self, box: Box) -> tuple[int, int] | None:
-        """Returns the bytes of the tile's source values that hold `box`, if they are one run."""
+        """Returns the byte range of `box` in the tile's source values; None if not contiguous."""
         span, itemsize = flat_span(box, self.box), self.tensor.src_dtype.itemsize
         return None if span is None else (span[0] * itemsize, span[1] * itemsize)
 
 
 class Batch(NamedTuple):
-    """Tiles that one worker moves through its buffers in one go."""
+    """Tiles that one worker moves through its buffers together."""
 
     tiles: tuple[Tile, ...]
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes to be read, coverage of strided ranges included."""
+        """Bytes to read, including the gaps of strided ranges."""
         return sum(r.nbytes for t in self.tiles for r in t.reads)
 
 
 class Share(NamedTuple):
-    """A part of the work of a plan: of the bytes that its tiles write, in their order, those from
-    `low` on and before `high`.
-    """
+    """A part of a plan's work: of all bytes that its tiles write, in order, those in `low:high`."""
 
     low: int
     high: int
 
     def has(self, start: int, nbytes: int) -> bool:
-        """Tells whether a tile is of this share: the one in which it begins, and for an empty one
-        the first.
+        """Tells whether a tile belongs to this share: the tile must begin in it.
+
+        An empty tile belongs to the first share.
         """
         return self.low <= start < self.high if nbytes else self.low == 0
 
@@ -105,8 +106,9 @@ ALL = Share(0, 1 << 63)
 
 
 def tile_bytes(memory_bytes: int, jobs: int) -> tuple[int, int]:
-    """Returns the usual and the largest size of a tile such that all workers' buffers together stay
-    within a budget.
+    """Returns the usual and the largest size of a tile.
+
+    With these sizes, the buffers of all workers together stay within `memory_bytes`.
     """
     largest = max(MIN_TILE_BYTES, memory_bytes // (jobs * _BUFFERS_PER_WORKER))
     return min(MAX_TILE_BYTES, largest), largest
@@ -119,18 +121,19 @@ def schedule(
     max_tile_nbytes: int,
     share: Share = ALL,
 ) -> Iterator[Batch]:
-    """Yields the steps that carry out a plan, in the order of the target.
+    """Yields the batches that carry out a plan, in the order of the target.
 
     Args:
         plan: what to copy.
-        located: where the payloads of packed extents are, from `Format.locate`.
-        tile_nbytes: bytes of a tile, and of a step, as a rule.
-        max_tile_nbytes: bytes of a tile of a tensor that is stored transposed, whose runs are the
-            longer the larger the tile. A single element larger than that runs alone.
+        located: the locations of the payloads of packed extents, from `Format.locate`.
+        tile_nbytes: the usual limit for the bytes of a tile, and of a batch.
+        max_tile_nbytes: the limit for a tile of a tensor that is stored transposed. Larger tiles
+            give such a tensor longer contiguous reads. A single element larger than that is a tile
+            by itself.
         share: which tiles are wanted, see `shares`.
 
     Yields:
-        Steps whose tiles write every byte of every slot exactly once, over all shares.
+        Batches whose tiles write every byte of every slot exactly once, over all shares.
     """
     tiles: list[Tile] = []
     filled = 0
@@ -153,14 +156,14 @@ def schedule(
 
 
 def shares(plan: Plan, count: int) -> list[Share]:
-    """Cuts the work of a plan into so many shares of equal bytes: parts of large tensors too."""
+    """Cuts the work of a plan into `count` shares of equal bytes, also within large tensors."""
     total = sum(map(_tiled_nbytes, plan.tensors))
     edges = [total * number // count for number in range(count)]
     return [Share(low, high) for low, high in pairwise([*edges, ALL.high])]
 
 
 def in_share(plan: Plan, share: Share) -> list[TensorPlan]:
-    """Returns the tensors of which a share has a part."""
+    """Returns the tensors that have a part in a share."""
     return [tensor for tensor, _ in _starts(plan, share)]
 
 
@@ -172,7 +175,7 @@ def _tiled_nbytes(tensor: TensorPlan) -> int:
 
 
 def _starts(plan: Plan, share: Share) -> Iterator[tuple[TensorPlan, int]]:
-    """Yields the tensors of which a share has a part, and how many bytes lie before each."""
+    """Yields the tensors that have a part in a share, and the number of bytes before each."""
     start = 0
     for tensor in plan.tensors:
         nbytes = _tiled_nbytes(tensor)
@@ -182,7 +185,7 @@ def _starts(plan: Plan, share: Share) -> Iterator[tuple[TensorPlan, int]]:
 
 
 def read_nbytes(plan: Plan, tile_nbytes: int, max_tile_nbytes: int) -> int:
-    """Returns the bytes that the steps of a plan read, payloads of packed extents not looked up."""
+    """Returns the bytes that the batches of a plan read; it does not locate packed payloads."""
     return sum(_tensor_reads(tensor, tile_nbytes, max_tile_nbytes) for tensor in plan.tensors)
 
 
@@ -190,7 +193,7 @@ def _tensor_reads(tensor: TensorPlan, tile_nbytes: int, max_tile_nbytes: int) ->
     if tensor.is_complete and (
         isinstance(tensor.chunks, ChunkTable) or not any(c.extent.strides for c in tensor.chunks)
     ):
-        return tensor.payload_bytes  # a tile of the whole meets a chunk in one run of it
+        return tensor.payload_bytes  # a tile of a whole tensor reads one range of each chunk
     return sum(
         read.nbytes
         for tile in _tiles(tensor, {}, tile_nbytes, max_tile_nbytes)
@@ -199,8 +202,9 @@ def _tensor_reads(tensor: TensorPlan, tile_nbytes: int, max_tile_nbytes: int) ->
 
 
 def by_files(plan: Plan, num_files: int) -> Iterator[Plan]:
-    """Cuts a plan by its target's files, so many at a time: a store that takes streams holds a part
-    of each in memory.
+    """Cuts a plan into plans of `num_files` target files each.
+
+    A store that takes streams keeps a part of each open file in memory.
     """
     names = list(plan.target.file_sizes)
     for at in range(0, max(1, len(names)), num_files):
@@ -223,7 +227,7 @@ def by_files(plan: Plan, num_files: int) -> Iterator[Plan]:
 
 
 class Sources:
-    """Where the elements of a tensor are to be read."""
+    """The source chunks of a tensor, indexed by their boxes."""
 
     def __init__(self, tensor: TensorPlan, located: Mapping[Extent, Extent]) -> None:
         used = tensor.used
@@ -238,7 +242,7 @@ class Sources:
         self.is_strided = any(c.extent.strides for c in self._chunks)
 
     def reads(self, box: Box) -> tuple[Read, ...]:
-        """Returns what to read for a run of the tensor."""
+        """Returns the reads for a contiguous range of the tensor."""
         return tuple(
             r
             for i, shared in self._index.overlaps(box)
@@ -272,8 +276,9 @@ def _tiles(
 
 
 def _cuts(slot: Slot, itemsize: int, is_framed: bool) -> Iterator[int]:
-    """Yields where along the first dim no tile may reach across: where a slot begins, and its
-    cells, whose checksums are wanted.
+    """Yields the coordinates along the first dim that no tile may straddle.
+
+    They are the start of a slot and of its cells, because each cell needs its own checksum.
     """
     if slot.box.sizes:
         low, rows = slot.box.offsets[0], slot.box.sizes[0]
@@ -282,8 +287,9 @@ def _cuts(slot: Slot, itemsize: int, is_framed: bool) -> Iterator[int]:
 
 
 def _reads(chunk: Chunk, shared: Box, itemsize: int) -> Iterator[Read]:
-    """Yields what to read for the elements that a tile and a chunk share: one run, or few ranges
-    that are mostly wanted.
+    """Yields the reads for the elements that a tile and a chunk share.
+
+    They are one contiguous range, or a few strided ranges whose bytes are mostly needed.
     """
     extent = chunk.extent
     if extent.strides is None and shared == chunk.box:
@@ -310,14 +316,12 @@ def _reads(chunk: Chunk, shared: Box, itemsize: int) -> Iterator[Read]:
 
 
 def _span(box: Box, strides: Sequence[int]) -> int:
-    """Returns how many elements lie from the first to the last one of a strided box."""
+    """Returns the number of elements from the first to the last one of a strided box."""
     return 1 + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
 
 
 def _dense_parts(box: Box, strides: Sequence[int]) -> Iterator[Box]:
-    """Cuts a strided box along its widest strides until each part is at least half of what lies
-    between its ends.
-    """
+    """Cuts a strided box along its widest strides, until each part fills half of its span."""
     if _span(box, strides) <= 2 * box.numel:
         yield box
         return

@@ -1,6 +1,6 @@
-"""What is done with the values of a step: written to files, put into memory, or only hashed.
+"""Sinks: they take the values of batches, and write them, put them into memory, or hash them.
 
-A sink takes steps from several threads.
+A sink takes batches from several threads.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from ckpt_tools.storage.s3.open_uploads import SentPart
 
 Checksum = Callable[[memoryview], int]
 _JOINS = {crc64nvme: join_crc64, crc32: join_crc32}
-_FINISHERS = 16  # each waits for a store
+_FINISHERS = 16  # threads that mostly wait for a store
 
 
 class SinkState(NamedTuple):
-    """What was written, by one step or by a member of a team: the pieces of files, and what was
-    noted of tensors.
+    """The pieces of files that one batch or one rank has written, and the hashes of its tensors.
 
     `sent` has the parts of uploads that another process has begun.
     """
@@ -52,29 +51,34 @@ class SinkState(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes the values of tiles, in any order, each tile once."""
+    """The protocol of a sink: it takes the values of tiles in any order, each tile once."""
 
     def room(self, tile: Tile) -> Bytes | None:
-        """Returns where the tile's values are wanted, if they may be read straight into it; None
-        for a buffer of the run's.
+        """Returns the memory that may receive the tile's values directly.
+
+        Returns None if the run must use a buffer of its own.
         """
         ...
 
     def take(self, step: Batch, tiles: list[Bytes], scratch: Bytes) -> SinkState | None:
-        """Consumes a step: `tiles[i]` holds the values of `step.tiles[i]`; `scratch` is room for
-        the largest of them.
+        """Takes a batch: `tiles[i]` holds the values of `step.tiles[i]`.
 
-        Returns what was written of files, where some was.
+        `scratch` has space for the largest of them. Returns the pieces of files that were written;
+        None if there are none.
         """
         ...
 
 
 class HashSink:
-    """Computes fingerprints and keeps nothing: CRC-64/NVME, the CRC-32 of a zip, or both."""
+    """A sink that computes fingerprints and keeps nothing else.
+
+    It computes CRC-64/NVME, a zip's CRC-32, or both.
+    """
 
     def __init__(self, *checksums: Checksum) -> None:
-        """Takes `crc64nvme`, which it is where none is given, or `crc32`, or both in the order of
-        what is `found`.
+        """Takes the checksums to compute: `crc64nvme` (the default), `crc32`, or both.
+
+        `found` has the results in the same order.
         """
         self._checksums = checksums or (crc64nvme,)
         self.found = tuple(Fingerprints(_JOINS[checksum]) for checksum in self._checksums)
@@ -82,7 +86,7 @@ class HashSink:
 
     @property
     def fingerprints(self) -> Fingerprints:
-        """By the first checksum."""
+        """The fingerprints by the first checksum."""
         return self.found[0]
 
     def room(self, tile: Tile) -> Bytes | None:
@@ -100,7 +104,7 @@ class HashSink:
 
 
 class FillSink:
-    """Puts values into memory that is there already."""
+    """A sink that puts values into existing memory."""
 
     def __init__(self, memory: MemoryStore) -> None:
         """Takes the memory that holds the target's files."""
@@ -128,8 +132,9 @@ class FillSink:
 
 
 class WriteSink:
-    """Writes a target's files and knows, at the end, the checksum of each without reading it
-    again.
+    """A sink that writes a target's files.
+
+    At the end it knows the checksum of each file without reading it again.
     """
 
     def __init__(
@@ -139,8 +144,9 @@ class WriteSink:
         name: Callable[[str], str] = str,
         whole: Target | None = None,
     ) -> None:
-        """Takes what this process writes, where to, under which names, and of what it is a part
-        where others write the rest.
+        """Takes the target that this process writes, its store, and the names of files there.
+
+        `whole` is the whole target if other processes write the rest of it.
         """
         self.target, self.store, self._name, self._whole = target, store, name, whole or target
         self.fingerprints = Fingerprints()
@@ -162,15 +168,16 @@ class WriteSink:
             return
         self._frames = frames_of(self.target)
         self._starts = {name: [f.start for f in frames] for name, frames in self._frames.items()}
-        for literal in self.target.literals:  # a header; it is there before anything else can be
+        for literal in self.target.literals:  # a header; a stream must begin with it
             if literal.file not in self._frames:
                 self._pieces[literal.file].append(
                     self._put(literal.file, literal.start, literal.data)
                 )
 
     def vouch(self, name: str, slot: Sequence[HashedRange], sent_nbytes: int) -> None:
-        """Notes the checksums of a slot, piece by piece, of which only so many bytes will pass
-        here, before any does.
+        """Notes the checksums of a slot, piece by piece, before any of its bytes pass.
+
+        Only `sent_nbytes` bytes of the slot will pass here.
         """
         self._vouched.setdefault(name, []).append(slot)
         frame = self._frame_of(name, slot[0].start)
@@ -211,12 +218,12 @@ class WriteSink:
         return SinkState(files, prints.noted)
 
     def _frame_of(self, name: str, start: int) -> SlotFrame | None:
-        """Returns what stands around the slot in which a byte lies, if anything does."""
+        """Returns the frame of the slot at a byte; None if the slot has no frame."""
         if name not in self._frames:
             return None
         number = bisect_right(self._starts[name], start) - 1
         frame = self._frames[name][number] if number >= 0 else None
-        return None if frame is None or start >= frame.end else frame  # an object has none
+        return None if frame is None or start >= frame.end else frame  # an object has no frame
 
     def _fill(self, name: str, piece: HashedRange) -> SlotFrame | None:
         """Notes a piece of a slot and returns its frame once it is full."""
@@ -245,8 +252,9 @@ class WriteSink:
         )
 
     def finish(self) -> dict[str, int]:
-        """Writes what frames the payloads, makes every file durable, and returns the CRC-64/NVME of
-        each.
+        """Completes every file and returns the CRC-64/NVME of each.
+
+        It writes the frames around payloads and makes the files durable.
 
         Raises:
             StorageError: a file could not be completed.
@@ -258,13 +266,13 @@ class WriteSink:
             by_file(self._whole.trailers),
         )
         checksums, boxes = {}, self._long_boxes()
-        for name in list(self._pieces):  # a file at a time: there may be a million payloads
+        for name in list(self._pieces):  # one file at a time: there may be a million payloads
             pieces = vouched_for(sorted(self._pieces.pop(name)), self._vouched.get(name, ()))
             around = [(lit.start, lit.data) for lit in literals.get(name, ())]
             for behind, inside in payloads(trailers.get(name, ()), pieces):
                 cells = cells_of(inside, boxes.get((name, behind[0].slot_start)))
                 self._runs.setdefault(name, []).extend(cells)
-                if not self._is_stream:  # else they are there
+                if not self._is_stream:  # streams have their trailers already
                     crc = join_crc32((p.crc32, p.nbytes) for p in cells or inside)
                     around += [(trailer.start, trailer.render(crc)) for trailer in behind]
             pieces += [self._put(name, start, data) for start, data in _joined(around)]
@@ -275,8 +283,9 @@ class WriteSink:
         return checksums
 
     def runs_of(self, name: str) -> Sequence[HashedRange]:
-        """Returns the cells of the long payloads of a finished file: what an object store could
-        copy by itself.
+        """Returns the cells of a finished file's long payloads.
+
+        An object store can copy these ranges itself.
         """
         return self._runs.get(name, ())
 
@@ -300,8 +309,9 @@ class WriteSink:
                 writer.finish()
 
     def _surround_rest(self) -> None:
-        """Writes what no slot has brought with it: around empty ones, and objects that are known
-        beforehand.
+        """Writes the frames and literals that no slot has written.
+
+        They lie around empty slots and around objects.
         """
         for name, frames in self._frames.items():
             for frame in frames:
@@ -320,8 +330,9 @@ class WriteSink:
                 )
 
     def hand_over(self) -> SinkState:
-        """Makes durable what was written here and returns it: another process finishes the files
-        that are not this one's alone.
+        """Makes the written bytes durable, and returns the state that another process needs.
+
+        The other process completes the files that several processes write.
         """
         if self._is_stream:
             self._surround_rest()
@@ -335,7 +346,7 @@ class WriteSink:
         return SinkState(files, self.fingerprints.noted, sent)
 
     def absorb(self, handed: SinkState) -> None:
-        """Takes over what another process, or an earlier try, has written into the same files."""
+        """Adds the state of another process, or an earlier attempt, that wrote the same files."""
         for name, pieces in handed.files.items():
             self._pieces.setdefault(name, HashedRanges()).extend(pieces)
         for name, sent in handed.sent.items():
@@ -344,7 +355,7 @@ class WriteSink:
         self.fingerprints.absorb(handed.prints)
 
     def abort(self) -> None:
-        """Closes what is open; the staging place is removed by whoever made it."""
+        """Closes all open writers. The owner of the staging directory removes it."""
         for writer in self._writers.values():
             writer.abort()
 
@@ -356,7 +367,7 @@ def _cut_out(tile: Tile, data: Bytes, write: Write, scratch: Bytes) -> Bytes:
 
 
 def _joined(frames: Iterable[tuple[int, bytes]]) -> Iterable[tuple[int, bytes]]:
-    """Joins neighbouring frames: a suffix and the prefix behind it are one write."""
+    """Joins neighbouring frames: a suffix and the prefix after it become one write."""
     parts: list[bytes] = []
     start = end = 0
     for at, data in sorted(frames):
@@ -372,8 +383,9 @@ def _joined(frames: Iterable[tuple[int, bytes]]) -> Iterable[tuple[int, bytes]]:
 
 
 def _join_file(name: str, pieces: list[HashedRange], nbytes: int) -> int:
-    """Returns a file's checksum from its pieces, which must tile it: no byte missing, none written
-    twice.
+    """Returns a file's checksum from its pieces.
+
+    The pieces must tile the file: every byte is written exactly once.
     """
     end = 0
     ordered = sorted(pieces)

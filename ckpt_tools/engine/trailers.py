@@ -1,7 +1,7 @@
-"""What stands around the payloads of a file, and the checksums of what is in them.
+"""The bytes around the payloads of a file, and the checksums of these payloads.
 
-A literal goes before a payload and trailers go behind it, which hold its CRC-32; a long one is
-sealed cell by cell. Pure.
+Literals stand before a payload. Trailers stand after it and hold its CRC-32. A long payload has one
+checksum per cell. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from ckpt_tools.engine.fingerprints import HashedRange
 
 
 class SlotFrame:
-    """What stands around a slot: literals before it, trailers behind it; written as soon as the
-    slot is full where a file is a stream.
+    """The bytes around a slot: literals before it, trailers after it.
 
-    `left` are the bytes of the slot that have yet to pass, `crc32` is its checksum where that is
-    known beforehand.
+    In a streamed file they are written as soon as the slot is full. `left` is the number of bytes
+    of the slot that have yet to pass. `crc32` is its checksum, if known beforehand.
     """
 
     def __init__(self, trailers: list[Trailer], before: list[Literal]) -> None:
@@ -33,7 +32,7 @@ class SlotFrame:
         self.crc32: int | None = None
 
     def render(self) -> list[tuple[int, bytes]]:
-        """Returns what to write, and where."""
+        """Returns the bytes to write, each with its start."""
         crc = (
             join_crc32((p.crc32, p.nbytes) for p in sorted(self.pieces))
             if self.crc32 is None
@@ -49,7 +48,7 @@ P = TypeVar("P", Literal, Trailer)
 
 
 def by_file(parts: Iterable[P]) -> dict[str, list[P]]:
-    """Groups parts of a target."""
+    """Groups parts of a target by file."""
     found: dict[str, list[P]] = {}
     for part in parts:
         found.setdefault(part.file, []).append(part)
@@ -57,8 +56,9 @@ def by_file(parts: Iterable[P]) -> dict[str, list[P]]:
 
 
 def _by_slot(trailers: Iterable[Trailer]) -> Iterator[list[Trailer]]:
-    """Yields the trailers of each slot of a file, in its order; the first one begins where the slot
-    ends.
+    """Yields the trailers of each slot of a file, in the file's order.
+
+    The first trailer begins at the end of the slot.
     """
     ordered = sorted(trailers, key=lambda t: (t.slot_start, t.start))
     return (list(group) for _, group in groupby(ordered, key=lambda t: t.slot_start))
@@ -67,7 +67,7 @@ def _by_slot(trailers: Iterable[Trailer]) -> Iterator[list[Trailer]]:
 def payloads(
     trailers: Iterable[Trailer], ordered: Sequence[HashedRange]
 ) -> Iterator[tuple[list[Trailer], Sequence[HashedRange]]]:
-    """Yields the trailers of every slot of a file, and the pieces that fell into the slot."""
+    """Yields the trailers of every slot of a file, with the pieces that lie in the slot."""
     at = 0
     for behind in _by_slot(trailers):
         start, end = behind[0].slot_start, behind[0].start
@@ -80,8 +80,9 @@ def payloads(
 
 
 def cells_of(payload: Sequence[HashedRange], box: Box | None) -> list[HashedRange]:
-    """Returns the cells of a payload, joined from its pieces; larger ones where those reach across,
-    none for a short one.
+    """Returns the cells of a payload, joined from its pieces; none for a short payload.
+
+    If a piece reaches across a cell boundary, the cells are larger.
     """
     nbytes = sum(piece.nbytes for piece in payload)
     count = num_cells(box, nbytes) if box else 0
@@ -108,8 +109,9 @@ def cells_of(payload: Sequence[HashedRange], box: Box | None) -> list[HashedRang
 def vouched_for(
     ordered: list[HashedRange], slots: Iterable[Sequence[HashedRange]]
 ) -> list[HashedRange]:
-    """Returns the pieces of a file with those of each slot that is vouched for, in place of what
-    has passed of it.
+    """Returns the pieces of a file, with the vouched pieces of each slot in place of its own.
+
+    A vouched slot has checksums from elsewhere, because not all of its bytes pass here.
     """
     for slot in slots:
         first, last = (
@@ -121,7 +123,7 @@ def vouched_for(
 
 
 def frames_of(target: Target) -> dict[str, list[SlotFrame]]:
-    """Returns what stands around each slot, in the order of the file."""
+    """Returns the frames of each file's slots, in the order of the file."""
     literals = by_file(sorted(target.literals, key=lambda lit: -lit.start))
     frames: dict[str, list[SlotFrame]] = {}
     for file, found in by_file(target.trailers).items():

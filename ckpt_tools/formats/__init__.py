@@ -1,3 +1,4 @@
-"""The formats: each reads a catalog from a store, and some lay out new files. `registry` finds out
-which one a path is.
+"""The formats: each reads a catalog from a store, and some write new files.
+
+`registry` detects the format of a path.
 """

@@ -1,11 +1,13 @@
-"""A job's directory in parts, as Accelerate's `save_state` and the Transformers Trainer write it:
-`checkpoint-100/`.
+"""A job's directory such as `checkpoint-100/`, of Accelerate's `save_state` or the Trainer.
 
-A model and an optimizer stand side by side, each in a file or, as DCP, in a folder:
-`pytorch_model_fsdp_0/` and `optimizer_0/` of FSDP's sharded state, `pytorch_model_fsdp.bin` and
-`optimizer.bin` of its full state, `model.safetensors` and `optimizer.bin` or `optimizer.pt` of
-other jobs. All become one catalog: the first model is `model.*`, the first optimizer `optimizer.*`,
-and others have the name of their folder or file.
+A model and an optimizer lie side by side, each in a file or, as DCP, in a folder:
+
+- FSDP's sharded state: `pytorch_model_fsdp_0/` and `optimizer_0/`.
+- FSDP's full state: `pytorch_model_fsdp.bin` and `optimizer.bin`.
+- Other jobs: `model.safetensors`, and `optimizer.bin` or `optimizer.pt`.
+
+All become one catalog. The first model is `model.*`, and the first optimizer is `optimizer.*`.
+Others have the name of their folder or file.
 
 Source: accelerate 1.15 `utils/fsdp_utils.py`, `checkpointing.py`; transformers 5.23 `trainer.py`;
 confirmed on directories that they wrote.
@@ -44,9 +46,7 @@ locate, guess = dcp.locate, dcp.guess
 
 
 def recognise(files: Mapping[str, int]) -> bool:
-    """Tells whether a model of FSDP is among the files below, or any model beside what else a job
-    keeps.
-    """
+    """Tells whether the files have an FSDP model, or any model beside other state of a job."""
     if any(
         name.startswith("pytorch_model_fsdp_") and name.endswith("/.metadata") for name in files
     ) or any(map(_FULL.fullmatch, files)):
@@ -57,10 +57,10 @@ def recognise(files: Mapping[str, int]) -> bool:
 
 
 def _models(files: Mapping[str, int]) -> dict[str, list[str]]:
-    """Returns the files of each model by its name in the catalog; of the first one, its index where
-    it has one.
+    """Returns the files of each model by its name in the catalog.
 
-    Of one model in both formats, the safetensors count, as they do for transformers.
+    The first model is given by its index, if it has one. If a model exists in both formats,
+    safetensors is used, as in transformers.
     """
     own = {
         name: size
@@ -89,7 +89,7 @@ def _models(files: Mapping[str, int]) -> dict[str, list[str]]:
 
 
 class _Parts:
-    """The entries of all parts, as they are gathered."""
+    """The collected entries of all parts."""
 
     def __init__(self) -> None:
         self.tables: dict[str, Any] = {
@@ -103,11 +103,11 @@ class _Parts:
         }
         self.archives: list[Any] = []
         self.made, self.unknown = InMemoryFile(), UnreadValues()
-        self.world_size: int | None = None  # only sharded state tells
+        self.world_size: int | None = None  # only sharded state records it
         self.read: set[str] = set()  # files and folders
 
     def add(self, part: Catalog, where: str) -> None:
-        """Takes a part, whose names are those of the whole."""
+        """Adds a part whose names are those of the whole catalog."""
         for name, table in self.tables.items():
             if both := table.keys() & getattr(part, name).keys():
                 raise FormatError(
@@ -118,7 +118,7 @@ class _Parts:
         self.world_size = max(self.world_size or 0, part.world_size or 0) or None
 
     def add_files(self, part: Catalog, key: str, names: Iterable[str]) -> None:
-        """Takes what files of one part hold; `key` goes before all names."""
+        """Adds the contents of one part's files; `key` goes before all names."""
         paths = {n: (key, *(part.paths.get(n) or (n,))) for n in (*part.tensors, *part.objects)}
         self.add(
             replace(
@@ -137,22 +137,23 @@ def read_catalog(store: Store) -> Catalog:
 
 
 def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], dict[str, str]]:
-    """Reads what can be read where shards of the model's safetensors are gone or damaged; see
-    `safetensors.read_readable`.
+    """Reads the readable parts, if shards of the model's safetensors are missing or damaged.
+
+    See `safetensors.read_readable`.
     """
     model, broken, lost = safetensors.read_readable(store)
     return _read(store, model), broken, {f"model.{fqn}": name for fqn, name in lost.items()}
 
 
 def _read(store: Store, model: Catalog | None) -> Catalog:
-    """Reads every part, but for the model where it is given."""
+    """Reads every part; `model` replaces the model's own files if it is given."""
     files = store.list_files(below=True)
     parts = _Parts()
     _read_folders(store, files, parts)
     for key, names in _models(files).items():
         if key == "model" and any(name.startswith("model.") for name in parts.tables["tensors"]):
-            # a folder of DCP has it already: a copy that was merged into the same directory is
-            # named as one beside
+            # a DCP folder has the model already. The file is a merged copy in the same directory,
+            # and becomes an entry of `beside`
             continue
         catalog = model if key == "model" and model else _read_model(store, names, parts)
         parts.add_files(catalog, key, [*names, *catalog.file_sizes])
@@ -213,9 +214,7 @@ def _read_model(store: Store, names: list[str], parts: _Parts) -> Catalog:
 
 
 def key_of(name: str) -> str:
-    """Returns the key under which a file's values are in a catalog, "" for a file that has no
-    values.
-    """
+    """Returns the key of a file's values in a catalog; "" for a file without values."""
     match = _VALUES.fullmatch(name)
     return (match["key"] or match["progress"]) if match else ""
 
@@ -223,8 +222,9 @@ def key_of(name: str) -> str:
 def _values(
     store: Store, files: Mapping[str, int], unknown: UnreadValues
 ) -> Iterator[tuple[str, Path, object]]:
-    """Yields the plain values of schedulers, of a loss scaler, and of the Trainer's progress, each
-    with its file.
+    """Yields the plain values of schedulers, a loss scaler and the Trainer's progress.
+
+    Each value comes with its file.
     """
     for name in sorted(files):
         match = _VALUES.fullmatch(name)
@@ -254,10 +254,10 @@ def _values(
 
 
 def lay_out(request: Request) -> Target:
-    """Lays the model and each optimizer out as DCP in a folder of its own; see `Format.lay_out`.
+    """Lays out the model and each optimizer as DCP in separate folders; see `Format.lay_out`.
 
-    The model's metadata is the index; the optimizers' stand among the data files, and
-    `request.files` beside the folders.
+    The model's metadata is the index. The optimizers' metadata are among the data files.
+    `request.files` lie beside the folders.
     """
     targets = {
         folder: _lay_out_part(request, folder)
@@ -291,15 +291,16 @@ _MODEL = "pytorch_model_fsdp_0"
 
 
 def _folder(fqn: str) -> str:
-    """Returns the folder of an entry: `optimizer.…` of the first optimizer,
-    `optimizer_1.optimizer.…` of the second.
+    """Returns the folder of an entry.
+
+    The first optimizer has the names `optimizer.…`, the second `optimizer_1.optimizer.…`.
     """
     match = re.match(r"optimizer(?:_(\d+))?\.", fqn)
     return f"optimizer_{match[1] or 0}" if match else _MODEL
 
 
 def _lay_out_part(request: Request, folder: str) -> Target:
-    """Lays the entries of one folder out; the names in its metadata are those within it."""
+    """Lays out the entries of one folder, with their names within it."""
 
     def mine(fqn: str) -> bool:
         return _folder(fqn) == folder

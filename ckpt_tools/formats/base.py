@@ -1,6 +1,7 @@
-"""The contract of a format: read a store into a catalog, lay a set of tensors out as target files.
+"""The protocol of a format: it reads a catalog from a store, and lays out target files.
 
-One file a format; metadata only, so that a look at 2 TB in a bucket costs a few requests.
+Each format has its own module. It reads metadata only, so inspecting 2 TB in a bucket takes a few
+requests.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ from ckpt_tools.storage import Store
 
 @dataclass(frozen=True, slots=True)
 class TargetTensor:
-    """A tensor to be written: `boxes[r]` is what rank (or file) `r` holds of it, None for nothing
-    at all.
-    """
+    """A tensor to write: rank (or file) `r` holds `boxes[r]` of it; None for no part."""
 
     fqn: str
     dtype: DType
@@ -32,8 +31,10 @@ class TargetTensor:
 
 
 class TargetMesh(NamedTuple):
-    """The mesh of a job that will load DTensors: a device's type, the name of its one axis ("" for
-    none), and which tensors are sharded.
+    """The mesh of a job that will load DTensors.
+
+    It has the device type, the name of its one axis ("" for none), and the names of the sharded
+    tensors.
     """
 
     device: str
@@ -43,16 +44,24 @@ class TargetMesh(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be laid out: tensors, objects by their size in bytes, and the keys on the way to
-    each where known.
+    """The contents that a format lays out.
 
-    `file_name` names the one file of a format that has one; `with_index` asks for numbered shards
-    and an index instead. `name` gives the name under which a data file will lie: an object store
-    wants the attempt's id in it. Tensors of fewer than `small_first` bytes stand together at the
-    beginning of a file, so that what lies behind can be copied by the store in long runs. `values`
-    are plain ones, for a format that stores them as such and not as objects. `files` are small ones
-    that are to lie beside; `index` names the one of them whose appearance makes the whole visible,
-    for a format that has no index of its own. `mesh` is for files of ranks with DTensors inside.
+    Attributes:
+        tensors: the tensors to write.
+        world_size: number of ranks, or of shards.
+        objects: size of each object in bytes.
+        paths: the keys that lead to an entry, where known.
+        file_name: name of the file, for a format with a single file.
+        with_index: write numbered shards and an index instead of a single file.
+        name: returns the name under which a data file will lie. An object store needs the attempt's
+            id in it.
+        small_first: tensors of fewer bytes come first in a file. The store can then copy the rest
+            in long ranges.
+        values: plain values, for a format that stores them as such and not as objects.
+        files: small files to put beside the data.
+        index: name of the file among `files` that makes the result visible, for a format without an
+            index of its own.
+        mesh: for files of ranks that contain DTensors.
     """
 
     tensors: Sequence[TargetTensor]
@@ -70,43 +79,45 @@ class Request:
 
 
 class Format(Protocol):
-    """What a module under `formats/` offers."""
+    """The protocol that every module under `formats/` offers."""
 
     @property
     def NAME(self) -> str:
-        """As `inspect` prints it."""
+        """The name of the format, as `inspect` prints it."""
         ...
 
     @property
     def LOOKS_FOR(self) -> str:
-        """The file by which the format is recognised, for the message where nothing is."""
+        """The file that identifies the format, for the message that nothing was recognised."""
         ...
 
     def recognise(self, files: Mapping[str, int]) -> bool:
-        """Tells from the names of the files under a root whether they are of this format."""
+        """Tells from the file names under a root whether they are of this format."""
         ...
 
     def read_catalog(self, store: Store) -> Catalog:
-        """Reads metadata only.
+        """Reads the catalog, from metadata only.
 
         Raises:
-            FormatError: it is malformed.
-            CatalogError: it names tensors without saying where they are.
+            FormatError: the metadata is malformed.
+            CatalogError: it names tensors without their location.
         """
         ...
 
     def locate(self, store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-        """Finds the payload within every packed extent of the tensors, in batches; extents that are
-        RAW are left out.
+        """Finds the payload in every packed extent of the tensors, in batches.
+
+        RAW extents are left out.
 
         Raises:
-            FormatError: an item is not what the catalog says: another dtype, shape or length.
+            FormatError: an item has another dtype, shape or length than the catalog says.
         """
         ...
 
     def guess(self, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-        """Returns where the payloads of packed extents lie if they were written as usual; unusual
-        and RAW ones are left out.
+        """Returns where the payloads of packed extents lie if they were written in the usual way.
+
+        Unusual extents and RAW extents are left out.
         """
         ...
 
@@ -129,37 +140,39 @@ def attempt_name(file: str, attempt: str) -> str:
 
 
 def attempt_of(file: str) -> str:
-    """Returns the id of the attempt in a data file's name, "" where there is none."""
+    """Returns the id of the attempt in a data file's name; "" for none."""
     match = _ATTEMPT.fullmatch(file)
     return match[1] if match else ""
 
 
-SHAPES = "shapes.json"  # beside files that lack the shapes of parameters, or their order
-PIN = "ckpt.pin"  # a step that holds a file of this name is never removed
-LOCK = ".ckpt.lock"  # who writes to a run, or copies to a prefix of a bucket
-# before the name of what stands aside for a moment, while another takes its place
+SHAPES = "shapes.json"  # For files that lack the shapes of parameters, or their order.
+PIN = "ckpt.pin"  # A step that contains this file is never removed.
+LOCK = ".ckpt.lock"  # Names the process that writes to a run or to a prefix of a bucket.
+# Prefix for a file or folder that is moved aside while another one takes its place.
 ASIDE = ".aside."
-# what an attempt notes beside its data: the result's seal, and what it has begun to send
+# The notes of an attempt beside its data: the result's manifest, and the uploads it has begun.
 MANIFEST, UPLOADS = "manifest", "uploads"
 _MAX_NAME_BYTES = 200
 _NOTE = re.compile(r"(?:(.+)\.)?ckpt\.(manifest|uploads)\.[0-9a-f]{8}\.json", re.DOTALL)
 
 
 def short_name(name: str) -> str:
-    """Returns a name that leaves room for a prefix or suffix: of more than 200 bytes, the beginning
-    and a hash of the whole.
+    """Returns a name of at most 200 bytes, which leaves room for a prefix or suffix.
 
-    A file system takes 255 bytes; the longest addition is that of a note.
+    A longer name becomes its beginning and a hash of the whole. File systems allow 255 bytes; the
+    longest addition is that of a note.
     """
-    if len(name.encode()) <= _MAX_NAME_BYTES:
+    data = name.encode(errors="surrogateescape")  # file names are bytes
+    if len(data) <= _MAX_NAME_BYTES:
         return name
-    kept = name.encode()[: _MAX_NAME_BYTES - 17].decode(errors="ignore")
-    return f"{kept}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    kept = data[: _MAX_NAME_BYTES - 17].decode(errors="ignore")
+    return f"{kept}~{hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def note_name(kind: str, attempt: str, file: str = "") -> str:
-    """Returns the name of a note: unique per attempt, with the data file's `short_name` in front
-    where it stands beside one.
+    """Returns the name of a note, unique per attempt.
+
+    If the note belongs to a data file, the name begins with that file's `short_name`.
     """
     return (
         f"{short_name(file)}.ckpt.{kind}.{attempt[:8]}.json"
@@ -169,43 +182,43 @@ def note_name(kind: str, attempt: str, file: str = "") -> str:
 
 
 def note_of(name: str) -> tuple[str, str] | None:
-    """Returns the kind of a note and the `short_name` of the file beside which it stands, "" for a
-    directory; None for any other name.
+    """Returns the kind of a note and the `short_name` of its file; None for any other name.
+
+    The file is "" if the note belongs to a directory.
     """
     match = _NOTE.fullmatch(name)
     return (match[2], match[1] or "") if match else None
 
 
 def is_note(name: str, file: str = "") -> bool:
-    """Tells whether a name is that of a note that stands beside a file, or of one in a directory
-    for all of it.
-    """
+    """Tells whether a name is that of a note for `file`, or for the whole directory if it is ""."""
     note = note_of(name)
     return note is not None and note[1] == short_name(file)
 
 
 def locate_bare(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-    """`Format.locate` of a format that packs nothing."""
+    """Implements `Format.locate` for a format that packs nothing."""
     del store, tensors
     return {}
 
 
 def guess_bare(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-    """`Format.guess` of a format that packs nothing."""
+    """Implements `Format.guess` for a format that packs nothing."""
     del tensors
     return {}
 
 
 def recognise_none(files: Mapping[str, int]) -> bool:
-    """`Format.recognise` of files that are read where their own path is given: such lie about
-    beside checkpoints for many reasons.
+    """Implements `Format.recognise` for files that are read only if their own path is given.
+
+    Such files lie beside checkpoints for many other reasons.
     """
     del files
     return False
 
 
 def only_read(what: str, hint: str) -> Callable[[Request], Target]:
-    """Returns the `Format.lay_out` of a format that is only read; it raises PlanError."""
+    """Returns a `Format.lay_out` that raises PlanError, for a format that ckpt only reads."""
 
     def lay_out(request: Request) -> Target:
         raise PlanError(f"{what} is only read ({len(request.tensors)} tensors)", hint=hint)
@@ -219,8 +232,10 @@ def whole_tensor(entry: TensorEntry, dtype: DType | None = None) -> TargetTensor
 
 
 def below(catalog: Catalog, folder: str, prefix: str = "") -> Catalog:
-    """Returns a catalog as a part of another one: files in `folder`, if it is not empty; names
-    behind `prefix`, which ends in a dot.
+    """Returns a catalog as a part of another one.
+
+    Its files lie in `folder`, unless that is empty. Its names begin with `prefix`, which ends in a
+    dot.
     """
     folder = f"{folder}/" if folder else ""
     tables: dict[tuple[str, ...], tuple[str, ...]] = {}

@@ -1,7 +1,7 @@
-"""GGUF, what llama.cpp runs: weights that are not quantised. Read only.
+"""GGUF, the format of llama.cpp: weights that are not quantised. Read only.
 
-A header with typed key-value pairs and the tensors' names, shapes and places; then the values,
-row-major, dims in the opposite order.
+A header has typed key-value pairs, and the names, shapes and positions of tensors. The values
+follow, row-major, with dims in the opposite order.
 
 Source: github.com/ggml-org/ggml, `docs/gguf.md` and `include/ggml.h`, versions 2 and 3; confirmed
 on files that the package gguf wrote.
@@ -74,7 +74,7 @@ _VALUES = {
 }
 _STRING, _ARRAY = 8, 9
 _WINDOW_BYTES = 1 << 20
-_MAX_ITEMS = 4_000_000  # texts, of vocabularies mostly, and tensors
+_MAX_ITEMS = 4_000_000  # strings (mostly of vocabularies) and tensors
 _MAX_NAME_BYTES, _MAX_NDIM, _MAX_DEPTH, _MAX_NUMEL = 65_535, 8, 4, 1 << 60
 locate, guess, recognise = locate_bare, guess_bare, recognise_none
 lay_out = only_read("GGUF", hint="write --to hf, and llama.cpp converts that")
@@ -106,7 +106,7 @@ def read_catalog(store: Store) -> Catalog:
     alignment = values.get("general.alignment", "32")
     if not re.fullmatch(r"[1-9]\d{0,6}", alignment):
         raise FormatError(
-            f"the alignment of a GGUF file is no number of bytes: {printable(alignment)}"
+            f"the alignment of a GGUF file is not a number of bytes: {printable(alignment)}"
             f" ({printable(name)})"
         )
     tensors = _tensors(header, num_tensors, name, size, int(alignment))
@@ -126,7 +126,7 @@ def read_catalog(store: Store) -> Catalog:
 def _tensors(
     header: _Header, count: int, name: str, size: int, alignment: int
 ) -> dict[str, TensorEntry]:
-    """Returns what the header says of tensors, once it is known where it ends."""
+    """Reads the tensors' part of the header. The values begin where it ends."""
     found = [
         (header.text(_MAX_NAME_BYTES), header.shape(), header.number("<I"), header.number("<Q"))
         for _ in range(count)
@@ -160,7 +160,7 @@ def _tensors(
 
 
 class _Header:
-    """A file from its start, value by value."""
+    """A reader of a file's header, value by value."""
 
     def __init__(self, store: Store, name: str, size: int) -> None:
         self._store, self._name, self._size = store, name, size
@@ -186,11 +186,11 @@ class _Header:
         return self._window[low : low + nbytes]
 
     def number(self, form: str) -> int:
-        """Returns a number."""
+        """Returns the next number."""
         return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
 
     def count(self, form: str) -> int:
-        """Returns how many of something follow; a hostile file may not have too many in all."""
+        """Returns the next number as a count of items; a hostile file may not have too many."""
         found = self.number(form)
         self._items += found
         if self._items > _MAX_ITEMS:
@@ -200,16 +200,16 @@ class _Header:
         return found
 
     def text(self, most: int = 1 << 20) -> str:
-        """Returns a text."""
+        """Returns the next string."""
         nbytes = self.number("<Q")
         if nbytes > most:
             raise FormatError(
-                f"a text in a GGUF header is too long: {nbytes} bytes ({printable(self._name)})"
+                f"a string in a GGUF header is too long: {nbytes} bytes ({printable(self._name)})"
             )
         return self.take(nbytes).decode("utf-8", "replace")
 
     def shape(self) -> tuple[int, ...]:
-        """Returns a shape, as torch has it."""
+        """Returns the next shape, in torch's order of dims."""
         ndim = self.number("<I")
         if ndim > _MAX_NDIM:
             raise FormatError(f"a tensor has {ndim} dims ({printable(self._name)})")
@@ -221,7 +221,7 @@ class _Header:
         return shape
 
     def value(self, kind: int, depth: int = 0) -> str:
-        """Passes a value; returns it as a text, "" for an array."""
+        """Reads a value and returns it as a string; "" for an array."""
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY and depth < _MAX_DEPTH:
@@ -239,7 +239,7 @@ class _Header:
         return str(struct.unpack(_VALUES[kind], self.take(struct.calcsize(_VALUES[kind])))[0])
 
     def skip(self, nbytes: int) -> None:
-        """Passes bytes without looking at them."""
+        """Skips bytes without reading them."""
         if nbytes > self._size - self.at:
             raise FormatError(
                 f"a GGUF header is truncated at byte {self.at} ({printable(self._name)})"

@@ -1,5 +1,6 @@
-"""Entries made of values that stand in metadata: archives of objects, scalar tensors. They lie in a
-file that is only in memory.
+"""Entries made from values in metadata: archives of objects, and scalar tensors.
+
+They lie in a file that exists in memory only.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from ckpt_tools.core.catalog import BytesEntry, Chunk, Extent, TensorEntry
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.formats.zip.write import encode
 
-FILE = "<values>"  # no writer's name for a data file
+FILE = "<values>"  # no writer gives a data file this name
 
 
 class InMemoryFile:
-    """The file as it grows; what occurs twice is stored once."""
+    """A file in memory that grows; equal bytes are stored once."""
 
     def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
-        """Goes on from what another has made, where given."""
+        """Begins with the contents of `files`, if given."""
         self._data = bytearray((files or {}).get(FILE, b""))
         self._known: dict[bytes, Extent] = {}
         self._archives: dict[str, bytes] = {}
 
     @property
     def files(self) -> dict[str, bytes]:
-        """As a catalog has it."""
+        """The contents by file name, as in `Catalog.made`."""
         return {FILE: bytes(self._data)} if self._data else {}
 
     def add(self, data: bytes) -> Extent:
-        """Returns where bytes stand, after adding them where they are new."""
+        """Adds bytes if they are new, and returns where they lie."""
         found = self._known.get(data)
         if found is None:
             found = self._known[data] = Extent(FILE, len(self._data), len(data))

@@ -1,7 +1,7 @@
-"""NumPy's `.npz`: a zip with a `.npy` an array, of `numpy.savez`. Read only.
+"""NumPy's `.npz`, written by `numpy.savez`: a zip with one `.npy` per array. Read only.
 
-A `.npy` is a short header and then the values, in C or Fortran order; so an array is a range of
-bytes here too.
+A `.npy` is a short header followed by the values, in C or Fortran order. An array is therefore a
+range of bytes here too.
 
 Source: numpy 2 `numpy/lib/format.py` (NEP 1), versions 1.0 to 3.0 of the header; confirmed on files
 that it wrote.
@@ -58,7 +58,7 @@ lay_out = only_read(".npz", hint="write safetensors, and numpy reads it by safet
 
 
 def read_catalog(store: Store) -> Catalog:
-    """Reads the zip's directory and the header of every array; see `Format.read_catalog`."""
+    """Reads the zip directory and the header of every array; see `Format.read_catalog`."""
     ((name, size),) = store.list_files().items()
     tensors: dict[str, TensorEntry] = {}
     records = list(_records(store, name, size))
@@ -81,19 +81,17 @@ def _records(store: Store, name: str, size: int) -> Iterator[DirectoryEntry]:
 
 
 def _front_nbytes(entry: DirectoryEntry, size: int) -> int:
-    """Returns how many bytes from the start of a record are read at once: both headers, as a
-    rule.
-    """
+    """Returns how many bytes to read from the start of a record: usually both headers."""
     return max(0, min(size - entry.header, _FRONT_BYTES))
 
 
 def _read_array(store: Store, archive: Extent, entry: DirectoryEntry, fqn: str) -> TensorEntry:
-    """Returns an array, from its record's two headers."""
+    """Reads the two headers of an array's record, and returns the array."""
     where = f"{printable(fqn)!r} in {printable(archive.file)}"
     if entry.method != _STORED or entry.flags & _ENCRYPTED:
         hint = (
-            "numpy.load it and numpy.savez it again: what is compressed has no place of its own to"
-            " be read from"
+            "load it with numpy.load and write it again with numpy.savez: ckpt cannot read a part"
+            " of compressed data"
         )
         raise FormatError(
             f"a compressed array, as numpy.savez_compressed writes it ({where})", hint=hint
@@ -122,15 +120,16 @@ def _read_array(store: Store, archive: Extent, entry: DirectoryEntry, fqn: str) 
         )
     columns = tuple(accumulate(shape[:-1], mul, initial=1)) if shape else ()
     strides = columns if is_fortran and nbytes and columns != row_major_strides(shape) else None
-    # CRCs are linear: what is left is that of the values
+    # CRCs are linear: without the header's share, the record's CRC is that of the values
     crc = entry.crc ^ crc32_combine(crc32(header), 0, nbytes)
     extent = Extent(archive.file, at + len(header), nbytes, RAW, strides, crc)
     return TensorEntry(fqn, dtype, shape, (Chunk(whole(shape), extent),))
 
 
 def _header(cut: Callable[[int], bytes], nbytes: int, where: str) -> bytes:
-    """Returns numpy's header; `cut` gives so many bytes from where it starts, of the `nbytes` that
-    there are.
+    """Returns numpy's header.
+
+    `cut` returns bytes from the start of the header; `nbytes` is the length of the record.
     """
     front = cut(min(nbytes, 12))
     if front[:6] != b"\x93NUMPY" or len(front) < 12 or front[6] not in (1, 2, 3):
@@ -157,7 +156,7 @@ def _parse(header: bytes, where: str) -> tuple[DType, bool, tuple[int, ...]]:
     sizes = [n for n in found["shape"].replace(" ", "").split(",") if n]
     if len(sizes) > _MAX_NDIM or any(len(n) > _MAX_DIGITS for n in sizes):
         raise FormatError(
-            f"an array has a shape that no array has: ({printable(found['shape'][:60])}) ({where})"
+            f"an array has an impossible shape: ({printable(found['shape'][:60])}) ({where})"
         )
     shape = tuple(map(int, sizes))
     return BY_NAME[kind], found["order"] == "True", shape

@@ -1,9 +1,9 @@
 """safetensors: one file, or shards with `model.safetensors.index.json`.
 
-A file is an 8-byte little-endian header length, a JSON header, then the payloads back to back. The
-header is parsed here rather than by the library, which takes duplicate keys and keeps the last.
+A file is an 8-byte little-endian header length, a JSON header, then the payloads without gaps. This
+module parses the header itself, because the library accepts duplicate keys and keeps the last.
 
-Files in which torch's DCP has put each rank's part of tensors are read too.
+Files in which torch's DCP has stored each rank's part of tensors are read too.
 
 Source: the format's specification at github.com/huggingface/safetensors, version 0.8; torch 2.13
 `torch/distributed/checkpoint/hf_storage.py`.
@@ -35,7 +35,7 @@ NAME = "safetensors"
 SUFFIX = ".safetensors"
 LOOKS_FOR = f"*{SUFFIX}"
 locate, guess = locate_bare, guess_bare
-_PAIRS = "F4"  # two values in a byte
+_PAIRS = "F4"  # one byte holds two values
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 1 << 28
@@ -47,15 +47,13 @@ _SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 
 
 def recognise(files: Mapping[str, int]) -> bool:
-    """Tells whether an index, one `.safetensors` file, or one set of numbered shards is among the
-    files.
-    """
+    """Tells whether the files have an index, one `.safetensors`, or one set of numbered shards."""
     return INDEX in files or bool(data_files(files))
 
 
 def data_files(files: Mapping[str, int]) -> list[str]:
-    """Returns the one file, or the one set of numbered shards; nothing where there are several."""
-    # those have an index, or no commit
+    """Returns the single file, or the one set of numbered shards; nothing if there are several."""
+    # files of an attempt have an index, or were never committed
     found = [name for name in files if name.endswith(".safetensors") and not attempt_of(name)]
     is_set = len({m[1] if (m := _SHARD.fullmatch(name)) else name for name in found}) == 1
     return found if is_set else []
@@ -70,11 +68,11 @@ def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], di
     """Reads the shards that can be read.
 
     Returns:
-        What these hold; why each of the others cannot be read; and what the index places in those,
-        with the file.
+        The catalog of these shards, the error of each other shard, and the tensors that the index
+        places in those other shards, with their file.
 
     Raises:
-        FormatError: none can be read, or the index cannot.
+        FormatError: no shard can be read, or the index cannot.
     """
     names, weight_map = _shards_of(store)
     broken: dict[str, CheckpointError] = {}
@@ -95,7 +93,7 @@ def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], di
 
 
 def _shards_of(store: Store) -> tuple[list[str], dict[str, str]]:
-    """Returns the data files, and the file of each tensor where an index says so."""
+    """Returns the data files, and the file of each tensor if there is an index."""
     files = store.list_files()
     if INDEX not in files:
         return data_files(files), {}
@@ -110,8 +108,9 @@ def _shards_of(store: Store) -> tuple[list[str], dict[str, str]]:
 
 
 def _of_ranks(name: str, files: Iterable[str]) -> list[str]:
-    """Returns the files that torch's HuggingFaceStorageWriter has written where its index has the
-    name of the consolidated one.
+    """Returns the per-rank files of torch's HuggingFaceStorageWriter for a consolidated name.
+
+    Its index has the name of the consolidated file.
     """
     return sorted(
         file
@@ -121,8 +120,9 @@ def _of_ranks(name: str, files: Iterable[str]) -> list[str]:
 
 
 def read_files(store: Store, names: Sequence[str], weight_map: Mapping[str, str]) -> Catalog:
-    """Reads the headers of some files of a directory; `weight_map` has the file of each tensor
-    where an index says so.
+    """Reads the headers of some files of a directory.
+
+    `weight_map` has the file of each tensor, if there is an index.
 
     Raises:
         FormatError, CatalogError: see `Format.read_catalog`.
@@ -140,7 +140,7 @@ def read_files(store: Store, names: Sequence[str], weight_map: Mapping[str, str]
             elif fqn in tensors or fqn in pieces:
                 first = tensors.get(fqn) or pieces[fqn][0]
                 raise FormatError(
-                    f"a tensor stands in two shards: {printable(fqn)!r}"
+                    f"a tensor is in two shards: {printable(fqn)!r}"
                     f" ({printable(first.chunks[0].extent.file)}, {printable(name)})"
                 )
             else:
@@ -163,9 +163,7 @@ def read_files(store: Store, names: Sequence[str], weight_map: Mapping[str, str]
 def _read_shard(
     store: Store, name: str
 ) -> tuple[int, dict[str, str], dict[str, tuple[int, ...]], dict[str, TensorEntry]]:
-    """Returns a file's bytes, what its header says for people, where its parts of tensors begin,
-    and its tensors.
-    """
+    """Returns a file's size, its metadata for people, the offsets of its parts, and its tensors."""
     size = size_of(store, name)
     header = _read_header(store, name, size)
     more = _read_extras(header.pop("__metadata__", {}), name)
@@ -174,8 +172,9 @@ def _read_shard(
 
 
 def _read_offsets(text: str, name: str) -> dict[str, tuple[int, ...]]:
-    """Returns where a file's parts of tensors begin in the whole, as torch's
-    HuggingFaceStorageWriter notes it; of other files nothing.
+    """Returns the offset of each part of a tensor in the whole; nothing for ordinary files.
+
+    torch's HuggingFaceStorageWriter notes these offsets.
     """
     offsets = {}
     for fqn, about in _parse_json(
@@ -192,7 +191,7 @@ def _read_offsets(text: str, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def _piece(entry: TensorEntry, offsets: tuple[int, ...], name: str) -> TensorEntry:
-    """Returns a part of a tensor as that: the shape goes as far as the part does."""
+    """Returns an entry as a part of a tensor. Its shape ends where the part ends."""
     if len(offsets) != len(entry.shape):
         raise FormatError(
             f"a tensor's part has {len(entry.shape)} dims and {len(offsets)} offsets"
@@ -203,7 +202,7 @@ def _piece(entry: TensorEntry, offsets: tuple[int, ...], name: str) -> TensorEnt
 
 
 def _whole(fqn: str, parts: list[TensorEntry]) -> TensorEntry:
-    """Joins a tensor's parts; its shape is written nowhere, so that it is as far as they go."""
+    """Joins a tensor's parts. No file has its shape, so the shape ends where the last parts end."""
     if len({(part.dtype, len(part.shape)) for part in parts}) > 1:
         raise FormatError(
             f"parts of a tensor are of several types: {printable(fqn)!r},"
@@ -216,10 +215,10 @@ def _whole(fqn: str, parts: list[TensorEntry]) -> TensorEntry:
 
 
 def size_of(store: Store, name: str) -> int:
-    """Returns the bytes of a shard.
+    """Returns the size of a shard in bytes.
 
     Raises:
-        CatalogError: there is none of that name.
+        CatalogError: there is no such file.
     """
     try:
         return store.size(name)
@@ -234,10 +233,10 @@ def size_of(store: Store, name: str) -> int:
 def compare_index(
     weight_map: Mapping[str, str], tensors: Mapping[str, TensorEntry], index: str
 ) -> None:
-    """Makes sure that every tensor is where an index says.
+    """Makes sure that every tensor is in the file that the index names.
 
     Raises:
-        FormatError: one is not.
+        FormatError: a tensor is not in its file.
     """
     for fqn, name in weight_map.items():
         if fqn not in tensors or all(chunk.extent.file != name for chunk in tensors[fqn].chunks):
@@ -266,10 +265,10 @@ def _parse_json(data: bytes, where: str) -> dict[str, Any]:
 
 
 def read_index(store: Store, index: str) -> dict[str, str]:
-    """Returns the file of each tensor, as Hugging Face's index has it.
+    """Returns the file of each tensor from Hugging Face's index.
 
     Raises:
-        FormatError: it is malformed.
+        FormatError: the index is malformed.
         StorageError: it names a file outside of the checkpoint.
     """
     size = store.size(index)
@@ -314,8 +313,9 @@ def _read_extras(value: object, name: str) -> dict[str, str]:
 
 
 def _entries(header: dict[str, Any], name: str, size: int) -> dict[str, TensorEntry]:
-    """Returns the tensors of one file; payloads must follow each other without gap from the header
-    to the end.
+    """Returns the tensors of one file.
+
+    The payloads must follow each other without gaps, from the header to the end of the file.
     """
     base = header.pop("__header_bytes__")
     entries: dict[str, TensorEntry] = {}
@@ -363,8 +363,9 @@ def _entries(header: dict[str, Any], name: str, size: int) -> dict[str, TensorEn
 
 
 def _in_bytes(tag: str, shape: Sequence[int], where: str) -> tuple[int, ...]:
-    """Returns the shape of a tensor as torch has it: an element of it holds two values of four
-    bits, and the file counts values.
+    """Returns the shape of a tensor as torch has it.
+
+    For 4-bit values, torch counts bytes of two values each, but the file counts values.
     """
     if tag != _PAIRS:
         return tuple(shape)
@@ -409,7 +410,7 @@ def lay_out(request: Request) -> Target:
     literals, slots, sizes, weight_map = [], {}, {}, {}
     for number, name in enumerate(names):
         mine = [t for t in request.tensors if t.boxes[number] is not None]
-        # stable
+        # a stable sort: the order within both groups stays
         mine.sort(key=lambda t: whole(t.shape).numel * t.dtype.itemsize >= request.small_first)
         header = _render_header(mine)
         literals.append(Literal(name, 0, header))
@@ -453,6 +454,6 @@ def _render_header(tensors: Iterable[Any]) -> bytes:
         }
         at += nbytes
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    # so that whole pages are written, and mapped tensors lie on pages
+    # payloads begin on a page: whole pages are written, and mapped tensors are page-aligned
     text += b" " * (-(len(text) + 8) % _PAGE_BYTES)
     return len(text).to_bytes(8, "little") + text

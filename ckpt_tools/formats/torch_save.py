@@ -1,10 +1,9 @@
-"""`torch.save` files: one zip of a (nested) state dict, `.pt`, `.pth` or `.bin`; or Hugging Face's
-`.bin` shards with an index.
+"""`torch.save` files: a zip of a (nested) state dict (`.pt`, `.pth` or `.bin`).
 
-`data.pkl` tells how tensors lie in storages, each of which is a record of the zip; so a tensor is a
-range of bytes here too, a view of a shared storage included. Plain values become objects, as DCP
-would have stored them; what is of a type that this reader does not know is counted, and nothing of
-it runs.
+Hugging Face's `.bin` shards with an index are read too. `data.pkl` says how tensors lie in
+storages, and each storage is a record of the zip. A tensor is therefore a range of bytes here too,
+even as a view of a shared storage. Plain values become objects, as DCP would have stored them.
+Values of unknown types are counted, and none of their code runs.
 
 Source: torch 2.13 `torch/serialization.py`; confirmed on files that it wrote.
 """
@@ -19,8 +18,9 @@ from typing import Any
 
 from ckpt_tools.core.box import row_major_strides, whole
 from ckpt_tools.core.catalog import RAW, TORCH_ZIP, BytesEntry, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.checksum import crc32
 from ckpt_tools.core.plan import Slot, Target
-from ckpt_tools.errors import FormatError, PlanError, printable
+from ckpt_tools.errors import FormatError, IntegrityError, PlanError, printable
 from ckpt_tools.formats.base import Request, guess_bare, locate_bare
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import (
@@ -65,14 +65,12 @@ _STATE_DICT = (
 
 
 def recognise(files: Mapping[str, int]) -> bool:
-    """Tells whether the index of `.bin` shards, or `pytorch_model.bin` alone, is among the
-    files.
-    """
+    """Tells whether the index of `.bin` shards, or `pytorch_model.bin`, is among the files."""
     return INDEX in files or "pytorch_model.bin" in files
 
 
 def read_catalog(store: Store) -> Catalog:
-    """Reads `data.pkl` and the zip's directory of every file; see `Format.read_catalog`."""
+    """Reads `data.pkl` and the zip directory of every file; see `Format.read_catalog`."""
     files = store.list_files()
     weight_map = read_index(store, INDEX) if INDEX in files else {}
     names = sorted(set(weight_map.values())) or [n for n in files if n.endswith(SUFFIXES)][:1]
@@ -86,9 +84,9 @@ def read_files(
 
     Args:
         store: the directory.
-        names: of the files.
-        weight_map: the file of each tensor where an index says so.
-        made: takes the plain values, and goes into the catalog.
+        names: names of the files.
+        weight_map: the file of each tensor, if there is an index.
+        made: receives the plain values, and goes into the catalog.
 
     Raises:
         FormatError, CatalogError: see `Format.read_catalog`.
@@ -108,7 +106,7 @@ def read_files(
                 )
             if isinstance(value, (DTensorPart, ShardedTensorPart)):
                 raise FormatError(
-                    f"a part of a tensor, as one rank has it: {printable(fqn)!r}"
+                    f"the file has only one rank's part of a tensor: {printable(fqn)!r}"
                     f" ({printable(name)})",
                     hint=_ALL_RANKS,
                 )
@@ -122,7 +120,7 @@ def read_files(
     unknown = [printable(kind) for kind in others if "." in kind]
     if unknown and not tensors and not others.tensors:
         raise FormatError(
-            f"no tensors of a type that is known here, but {', '.join(unknown[:5])}"
+            f"no tensors of a known type, but {', '.join(unknown[:5])}"
             f" ({', '.join(map(printable, names))})",
             hint=(
                 _STATE_DICT
@@ -148,12 +146,11 @@ def read_files(
 
 
 class UnreadValues(Counter[str]):
-    """What files hold and this reader does not read: the number of values by type; tensors and
-    values by place, each with its kind.
+    """Values that the reader skips: a counter by type, with the paths of tensors and values.
 
     Attributes:
-        tensors, foreign: tensors and other values by their places.
-        numpy: places of NumPy's numbers, which are read as Python's.
+        tensors, foreign: kinds of skipped tensors and of other values, by path.
+        numpy: paths of NumPy's numbers, which are read as Python's.
     """
 
     def __init__(self) -> None:
@@ -163,7 +160,7 @@ class UnreadValues(Counter[str]):
         self.numpy: list[Path] = []
 
     def take(self, more: UnreadValues, above: Path) -> None:
-        """Adds what another file holds, whose places lie below one of this whole."""
+        """Adds the skipped values of another file, whose paths continue `above`."""
         self.update(more)
         self.tensors |= {(*above, *path): kind for path, kind in more.tensors.items()}
         self.foreign |= {(*above, *path): kind for path, kind in more.foreign.items()}
@@ -171,17 +168,17 @@ class UnreadValues(Counter[str]):
 
     @property
     def unknown(self) -> dict[str, str]:
-        """The values by name."""
+        """The kinds of skipped values by name."""
         return {join(path): kind for path, kind in self.foreign.items()}
 
     @property
     def unread(self) -> dict[str, str]:
-        """The tensors by name."""
+        """The kinds of skipped tensors by name."""
         return {join(path): kind for path, kind in self.tensors.items()}
 
 
 def told(others: Counter[str]) -> dict[str, str]:
-    """Returns what a catalog says of values of types that are not known here."""
+    """Returns a catalog's `extras` about values of unknown types."""
     kinds = ", ".join(
         f"{printable(kind)} ({count:,})" if count else printable(kind)
         for kind, count in others.most_common(8)
@@ -198,20 +195,18 @@ def told(others: Counter[str]) -> dict[str, str]:
 
 
 def join(path: Path) -> str:
-    """Returns the name of what stands at the end of a path of keys."""
+    """Returns the name of an entry from its path of keys."""
     return ".".join(map(str, path)) or "tensor"
 
 
 class OpenedFile:
-    """A `torch.save` file of which `data.pkl` and the zip's directory have been read; `root` is
-    what was saved.
-    """
+    """A `torch.save` file with its `data.pkl` and zip directory read; `root` is the saved value."""
 
     def __init__(self, store: Store, name: str, size: int, others: Counter[str]) -> None:
-        """Reads; `others` counts types that are not known.
+        """Reads the file; `others` counts types that are not known.
 
         Raises:
-            FormatError: it is no such archive, or malformed.
+            FormatError: it is not a `torch.save` archive, or it is malformed.
         """
         self._store, self._size, self.name = store, size, name
         self._where = where = printable(name)
@@ -244,12 +239,32 @@ class OpenedFile:
         self._places: dict[str, tuple[int, ZipRecord]] = {}
         at = self._start(self._records["data.pkl"])
         data = read(store, name, at, self._records["data.pkl"].nbytes)
+        self._check_pickle(data)
         self.pickle_nbytes = len(data)
         self.root = unpickled(data, where, lambda kind: others.update({kind: 0}))
 
+    def _check_pickle(self, data: bytes) -> None:
+        """Compares the pickle with the CRC-32 that the zip's directory has for it.
+
+        The pickle has every name, every plain value, and the place of every tensor, so one flipped
+        bit in it changes what is read without any other sign.
+
+        Raises:
+            IntegrityError: they differ.
+        """
+        (expected,) = struct.unpack_from("<I", self._directory, self._records["data.pkl"].crc_at)
+        # torch.serialization.set_crc32_options(False) writes 0
+        if expected and (got := crc32(data)) != expected:
+            raise IntegrityError(
+                f"a pickle is damaged: expected CRC-32 {expected:08x}, got {got:08x} (data.pkl in"
+                f" {self._where})",
+                hint="names and values cannot be trusted; take another copy of the file",
+            )
+
     def find(self, views: Iterable[TensorView]) -> None:
-        """Looks up where the storages of tensors begin; a store in a network does it for all of
-        them at once.
+        """Looks up where the storages of tensors begin.
+
+        A store in a network looks up all of them at once.
         """
         used = {key for view in views if (key := f"data/{view.storage.key}") not in self._places}
         missing = sorted(used - self._records.keys())
@@ -263,7 +278,7 @@ class OpenedFile:
         """Returns where a tensor's bytes lie; see `find`.
 
         Raises:
-            FormatError: it does not fit into its storage.
+            FormatError: the tensor exceeds its storage.
         """
         key = f"data/{view.storage.key}"
         if key not in self._places:
@@ -276,7 +291,7 @@ class OpenedFile:
         """Returns where a record's data begins, from its local header."""
         if not 0 <= record.header <= self._size - LOCAL.size:
             raise FormatError(
-                f"a record stands where none belongs: at byte {record.header} ({self._where})"
+                f"a zip record has an impossible position: byte {record.header} ({self._where})"
             )
         start = record.header + data_start(
             read(self._store, self.name, record.header, LOCAL.size), ZipRecord(0, record.nbytes, 0)
@@ -292,17 +307,18 @@ class OpenedFile:
 def read_leaves(
     store: Store, name: str, size: int, others: UnreadValues
 ) -> Iterator[tuple[Path, object, tuple[Extent, ...]]]:
-    """Yields tensors and plain values of a file: the keys on the way, what the pickle says, and
-    where a tensor's parts lie.
+    """Yields tensors and plain values of a file.
+
+    Each comes with the path of keys, the value in the pickle, and the extents of a tensor's parts.
 
     Args:
-        store: where the file is.
-        name: of the file.
+        store: the store of the file.
+        name: name of the file.
         size: its bytes.
-        others: takes what is of another type.
+        others: receives values of other types.
 
     Raises:
-        FormatError: it is no such archive, or malformed.
+        FormatError: it is not a `torch.save` archive, or it is malformed.
     """
     opened = OpenedFile(store, name, size, others)
     found = list(leaves(opened.root, printable(name), most_nodes(opened.pickle_nbytes)))
@@ -321,7 +337,7 @@ def read_leaves(
 
 
 def views_of(value: object) -> tuple[TensorView, ...]:
-    """Returns the parts of a tensor that are in the file; none of what is no tensor."""
+    """Returns the parts of a tensor that are in the file; none for a value that is not a tensor."""
     if isinstance(value, ShardedTensorPart):
         return tuple(view for view, _ in value.parts)
     return (
@@ -365,11 +381,10 @@ def _extent(file: str, fqn: str, view: TensorView, start: int, nbytes: int, crc:
 
 
 def lay_out(request: Request) -> Target:
-    """Lays one file out, with tensors and plain values nested as their paths say; see
-    `Format.lay_out`.
+    """Lays out one file, with tensors and plain values nested by their paths; see `Format.lay_out`.
 
     Raises:
-        PlanError: a path leads through something that is no dict.
+        PlanError: a path leads through a value that is not a dict.
     """
     keys = {tensor.fqn: str(number) for number, tensor in enumerate(request.tensors)}
     held = {t.fqn: TensorRecord(t.dtype, t.shape, keys[t.fqn]) for t in request.tensors}
@@ -388,13 +403,13 @@ def lay_out(request: Request) -> Target:
 
 
 def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
-    """Returns values by flat name as nested dicts, lists and tuples; one without a path stands at
-    the top under its name.
+    """Returns values by flat name as nested dicts, lists and tuples.
 
-    What an optimizer numbers by itself, `state.0`, gets numbers for keys again.
+    A value without a path lies at the top under its name. Numbered keys below an optimizer's
+    `state` become ints again.
 
     Raises:
-        PlanError: one name leads through another's value.
+        PlanError: one name leads through another entry's value.
     """
     root: dict[str | int, Any] = {}
     for fqn, value in flat.items():
@@ -404,7 +419,7 @@ def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
             owner = owner.setdefault(_key(path, depth, key), {})
             if not isinstance(owner, dict):
                 raise PlanError(
-                    f"two entries cannot stand in one state dict: {printable(fqn)!r} leads through"
+                    f"two entries do not fit into one state dict: {printable(fqn)!r} leads through"
                     " a value"
                 )
         if owner.setdefault(_key(path, len(path) - 1, path[-1]), value) is not value:
@@ -425,8 +440,9 @@ def _key(path: Path, depth: int, key: str | int) -> Any:
 
 
 class _Index(int):
-    """A position in a list, told from a number that is a dict's key by its type; both are the same
-    number to a dict.
+    """A position in a list; its type distinguishes it from a number that is a dict's key.
+
+    A dict treats both as the same key.
     """
 
 
@@ -442,6 +458,6 @@ def _with_lists(value: Any) -> Any:
         if max(items) - len(items) > _MAX_HOLES:
             raise PlanError(f"a list lacks {max(items) - len(items)} of its items")
         kind = tuple if all(isinstance(key, _TupleIndex) for key in items) else list
-        # None where a value is left behind
+        # None for an item that was left out
         return kind(items.get(number) for number in range(max(items) + 1))
     return {int(key) if isinstance(key, _Index) else key: item for key, item in items.items()}

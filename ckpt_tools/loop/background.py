@@ -225,9 +225,10 @@ class BackgroundWriter:
         """Lets old steps go; a failure to do so is a warning, the save is committed."""
         kept = [
             *([self.resumed] if self.resumed else []),
+            *([self.last_save.path] if self.last_save else []),
             *(self.mirror.needed() if self.mirror else []),
         ]
-        if retain(self.root, self.keep, kept, self.options, self._told):
+        if retain(self.root, self.keep, kept, self.options, self._told, self.candidates.passed):
             self.resumed = None  # a newer one is committed
 
     def close(self) -> None:

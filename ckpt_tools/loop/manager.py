@@ -125,7 +125,18 @@ class CheckpointManager:
             StorageError: another job holds the directory, it cannot be written to, or not all ranks
                 see it.
         """
-        _check(root, keep_last, when_busy, mirror, max_failures)
+        _check(
+            root,
+            keep_last,
+            when_busy,
+            mirror,
+            max_failures,
+            timeout_s,
+            jobs=jobs,
+            retry_s=retry_s,
+            keep_every=keep_every,
+            mirror_every=mirror_every,
+        )
         # the job may change its directory
         self.root = root if is_url(root) else Path(local_path(root)).absolute()
         self._options, self._mirror_url = storage_options, mirror
@@ -541,6 +552,8 @@ def _check(
     when_busy: str,
     mirror: str | None,
     max_failures: int,
+    timeout_s: float,
+    **numbers: float | None,
 ) -> None:
     for place in (root, mirror):
         if is_url(place):
@@ -551,6 +564,13 @@ def _check(
         raise ValueError(
             f"keep_last: expected at least 1, or None to keep all steps, got {keep_last!r}"
         )
+    for name, value in numbers.items():
+        least = 0 if name in ("timeout_s", "retry_s") else 1
+        is_number = type(value) is int or (least == 0 and type(value) is float)
+        if value is not None and (not is_number or not value >= least or value == 0 < least):
+            raise ValueError(f"{name}: expected a number of at least {least}, got {value!r}")
+    if timeout_s <= 0:
+        raise ValueError(f"timeout_s: expected more than 0, got {timeout_s!r}")
     if when_busy not in ("wait", "skip"):
         raise ValueError(f"when_busy: expected 'wait' or 'skip', got {when_busy!r}")
     if type(max_failures) is not int or max_failures < 1:

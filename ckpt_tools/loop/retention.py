@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,14 @@ def removable(
 
 
 def _counts(step: Step) -> bool:
-    """Tells whether a step is one that must stay for others to go: sealed, and complete. Nothing
-    proves one that has no manifest.
+    """Tells whether a step protects a run, so that older ones may go.
+
+    Such a step is complete, and its manifest has the step's own number. Without a manifest, nothing
+    proves a step. Without a number, a copy of an old step could stand for the newest one.
     """
     return (
         step.manifest is not None
+        and step.manifest.step == step.number
         and not step.problem
         and not step.superseded_by
         and not os.path.islink(step.path)
@@ -92,6 +95,7 @@ def prune(
     dry_run: bool = False,
     options: Options = None,
     reads: bool | None = None,
+    passed: Container[str] = (),
 ) -> Pruned:
     """Removes the steps that retention lets go, oldest first, and goes on where one cannot be
     removed.
@@ -106,8 +110,10 @@ def prune(
         dry_run: remove nothing.
         options: of the object store, as fsspec takes them.
         reads: whether the steps that are counted are read first, and the next older one counted for
-            each that is damaged. Where None, the newest is read if it is the only complete step
-            that would stay.
+            each that is damaged. Where None, only the newest one is read, so that at least one
+            sound step stays.
+        passed: paths of steps that a resume has found to be of no use. They are neither counted nor
+            removed.
 
     Raises:
         NotACheckpointError: there is no such directory.
@@ -117,7 +123,7 @@ def prune(
         raise NotACheckpointError(f"not a directory: {printable(str(root))}")
     steps, needed = survey(root, options)
     victims, damaged = _choose(
-        steps,
+        [step for step in steps if str(step.path) not in passed],
         lambda counted: removable(counted, keep_last, keep_every, kept),
         keep_last or 1,
         reads,
@@ -148,6 +154,7 @@ def retain(
     kept: Iterable[Path | str],
     options: Options,
     told: set[str],
+    passed: Container[str] = (),
 ) -> bool:
     """Prunes beside a training, logs what happens, and returns whether it was possible.
 
@@ -155,12 +162,12 @@ def retain(
     the way.
 
     Args:
-        root, kept, options: as for `prune`.
+        root, kept, options, passed: as for `prune`.
         keep: `keep_last` and `keep_every`.
         told: what was logged before, which is not repeated.
     """
     try:
-        result = prune(root, *keep, kept, options=options, reads=False)
+        result = prune(root, *keep, kept, options=options, reads=False, passed=passed)
     except (CheckpointError, OSError) as error:
         log.warning("could not remove old steps: %s", error)
         return False
@@ -191,7 +198,7 @@ def _choose(
         steps = [s for s in steps if str(s.path) not in damaged]
         victims = rule(list(steps))
         left = [s for s in steps if _counts(s) and s not in victims]
-        doubtful = left[-keep_last:] if reads else left if reads is None and len(left) == 1 else []
+        doubtful = left[-keep_last:] if reads else left[-1:] if reads is None else []
         step = next((s for s in reversed(doubtful) if str(s.path) not in sound), None)
         if not victims or step is None:
             return victims, damaged
@@ -307,8 +314,9 @@ def _write_pin(step: Step) -> None:
     if isinstance(step.store, RemoteStore):
         write_file(step.store, PIN, text)
         return
-    try:
-        with (Path(step.path) / PIN).open("wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:  # a link or a pipe of that name is an error: nothing is written through it
+        with os.fdopen(os.open(Path(step.path) / PIN, flags, 0o666), "wb") as file:
             file.write(text)
             os.fsync(file.fileno())
         sync_directory(Path(step.path))

@@ -245,6 +245,11 @@ def export(state: Mapping[str, Any], stored: Stored | None = None) -> ExportedSt
         PlanError: two entries have one name, an optimizer's parameters belong to nothing of the
             state, or a tensor is on the meta device.
     """
+    if not isinstance(state, Mapping):
+        raise PlanError(
+            f"a state is a dict, got a {type(state).__name__}",
+            hint='give each object a name: {"model": model, "optimizer": optimizer}',
+        )
     _check_nesting(state, (), ())
     exporter = _Exporter(holders_of(state), stored)
     exporter.result.roots = {str(key) for key in state}

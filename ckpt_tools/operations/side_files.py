@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckpt_tools.core.catalog import Catalog
-from ckpt_tools.errors import printable
+from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats import accelerate
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.storage import read
 
-_MAX_FILE_BYTES = 64 << 20  # it goes through memory
+# They go through memory.
+_MAX_FILE_BYTES = 64 << 20
+_MAX_TOTAL_BYTES = 1 << 30
 _RANDOM = re.compile(
     r"(?P<stem>rng_state|random_states)(?:_(?P<rank>\d{1,6}))?\.(?P<suffix>pth|pkl)"
 )
@@ -39,7 +41,7 @@ def carried(source: Source, ranks: int) -> SideFiles:
     Each rank has random states of its own: those of ranks that are there go along. A Trainer of one
     process names the file of its only rank without a number.
     """
-    files, keys, left = dict[str, bytes](), set[str](), list[str]()
+    files, keys, left, total = dict[str, bytes](), set[str](), list[str](), 0
     sizes = source.folder.list_files()
     values = [name for name in sizes if accelerate.key_of(name)]
     for name in sorted({*values, *source.catalog.beside}):
@@ -49,6 +51,13 @@ def carried(source: Source, ranks: int) -> SideFiles:
         ):
             left.append(name)
             continue
+        total += sizes[name]
+        if total > _MAX_TOTAL_BYTES:
+            raise StorageError(
+                f"the files beside the checkpoint are too long: more than {_MAX_TOTAL_BYTES} bytes"
+                f" together ({printable(source.path)})",
+                hint="move those that the job does not need",
+            )
         new = _renamed(random, ranks) if random else name
         files[new] = read(source.folder, name)
         if key := accelerate.key_of(name):

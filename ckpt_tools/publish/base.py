@@ -20,7 +20,7 @@ from ckpt_tools.publish import journal
 from ckpt_tools.publish import local as commit
 from ckpt_tools.publish.bucket import RemoteDestination
 from ckpt_tools.publish.check_manifest import hash_files
-from ckpt_tools.publish.manifest import names_in, parse
+from ckpt_tools.publish.manifest import names_in, read_manifest
 from ckpt_tools.storage import (
     LocalStore,
     SharedStore,
@@ -249,7 +249,7 @@ def _files_of(store: LocalStore) -> set[str]:
         known = set(INDEXES)
     for name in names_in(store):
         with suppress(CheckpointError):  # it vouches for nothing
-            manifest = parse(read(store, name), name)
+            manifest = read_manifest(store, name)
             sizes = {
                 file: sealed.nbytes
                 for file, sealed in manifest.files.items()

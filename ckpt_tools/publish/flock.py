@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from contextlib import suppress
 
 _held: set[int] = set()
@@ -47,3 +48,19 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def owner_problem(found: os.stat_result, above: os.stat_result) -> str:
+    """Returns why a file of a shared directory is not trusted, "" if it is.
+
+    Args:
+        found: the file, itself and not what a link leads to.
+        above: its directory.
+    """
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no regular file"
+    if found.st_nlink > 1:
+        return "it is a second name of another file"
+    if found.st_uid not in (os.geteuid(), above.st_uid):
+        return f"it belongs to user {found.st_uid}"
+    return ""

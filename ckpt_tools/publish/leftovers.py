@@ -19,7 +19,7 @@ from ckpt_tools.formats.base import LOCK, UPLOADS, note_of
 from ckpt_tools.formats.registry import INDEXES, is_ours
 from ckpt_tools.publish.local import remove_dead
 from ckpt_tools.storage import RemoteStore, is_url
-from ckpt_tools.storage.s3.client import S3
+from ckpt_tools.storage.s3.client import S3, next_page
 
 GRACE_S = 24 * 3600.0
 
@@ -129,7 +129,7 @@ def _list_uploads(s3: S3, store: RemoteStore) -> Iterator[Mapping[str, Any]]:
     them, which is logged.
     """
     marker: dict[str, str] = {}
-    where = s3.at_prefix(store.root)
+    where, seen = s3.at_prefix(store.root), set[str]()
     while True:
         try:
             page = s3.call("list uploads", store.url, "list_multipart_uploads", **where, **marker)
@@ -142,10 +142,16 @@ def _list_uploads(s3: S3, store: RemoteStore) -> Iterator[Mapping[str, Any]]:
             )
             return
         for upload in page.get("Uploads") or ():
+            if not upload["Key"].startswith(where["Prefix"]):
+                raise StorageError(
+                    f"a listing names what was not asked for: {printable(upload['Key'])}"
+                    f" ({printable(store.url)})"
+                )
             yield {**upload, "Bucket": where["Bucket"]}
         if not page.get("IsTruncated"):
             return
-        marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        key, upload_id = next_page(page, ("NextKeyMarker", "NextUploadIdMarker"), seen, store.url)
+        marker = {"KeyMarker": key, "UploadIdMarker": upload_id}
 
 
 def _give_up(s3: S3, store: RemoteStore, upload: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ that, the old one stands aside for a moment, and comes back if the process dies 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.formats.base import ASIDE, MANIFEST, note_of, short_name
+from ckpt_tools.formats.base import ASIDE, MANIFEST, PIN, note_of, short_name
+from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.publish.flock import release, try_lock
 from ckpt_tools.publish.rename import exchange, publish_name
 from ckpt_tools.storage import LocalStore, write_file
@@ -27,6 +29,7 @@ from ckpt_tools.storage.local import failed
 
 _STAGING, _TRASH = ".tmp.", ".trash."
 _TRIES = 8
+_PRIVATE = 0o700  # the mode of a staging directory until it is published
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +216,7 @@ def _make_and_lock(path: Path, is_emptied: bool) -> int:
     """
     for _ in range(_TRIES):
         with suppress(FileExistsError):
-            path.mkdir(0o700)
+            path.mkdir(_PRIVATE)
         lock = _lock(path)
         if lock < 0:
             time.sleep(0.01)
@@ -312,8 +315,8 @@ def _unheld(parent: Path, prefix: str, name: str) -> Iterator[Path]:
     """Yields the directories of attempts whose lock no process holds, each while it is locked
     here.
     """
-    for path in sorted(parent.glob(f"{prefix}{name}.????????")):
-        if path.is_symlink() or not path.is_dir():
+    for path in sorted(parent.glob(f"{prefix}{name}.{'[0-9a-f]' * 8}")):
+        if path.is_symlink() or not path.is_dir() or not _is_made_here(path):
             continue
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -324,6 +327,23 @@ def _unheld(parent: Path, prefix: str, name: str) -> Iterator[Path]:
                 yield path
         finally:
             release(fd)
+
+
+def _is_made_here(path: Path) -> bool:
+    """Tells whether an attempt made a directory, and no person with a similar name in mind.
+
+    A staging directory is private until it is published. A result that was replaced, or a step that
+    was removed, has a manifest, or nothing but files of a checkpoint.
+    """
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o777 == _PRIVATE:
+            return True
+        names = [name for _, _, files in os.walk(path) for name in files]
+    except FileNotFoundError:  # another run was faster
+        return False
+    return any(note_of(name) == (MANIFEST, "") for name in names) or all(
+        is_ours(name) or name == PIN for name in names
+    )
 
 
 def _escape_glob(name: str) -> str:
@@ -409,21 +429,38 @@ def publish_file(place: Staging, name: str, manifest: str, overwrite: bool) -> N
     """
     target = place.target
     sync_directory(place.path)
+    with _one_at_a_time(target.parent):
+        try:
+            os.rename(place.path / manifest, target.parent / manifest)
+            sync_directory(target.parent)
+            if overwrite:
+                os.replace(place.path / name, target)
+            else:
+                publish_name(place.path / name, target)
+        except BaseException:
+            if (place.path / name).exists():
+                (target.parent / manifest).unlink(missing_ok=True)
+            raise
+        _confirm(target)
+        for old in target.parent.iterdir():
+            if note_of(old.name) == (MANIFEST, short_name(target.name)) and old.name != manifest:
+                old.unlink(missing_ok=True)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Lets one process at a time give names in a folder.
+
+    A file and its manifest are two names. Of two processes that replace one file, each would remove
+    the manifest of the other.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.rename(place.path / manifest, target.parent / manifest)
-        sync_directory(target.parent)
-        if overwrite:
-            os.replace(place.path / name, target)
-        else:
-            publish_name(place.path / name, target)
-    except BaseException:
-        if (place.path / name).exists():
-            (target.parent / manifest).unlink(missing_ok=True)
-        raise
-    _confirm(target)
-    for old in target.parent.iterdir():
-        if note_of(old.name) == (MANIFEST, short_name(target.name)) and old.name != manifest:
-            old.unlink(missing_ok=True)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        release(fd)
 
 
 def add_file(folder: Path, name: str, data: bytes, attempt: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import stat
 import threading
 import time
 import uuid
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import LOCK
-from ckpt_tools.publish.flock import release, try_lock
+from ckpt_tools.publish.flock import owner_problem, release, try_lock
 from ckpt_tools.publish.local import make_folder
 from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.local import failed
@@ -109,7 +108,7 @@ def _taken(root: str, holder: Mapping[str, Any], text: str) -> StorageError:
 def _parse(data: bytes) -> tuple[dict[str, Any], str]:
     """Returns a holder as it wrote itself down, and for people."""
     text = printable(data.decode("utf-8", "replace").strip())
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         holder = json.loads(data)
         if isinstance(holder, dict):
             shown = ", ".join(
@@ -131,19 +130,7 @@ def _check_own(fd: int, path: Path) -> None:
         StorageError: it is no regular file, has another name too, or belongs to somebody else.
     """
     found, above = os.fstat(fd), os.stat(path.parent)
-    problem = (
-        "it is no regular file"
-        if not stat.S_ISREG(found.st_mode)
-        else (
-            "it is a second name of another file"
-            if found.st_nlink > 1
-            else (
-                f"it belongs to user {found.st_uid}"
-                if found.st_uid not in (os.geteuid(), above.st_uid)
-                else ""
-            )
-        )
-    )
+    problem = owner_problem(found, above)
     if problem:
         raise StorageError(
             f"the lock of a run is not used, since {problem}: {printable(str(path))}",
@@ -304,7 +291,7 @@ class Lease:
                 raise
             return False
         now = self._look()
-        return now is not None and json.loads(now.data).get("id") == self._id
+        return now is not None and _parse(now.data)[0].get("id") == self._id
 
     def _take(self) -> None:
         seen = self._look()

@@ -123,6 +123,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "step": (int, type(None)),
 }
 _HEX = re.compile(r"[0-9a-f]+")
+_ATTEMPT = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
 
@@ -149,6 +150,8 @@ def parse(data: bytes, where: str) -> Manifest:
         for key, kinds in _KINDS.items():
             if type(body[key]) not in kinds:
                 raise ValueError(f"{key} is a {type(body[key]).__name__}")
+        if not _ATTEMPT.fullmatch(body["attempt"]):
+            raise ValueError(f"attempt is {body['attempt']!r}, not a UUID")
         return Manifest(
             **{
                 f.name: body[f.name]
@@ -164,7 +167,14 @@ def parse(data: bytes, where: str) -> Manifest:
                 for fqn, t in body["tensors"].items()
             },
         )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise FormatError(
             f"a manifest is malformed: {printable(repr(error))} ({printable(where)})"
         ) from error
@@ -189,7 +199,7 @@ def find(store: Store, beside: str = "") -> Manifest | None:
         FormatError: it is malformed, or of several none fits or more than one.
     """
     files, names = store.list_files(), names_in(store, beside)
-    found = [parse(read(store, name), name) for name in names]
+    found = [read_manifest(store, name) for name in names]
     if len(found) > 1 and beside:
         return None
     if len(found) > 1:
@@ -207,6 +217,11 @@ def find(store: Store, beside: str = "") -> Manifest | None:
                 hint="remove all but one that fits; or all of them, and then ckpt seal",
             )
     return found[0] if found else None
+
+
+def read_manifest(store: Store, name: str) -> Manifest:
+    """Reads one manifest of a directory; raises FormatError as `parse` does."""
+    return parse(read(store, name), name)
 
 
 def of_source(source: Source) -> Manifest | None:

@@ -81,6 +81,12 @@ def is_step_name(name: str) -> bool:
     return _STEP.fullmatch(name) is not None
 
 
+def number_in(name: str) -> int | None:
+    """Returns the number in the name of a step's directory, None for another name."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def step_name(number: int) -> str:
     """Returns the name of a step's directory."""
     return f"step-{number:08d}"
@@ -237,9 +243,13 @@ def _open(step: Step) -> Store:
     return step.store or LocalStore(step.path)
 
 
-def look_at(number: int, store: Store | Path) -> Step:
+def look_at(number: int | None, store: Store | Path) -> Step:
     """Looks at one step: every file that its manifest names is there with its size, and the index
     has its checksum.
+
+    Args:
+        number: of the step, by its name; None where the name says none.
+        store: its files, or its directory.
     """
     store = LocalStore(store) if isinstance(store, Path) else store
     path = store.url if is_url(store.url) else Path(store.url)
@@ -252,17 +262,17 @@ def look_at(number: int, store: Store | Path) -> Step:
             else first_problem(manifest, store) or _other_number(number, manifest)
         )
         return Step(
-            number, path, sum(files.values()), manifest, problem, store, is_pinned=PIN in files
+            number or 0, path, sum(files.values()), manifest, problem, store, is_pinned=PIN in files
         )
     except CheckpointError as error:
-        return Step(number, path, 0, None, str(error), store)
+        return Step(number or 0, path, 0, None, str(error), store)
     finally:
         store.close()
 
 
-def _other_number(number: int, manifest: Manifest) -> str:
+def _other_number(number: int | None, manifest: Manifest) -> str:
     """Returns what is wrong with a step that is a copy of another one, "" for nothing."""
-    is_other = number and type(manifest.step) is int and manifest.step != number
+    is_other = number is not None and manifest.step not in (None, number)
     return f"it is a copy of step {manifest.step}, by its manifest" if is_other else ""
 
 
@@ -367,6 +377,8 @@ def number_of(path: Root) -> int:
     """Returns the step of a checkpoint by its manifest or, where there is none, by the last number
     in its name; 0 where that has none.
     """
-    manifest = look_at(0, Path(path)).manifest if not is_url(path) and os.path.isdir(path) else None
+    manifest = (
+        look_at(None, Path(path)).manifest if not is_url(path) and os.path.isdir(path) else None
+    )
     digits = re.findall(r"\d+", os.path.basename(os.fspath(path).rstrip("/")))
     return int((manifest and manifest.step) or (digits[-1] if digits else 0))

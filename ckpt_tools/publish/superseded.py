@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import printable
+from ckpt_tools.publish.flock import owner_problem
 from ckpt_tools.publish.local import sync_directory
 from ckpt_tools.storage import LocalStore, RemoteStore, is_url, read, write_file
 from ckpt_tools.storage.local import failed
@@ -71,7 +74,7 @@ class RollbackNote:
 
 
 def _parse(data: bytes) -> RollbackNote | None:
-    with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    with suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         body = json.loads(data)
         if body["ckpt_rollback"] == 1 and re.fullmatch(
             r"[0-9a-f]{8}-[0-9a-f-]{27}", body["attempt"]
@@ -91,11 +94,25 @@ def read_notes(store: LocalStore | RemoteStore, names: Iterable[str]) -> list[Ro
     """Returns the notes among the files of a root. Malformed files are no notes."""
     found = []
     for name in names:
-        if _NOTE.fullmatch(name) and store.size(name) <= _MAX_NOTE_BYTES:
+        if _NOTE.fullmatch(name) and store.size(name) <= _MAX_NOTE_BYTES and _is_own(store, name):
             note = _parse(read(store, name))
             if note is not None and note.file == name:
                 found.append(note)
     return found
+
+
+def _is_own(store: LocalStore | RemoteStore, name: str) -> bool:
+    """Tells whether the job may trust a note: somebody else's could set steps aside.
+
+    In a bucket whoever can write a note can remove the steps as well.
+    """
+    if isinstance(store, RemoteStore):
+        return True
+    path = store.root / name
+    problem = owner_problem(path.lstat(), store.root.stat())
+    if problem:
+        log.warning("a note of a rollback is not used, since %s: %s", problem, printable(str(path)))
+    return not problem
 
 
 def write_note(root: str | os.PathLike[str], note: RollbackNote, options: Options) -> None:

@@ -1,7 +1,7 @@
-"""Several processes that do one piece of work: what an operation needs to know of the others.
+"""The protocol for several processes that work on one operation.
 
-`live.group.Group` is one over torch.distributed; a process by itself is `ALONE`. Every method is
-called by all members in the same order.
+`ranks.gloo.GlooGroup` implements it over torch.distributed; `ALONE` is a single process. All ranks
+call every method in the same order.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ T = TypeVar("T")
 
 
 class Group(Protocol):
-    """Members are numbered from 0; member 0 makes the destination's place and commits."""
+    """The ranks of an operation, numbered from 0. Rank 0 begins the attempt and commits."""
 
     @property
     def rank(self) -> int:
-        """This member's number."""
+        """The number of this rank."""
         ...
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         ...
 
     def phase(self, what: str) -> AbstractContextManager[None]:
-        """Runs the body on every member; an error of one is, on leaving, one on all.
+        """Runs the body on every rank; if one rank fails, every rank raises at the end.
 
         Raises:
-            PeerError: another one failed, or did not answer in time.
+            PeerError: another rank failed, or did not answer in time.
         """
         ...
 
     def gather(self, value: T, what: str) -> list[T]:
-        """Returns everybody's value on member 0, and an empty list on the others."""
+        """Returns the values of all ranks on rank 0, and an empty list on the others."""
         ...
 
     def all_gather(self, value: T, what: str) -> list[T]:
-        """Returns everybody's value on all."""
+        """Returns the values of all ranks on every rank."""
         ...
 
     def broadcast(self, value: T, what: str) -> T:
-        """Returns member 0's value on all."""
+        """Returns rank 0's value on every rank."""
         ...
 
 
@@ -72,11 +72,12 @@ ALONE: Group = _Alone()
 
 
 def agree(team: Group, value: object) -> None:
-    """Makes sure that every member has the same plan: they may see different directories under one
-    name.
+    """Makes sure that every rank has the same plan.
+
+    Ranks may see different directories under one path.
 
     Raises:
-        PlanError: they have not.
+        PlanError: the plans differ.
     """
     found = (
         team.all_gather(
@@ -88,8 +89,8 @@ def agree(team: Group, value: object) -> None:
     if len(set(found)) > 1:
         wrong = ", ".join(str(rank) for rank, other in enumerate(found) if other != found[0])
         raise PlanError(
-            f"processes see different sources: {wrong} another one than process 0",
-            hint="all need the same files under one path",
+            f"processes see different sources: process {wrong} differs from process 0",
+            hint="every process must see the same files under the path",
         )
 
 

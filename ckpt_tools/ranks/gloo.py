@@ -1,9 +1,8 @@
-"""What the ranks of a job tell each other while they save or load: few bytes, in step, and never
-without a deadline.
+"""Messages between the ranks of a job during a save or a load: short, in step, with a deadline.
 
-Every phase ends in one exchange of who failed, so that an error on one rank is that error on all of
-them, and nobody waits for a rank that is not coming. A group of its own keeps this apart from the
-collectives of the training.
+Every phase ends with one exchange of who failed. An error on one rank thus becomes an error on
+every rank, and no rank waits for one that has failed. A separate process group keeps these messages
+apart from the collectives of the training.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ _ROLL_CALL_S = 3.0
 
 
 class RankSet(ABC):
-    """Some ranks that do things in step: every method is called by all of them in the same
-    order.
-    """
+    """Some ranks that work in step: all of them call every method in the same order."""
 
     rank: int
     size: int
@@ -56,25 +53,26 @@ class RankSet(ABC):
         receives: Sequence[tuple[int, int, torch.Tensor]],
         what: str,
     ) -> None:
-        """Sends tensors to ranks and fills others from ranks, all at once: `(rank, tag, tensor)`,
-        tags the same at both ends.
+        """Sends tensors to ranks and receives tensors from ranks, all at once.
+
+        Each item is `(rank, tag, tensor)`; sender and receiver use the same tag.
         """
 
     @contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """Runs the body on every rank, then tells all ranks who failed at it.
+        """Runs the body on every rank, then tells all ranks which ranks failed.
 
         Args:
             what: names the phase in messages: "write step 500".
 
         Raises:
-            PeerError: another rank failed, with its own message; or did not answer in time.
-            BaseException: this rank's own error, once the others know of it.
+            PeerError: another rank failed, with its own message; or a rank did not answer in time.
+            BaseException: this rank's own error, after the others know of it.
         """
         own: BaseException | None = None
         try:
             yield
-        except BaseException as error:  # noqa: BLE001  # told to all ranks, then raised below
+        except BaseException as error:  # noqa: BLE001  # sent to all ranks, then raised below
             own = error
         try:
             self._settle(what, own)
@@ -114,16 +112,18 @@ class RankSet(ABC):
 
 
 class GlooGroup(RankSet):
-    """All ranks of a job, or one process alone. After an exchange has failed, it can do no
-    other.
+    """All ranks of a job, or one process alone.
+
+    After one exchange has failed, every later exchange raises.
     """
 
     _made = 0
     _broken = ""
 
     def __init__(self, timeout_s: float, pg: dist.ProcessGroup | None = None) -> None:
-        """Opens a gloo group over the ranks of `pg` (all ranks where None); alone where
-        torch.distributed is not initialised.
+        """Opens a gloo group over the ranks of `pg`, or over all ranks if it is None.
+
+        Without an initialised torch.distributed, the process is alone.
         """
         self._is_alone = not (dist.is_available() and dist.is_initialized())
         self.rank, self.size = (
@@ -138,7 +138,7 @@ class GlooGroup(RankSet):
                 ranks, timeout=dt.timedelta(seconds=timeout_s), backend="gloo"
             )
             self._root = 0 if ranks is None else ranks[0]
-            GlooGroup._made += 1  # all ranks make their groups in one order
+            GlooGroup._made += 1  # the same number on all ranks: they create groups in one order
             self._name = f"ckpt/{GlooGroup._made}/{self._root}"
 
     def sum(self, values: Sequence[int], what: str) -> list[int]:
@@ -148,21 +148,23 @@ class GlooGroup(RankSet):
         return sums.tolist()  # type: ignore[no-any-return]
 
     def meet(self, kind: str, call: str, flags: Sequence[int] = (0, 0)) -> list[int]:
-        """Makes sure that all ranks make the same call, and returns the maximum of each flag over
-        all ranks.
+        """Makes sure that all ranks make the same call.
+
+        Returns the maximum of each flag over all ranks.
 
         Args:
             kind: name of the public method.
-            call: the call with its arguments, as a person would write it; compared by its checksum.
+            call: the call with its arguments, as a person would write it. Ranks compare its
+                checksum.
             flags: two numbers of this rank.
 
         Raises:
-            PeerError: the ranks make different calls; the message has each rank's. No other
-                exchange was begun.
+            PeerError: the ranks make different calls; the message has each rank's. None of these
+                calls has begun its own exchange.
         """
         if self._is_alone:
             return list(flags)
-        # which is called after every step, and must cost no more than the exchange
+        # `preempted` is called after every step, and must cost no more than the exchange
         if kind != "preempted" and not self._broken:
             self._tell("call", f"{call} at {time.strftime('%H:%M:%S')}")
         code = zlib.crc32(call.encode())
@@ -184,8 +186,9 @@ class GlooGroup(RankSet):
         return found[2:].tolist()  # type: ignore[no-any-return]
 
     def xor(self, values: Sequence[int], what: str) -> list[int]:
-        """Returns the element-wise exclusive-or over all ranks of values below 2**64; of use on
-        rank 0.
+        """Returns the element-wise exclusive-or over all ranks of values below 2**64.
+
+        Only rank 0 has the result.
         """
         found = np.array(values, np.uint64)
         if not self._is_alone:
@@ -215,7 +218,7 @@ class GlooGroup(RankSet):
         return values
 
     def scatter(self, values: Sequence[T], what: str) -> T:
-        """Returns to each rank its own of the values that rank 0 gives."""
+        """Returns to each rank its own item of rank 0's `values`."""
         if self._is_alone:
             return values[0]
         mine: list[Any] = [None]
@@ -260,7 +263,7 @@ class GlooGroup(RankSet):
         self._call(what, move)
 
     def of_host(self) -> RankSet:
-        """Returns those of this rank's host."""
+        """Returns the ranks on this rank's host."""
         hosts = self.all_gather(_host(), "find the ranks of each host")
         near = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         return self if len(near) == self.size else HostGroup(self, near)
@@ -285,13 +288,12 @@ class GlooGroup(RankSet):
             ) from error
 
     def _diagnose(self, what: str, began: float, reason: str) -> str:
-        """Returns why an exchange failed: who did not come, or who had given up before this rank
-        came.
+        """Returns why an exchange failed: who did not come, or who gave up before this rank came.
 
         Args:
-            what: the exchange.
-            began: when this rank came to it, by the wall clock.
-            reason: torch's words.
+            what: names the exchange.
+            began: when this rank began the exchange, by the wall clock.
+            reason: torch's message.
         """
         try:
             store = dist.distributed_c10d._get_default_store()
@@ -326,7 +328,7 @@ class GlooGroup(RankSet):
         )
 
     def _tell(self, key: str, text: str) -> None:
-        """Leaves a word in the job's store, where ranks find it that exchange nothing any more."""
+        """Writes a note to the job's store, which ranks can read after an exchange has failed."""
         with suppress(RuntimeError, ValueError):
             dist.distributed_c10d._get_default_store().set(f"{self._name}/{key}/{self.rank}", text)
 
@@ -335,8 +337,9 @@ class GlooGroup(RankSet):
         return store.get(where).decode() if store.check([where]) else ""
 
     def _missing(self, store: Any) -> list[int]:
-        """Returns the ranks that do not answer a roll call: those that live have seen the exchange
-        fail by now.
+        """Returns the ranks that do not answer a roll call.
+
+        By now, every rank that is alive has seen the exchange fail and answers.
         """
         store.set(f"{self._name}/roll/{self.rank}", "here")
         deadline = time.monotonic() + _ROLL_CALL_S
@@ -347,14 +350,14 @@ class GlooGroup(RankSet):
         return missing
 
     def close(self) -> None:
-        """Gives the group up."""
+        """Destroys the process group."""
         if not self._is_alone and dist.is_initialized():
             dist.destroy_process_group(self._pg)
         self._is_alone = True
 
 
 def _host() -> str:
-    """Returns what tells this machine from others; many a container is called localhost."""
+    """Returns a string that identifies this machine. Many containers are called localhost."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -363,8 +366,9 @@ def _host() -> str:
 
 
 class HostGroup(RankSet):
-    """Some ranks of a group, by messages through it: one of their own would have to be made by all,
-    or under a name that is not unique.
+    """Some ranks of a group, which exchange messages through that group.
+
+    A process group of their own would need all ranks to create it, or a name that is not unique.
     """
 
     def __init__(self, group: GlooGroup, ranks: Sequence[int]) -> None:
@@ -393,7 +397,7 @@ class HostGroup(RankSet):
         self.exchange(
             [(r, 1, data) for r in others], [(r, 1, room) for r, room in rooms.items()], what
         )
-        told = {rank: pickle.loads(room.numpy().tobytes()) for rank, room in rooms.items()}  # noqa: S301  # by this very job
+        told = {rank: pickle.loads(room.numpy().tobytes()) for rank, room in rooms.items()}  # noqa: S301  # from this job
         return [value if rank == self.rank else told[rank] for rank in range(self.size)]
 
     def exchange(

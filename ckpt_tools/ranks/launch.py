@@ -1,5 +1,6 @@
-"""Joining the processes that a launcher has started: `torchrun -m ckpt_tools …`, or `srun python -m
-ckpt_tools …`.
+"""Joins the processes that a launcher has started.
+
+Examples are `torchrun -m ckpt_tools …` and `srun python -m ckpt_tools …`.
 
 Source: torch 2.13 `torch/distributed/run.py`; Slurm's `srun` manual, "output environment
 variables".
@@ -19,14 +20,14 @@ from ckpt_tools.errors import PlanError
 from ckpt_tools.ranks.gloo import GlooGroup
 
 TIMEOUT_S = 3600.0
-_PORTS, _FIRST_PORT = 10_000, 20_000  # below those that Linux gives to whoever connects
+_PORTS, _FIRST_PORT = 10_000, 20_000  # below the ephemeral ports of Linux
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns what torch wants to know of a job step: rank, size, and where process 0 listens.
+    """Returns torch's variables for a job step: rank, size, and address of process 0.
 
     Raises:
-        PlanError: a variable is missing that Slurm sets.
+        PlanError: one of Slurm's variables is missing or malformed.
     """
     try:
         first = first_host(
@@ -51,28 +52,28 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """Returns the first of a list of nodes as Slurm writes it: `gpu[007-009,12],login1` is
-    gpu007.
-    """
+    """Returns the first host of a Slurm node list: `gpu[007-009,12],login1` gives gpu007."""
     match = re.fullmatch(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?(?:,.*)?", nodes)
     if match is None:
-        raise ValueError(f"a list of nodes is not understood: {nodes!r}")
+        raise ValueError(f"cannot read the list of nodes: {nodes!r}")
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
 @contextmanager
 def joined() -> Iterator[GlooGroup]:
-    """Yields the group of all processes of the job, over gloo; each waits for the others for an
-    hour, or `CKPT_TEAM_TIMEOUT_S` seconds.
+    """Yields the group of all processes of the job, over gloo.
+
+    Each process waits for the others for at most an hour, or `CKPT_TEAM_TIMEOUT_S` seconds.
 
     Raises:
-        PlanError: the launcher's variables are not what they should be.
+        PlanError: a variable of the launcher is missing or malformed.
     """
     try:
         timeout_s = float(os.environ.get("CKPT_TEAM_TIMEOUT_S", TIMEOUT_S))
     except ValueError:
         raise PlanError(
-            f"CKPT_TEAM_TIMEOUT_S is a number of seconds, got {os.environ['CKPT_TEAM_TIMEOUT_S']!r}"
+            "CKPT_TEAM_TIMEOUT_S: expected a number of seconds, got"
+            f" {os.environ['CKPT_TEAM_TIMEOUT_S']!r}"
         ) from None
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ.update(slurm_variables(os.environ))

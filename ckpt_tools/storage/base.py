@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeGuard
 from urllib.parse import unquote
 
-from ckpt_tools.errors import StorageError, printable
+from ckpt_tools.errors import FormatError, StorageError, printable
 
 Data = bytes | memoryview  # what was read
 
@@ -185,26 +185,33 @@ class Store(WritableStore, Protocol):
 
 # a longer range is compared with the size of its file before memory is allocated
 _TRUSTED_BYTES = 1 << 20
+# A whole file is read for its metadata. A `.metadata` of a million chunks has 0.1 GiB.
+MAX_WHOLE_BYTES = 1 << 30
 
 
 def read(store: Store, path: str, start: int = 0, nbytes: int | None = None) -> bytes:
     """Returns `nbytes` bytes of a file from `start`; all the rest where None.
 
+    A length that comes from a hostile header, or from a sparse file, allocates nothing.
+
     Raises:
-        StorageError: the file ends before. A length that comes from a hostile header allocates
-            nothing.
+        StorageError: the file ends before.
+        FormatError: all the rest was asked for, and it is longer than `MAX_WHOLE_BYTES`.
     """
-    if (
-        nbytes is not None
-        and nbytes > _TRUSTED_BYTES
-        and not 0 <= start <= (size := store.size(path)) - nbytes
-    ):
+    if nbytes is None:
+        nbytes = store.size(path) - start
+        if nbytes > MAX_WHOLE_BYTES:
+            raise FormatError(
+                f"a file is too long to be read whole: expected at most {MAX_WHOLE_BYTES} bytes,"
+                f" got {nbytes} ({printable(path)})"
+            )
+    elif nbytes > _TRUSTED_BYTES and not 0 <= start <= (size := store.size(path)) - nbytes:
         raise StorageError(
             f"a file ends early: expected {nbytes} bytes from byte {start}, got a file of {size}"
             f" ({printable(path)})",
             hint="the file is truncated, or its header is damaged",
         )
-    buffer = bytearray(store.size(path) - start if nbytes is None else nbytes)
+    buffer = bytearray(nbytes)
     store.read_into(path, start, memoryview(buffer))
     return bytes(buffer)
 

@@ -30,6 +30,7 @@ from ckpt_tools.storage.retries import ATTEMPTS, appeared, pause, plain, retry
 from ckpt_tools.storage.s3.client import S3, check_options, server_time, stored_crc64
 from ckpt_tools.storage.s3.multipart import CLAIM, MARK, OWNER, Upload, UploadOptions, refuses
 from ckpt_tools.storage.stream import Stream
+from ckpt_tools.storage.web import bounded_client
 
 # imported when something is fetched: `ckpt inspect` of a local path should not wait for it
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ class RemoteStore:
         self._is_wrapped = bool(wrappers)
         try:
             # what was listed once must not stay true for ever
-            fresh = {"use_listings_cache": False}
+            fresh: dict[str, Any] = {"use_listings_cache": False}
+            if url.startswith(("http://", "https://")):
+                fresh["get_client"] = bounded_client
             self._fs = fs or (
                 url_to_fs(url, **options)[0]
                 if wrappers

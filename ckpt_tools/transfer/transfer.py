@@ -43,6 +43,7 @@ from ckpt_tools.publish.manifest import (
     seal_file,
     seal_tensors,
 )
+from ckpt_tools.publish.steps import number_in
 from ckpt_tools.ranks.base import ALONE, Group, agree
 from ckpt_tools.storage import WritableStore, is_url, local_path
 from ckpt_tools.transfer.distribute import RankWork, collect, open_files, staged
@@ -365,6 +366,7 @@ class _Work:
                     seal_tensors(plan, fingerprints),
                     files,
                     trail.work,
+                    _step_of(self.sealed, dst.url),
                 )
                 notes += place.publish(
                     Literal(file_name(attempt, single), 0, manifest.render()), layout.index
@@ -498,6 +500,15 @@ def check_apart(src: str, dst: str) -> None:
         )
 
 
+def _step_of(sealed: Manifest | None, url: str) -> int | None:
+    """Returns the step number of a result: the source's, if the destination's name says the same.
+
+    Under another number the result is a checkpoint of its own, which no retention counts.
+    """
+    number = number_in(url.rstrip("/").rpartition("/")[2])
+    return number if sealed is not None and sealed.step == number else None
+
+
 def _manifest(
     operation: str,
     attempt: str,
@@ -506,6 +517,7 @@ def _manifest(
     tensors: Mapping[str, SealedTensor],
     files: Mapping[str, SealedFile],
     work: str,
+    step: int | None,
 ) -> Manifest:
     catalog, index = source.catalog, target.index
     return Manifest.now(
@@ -527,4 +539,5 @@ def _manifest(
             else None
         ),
         tensors=tensors,
+        step=step,
     )

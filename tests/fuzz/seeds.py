@@ -250,7 +250,7 @@ def _manifest() -> list[bytes]:
         "g": SealedFile(9, "2" * 16, (SealedRun(1, 8, "3" * 16, "4" * 8),)),
     }
     sealed = Manifest.now(
-        "f" * 32,
+        "ffffffff-ffff-4fff-8fff-ffffffffffff",
         "save",
         "dcp",
         {},

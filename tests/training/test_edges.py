@@ -95,7 +95,7 @@ def test_nothing_changed_is_nothing_told_and_other_keys_cannot_change(
     first: Path, data: Path, tmp_path: Path
 ) -> None:
     said = again(first, tmp_path, "run.steps=1", f"data.train={data}/a.npy")
-    assert "nothing to do: run.steps = 1, and the checkpoint is of step 2" in said
+    assert "nothing to do: run.steps = 1, and the checkpoint has step 2" in said
     assert said.count("changed since the checkpoint") == 1
     said = again(
         first, tmp_path, "run.steps=4", "data.shuffle=false", f"data.train={data}/a.npy", status=2
@@ -147,7 +147,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_saves_nothing_of_it(
     said = run(*ONE, *sets(*options, f"run.dir={tmp_path}/run"), status=3)
     assert (
         "training: the loss of step " in said
-        and " is not finite: nothing of it is saved" in said
+        and " is not finite: it was not saved" in said
         and "Traceback" not in said
     )
     last = int(said.split("the loss of step ")[1].split(",")[0])

@@ -1,8 +1,9 @@
 """PyTorch Distributed Checkpoint: `.metadata` and `.distcp` files.
 
-A `.distcp` is a run of items; each is a complete `torch.save` archive of one chunk or object.
-`.metadata` says where each item lies. A save without collectives leaves one `__{rank}.metadata` per
-rank instead, each with that rank's view; they are joined here, replicas included.
+A `.distcp` is a sequence of items. Each item is a complete `torch.save` archive of one chunk or
+object. `.metadata` has the location of each item. A save without collectives leaves one
+`__{rank}.metadata` per rank instead, each with that rank's view. This module joins these views,
+replicas included.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from ckpt_tools.storage import MemoryStore, Store, check_path, read
 
 NAME = "dcp"
 LOOKS_FOR = ".metadata"
-_MANY_BYTES = 1 << 20  # of `.metadata`: some 5,000 chunks
+_MANY_BYTES = 1 << 20  # a `.metadata` of this size has about 5,000 chunks
 _COLUMNS_FROM = 16  # chunks of a tensor
-_MAX_MORE_BYTES = 512  # torch adds a hash of the contents, behind the payload
+_MAX_MORE_BYTES = 512  # torch adds a hash of the contents after the payload
 _DATA_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{8})?\.distcp$")
 _MANIFEST = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
 _QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
@@ -55,7 +56,7 @@ def recognise(files: Mapping[str, int]) -> bool:
 
 
 def read_catalog(store: Store) -> Catalog:
-    """Reads `.metadata`, or all of `__{rank}.metadata`; see `Format.read_catalog`."""
+    """Reads `.metadata`, or every `__{rank}.metadata`; see `Format.read_catalog`."""
     files = store.list_files()
     names = (
         [".metadata"]
@@ -75,7 +76,7 @@ def read_catalog(store: Store) -> Catalog:
         e.file for extents in objects.values() for e in extents
     }
     used |= {extent.file for extent in archives}
-    # torch's writer leaves one of a rank that saved nothing
+    # torch's writer leaves an empty file for a rank that saved nothing
     empty = {file for file, nbytes in files.items() if not nbytes}
     ranks = {
         file: int(match[1]) for file in sorted(used | empty) if (match := _DATA_FILE.search(file))
@@ -98,7 +99,7 @@ def read_catalog(store: Store) -> Catalog:
 
 
 class _Aside:
-    """Tensors that are not read: their kinds, and the archives of their chunks."""
+    """Tensors that ckpt does not read: their kinds, and the archives of their chunks."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, str] = {}
@@ -109,10 +110,9 @@ class _Aside:
 
 
 def _set_aside(entries: dict[str, TensorEntry], store: Store, aside: _Aside) -> None:
-    """Takes out tensors of classes that store something else than the elements of their shape, such
-    as torchao's.
+    """Removes tensors that store something other than the elements of their shape, like torchao's.
 
-    Only an archive that is too short for its elements is looked into.
+    Only archives that are too short for their elements are opened.
     """
     for fqn, entry in list(entries.items()):
         if isinstance(entry.chunks, ChunkTable):
@@ -131,7 +131,7 @@ def _set_aside(entries: dict[str, TensorEntry], store: Store, aside: _Aside) -> 
 
 
 class _Item(MemoryStore):
-    """One item of a data file as a file of its own, of which only what is asked for is read."""
+    """One item of a data file, presented as a separate file. Only requested bytes are read."""
 
     def __init__(self, store: Store, extent: Extent) -> None:
         super().__init__()
@@ -147,8 +147,9 @@ class _Item(MemoryStore):
 
 
 def _kind_in(extent: Extent, store: Store) -> str:
-    """Returns the kind of a tensor that is not read, "" for any other, and for an archive that is
-    damaged.
+    """Returns the kind of a tensor that ckpt does not read.
+
+    Returns "" for any other tensor, and for a damaged archive.
     """
     others = UnreadValues()
     try:
@@ -164,8 +165,10 @@ _Read = tuple[dict[str, TensorEntry], dict[str, list[Extent]], list[Metadata], _
 
 
 def _read(store: Store, names: Iterable[str]) -> _Read:
-    """Returns tensors, objects with their replicas, what each metadata file says, and the tensors
-    of types that are not read.
+    """Reads metadata files one by one.
+
+    Returns tensors, objects with their replicas, the contents of each file, and the tensors of
+    types that ckpt does not read.
     """
     parsed = []
     tensors: dict[str, list[Chunk]] = {}
@@ -187,8 +190,11 @@ def _read(store: Store, names: Iterable[str]) -> _Read:
 
 
 def _read_many(store: Store, name: str) -> _Read | None:
-    """The same for very many chunks, as arrays; None where the file is not regular enough."""
-    # NumPy takes longer to import than most checkpoints to read
+    """Reads a file with very many chunks as arrays; None if the file is not regular enough.
+
+    Returns the same as `_read`.
+    """
+    # importing NumPy takes longer than reading most checkpoints
     from ckpt_tools.formats.dcp.metadata_columns import read_bulk
 
     found = read_bulk(read(store, name), name)
@@ -201,25 +207,26 @@ def _read_many(store: Store, name: str) -> _Read | None:
         if (fqn, None) in metadata.places
     }
     if len(objects) < len(metadata.objects):
-        return None  # some are lost
+        return None  # some objects have no location
     aside, entries = _Aside(), {}
     for fqn, meta in metadata.tensors.items():
         if meta.dtype in _QUANTIZED:
             aside.add(fqn, f"a quantized tensor, {meta.dtype}", chunks[fqn])
             continue
-        columns = chunks[fqn]  # of few chunks, a question to columns costs more than they save
+        columns = chunks[fqn]  # for few chunks, arrays are slower than objects
         kept = columns if len(columns) >= _COLUMNS_FROM else tuple(columns)
         entries[fqn] = TensorEntry(fqn, by_name(meta.dtype, repr(printable(fqn))), meta.shape, kept)
     return entries, objects, [metadata], aside
 
 
-# what these put beside DCP: a file of torch.save
+# `torch.save` files that other programs put beside DCP
 _BESIDE = {"meta.pt": "Lightning", "common.pt": "Megatron-Core"}
 
 
 def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalog:
-    """Returns the catalog with the plain values of a file that stands beside DCP: counters,
-    schedulers, arguments.
+    """Returns the catalog with the plain values of a file beside DCP.
+
+    Examples are counters, schedulers and arguments.
     """
     made, others = InMemoryFile(), UnreadValues()
     objects, paths = dict(catalog.objects), dict(catalog.paths)
@@ -249,9 +256,7 @@ def _metadata_rank(name: str) -> int:
 
 
 def _sizes(store: Store, files: Mapping[str, int], used: Iterable[str]) -> dict[str, int]:
-    """Returns the sizes of the data files that exist; those in folders of their own are looked up
-    one by one.
-    """
+    """Returns the sizes of the data files that exist; files in folders are looked up one by one."""
     sizes = {}
     for file in used:
         try:
@@ -263,8 +268,9 @@ def _sizes(store: Store, files: Mapping[str, int], used: Iterable[str]) -> dict[
 
 
 def _sealed_world_size(store: Store, files: Mapping[str, int]) -> int:
-    """Returns the number of ranks that a manifest of ours gives (some may have saved nothing), 0
-    where there is none.
+    """Returns the number of ranks from our manifest; 0 without a manifest.
+
+    The data files may show fewer ranks, because some may have saved nothing.
     """
     names = [name for name in files if _MANIFEST.fullmatch(name)]
     if len(names) != 1:
@@ -286,7 +292,7 @@ def _collect(
     metas: dict[str, TensorMeta],
     objects: dict[str, list[Extent]],
 ) -> None:
-    """Adds one metadata file's entries to those of the ranks before it."""
+    """Adds one metadata file's entries to those of earlier files."""
     lost: list[str] = []
     for fqn, meta in metadata.tensors.items():
         known = metas.setdefault(fqn, meta)
@@ -310,7 +316,7 @@ def _collect(
             objects.setdefault(fqn, []).append(Extent(*place))
     if lost:
         raise CatalogError(
-            f"{where} lists {len(lost)} chunks that it gives no place for: "
+            f"{where} lists {len(lost)} chunks without a location: "
             + ", ".join(repr(printable(f)) for f in lost[:8]),
             hint=(
                 "torch's writer lost them when one of its threads failed (pytorch issue 191391);"
@@ -326,7 +332,7 @@ def locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Exte
         return _locate(store, tensors)
     except FormatError as error:
         for tensor in tensors if len(tensors) > 1 else ():
-            locate(store, [tensor])  # raises by name
+            locate(store, [tensor])  # raises with the tensor's name
         if len(tensors) == 1:
             hint = "; ".join(
                 filter(
@@ -356,8 +362,9 @@ def _locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Ext
 
 
 def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
-    """An archive of about the length that torch gives it has its payload where torch puts it; see
-    `Format.guess`.
+    """Assumes that an archive of about torch's length has its payload where torch puts it.
+
+    See `Format.guess`.
     """
     found = {}
     for tensor in tensors:
@@ -375,7 +382,7 @@ def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:
 
 
 class DataFile:
-    """A `.distcp` as it grows."""
+    """A `.distcp` under construction."""
 
     def __init__(self, name: str) -> None:
         self.name, self.nbytes = name, 0
@@ -383,7 +390,7 @@ class DataFile:
         self.trailers: list[Trailer] = []
 
     def add_object(self, nbytes: int) -> tuple[Slot, ItemLocation]:
-        """Appends an object of so many bytes."""
+        """Appends an object of `nbytes` bytes."""
         place = ItemLocation(self.name, self.nbytes, nbytes)
         self.nbytes += nbytes
         return Slot(Box((0,), (nbytes,)), self.name, place.start), place
@@ -402,8 +409,9 @@ class DataFile:
 
 
 def is_data_file(name: str) -> bool:
-    """Tells whether a name is one that torch, or this tool, gives to a data file, or to the
-    metadata of one rank.
+    """Tells whether a name belongs to a data file, or to the metadata of one rank.
+
+    Both torch and this tool use these names.
     """
     return _DATA_FILE.fullmatch(name) is not None or _RANK_METADATA.fullmatch(name) is not None
 
@@ -415,14 +423,15 @@ def data_file_name(rank: int) -> str:
 
 @no_gc()
 def lay_out(request: Request) -> Target:
-    """Lays one `.distcp` a rank out, objects on rank 0, and `.metadata` as the index; see
-    `Format.lay_out`.
+    """Lays out one `.distcp` per rank, and `.metadata` as the index; see `Format.lay_out`.
+
+    Rank 0 gets all objects.
     """
     files = [DataFile(request.name(data_file_name(rank))) for rank in range(request.world_size)]
     names = {*request.objects, *(tensor.fqn for tensor in request.tensors)}
     metadata = Metadata(
         paths={fqn: plain_path(path) for fqn, path in request.paths.items() if fqn in names}
-    )  # stock torch reads what has a path
+    )  # stock torch loads only entries that have a path
     slots: dict[str, tuple[Slot, ...]] = {}
     for fqn, nbytes in request.objects.items():
         slot, metadata.places[fqn, None] = files[0].add_object(nbytes)
@@ -441,7 +450,7 @@ def lay_out(request: Request) -> Target:
             tensor.dtype.name, tensor.shape, [b for b in tensor.boxes if b is not None]
         )
     used = [f for f in files if f.nbytes]
-    # so that a second run gives the same bytes
+    # derived from the layout, so that a second run gives the same bytes
     save_id = str(uuid.uuid5(uuid.NAMESPACE_OID, repr([(f.name, f.nbytes) for f in used])))
     return Target(
         NAME,

@@ -1,8 +1,8 @@
 """DCP's `.metadata`: a pickle of dataclasses, read and written without torch.
 
-Reading puts inert classes of our own in the place of torch's. Writing emits the opcodes that
-torch's pickler would, so that `pickle.load` there builds the very objects; memory and time are a
-join of bytes.
+The reader uses inert classes of our own in place of torch's. The writer emits the opcodes of
+torch's pickler, so that `pickle.load` builds the same objects. Writing takes only the time and
+memory of joining bytes.
 
 Source: torch 2.13 `torch/distributed/checkpoint/metadata.py`, `filesystem.py`; confirmed on files
 that it wrote.
@@ -31,7 +31,7 @@ MAX_DIMS = 64
 
 
 class ItemLocation(NamedTuple):
-    """Where an item lies: file, first byte, number of bytes."""
+    """The location of an item: file, first byte, number of bytes."""
 
     file: str
     start: int
@@ -39,8 +39,9 @@ class ItemLocation(NamedTuple):
 
 
 class ColumnRun(NamedTuple):
-    """Stands for chunks, or for places in the dict of them, which were read otherwise: see
-    `dcp_bulk`.
+    """A placeholder for chunks, or for entries of the dict of places, that were read as arrays.
+
+    See `metadata_columns`.
     """
 
     start: int
@@ -49,7 +50,7 @@ class ColumnRun(NamedTuple):
 
 
 class TensorMeta(NamedTuple):
-    """One tensor as `.metadata` has it."""
+    """One tensor from `.metadata`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,7 +61,7 @@ class TensorMeta(NamedTuple):
 class Metadata:
     """The contents of one `.metadata`, as plain values.
 
-    `places` is keyed by FQN and, for tensors, the chunk's offsets (None for objects).
+    `places` is keyed by FQN and offsets: the chunk's for a tensor, None for an object.
     """
 
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
@@ -95,7 +96,7 @@ def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
         (_OLD_METADATA, "MEM_FORMAT_ENCODING"),
     ):
         allowed[module, name] = lambda value: value
-    # Megatron keeps its plans; not needed
+    # Megatron also stores its plans, which are not needed
     for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):
         allowed[_PLANNER, name] = type(name, (), {"__init__": lambda *_: None})
     allowed["torch", "Size"] = tuple
@@ -119,12 +120,12 @@ def parse(data: bytes, where: str, runs: Sequence[ColumnRun] = ()) -> Metadata:
 
     Args:
         data: the pickle.
-        where: names it in messages.
-        runs: what stands for persistent ids in it, among the boxes of tensors and, left out of the
-            result, among the places.
+        where: names the pickle in messages.
+        runs: the placeholders for its persistent ids. In the boxes of tensors they are kept; in the
+            places they are left out.
 
     Raises:
-        UnsafePickleError: it names a global that DCP's metadata does not need.
+        UnsafePickleError: the pickle names a global that DCP's metadata does not need.
         FormatError: it is malformed, or not DCP metadata.
     """
     allowed, stubs = _globals()
@@ -146,7 +147,7 @@ def parse(data: bytes, where: str, runs: Sequence[ColumnRun] = ()) -> Metadata:
 
 
 class _Reader:
-    """Turns stubs into plain values; anything of an unexpected type is a FormatError."""
+    """A converter from stubs to plain values; a value of an unexpected type is a FormatError."""
 
     def __init__(self, where: str, stubs: Mapping[str, type]) -> None:
         self.where, self.stubs = where, stubs
@@ -203,7 +204,7 @@ class _Reader:
         chunks = fields.get("chunks")
         if not isinstance(chunks, list):
             raise self.fail("a list of chunks", chunks)
-        # a few bytes each would stand for all of them
+        # with a shared list, a small file could claim a huge number of chunks
         if chunks and self.lists.setdefault(id(chunks), fqn) != fqn:
             both = f"{printable(self.lists[id(chunks)])!r} and {printable(fqn)!r}"
             raise FormatError(f"two tensors share one list of chunks: {both} ({self.where})")
@@ -276,28 +277,29 @@ def _text(value: str) -> bytes:
     )
 
 
-_common = functools.lru_cache(maxsize=1 << 14)(integer)  # numbers that recur from tensor to tensor
+_common = functools.lru_cache(maxsize=1 << 14)(integer)  # numbers that many tensors share
 
 
 class _Emitter:
-    """Opcodes with a memo for what recurs: globals, attribute names, file names, FQNs."""
+    """A writer of opcodes, with a memo for repeated values: globals, attributes, files, FQNs."""
 
     def __init__(self, memo: Mapping[object, bytes] | None = None) -> None:
         self.parts: list[bytes] = []
         self.put = self.parts.append
-        # names that are filled in last, and before which part
+        # file names that are filled in last: the part that each precedes, and the name
         self.files: list[tuple[int, str]] = []
         self._memo: dict[object, bytes] = dict(memo or {})
         self._again: dict[object, bytes] = {}
 
     @property
     def memo(self) -> Mapping[object, bytes]:
-        """What has been pushed once, with the opcodes that push it again."""
+        """The values pushed so far, each with the opcodes that push it again."""
         return self._memo
 
     def once(self, key: object, make: Callable[[], bytes]) -> bytes:
-        """Returns opcodes that push a value: `make()` and a memo slot the first time, a look-up of
-        the slot from then on.
+        """Returns opcodes that push a value.
+
+        The first time they are `make()` and a memo slot, and later a look-up of that slot.
         """
         known = self._memo.get(key)
         if known is not None:
@@ -308,8 +310,9 @@ class _Emitter:
         return made
 
     def again(self, key: object, make: Callable[[], bytes]) -> bytes:
-        """Returns what `make` gives, which from the second time on is the same: all in it has been
-        pushed once.
+        """Returns the opcodes of `make`, which it computes only twice.
+
+        From the second time on they stay the same, because all their values are in the memo.
         """
         known = self._again.get(key)
         if known is None:
@@ -321,7 +324,7 @@ class _Emitter:
         return self.once(value, lambda: _text(value))
 
     def file(self, value: str) -> None:
-        """Puts a file's name, which `filled` may change."""
+        """Puts a file's name, which `filled` may replace."""
         known = self._memo.get(("file", value))
         if known is None:
             self.files.append((len(self.parts), value))
@@ -329,7 +332,7 @@ class _Emitter:
         self.put(known or b"\x94")
 
     def filled(self, name: Callable[[str], str]) -> bytes:
-        """Returns everything, with the names of files as they are now known."""
+        """Returns all opcodes, with the final names of files."""
         at, done = 0, []
         for number, value in self.files:
             done += [*self.parts[at:number], _text(name(value))]
@@ -356,15 +359,14 @@ class _Emitter:
 
 
 class Template:
-    """`.metadata` but for what changes from one save to the next: the places of objects, and the id
-    of the save.
+    """A `.metadata` without the parts that change between saves: objects' places and the save id.
 
-    The objects and the order of their fields are what torch would write. `checkpoint_id` is left
-    empty: torch stores the absolute path of the training host there, which is nobody's business.
+    The objects and the order of their fields are torch's. `checkpoint_id` is empty: torch stores
+    the absolute path on the training host there, which should stay private.
     """
 
     def __init__(self, metadata: Metadata) -> None:
-        """Renders all that stays the same; `metadata.places` may lack the objects'."""
+        """Renders all parts that stay the same; `metadata.places` may lack those of objects."""
         out = _Emitter()
         out.put(
             b"\x80\x04"
@@ -391,7 +393,7 @@ class Template:
             if offset is not None:
                 _emit_place(out, fqn, offset, numbers[fqn][offset], place)
         self._memo, ends = out.memo, [number for number, _ in out.files]
-        # a part before each name, and one after it
+        # one part before each name, and one after it
         self._files = [(2 * i + 1, value) for i, (_, value) in enumerate(out.files)]
         self._parts = [
             p
@@ -402,7 +404,7 @@ class Template:
     def render(
         self, objects: Mapping[str, ItemLocation], save_id: str, name: Callable[[str], str] = str
     ) -> bytes:
-        """Returns the whole file; `name` gives the names under which data files lie."""
+        """Returns the whole file; `name` returns the final name of a data file."""
         out = _Emitter(self._memo)
         out.parts += self._parts
         out.files += self._files
@@ -457,7 +459,7 @@ def _emit_tensor(out: _Emitter, tensor: TensorMeta) -> None:
             "chunk", lambda: out.new(METADATA, "ChunkStorageMetadata") + b"}(" + out.name("offsets")
         )
         out.put(head + out.size(offsets) + out.again("sizes", lambda: out.name("sizes")))
-        out.put(out.again(sizes, lambda: out.size(sizes) + b"ub"))  # noqa: B023  (made at once)
+        out.put(out.again(sizes, lambda: out.size(sizes) + b"ub"))  # noqa: B023  (called at once)
     out.put(b"eub")
 
 

@@ -1,9 +1,8 @@
-"""A `.metadata` of very many chunks, read as arrays: what `dcp_metadata` reads one by one, in a
-fraction of its time and memory.
+"""Reads a `.metadata` of very many chunks as arrays, much faster than `metadata` does.
 
-Chunks in a list and places in a dict stand in runs; `phrases` turns those into columns, and the
-rest goes through `dcp_metadata`, which gives them back at the right tensors. What is odd about a
-file is left to the usual way, messages included.
+It also needs much less memory. Chunks in a list and places in a dict stand in runs. `pickle_runs`
+turns these runs into columns. The rest goes through `metadata`, with placeholders that show which
+tensor each run belongs to. An irregular file is left to `metadata`, which also reports its errors.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ _CHUNK, _INDEX, _INFO = (
 _CLASSES = (_CHUNK, _INDEX, _INFO)
 _MAX_KEY = 1 << 62
 _MAX_DIMS = 16
-_LEAST = 4  # objects of a run; fewer stay where they are
+_LEAST = 4  # objects of a run; shorter runs stay in the rest
 
 
 def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, ArrayChunkTable]] | None:
-    """Returns what a `.metadata` says, with the chunks of tensors beside; `boxes` and `places`
-    there are those of objects only.
+    """Reads a `.metadata`, with the chunks of tensors as arrays.
 
     Returns:
-        None where it is not as regular as what torch and this tool write, or wrong: then
-        `dcp_metadata.parse` has the word.
+        The metadata, whose `places` has only those of objects, and the chunks by FQN. None if the
+        file is wrong, or less regular than the files of torch and this tool. `metadata.parse` then
+        reads it.
     """
     try:
         plain = unframed(data)
@@ -76,7 +75,7 @@ def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, ArrayChunkTa
 
 
 class _Columns:
-    """Numbers that arrive part by part, each with a row per object."""
+    """Columns of numbers that arrive in parts, with one row per object."""
 
     def __init__(self, *names: str) -> None:
         self._parts: dict[str, list[Ints]] = {name: [] for name in names}
@@ -86,7 +85,10 @@ class _Columns:
             self._parts[name].append(values)
 
     def joined(self, name: str) -> Ints:
-        """Returns all of a column, once; those with dims get as many as the widest part has."""
+        """Returns the whole column, and can do so only once.
+
+        The dims of a 2-d column are as many as its widest part has.
+        """
         parts = self._parts.pop(name)
         if not parts:
             return np.zeros((0, 0), np.int64)
@@ -97,7 +99,7 @@ class _Columns:
 
 
 class _Runs:
-    """All that stood in runs; a run is known by its number, which is its persistent id."""
+    """All runs of a pickle. The number of a run is its persistent id."""
 
     def __init__(self) -> None:
         self.runs: list[ColumnRun] = []
@@ -105,17 +107,17 @@ class _Runs:
         self.places = _Columns("ndim", "offsets", "fqn", "file", "start", "nbytes")
         self.strings: dict[str, int] = {}
         self._num_chunks = self._num_places = 0
-        # what is remembered: indices in the memo, in order, and which string
+        # strings in the memo: their memo indices, in order, and their numbers in `strings`
         self._texts: list[tuple[Ints, Ints]] = []
 
     def take(self, window: ObjectWindow, rest: Remainder) -> None:
-        """Takes a window's runs out of the rest."""
+        """Takes the runs of a window out of the rest."""
         bases: Ints = np.zeros(len(window.starts), np.int64)
         chunks, indices = [], []
         memos = np.concatenate([[0], np.cumsum(window.num_memos)])
         for first, last in window.runs():
             rest.walk(int(window.starts[first]))
-            if _class(window, first, rest) == _INFO:  # its index was spelled out
+            if _class(window, first, rest) == _INFO:  # its index is not a regular object
                 rest.walk(int(window.ends[first]))
                 first += 1
             kind = _class(window, first, rest) if last - first >= _LEAST else None
@@ -148,13 +150,13 @@ class _Runs:
         indices: Ints,
     ) -> None:
         """Reads the columns of a window: of chunks, and of pairs of an index and a place."""
-        numbers = np.full(len(bases), -1, np.int64)  # which chunk, or which pair
+        numbers = np.full(len(bases), -1, np.int64)  # the number of the chunk, or of the pair
         numbers[chunks] = np.arange(len(chunks))
         numbers[indices] = numbers[indices + 1] = np.arange(len(indices))
         expected = np.zeros(len(bases), np.int8)
         expected[chunks], expected[indices], expected[indices + 1] = 1, 2, 3
         tables = {1: _Table(len(chunks)), 2: _Table(len(indices)), 3: _Table(len(indices))}
-        # texts that were seen before: rows, column, indices in the memo
+        # references to earlier strings: rows, column, indices in the memo
         seen: list[tuple[_Rows, str, Ints]] = []
         texts: list[tuple[Ints, Ints]] = []
         for kind in window.kinds:
@@ -167,7 +169,7 @@ class _Runs:
             if not which or (expected[mine.numbers] != which).any():
                 raise IrregularPickle
             if which == 2:
-                fields = {"offset": None, **fields}  # an object's has none
+                fields = {"offset": None, **fields}  # the index of an object has no offset
             row = tables[which].rows(mine, numbers[mine.numbers], names)
             for name, value in fields.items():
                 if name in ("fqn", "relative_path") and isinstance(value, Argument):
@@ -206,14 +208,14 @@ class _Runs:
             texts.append((bases[row.kind.numbers] + value.memo, strings))
 
     def _look_up(self, indices: Ints, names: Mapping[int, object]) -> Ints:
-        """Returns which strings the memo has at some indices."""
+        """Returns the numbers of the strings at these indices of the memo."""
         wanted, which = np.unique(indices, return_inverse=True)
         found = np.full(len(wanted), -1, np.int64)
         for number, index in enumerate(wanted.tolist()):
             text = names.get(index)
             if isinstance(text, str):
                 found[number] = self.strings.setdefault(text, len(self.strings))
-        for known, strings in reversed(self._texts):  # as a rule it was spelled not long before
+        for known, strings in reversed(self._texts):  # the string is usually a recent one
             if (found >= 0).all():
                 break
             order = np.argsort(known, kind="stable")
@@ -284,7 +286,7 @@ class _Table:
 
 
 class _Rows(NamedTuple):
-    """Some rows of a table, which objects of one shape fill."""
+    """Some rows of a table, filled by objects of one shape."""
 
     table: _Table
     kind: ShapeGroup
@@ -298,12 +300,12 @@ class _Rows(NamedTuple):
         elif name in ("offset", "length"):
             self.table.put(str(name), self.at, self.kind.ints(value))
         elif name == "index" and value is not None:
-            self.kind.ints(value)  # what it says is of no use here
+            self.kind.ints(value)  # checked to be a number; its value is not needed
         elif name not in ("index", "transform_descriptors") or value is not None:
             raise IrregularPickle
 
     def _put_size(self, name: str, value: Any) -> None:
-        """Fills columns with a `torch.Size`; an object's offset is None and has -1 dims."""
+        """Fills columns with a `torch.Size`; the offset of an object is None and gets -1 dims."""
         numbers: Sequence[object] = ()
         if value is not None:
             numbers = size_of(value)
@@ -328,11 +330,11 @@ def _ranges(spans: Sequence[tuple[int, int]], step: int) -> Ints:
     )
 
 
-# ---- chunks and places become one ----------------------------------------------------------------
+# ---- joining chunks and places -------------------------------------------------------------------
 
 
 class _Keys(NamedTuple):
-    """How a chunk is known: its tensor and its offsets, as one number."""
+    """The key of a chunk: one number for its tensor and its offsets."""
 
     base: Ints  # [t]
     strides: Ints  # [t, d]
@@ -340,7 +342,7 @@ class _Keys(NamedTuple):
     ndim: Ints  # [t]
 
     def of(self, tensor: Ints, offsets: Ints, ndim: Ints) -> Ints:
-        """Returns the number of each chunk; -1 for one that cannot be its tensor's."""
+        """Returns the key of each chunk; -1 for a chunk that cannot belong to its tensor."""
         width = self.strides.shape[1]
         offsets = np.pad(offsets, ((0, 0), (0, max(0, width - offsets.shape[1]))))
         fits = (tensor >= 0) & (ndim == self.ndim[tensor]) & (offsets[:, width:] == 0).all(axis=1)
@@ -371,7 +373,7 @@ def _join(metadata: Metadata, found: _Runs) -> dict[str, ArrayChunkTable]:
     """Returns the chunks of every tensor, each with its place.
 
     Raises:
-        Irregular: a chunk has none, or there are two for one.
+        IrregularPickle: a chunk has no place, or two places differ.
     """
     fqns = list(metadata.tensors)
     keys = _keys([metadata.tensors[fqn].shape for fqn in fqns])
@@ -420,8 +422,9 @@ def _all_places(
     files: dict[str, int],
     metadata: Metadata,
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Returns keys, files, starts and lengths of all places, those that stood alone included;
-    objects' places go to `metadata`.
+    """Returns keys, files, starts and lengths of all places, including those outside of runs.
+
+    The places of objects go to `metadata`.
     """
     strings = list(found.strings)
     ndim, offsets, fqn, file = (
@@ -474,8 +477,9 @@ def _all_places(
 def _all_chunks(
     found: _Runs, fqns: Sequence[str], metadata: Metadata
 ) -> tuple[Ints, Ints, Ints, Ints, list[int]]:
-    """Returns tensor, offsets, sizes and dims of all chunks in the order of the tensors, and how
-    many each has.
+    """Returns tensor, offsets, sizes and dims of all chunks, and the number of chunks per tensor.
+
+    The chunks are in the order of the tensors.
     """
     ndim, offsets, sizes = (found.chunks.joined(name) for name in ("ndim", "offsets", "sizes"))
     width = max([offsets.shape[1], *(len(m.shape) for m in metadata.tensors.values())])

@@ -1,10 +1,9 @@
-"""Objects that a pickle holds by the million, read as arrays: one look at the opcodes of a kind,
-then columns of numbers.
+"""Reads the millions of similar objects in a pickle as arrays, by the opcodes they share.
 
-Two objects with the same opcodes differ in arguments at the same positions. So a pickle is cut in
-two: runs of such objects, whose arguments become numpy columns, and a small rest that goes the
-usual way, with a persistent id in the place of each run. Anything out of the ordinary is
-`IrregularPickle`: the caller then reads all of it the usual way.
+Two objects with the same opcodes have their arguments at the same positions. The pickle is
+therefore cut in two. Runs of such objects become numpy columns of arguments. The small rest is a
+pickle for the ordinary reader, with a persistent id in place of each run. Anything irregular raises
+`IrregularPickle`, and the caller then reads all of it in the ordinary way.
 
 Source: CPython's `pickletools` and `_pickle.c` (frames, batches, MEMOIZE).
 """
@@ -71,16 +70,17 @@ _NAME, _TEXT_KIND, _SEEN_KIND, _MEMO = map(
 )
 _ARGUMENT = re.compile(rb"(?s)h.|j....|K.|M..|J....|" + _TEXT + rb"|" + _LONG + rb"|.")
 _MARK = object()
-_MAX_SHAPES = 4096  # more kinds of objects than that are no millions of a kind
+_MAX_SHAPES = 4096  # with more shapes than that, the objects are not similar enough
 
 
 class IrregularPickle(Exception):
-    """Something that the usual way has to read."""
+    """The pickle has a form that only the ordinary reader can read."""
 
 
 class Argument(NamedTuple):
-    """Where an argument stands in the opcodes of an object; `memo` counts the values remembered
-    before, -1 if this one is not.
+    """The position of an argument in the opcodes of an object.
+
+    `memo` is the number of values remembered before it; -1 if this argument is not remembered.
     """
 
     opcode: str
@@ -90,21 +90,20 @@ class Argument(NamedTuple):
 
 
 class BuiltValue(NamedTuple):
-    """A call within an object: `torch.Size((1, 2))`."""
+    """A call within an object, such as `torch.Size((1, 2))`."""
 
     function: Argument
     arguments: Any
 
 
 class OpcodeShape:
-    """The opcodes that some objects have in common.
+    """The opcodes that some objects share.
 
     Attributes:
-        template, mask: their bytes, and which of them are the same in all.
+        template, mask: their bytes, and which of these bytes are the same in all objects.
         kind: the class.
-        fields: its state; keys and the class by their index in the pickle's memo, see
-            `OpcodeShape.resolved`.
-        num_memos: how many values each object adds to the memo.
+        fields: the state. Keys and the class are memo indices; see `OpcodeShape.resolved`.
+        num_memos: number of values that each object adds to the memo.
     """
 
     def __init__(self, phrase: bytes) -> None:
@@ -114,14 +113,14 @@ class OpcodeShape:
         self._fixed: set[Argument] = set()
         try:
             self.kind, self.fields = self._interpret()
-        # it takes more than there is, or something else
+        # an opcode takes too many values, or values of another type
         except (IndexError, ValueError, AttributeError):
             raise IrregularPickle from None
         self.template: Rows = np.frombuffer(phrase, np.uint8) & self.mask
         self.names: tuple[object, dict[object, Any]] | None = None
 
     def _interpret(self) -> tuple[Argument, list[tuple[Argument, Any]]]:
-        """Runs the opcodes with arguments in the place of their values."""
+        """Runs the opcodes with arguments in place of their values."""
         stack: list[Any] = []
         arguments: list[Argument] = []
         for token in _ARGUMENT.finditer(self.phrase):
@@ -172,21 +171,22 @@ class OpcodeShape:
             raise IrregularPickle
 
     def _seen(self, argument: Any) -> Argument:
-        """Marks what must be the same in all: a class, a function, a key."""
+        """Marks an argument that must be the same in all objects: a class, a function, a key."""
         if not isinstance(argument, Argument) or argument.opcode not in "hj":
             raise IrregularPickle
         self._fixed.add(argument)
         return argument
 
     def index(self, argument: Argument) -> int:
-        """Returns the index in the memo that a fixed argument has."""
+        """Returns the memo index of a fixed argument."""
         return int.from_bytes(
             self.phrase[argument.column : argument.column + argument.width], "little"
         )
 
     def resolved(self, names: Mapping[int, object]) -> tuple[object, dict[object, Any]]:
-        """Returns the class and the state with names in the place of indices; functions that are
-        called remain `BuiltValue`.
+        """Returns the class and the state with names in place of memo indices.
+
+        Called functions remain `BuiltValue`.
         """
         if self.names is None:
             try:
@@ -202,7 +202,7 @@ class OpcodeShape:
 
 
 class ShapeGroup(NamedTuple):
-    """All objects of one shape in a window: which, and their bytes row by row."""
+    """All objects of one shape in a window: their numbers, and their bytes row by row."""
 
     shape: OpcodeShape
     numbers: Ints
@@ -222,7 +222,7 @@ class ShapeGroup(NamedTuple):
         return wide.view("<i8")[:, 0].astype(np.int64)
 
     def indices(self, argument: Argument) -> Ints:
-        """Returns the column of an argument that is an index in the memo."""
+        """Returns the column of an argument that is a memo index."""
         return (
             self._column(argument)
             .view({"h": "u1", "j": "<u4"}[argument.opcode])[:, 0]
@@ -230,7 +230,7 @@ class ShapeGroup(NamedTuple):
         )
 
     def texts(self, argument: Argument) -> tuple[list[str], Ints]:
-        """Returns the texts that occur in a column, and which of them each row has."""
+        """Returns the distinct strings of a column, and for each row the number of its string."""
         column = self._column(argument)
         if not argument.width:
             return [""], np.zeros(len(column), np.int64)
@@ -249,8 +249,9 @@ class ShapeGroup(NamedTuple):
 
 
 class ObjectWindow:
-    """Objects that stand in a part of a pickle: where each begins and ends, its shape and how many
-    values it remembers.
+    """The objects in a part of a pickle.
+
+    Each has a start, an end, a shape, and the number of values it adds to the memo.
     """
 
     def __init__(self, data: bytes, at: int, shapes: dict[int, list[OpcodeShape]]) -> None:
@@ -289,29 +290,30 @@ class ObjectWindow:
                 numbers, rows = numbers[~fits], rows[~fits]
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Yields objects that follow each other without anything between, as first and last + 1."""
+        """Yields runs of objects with nothing between them, as first and last + 1."""
         cuts = np.flatnonzero(self.starts[1:] != self.ends[:-1]) + 1
         edges = [0, *cuts.tolist(), len(self.starts)] if len(self.starts) else []
         yield from pairwise(edges)
 
 
 class Remainder:
-    """What is left of a pickle without its runs, and what is in the memo of the whole: numbers
-    there stay those of the original.
+    """A pickle without its runs.
+
+    It also has the contents of the memo, by the original's indices.
     """
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 2
         self.parts: list[bytes] = [data[:2]]
         self.names: dict[int, object] = {}
-        self.num_memos = 0  # of the original, up to here
+        self.num_memos = 0  # size of the original's memo at this position
         self._copied = 2
         self._num_kept = 0
-        # stretches of the memo that were kept, and by how much they moved
+        # ranges of the memo that were kept, and the shift of their indices
         self._firsts, self._lasts, self._shifts = [0], [0], [0]
 
     def walk(self, stop: int) -> None:
-        """Walks to a position, which must be one where an opcode begins."""
+        """Walks to a position, which must be the start of an opcode."""
         match, data = _TOKEN.match, self.data
         while self.at < stop:
             token = match(data, self.at, stop)
@@ -337,7 +339,7 @@ class Remainder:
         self._lasts[-1] = self.num_memos
 
     def _name(self, token: bytes) -> None:
-        """A global: two words, each spelled or seen before."""
+        """Reads a global: two words, each spelled out or taken from the memo."""
         words: list[str] = []
         at = 0
         while len(words) < 2:
@@ -364,12 +366,12 @@ class Remainder:
         return name
 
     def _put_seen(self, token: bytes, at: int | None = None) -> None:
-        """Copies a reference into the memo under its new number."""
+        """Copies a reference to the memo, with its new index."""
         at = self.at if at is None else at
         index = int.from_bytes(token[1:], "little")
         stretch = bisect_right(self._firsts, index) - 1
         if index >= self._lasts[stretch]:
-            raise IrregularPickle  # to something within a run
+            raise IrregularPickle  # the reference points into a run
         shift = self._shifts[stretch]
         if shift:
             self._copy(at)
@@ -381,8 +383,9 @@ class Remainder:
         self._copied = stop
 
     def replace(self, stop: int, num_memos: int, by: bytes) -> None:
-        """Leaves out everything up to a position, which remembers so many values, for something
-        else.
+        """Replaces everything up to `stop` with `by`.
+
+        The replaced part added `num_memos` values to the memo.
         """
         self._copy(self.at)
         self.parts.append(by)
@@ -393,7 +396,7 @@ class Remainder:
         self._shifts.append(self.num_memos - self._num_kept)
 
     def finish(self) -> bytes:
-        """Walks to the end; returns all that is left."""
+        """Walks to the end, and returns the remaining pickle."""
         self.walk(len(self.data))
         self._copy(self.at)
         return b"".join(self.parts)
@@ -410,7 +413,7 @@ def unframed(data: bytes) -> bytes:
     """Returns a pickle without its frames, which would cut objects in two.
 
     Raises:
-        Irregular: it is of a protocol before 4, or not in frames from its beginning to its end.
+        IrregularPickle: its protocol is below 4, or it has bytes outside of frames.
     """
     if len(data) < 3 or data[0] != 0x80 or data[1] not in (4, 5):
         raise IrregularPickle
@@ -429,8 +432,9 @@ def unframed(data: bytes) -> bytes:
 
 
 def windows(data: bytes, rest: Remainder) -> Iterator[ObjectWindow]:
-    """Yields the objects of a pickle a part at a time; each must be dealt with before the next, and
-    `rest.at` stand behind it.
+    """Yields the objects of a pickle, one part at a time.
+
+    Before the next part, the caller must process the objects and move `rest.at` past them.
     """
     shapes: dict[int, list[OpcodeShape]] = {}
     while rest.at < len(data):
@@ -444,7 +448,7 @@ def windows(data: bytes, rest: Remainder) -> Iterator[ObjectWindow]:
 
 
 def size_of(value: object) -> Sequence[object]:
-    """Returns the numbers that a `torch.Size` is made of."""
+    """Returns the numbers of a `torch.Size`."""
     if (
         not isinstance(value, BuiltValue)
         or not isinstance(value.arguments, tuple)

@@ -1,8 +1,7 @@
-"""DeepSpeed's universal checkpoints: a folder for each parameter with its fp32 weight, its moments
-and its step, each a file of its own.
+"""DeepSpeed's universal checkpoints: one folder per parameter.
 
-A weight is whole (stages 1 and 2), or a flat vector of it (stage 3), whose shape the model's states
-have.
+A folder has a file for the fp32 weight, for each moment and for the step. A weight is stored whole
+(stages 1 and 2) or as a flat vector (stage 3). The model's states have its shape.
 
 Source: DeepSpeed 0.19 `checkpoint/ds_to_universal.py`; confirmed on folders that it wrote.
 """
@@ -29,7 +28,7 @@ _NAMES = {"fp32": (), "step": ("step",), "exp_avg": ("exp_avg",), "exp_avg_sq": 
 
 
 def read_universal(store: Store, model_states: str) -> Catalog:
-    """Reads the directory that has `zero/`; see `Format.read_catalog`.
+    """Reads the directory that contains `zero/`; see `Format.read_catalog`.
 
     Args:
         store: the directory.
@@ -83,7 +82,7 @@ def read_universal(store: Store, model_states: str) -> Catalog:
 def _read_parameter(
     store: Store, name: str, shapes: Mapping[str, tuple[int, ...]], others: UnreadValues
 ) -> Catalog:
-    """Returns what the folder of a parameter holds."""
+    """Returns the contents of a parameter's folder."""
     files = store.list_files()
     tensors: dict[str, TensorEntry] = {}
     paths: dict[str, Path] = {}
@@ -120,8 +119,9 @@ def _options(
     paths: dict[str, Path],
     others: UnreadValues,
 ) -> tuple[dict[str, BytesEntry], InMemoryFile]:
-    """Returns the options of the optimizer's groups, where they were kept; the shapes come by
-    group, which tells its parameters.
+    """Returns the options of the optimizer's groups, if they were stored.
+
+    The shapes are listed by group, so they show which parameters each group has.
     """
     made, objects = InMemoryFile(), dict[str, BytesEntry]()
     files = store.list_files()
@@ -147,14 +147,14 @@ def _options(
 
 
 def lay_out(request: Request) -> Target:
-    """Lays a folder out for each parameter, and the model's states under the names that stages 1 to
-    3 look for; see `Format.lay_out`.
+    """Lays out one folder per parameter, and the model's states; see `Format.lay_out`.
 
-    The tensors are `model.NAME` and `optimizer.state.NAME.KEY`; `request.values` has the groups of
-    the optimizer, and everything else that is to stand in the model's states.
+    The model's states have the file names that stages 1 to 3 expect. The tensors are `model.NAME`
+    and `optimizer.state.NAME.KEY`. `request.values` has the groups of the optimizer, and the other
+    contents of the model's states.
 
     Raises:
-        PlanError: a name cannot be that of a folder.
+        PlanError: a name cannot be the name of a folder.
     """
     files: dict[str, int] = {}
     slots: dict[str, tuple[Slot, ...]] = {}
@@ -216,7 +216,7 @@ def lay_out(request: Request) -> Target:
     return Target("deepspeed", files, slots, tuple(literals), tuple(trailers), last, 1)
 
 
-_VERSION = "0.19.8"  # DeepSpeed compares it with those whose layout was another
+_VERSION = "0.19.8"  # DeepSpeed compares it with versions that had another layout
 
 
 def _place(fqn: str) -> tuple[str, str]:

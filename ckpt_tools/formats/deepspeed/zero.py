@@ -1,10 +1,10 @@
-"""DeepSpeed's ZeRO 1, 2 and 3: flat partitions of fp32 weights and of the optimizer's state, one
-file a rank; and its 16-bit weights.
+"""DeepSpeed's ZeRO 1, 2 and 3: flat partitions, one file per rank.
 
-Each rank has, of every group of parameters, a run of one long vector (stages 1 and 2), or its share
-of each parameter one behind the other (stage 3). What of a parameter lies in a run becomes boxes.
-The catalog has the fp32 weights as `model.*`, and the optimizer by name; the 16-bit weights of
-stages 1 and 2 are `bit16.*`.
+The partitions hold the fp32 weights and the optimizer's state; other files hold the 16-bit weights.
+In stages 1 and 2, each rank has a contiguous range of one long vector per group of parameters. In
+stage 3, each rank has its shares of all parameters in a row. The elements of a parameter in such a
+range become boxes. In the catalog, the fp32 weights are `model.*`, and the optimizer's state is by
+name. The 16-bit weights of stages 1 and 2 are `bit16.*`.
 
 Source: DeepSpeed 0.19 `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py`, `stage3.py`;
 confirmed on files that it wrote.
@@ -64,8 +64,9 @@ locate, guess, lay_out = locate_bare, guess_bare, deepspeed_universal.lay_out
 
 
 def recognise(files: Mapping[str, int]) -> bool:
-    """Tells whether an optimizer's or a model's states are among the files, or `latest`, which
-    names the folder that has them.
+    """Tells whether the files have states of an optimizer or a model, or `latest`.
+
+    `latest` names the folder of the newest states.
     """
     return "latest" in files or any(
         _OPTIM_STATES.fullmatch(name) or MODEL_STATES.fullmatch(name) for name in files
@@ -92,7 +93,7 @@ def read_catalog(store: Store) -> Catalog:
 
 
 class TensorSpan(NamedTuple):
-    """A stretch of a rank's vector: where it starts there, and the tensor that has it."""
+    """A range of a rank's vector: its start there, and the tensor that holds it."""
 
     start: int
     view: TensorView
@@ -104,20 +105,20 @@ class TensorSpan(NamedTuple):
 
 
 class FlatVectors:
-    """One quantity (weights, a moment) as the vectors of all ranks."""
+    """One quantity (weights, or a moment) as the vectors of all ranks."""
 
     def __init__(self, dtype: DType) -> None:
         self.dtype = dtype
         self._runs: list[list[TensorSpan]] = []
 
     def add(self, rank: int, start: int, view: TensorView, file: OpenedFile) -> None:
-        """Adds a rank's stretch.
+        """Adds a range of a rank's vector.
 
         Raises:
-            Malformed: it is of another type, or has strides.
+            Malformed: the tensor is of another type, or not a contiguous vector.
         """
         if view.dtype != self.dtype or len(view.sizes) != 1 or view.strides != (1,):
-            raise Malformed("a partition is no vector of the type of the others")
+            raise Malformed("a partition is not a vector of the type of the others")
         while len(self._runs) <= rank:
             self._runs.append([])
         self._runs[rank].append(TensorSpan(start, view, file))
@@ -125,8 +126,9 @@ class FlatVectors:
     def chunks(
         self, rank: int, start: int, shape: Sequence[int], first: int, stop: int, fqn: str
     ) -> Iterator[Chunk]:
-        """Yields the boxes of a parameter's elements `first` to `stop`, which stand in a rank's
-        vector from `start` on.
+        """Yields the boxes of a parameter's elements `first` to `stop`.
+
+        They begin at `start` in a rank's vector.
         """
         if rank >= len(self._runs):
             return
@@ -197,8 +199,8 @@ def _by_rank(files: Mapping[str, int], pattern: re.Pattern[str]) -> dict[int, st
     """Returns the files of data-parallel ranks.
 
     Raises:
-        FormatError: the model is split over ranks by tensor parallelism as well.
-        CatalogError: one is missing.
+        FormatError: the model is also split by tensor parallelism.
+        CatalogError: a file is missing.
     """
     found = {int(m["dp"] or 0): name for name in files if (m := pattern.fullmatch(name))}
     split = next((name for name in files if (m := pattern.fullmatch(name)) and int(m["mp"])), "")
@@ -218,7 +220,7 @@ def _by_rank(files: Mapping[str, int], pattern: re.Pattern[str]) -> dict[int, st
 
 
 class _Builder:
-    """Gathers the entries of a catalog from opened files."""
+    """A builder of a catalog's entries from opened files."""
 
     def __init__(
         self, models: Sequence[OpenedFile], optims: Sequence[OpenedFile], others: UnreadValues
@@ -240,7 +242,7 @@ class _Builder:
         self.groups = groups
         if self.optims:
             self._optimizer(groups)
-        else:  # nothing but 16-bit weights
+        else:  # only 16-bit weights
             self._module("model", lambda _: True)
         self._frozen(shapes_of(first.get("frozen_param_shapes") or {}))
         self._module("model", lambda name: name in want(first, "buffer_names", list))
@@ -256,7 +258,7 @@ class _Builder:
         self._values(first)
 
     def add(self, path: Path, entry: TensorEntry) -> None:
-        """Adds a tensor under its path, unless something is there."""
+        """Adds a tensor under its path, unless the name is taken."""
         name = join(path)
         if name not in self.tensors:
             self.tensors[name] = TensorEntry(name, entry.dtype, entry.shape, entry.chunks)
@@ -276,7 +278,7 @@ class _Builder:
         }
 
     def _module(self, key: str, wanted: Any) -> None:
-        """Adds what of `module` is whole in the first file: buffers, 16-bit weights."""
+        """Adds the whole tensors of `module` in the first file: buffers and 16-bit weights."""
         opened = self.models[0]
         for name, view in want(opened.root, "module", dict).items():
             if isinstance(view, UnreadTensor) and wanted(name):
@@ -286,7 +288,7 @@ class _Builder:
                 self.add((key, name), TensorEntry(name, view.dtype, view.sizes, (chunk,)))
 
     def _frozen(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Adds parameters that are not trained: whole in the first file, or one fragment a rank."""
+        """Adds frozen parameters: whole in the first file, or one fragment per rank."""
         for name, shape in shapes.items():
             numel = math.prod(shape)
             chunks: list[Chunk] = []
@@ -309,7 +311,7 @@ class _Builder:
                 self.add(("model", name), TensorEntry(name, dtype, shape, tuple(chunks)))
 
     def _tie(self) -> None:
-        """Gives parameters that are one with others their values."""
+        """Adds tied parameters, with the chunks of the parameters that they share."""
         for name, other in self._shared().items():
             if f"model.{other}" in self.tensors:
                 self.add(("model", name), self.tensors[f"model.{other}"])
@@ -347,8 +349,9 @@ class _Builder:
     def _stage12(
         self, states: Sequence[dict[str, Any]], groups: Sequence[dict[str, tuple[int, ...]]]
     ) -> None:
-        """A group is one vector, its parameters one behind the other; each rank has a run of it, of
-        which padding may be cut off.
+        """Adds groups that are one vector each, with their parameters in a row.
+
+        Each rank has a contiguous range of the vector. Padding may be cut off at its end.
         """
         base = [want(state, "base_optimizer_state", dict) for state in states]
         own = want(base[0], "state", dict)
@@ -383,8 +386,9 @@ class _Builder:
     def _stage3(
         self, states: Sequence[dict[str, Any]], groups: Sequence[dict[str, tuple[int, ...]]]
     ) -> None:
-        """Each rank has an equal share of every parameter, one behind the other, cut into
-        subgroups.
+        """Adds parameters that are cut into equal shares, one per rank.
+
+        The shares of a rank lie in a row, cut into subgroups.
         """
         base = [want(state, "optimizer_state_dict", dict) for state in states]
         own = want(base[0], "state", dict)
@@ -450,7 +454,7 @@ class _Builder:
         step = state.get("step", options.pop("step", None))
         if {"exp_avg", "exp_avg_sq"} <= state.keys():
             options = {**_TORCH_ADAMW, **options}
-            # an option of DeepSpeed's own kernels; torch always corrects
+            # an option of DeepSpeed's own kernels; torch always corrects the bias
             options.pop("bias_correction", None)
         for key, value in options.items():
             self.value(("optimizer", "param_groups", number, key), value)
@@ -471,9 +475,7 @@ class _Builder:
                 self.add(path, self.made.scalar(name, float(step)))
 
     def _values(self, root: Mapping[str, Any]) -> None:
-        """Adds what else the model's states hold: counters, a scheduler, what the job gave as
-        client state.
-        """
+        """Adds the other contents of the model's states: counters, a scheduler, client state."""
         for path, value in leaves(
             {k: v for k, v in root.items() if k not in _OWN_KEYS}, self.models[0].name
         ):
@@ -491,12 +493,12 @@ class _Builder:
                 self.others.tensors[path] = value.kind
             elif (is_scalar(value) and value is not None) or type(value) in (list, tuple):
                 self.value(path, value)
-            elif value:  # None and an empty dict say nothing
+            elif value:  # None and an empty dict carry no information
                 self.others[type(value).__name__] += 1
 
 
 def _flat(views: Sequence[Any], files: Sequence[OpenedFile], size: int) -> FlatVectors:
-    """Returns a quantity of which each rank has one run; rank r's begins at r times `size`."""
+    """Returns a quantity with one range per rank; rank r's range begins at r times `size`."""
     flat = FlatVectors(views[0].dtype)
     for rank, (view, file) in enumerate(zip(views, files, strict=True)):
         flat.add(rank, rank * size, view, file)
@@ -504,7 +506,7 @@ def _flat(views: Sequence[Any], files: Sequence[OpenedFile], size: int) -> FlatV
 
 
 def _flats(views: Sequence[Sequence[Any]], files: Sequence[OpenedFile]) -> FlatVectors:
-    """Returns a quantity of which each rank has several runs, one behind the other."""
+    """Returns a quantity with several consecutive ranges per rank."""
     flat = FlatVectors(views[0][0].dtype)
     for rank, (runs, file) in enumerate(zip(views, files, strict=True)):
         start = 0

@@ -1,1 +1,1 @@
-"""One file for each rank: FSDP, verl, torch_checkpointing and XLA."""
+"""One file per rank: FSDP, verl, torch_checkpointing and XLA."""

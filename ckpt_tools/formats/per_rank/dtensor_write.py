@@ -1,10 +1,11 @@
-"""One `torch.save` file a rank, with DTensors inside, as verl lays them out:
-`model_world_size_4_rank_0.pt`, `optim_…`, `extra_state_…`.
+"""Writes one `torch.save` file per rank, with DTensors inside, in verl's layout.
 
-How a DTensor is pickled changes with torch, so the installed torch is asked: a DTensor of each
-tensor's shape is made without values, taken apart by pickle's own protocol, and written as opcodes.
-No process group is needed. This file imports torch, so only the code that writes such files imports
-it.
+The files are `model_world_size_4_rank_0.pt`, `optim_…` and `extra_state_…`.
+
+The pickle of a DTensor changes with torch, so this module asks the installed torch. It makes a
+DTensor of each tensor's shape without values, takes it apart by pickle's own protocol, and writes
+the parts as opcodes. It needs no process group. This file imports torch, so only the code that
+writes such files imports it.
 
 Source: torch 2.13 and 2.15 `distributed/device_mesh.py`, `distributed/tensor/_dtensor_spec.py`;
 verl 0.9 `utils/checkpoint/fsdp_checkpoint_manager.py`.
@@ -40,21 +41,20 @@ from ckpt_tools.formats.pickle.write import (
 from ckpt_tools.formats.torch_save import nested
 from ckpt_tools.formats.zip.write import Archive
 
-# stand for a rank's part of a tensor, and for the mesh, until they are known
+# placeholders for a rank's part of a tensor, and for the mesh
 _PART, _MESH = GlobalName("", "part"), GlobalName("", "mesh")
 _Sizes = tuple[int, ...]
 
 
 def lay_out(request: Request) -> Target:
-    """Lays a file out for each rank and each key at the top: model, optim, extra_state; see
-    `Format.lay_out`.
+    """Lays out one file per rank and top-level key: model, optim, extra_state.
 
-    What `request.mesh` calls sharded has a box for each rank; any other tensor has one box, and
-    stands in every file as it is.
+    See `Format.lay_out`. A tensor in `request.mesh.sharded` has one box per rank. Any other tensor
+    has one box, and every file contains it whole.
 
     Raises:
         PlanError: the installed torch cannot make a mesh without a process group, or pickles it in
-            a way that is not known.
+            an unknown way.
     """
     assert request.mesh is not None
     beside = {name: data for name, data in request.files.items() if name != request.index}
@@ -105,7 +105,7 @@ _RANKS = "ranks"  # the record with the numbers of the mesh's ranks
 def _mesh(of: TargetMesh, world_size: int, rank: int) -> tuple[SharedObject, bytes]:
     """Returns the mesh as a rank of the job will have it, and the bytes of its tensor.
 
-    Its one axis is the group of all processes, which torch calls "0".
+    Its one axis is the group of all processes, which torch names "0".
     """
     try:
         names = (of.axis,) if of.axis else None
@@ -136,7 +136,7 @@ def _mesh(of: TargetMesh, world_size: int, rank: int) -> tuple[SharedObject, byt
     made = SharedObject(0, _taken_apart(mesh, stored))
     if len(set(numbers)) != 1:
         raise PlanError(
-            f"torch {torch.__version__} keeps the ranks of a mesh in a way that is not known here",
+            f"torch {torch.__version__} keeps the ranks of a mesh in an unknown way",
             hint="write DCP",
         )
     return made, numbers[0]
@@ -145,7 +145,7 @@ def _mesh(of: TargetMesh, world_size: int, rank: int) -> tuple[SharedObject, byt
 def _held(
     tensor: TargetTensor, part: TensorRecord, mesh: SharedObject | None
 ) -> TensorRecord | Opcodes:
-    """Returns what a rank's pickle says of a tensor: a DTensor where there is a mesh."""
+    """Returns a tensor's entry in a rank's pickle: a DTensor if there is a mesh."""
     if mesh is None:
         return part
     found = {opcodes(_PART): part, opcodes(_MESH): mesh}
@@ -159,8 +159,9 @@ def _held(
 
 @functools.lru_cache(maxsize=4096)
 def _template(dtype_name: str, shape: _Sizes, sizes: _Sizes) -> tuple[bytes, ...]:
-    """Returns what makes a DTensor of a shape, of which a rank has so much, with `_PART` and
-    `_MESH` as pieces of their own.
+    """Returns the opcodes that make a DTensor of a shape, of which a rank holds `sizes`.
+
+    `_PART` and `_MESH` are separate pieces of the result.
     """
     dtype = getattr(torch, dtype_name)
     mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
@@ -179,11 +180,12 @@ def _template(dtype_name: str, shape: _Sizes, sizes: _Sizes) -> tuple[bytes, ...
 
 
 def _taken_apart(value: Any, instead: Callable[[Any], Any]) -> Any:
-    """Returns an object as what a pickle does to make it; `instead` gives what stands for some, and
-    None for the others.
+    """Returns the values and calls by which a pickle makes an object.
+
+    `instead` returns a replacement for some values, and None for the others.
 
     Raises:
-        PlanError: pickle would do something that is not written here.
+        PlanError: pickle would use a way that this module cannot write.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value

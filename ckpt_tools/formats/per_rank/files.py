@@ -1,10 +1,11 @@
-"""One `torch.save` file a rank, with DTensors or ShardedTensors inside: verl's
-`model_world_size_8_rank_3.pt`, `rank0.pt`, Accelerate's `pytorch_model_fsdp_0_rank3.bin`,
-torch_checkpointing's `model_3.pt`.
+"""One `torch.save` file per rank, with DTensors or ShardedTensors inside.
 
-A DTensor's pickle has its mesh, its placements and the shape of the whole; so each file's part has
-its box, and all files together are one checkpoint. A tensor that is none of these is the same on
-all ranks: one tensor with replicas.
+Examples are verl's `model_world_size_8_rank_3.pt`, `rank0.pt`, Accelerate's
+`pytorch_model_fsdp_0_rank3.bin`, and torch_checkpointing's `model_3.pt`.
+
+A DTensor's pickle has its mesh, its placements and its global shape. Each file's part therefore has
+a known box, and all files together are one checkpoint. Any other tensor is the same on all ranks
+and becomes one tensor with replicas.
 
 Source: torch 2.13 `torch/distributed/tensor/_api.py`, `device_mesh.py`; confirmed on files that
 jobs wrote.
@@ -43,24 +44,26 @@ LOOKS_FOR = "*rank_0.pt"
 _FILE = re.compile(
     r"(?P<part>.*?)[._-]?(?:world_size_(?P<size>\d{1,7})_)?rank[._-]?(?P<rank>0{0,8}\d{1,7})(?:[_-]of[_-](?P<of>0{0,8}\d{1,7}))?\.(?:pt|pth|bin)"
 )
-# as torch_checkpointing names them
+# the names of torch_checkpointing
 _NUMBERED = re.compile(r"(?P<part>.+)_(?P<rank>\d{1,7})(?P<size>)(?P<of>)\.pt")
-_BARE = re.compile(r".+_0\.safetensors")  # of torch_checkpointing, where an item is laid out so
-# Accelerate's, of large jobs
+_BARE = re.compile(r".+_0\.safetensors")  # torch_checkpointing's other layout
+# Accelerate's names in large jobs
 _PART_NAMES = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}
-# parts of which every rank has its own
+# parts that differ from rank to rank
 _OWN = re.compile(r"extra_state|rngs?(_states?)?|random_states?")
 locate, guess = locate_bare, guess_bare
 
 
 def recognise(files: Mapping[str, int]) -> bool:
-    """Tells whether files of ranks are there, rank 0's among them."""
+    """Tells whether there are files of ranks, including rank 0's."""
     return any(int(m["rank"]) == 0 for m in _matches(files).values())
 
 
 def _matches(files: Mapping[str, int]) -> dict[str, re.Match[str]]:
-    """Returns the files of ranks. `model_0.pt` may be an epoch's: numbers alone count where several
-    parts have the same ones, from 0 on.
+    """Returns the files of ranks.
+
+    `model_0.pt` may also be an epoch. Bare numbers therefore count only if several parts have the
+    same ones, from 0 on.
     """
     found = {name: m for name in files if (m := _FILE.fullmatch(name))}
     if found:
@@ -76,7 +79,7 @@ def _matches(files: Mapping[str, int]) -> dict[str, re.Match[str]]:
 
 
 class _Ranks:
-    """What the files of all ranks hold, as it is gathered."""
+    """The collected contents of the files of all ranks."""
 
     def __init__(self) -> None:
         self.chunks: dict[str, list[Chunk]] = {}
@@ -86,7 +89,7 @@ class _Ranks:
         self.meshes: set[str] = set()
 
     def add(self, path: Path, rank: int, value: object, extents: tuple[Extent, ...]) -> None:
-        """Takes one entry of one rank's file."""
+        """Adds one entry of one rank's file."""
         fqn = join(path)
         if isinstance(value, TensorView):
             kind, found = (value.dtype, value.sizes), [Chunk(whole(value.sizes), *extents)]
@@ -112,7 +115,7 @@ class _Ranks:
         self.paths[fqn] = path
 
     def objects(self, made: InMemoryFile) -> dict[str, BytesEntry]:
-        """Returns the values: one entry where all ranks have the same, else one a rank."""
+        """Returns the values: one entry if all ranks have the same value, else one per rank."""
         result: dict[str, BytesEntry] = {}
         for fqn, by_rank in self.values.items():
             if fqn in self.kinds:
@@ -184,8 +187,9 @@ def read_catalog(store: Store) -> Catalog:
 
 
 def lay_out(request: Request) -> Target:
-    """Lays a file out for each rank; needs torch, which alone knows how it pickles a DTensor. See
-    `Format.lay_out`.
+    """Lays out one file per rank; see `Format.lay_out`.
+
+    It needs torch, because how a DTensor is pickled depends on the version of torch.
     """
     from ckpt_tools.formats.per_rank.dtensor_write import lay_out as with_torch
 
@@ -193,15 +197,15 @@ def lay_out(request: Request) -> Target:
 
 
 def _refuse_bare_shards(files: Mapping[str, int]) -> None:
-    """Refuses to leave out what may well be the model.
+    """Refuses shards that are probably the model, instead of ignoring them.
 
     Raises:
-        FormatError: among the files of ranks are `.safetensors` by the same numbers.
+        FormatError: there are `.safetensors` with the same numbers among the files of ranks.
     """
     for name in files:
         if _BARE.fullmatch(name) and f"{name.removesuffix('0.safetensors')}1.safetensors" in files:
             raise FormatError(
-                "shards of ranks as bare safetensors, in which nothing tells where they belong:"
+                "shards of ranks as bare safetensors, which do not record their position:"
                 f" {printable(name)}",
                 hint="let torch_checkpointing save that item with TorchSerialization, its default",
             )
@@ -229,12 +233,12 @@ def _parts(files: Mapping[str, int]) -> dict[str, list[str]]:
 
 
 def _checked_box(value: DTensorPart, rank: int, where: str) -> Box:
-    """Returns the elements that a rank's part of a DTensor has."""
+    """Returns the elements that a rank's part of a DTensor holds."""
     try:
         box = _box(value, rank)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise FormatError(
-            f"a DTensor of another kind than torch 2.1 to 2.15 write: {printable(str(error))}"
+            f"a DTensor of a kind that torch 2.1 to 2.15 do not write: {printable(str(error))}"
             f" ({where})"
         ) from error
     if box.sizes != value.local.sizes:
@@ -246,7 +250,7 @@ def _checked_box(value: DTensorPart, rank: int, where: str) -> Box:
 
 
 def _box(value: DTensorPart, rank: int) -> Box:
-    """Returns the elements that a rank's part has."""
+    """Returns the elements that a rank's part holds."""
     mesh, placements = (
         value.spec.state["mesh"],
         [_placement(p, len(value.shape)) for p in value.spec.state["placements"]],
@@ -267,10 +271,10 @@ def _box(value: DTensorPart, rank: int) -> Box:
 
 
 def _mesh_shape(mesh: OpaqueObject) -> Sequence[int]:
-    """Returns the ranks along each axis."""
+    """Returns the number of ranks along each axis."""
     if "_layout" in mesh.state:
         layout = mesh.state["_layout"].state
-        # the latter before torch 2.13
+        # "shape" before torch 2.13
         axes = (
             [axis.state["shape"] for axis in layout["axes"]]
             if "axes" in layout
@@ -288,8 +292,9 @@ def _mesh_shape(mesh: OpaqueObject) -> Sequence[int]:
 
 
 def _mesh_name(mesh: OpaqueObject) -> str:
-    """Returns the type of a mesh's devices and the names of its axes: `cuda:ddp,fsdp`; "" for one
-    of another kind.
+    """Returns the device type of a mesh and the names of its axes: `cuda:ddp,fsdp`.
+
+    Returns "" for a mesh of another kind.
     """
     device = mesh.state.get("_device_type", mesh.state.get("device_type"))
     names = mesh.state.get("_mesh_dim_names", mesh.state.get("mesh_dim_names")) or ()

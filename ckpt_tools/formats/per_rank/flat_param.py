@@ -1,9 +1,9 @@
-"""FSDP1's flat parameters, as LOCAL_STATE_DICT leaves them: all parameters of a unit in one vector,
-cut into equal parts for the ranks.
+"""FSDP1's flat parameters, as LOCAL_STATE_DICT saves them.
 
-What is where is not in the files: `shapes.json` beside them, or laid there by `--shapes`, has every
-parameter's shape, in the order of `model.named_parameters()`. With `use_orig_params` each parameter
-is there by name as well, one-dimensional, as much of it as the rank has.
+A flat parameter is one vector of all parameters of a unit, cut into equal parts for the ranks. The
+files do not say where each parameter lies. `shapes.json` beside them, or the file of `--shapes`,
+gives every parameter's shape in the order of `model.named_parameters()`. With `use_orig_params`,
+each rank also has its part of each parameter by name, as a vector.
 
 Source: torch 2.13 `torch/distributed/fsdp/_flat_param.py`, `_state_dict_utils.py`; confirmed on
 files that jobs wrote.
@@ -37,11 +37,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def read_shapes(store: Store, files: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes that stand beside the files, in their order; none where there is no such
-    file.
+    """Returns the shapes from `shapes.json`, in its order; empty without such a file.
 
     Raises:
-        FormatError: it is malformed.
+        FormatError: the file is malformed.
     """
     if SHAPES not in files:
         return {}
@@ -59,8 +58,9 @@ def read_shapes(store: Store, files: Mapping[str, int]) -> dict[str, tuple[int, 
 
 
 def units(flats: Sequence[str], shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Returns the parameters of each flat one: those below its module that no unit further down
-    has.
+    """Returns the parameters of each flat parameter.
+
+    They are the parameters below its module that belong to no inner unit.
     """
     prefixes = sorted((name.removesuffix(FLAT) for name in flats), key=len, reverse=True)
     found: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in flats}
@@ -74,11 +74,12 @@ def units(flats: Sequence[str], shapes: Shapes) -> dict[str, dict[str, tuple[int
 def places(
     shapes: Shapes, dtype: DType, num_elements: int, num_ranks: int, where: str
 ) -> dict[str, int]:
-    """Returns where each parameter begins in the vector of its unit, whose length tells whether
-    they are aligned.
+    """Returns where each parameter begins in the vector of its unit.
+
+    The length of the vector shows whether the parameters are aligned.
 
     Raises:
-        FormatError: the shapes do not add up to it.
+        FormatError: the shapes do not add up to this length.
     """
     packed, end = {}, 0
     for fqn, shape in shapes.items():
@@ -104,7 +105,7 @@ def places(
 def unflatten(
     entry: TensorEntry, shapes: Shapes, starts: Mapping[str, int]
 ) -> Iterator[TensorEntry]:
-    """Yields the parameters of a vector: of each, the boxes that its chunks hold."""
+    """Yields the parameters of a vector, with the boxes that its chunks hold."""
     for fqn, shape in shapes.items():
         first, chunks = starts[fqn], []
         last = first + math.prod(shape)
@@ -123,9 +124,7 @@ def unflatten(
 
 
 class RankValue(NamedTuple):
-    """What one rank has under a path: a tensor or a value as the pickle has it, and where its parts
-    lie.
-    """
+    """The entry of one rank: a tensor or a value from the pickle, and the extents of its parts."""
 
     value: object
     extents: tuple[Extent, ...]
@@ -142,14 +141,15 @@ def has_flats(raw: Raw) -> bool:
 def unfold(
     raw: Raw, shapes: Shapes, num_ranks: int, others: Counter[str]
 ) -> dict[Path, TensorEntry]:
-    """Takes flat parameters, and what optimizers keep for them, out of the entries; returns the
-    parameters, by name.
+    """Takes flat parameters, and the optimizers' state for them, out of the entries.
+
+    Returns the parameters, by name.
 
     Args:
-        raw: all entries; what is taken is gone from it.
+        raw: all entries. Taken entries are removed.
         shapes: of all parameters, in order.
-        num_ranks: of the job.
-        others: counts optimizers whose numbers cannot be told; they stay behind.
+        num_ranks: ranks of the job.
+        others: counts optimizers with an unknown numbering of parameters; ckpt leaves them out.
 
     Raises:
         FormatError: there are no shapes, or they do not fit.
@@ -157,7 +157,7 @@ def unfold(
     flats = [path for path in raw if path and str(path[-1]).endswith(FLAT)]
     if not shapes:
         raise FormatError(
-            "a flat parameter of FSDP1, whose parts nothing here names:"
+            "no shapes for the parts of an FSDP1 flat parameter:"
             f" {printable('.'.join(map(str, flats[0])))!r}",
             hint=HINT,
         )
@@ -172,7 +172,7 @@ def unfold(
             starts[name] = places(parts[name], entry.dtype, entry.shape[0], num_ranks, name)
             result |= {(*container, t.fqn): t for t in unflatten(entry, parts[name], starts[name])}
         by_name = [name for name in names if name in shapes]
-        for name in by_name:  # what a rank has of it; the vector has it too
+        for name in by_name:  # these are parts of parameters that the vector holds too
             del raw[(*container, name)]
         for root in optimizers(raw, container):
             if by_name:
@@ -183,7 +183,7 @@ def unfold(
                 owners = [(parts[name], starts[name]) for name in names if name in parts]
             result |= unfold_optimizer(raw, root, owners, bool(by_name), others)
     order = {fqn: number for number, fqn in enumerate(shapes)}
-    # the model's own
+    # in the model's order
     return dict(sorted(result.items(), key=lambda item: order.get(str(item[0][-1]), len(order))))
 
 
@@ -192,7 +192,7 @@ def _vector(name: str, held: Mapping[int, RankValue]) -> TensorEntry:
     chunks, kinds = [], set()
     for item in held.values():
         if not isinstance(item.value, ShardedTensorPart) or len(item.value.shape) != 1:
-            raise FormatError(f"a flat parameter that is no vector: {printable(name)!r}")
+            raise FormatError(f"a flat parameter is not a vector: {printable(name)!r}")
         kinds.add((item.value.dtype, item.value.shape))
         chunks += [
             Chunk(box, extent)
@@ -205,8 +205,9 @@ def _vector(name: str, held: Mapping[int, RankValue]) -> TensorEntry:
 
 
 def optimizers(raw: Raw, container: Path) -> list[Path]:
-    """Returns the paths of optimizers that number flat parameters and stand beside a model: they
-    have one group, or units for groups.
+    """Returns the paths of optimizers beside a model that number flat parameters.
+
+    Such an optimizer has one group, or one group per unit.
     """
     roots = dict.fromkeys(
         path[:-3] for path in raw if len(path) > 2 and path[-3] == "state" and is_number(path[-2])
@@ -221,14 +222,15 @@ def unfold_optimizer(
     is_local: bool,
     others: Counter[str],
 ) -> dict[Path, TensorEntry]:
-    """Takes an optimizer's vectors out; number n is that of `owners[n]`. Its groups' numbers become
-    names.
+    """Takes an optimizer's vectors out of the entries; number n belongs to `owners[n]`.
+
+    The numbers in its groups become names.
 
     Args:
         raw: all entries.
         root: the optimizer's path.
-        owners: the parameters that each number stands for, and where they begin in its vector.
-        is_local: a rank's vector is as much of the parameter as it has, and not an equal share.
+        owners: for each number, its parameters and their starts in its vector.
+        is_local: a rank's vector is its own part of the parameter, not an equal share.
         others: see `unfold`.
     """
     lists = [
@@ -237,7 +239,7 @@ def unfold_optimizer(
         if path[: len(root)] == root and path[-1] == "params" and path[-3:-2] == ("param_groups",)
     ]
     numbers = [n for path in lists for n in _numbers(raw[path])]
-    if numbers != list(range(len(owners))):  # several groups, whose order nothing tells
+    if numbers != list(range(len(owners))):  # several groups in an unknown order
         others["optimizer that numbers its parameters in an order of its own"] += 1
         for path in [p for p in raw if p[: len(root)] == root]:
             del raw[path]

@@ -1,8 +1,8 @@
-"""PyTorch/XLA's FSDP: each rank's file has its shards under `model`, and `shard_metadata` with the
-shape and name of what was cut.
+"""PyTorch/XLA's FSDP: each rank's file has shards under `model`, and `shard_metadata`.
 
-A parameter is flattened (or kept, and cut along dim 0), padded, and cut into equal parts: either
-way each rank has a run of its row-major order. With `flatten_parameters` it is itself many
+`shard_metadata` has the shape and name of each sharded parameter. A parameter is flattened (or
+kept, and cut along dim 0), padded, and cut into equal parts. Either way, each rank has a contiguous
+range of its row-major order. With `flatten_parameters`, a flattened parameter holds many original
 parameters in a row.
 
 Source: torch_xla 2.9 `distributed/fsdp/xla_fully_sharded_data_parallel.py`, `state_dict_utils.py`.
@@ -30,7 +30,7 @@ from ckpt_tools.formats.pickle.state import Path, TensorView
 
 _METADATA, _MARK = "shard_metadata", "_fsdp_shard"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
-# parameters with their shapes, and where each begins
+# parameters with their shapes, and the start of each
 Cut = tuple[dict[str, tuple[int, ...]], dict[str, int]]
 
 
@@ -40,20 +40,21 @@ def has_shards(raw: Raw) -> bool:
 
 
 def unfold(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Path, TensorEntry]:
-    """Takes shards, and what an optimizer keeps for them, out of the entries; returns the
-    parameters, by name.
+    """Takes shards, and the optimizer's state for them, out of the entries.
+
+    Returns the parameters, by name.
 
     Args:
-        raw: all entries; what is taken is gone from it, and what stays has the names of a model
-            without wrappers.
-        num_ranks: of the job.
-        others: counts optimizers whose numbers cannot be told; they stay behind.
+        raw: all entries. Taken entries are removed; the others get the names of a model without
+            wrappers.
+        num_ranks: ranks of the job.
+        others: counts optimizers with an unknown numbering of parameters; ckpt leaves them out.
 
     Raises:
         FormatError: the metadata does not fit.
     """
     root = next(path[:-2] for path in raw if path[-2:] == (_METADATA, "world_size"))
-    # the files' own name says nothing
+    # the part name in the files' names carries no information
     for path in [p for p in raw if root and p[: len(root)] == root]:
         raw[path[len(root) :]] = raw.pop(path)
     told = {path[1:]: raw.pop(path) for path in [p for p in raw if p[:1] == (_METADATA,)]}
@@ -74,7 +75,7 @@ def unfold(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Path, TensorE
     for path in [p for p in raw if p[:-1] == model]:
         name = str(path[-1])
         if not any(part.startswith(_MARK) for part in name.split(".")):
-            # a buffer: every rank may have its own, and its own tool takes that of rank 0
+            # a buffer: it may differ by rank, and torch_xla's own tool also takes rank 0's
             held = raw.pop(path)
             raw[*model, _clean(name)] = {min(held): held[min(held)]}
             continue
@@ -94,7 +95,7 @@ def _clean(name: str) -> str:
 
 
 def _cut(name: str, told: Mapping[Path, Any]) -> Cut:
-    """Returns what parameters a shard's whole consists of."""
+    """Returns the parameters that a shard's whole vector consists of."""
     parts = name.split(".")
     at = next(i for i, part in enumerate(parts) if part.startswith(_MARK))
     info = ("shard_info", ".".join(parts[:at]), ".".join(parts[at:]))
@@ -128,7 +129,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _vector(name: str, held: Mapping[int, RankValue], cut: Cut) -> TensorEntry:
-    """Returns what the ranks' shards are in a row, the padding at the end included."""
+    """Returns the vector of all ranks' shards in a row, with the padding at its end."""
     views = [held[rank].value for rank in sorted(held)]
     first = views[0]
     if sorted(held) != list(range(len(held))) or not isinstance(first, TensorView):

@@ -1,1 +1,1 @@
-"""Pickles, read without running anything in them, and written."""
+"""Pickles: read without running anything in them, and written."""

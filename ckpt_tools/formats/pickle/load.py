@@ -1,9 +1,9 @@
-"""Reading a pickle without running anything it asks for.
+"""Reads a pickle without running anything that it asks for.
 
-A pickle is a program. This one may build numbers, strings, tuples, lists and dicts, and call the
-few callables that the caller hands in, all of them our own; any other global is refused by name
-before it is looked up. A scan in front (see `pickle_scan`) refuses what would hurt the reader. The
-work itself is left to C's unpickler, for speed. Needs no torch.
+A pickle is a program. This reader lets it build numbers, strings, tuples, lists and dicts. It may
+also call the few functions of our own that the caller allows. Any other global is refused by name,
+before it is looked up. First, `scan` refuses pickles that would exhaust memory or time. The work
+itself is left to C's unpickler, for speed. No torch is needed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 from ckpt_tools.errors import FormatError, UnsafePickleError, printable
 from ckpt_tools.formats.pickle.scan import scan
 
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set)
+_FREE_ITEMS = 1 << 16  # small pickles pass the same short texts many times
 _BROKEN = (
     pickle.UnpicklingError,
     EOFError,
@@ -34,23 +36,55 @@ _BROKEN = (
 )
 
 
-class SafeCallable:
-    """A function as a pickle gets it: it can be called, and nothing of it can be set.
+class _Budget:
+    """Bounds what all calls of one pickle may copy.
 
-    The opcode BUILD sets attributes of any object. Those of a function, as its defaults, would stay
-    for all pickles after this one.
+    A pickle can remember a long value once and pass it to a call a thousand times.
     """
 
-    __slots__ = ("function",)
-    function: Callable[..., Any]
+    def __init__(self, nbytes: int, where: str) -> None:
+        self._left, self._where = 2 * nbytes + _FREE_ITEMS, where
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def spend(self, args: tuple[Any, ...]) -> None:
+        """Counts the elements of the arguments.
+
+        Raises:
+            UnsafePickleError: the calls were given more than twice what the pickle holds.
+        """
+        self._left -= sum(len(arg) for arg in args if isinstance(arg, _SIZED))
+        if self._left < 0:
+            raise UnsafePickleError(
+                f"refused a pickle: its calls copy more than it holds ({self._where})"
+            )
+
+
+def _same_tuple(items: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """Stands in for `tuple` and `torch.Size`. Writers pass a tuple, which is not copied."""
+    if type(items) is not tuple:
+        raise TypeError(f"expected a tuple, got a {type(items).__name__}")
+    return items
+
+
+class SafeCallable:
+    """A function for a pickle: it can be called, but none of its attributes can be set.
+
+    The opcode BUILD sets attributes of any object. A changed attribute of a function, such as its
+    defaults, would affect all later pickles.
+    """
+
+    __slots__ = ("budget", "function")
+    function: Callable[..., Any]
+    budget: _Budget
+
+    def __init__(self, function: Callable[..., Any], budget: _Budget) -> None:
         object.__setattr__(self, "function", function)
+        object.__setattr__(self, "budget", budget)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"it cannot be changed: {name}")
 
     def __call__(self, *args: Any) -> Any:
+        self.budget.spend(args)
         return self.function(*args)
 
 
@@ -60,26 +94,30 @@ def load(
     where: str,
     persistent_load: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Returns what a pickle builds out of plain values and the allowed globals.
+    """Returns the value that a pickle builds from plain values and the allowed globals.
 
     Args:
-        data: the whole pickle and nothing behind it.
-        allowed: what stands for each global `(module, name)` that may occur. Make it anew for every
-            call: a hostile pickle can set attributes on what it is given.
+        data: the whole pickle, with nothing after it.
+        allowed: the replacement for each global `(module, name)` that may occur. Make it anew for
+            every call: a hostile pickle can set attributes on its values.
         where: names the file in messages.
-        persistent_load: called for persistent ids; they are refused where None.
+        persistent_load: called for persistent ids. If it is None, they are refused.
 
     Raises:
         UnsafePickleError: another global, or an opcode or length that no checkpoint needs.
         FormatError: the pickle is truncated or malformed.
     """
     scan(data, where, persistent_load is not None)
+    budget = _Budget(len(data), where)
 
     class Restricted(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             try:
                 found = allowed[module, name]
-                return SafeCallable(found) if isinstance(found, FunctionType | partial) else found
+                if found is tuple:
+                    return SafeCallable(_same_tuple, budget)
+                is_function = isinstance(found, FunctionType | partial)
+                return SafeCallable(found, budget) if is_function else found
             except KeyError:
                 raise UnsafePickleError(
                     f"refused a pickle: it asks for {printable(f'{module}.{name}')}, which no"
@@ -103,8 +141,9 @@ def load(
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """Keeps the cyclic collector from walking millions of new objects again and again while they
-    are being built.
+    """Turns off the cyclic garbage collector while millions of objects are built.
+
+    It would walk through all of them again and again.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -116,8 +155,10 @@ def no_gc() -> Iterator[None]:
 
 
 def brief(value: object) -> str:
-    """Returns an unpickled value for a message: texts and numbers as they are, anything else by its
-    type, since it may be a giant.
+    """Returns an unpickled value for a message.
+
+    Strings and numbers are shown as they are. Any other value is shown by its type, because it may
+    be very large.
     """
     return (
         printable(str(value))

@@ -1,5 +1,6 @@
-"""Plain values that a pickle builds by calling something: bytes, sets, numbers of NumPy; and the
-stand-in for all other objects.
+"""Plain values that a pickle builds by calls: bytes, sets, NumPy's numbers.
+
+The stand-in for all other objects is here too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ SCALAR_KEYS = (str, int, float, bool, type(None))
 
 
 class NumpyNumber:
-    """A NumPy number, as Python has it. Each is a dict's key of its own: numbers that hash alike
-    could be made at will.
+    """A NumPy number as a Python number.
+
+    Each instance is a separate key of a dict, because a file could contain many numbers with the
+    same hash.
     """
 
     __slots__ = ("value",)
@@ -34,12 +37,12 @@ class NumpyComplex:
 
 
 class OpaqueObject:
-    """Stands in for an object: takes anything, keeps its arguments and its state, and does nothing.
+    """A stand-in for an object: it keeps its arguments and its state, and does nothing.
 
-    A pickle may also fill it as a list or a dict; that is not kept.
+    It accepts anything. A pickle may also fill it as a list or a dict; these items are not kept.
     """
 
-    label = ""  # the name of the type it stands in for, where that is not known here
+    label = ""  # the name of the unknown type that it stands in for
     arguments: tuple[Any, ...]
     state: Mapping[str, Any]
 
@@ -55,15 +58,15 @@ class OpaqueObject:
         del key, value
 
     def append(self, value: object) -> None:
-        """Takes an item, and does not keep it."""
+        """Accepts an item and does not keep it."""
         del value
 
     def extend(self, values: object) -> None:
-        """Takes items, and does not keep them."""
+        """Accepts items and does not keep them."""
         del values
 
     def __setstate__(self, state: object) -> None:
-        # attributes, slots
+        # the state may be a pair: attributes and slots
         tables = [
             part
             for part in (state if isinstance(state, tuple) else (state,))
@@ -73,12 +76,12 @@ class OpaqueObject:
 
 
 def plain_types() -> dict[tuple[str, str], Any]:
-    """Returns what makes values that torch loads with weights_only, and NumPy's numbers."""
+    """Returns the functions that make NumPy's numbers and values of torch's `weights_only`."""
     made: dict[tuple[str, str], Any] = {
         ("_codecs", "encode"): _bytes_of,
         ("collections", "Counter"): _counter,
     }
-    for module in ("builtins", "__builtin__"):  # the latter in protocol 2
+    for module in ("builtins", "__builtin__"):  # `__builtin__` in protocol 2
         made |= {
             (module, "bytearray"): _bytearray,
             (module, "complex"): _complex,
@@ -96,14 +99,14 @@ def plain_types() -> dict[tuple[str, str], Any]:
 
 
 def _bytes_of(text: object = "", encoding: object = "") -> object:
-    """Returns the bytes that protocol 2 writes as a text of Latin 1."""
+    """Returns bytes, which protocol 2 writes as a Latin-1 string."""
     if not isinstance(text, str) or encoding != "latin1":
-        raise TypeError("not bytes as a text")
+        raise TypeError("not bytes as a string")
     return text.encode("latin1")
 
 
 def _bytearray(data: object = b"", *more: object) -> object:
-    if not isinstance(data, bytes) or more:  # a number would be a length
+    if not isinstance(data, bytes) or more:  # an int would be a length to allocate
         raise TypeError("not the contents of a bytearray")
     return bytearray(data)
 
@@ -115,14 +118,14 @@ def _complex(real: object = 0.0, imaginary: object = 0.0) -> object:
 
 
 def _set(items: object = ()) -> object:
-    """Returns a set of scalars; a stand-in for any other, whose items could be slow to compare."""
+    """Returns a set of scalars, or a stand-in for any other set, whose items may compare slowly."""
     if not isinstance(items, (list, tuple)) or not all(type(item) in SCALAR_KEYS for item in items):
         return type("Foreign", (OpaqueObject,), {"label": "set"})(items)
     return set(items)
 
 
 def _counter(table: object = None) -> object:
-    """Returns a counter of scalars; a stand-in for any other."""
+    """Returns a counter of scalars, or a stand-in for any other counter."""
     table = {} if table is None else table
     if not isinstance(table, dict) or not all(
         type(key) in SCALAR_KEYS and type(count) is int for key, count in table.items()
@@ -132,7 +135,7 @@ def _counter(table: object = None) -> object:
 
 
 def _keep_order(dtype: OpaqueObject, state: object) -> None:
-    """Keeps the order of bytes that a NumPy dtype has in its state."""
+    """Keeps the byte order from the state of a NumPy dtype."""
     dtype.state = {"order": state[1] if isinstance(state, tuple) and len(state) > 1 else None}
 
 
@@ -153,7 +156,7 @@ _NUMPY_NUMBERS = {
 
 
 def _numpy_number(dtype: object = None, data: object = None) -> object:
-    """Returns a NumPy number; a stand-in for one of another type."""
+    """Returns a NumPy number, or a stand-in for a number of another type."""
     code = dtype.arguments[0] if isinstance(dtype, OpaqueObject) and dtype.arguments else None
     order = dtype.state.get("order") if isinstance(dtype, OpaqueObject) else None
     is_known = (

@@ -18,9 +18,11 @@ MAX_PICKLE_BYTES = 1 << 30
 _MAX_LONG_BYTES = 64  # the state of a generator has 128 bits and more
 # integers of so many bytes: as a dict's keys, alone or in tuples, they can be made to hash alike
 _LONG_BYTES, _MAX_LONGS = 6, 10_000
+# a tuple of floats can be made to hash like any other: a dict with many such keys takes hours
+_FLOAT, _MAX_FLOAT_KEYS = 1 + 2**-30, 1_000
 _MAX_WEIGHT = 4096  # of a tuple: elements, with all that they hold; torch's have dozens
 _LIGHT = 6  # at least the weight of a Size of three dims, and of its arguments
-_STOP = ord(".")
+_STOP, _BINFLOAT = ord("."), ord("G")
 _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 # how many lie above; after a mark for the first two
 _TAKES = {b"u": 0, b"e": 0, b"s": 2, b"a": 1, b"R": 1, b"\x81": 1, b"b": 1}
@@ -79,11 +81,11 @@ class _Walk:
 
     def __init__(self, data: bytes, where: str, with_persistent_ids: bool) -> None:
         self.data, self.where, self.with_persistent_ids = data, where, with_persistent_ids
-        self.stack: list[int] = []
+        self.stack: list[float] = []
         self.marks: list[int] = []
-        self.num_longs = 0
+        self.num_longs = self.num_float_keys = 0
         self.num_seen = 0  # how many values are remembered by MEMOIZE
-        self.heavy: dict[int, int] = {}  # those of them that weigh something
+        self.heavy: dict[int, float] = {}  # those of them that weigh something
 
     def run(self) -> None:
         """Walks to the end."""
@@ -97,7 +99,7 @@ class _Walk:
             if kind == _GOT:
                 push(heavy.get(int.from_bytes(data[start + 1 : at], "little"), _LIGHT))
             elif kind == _PLAIN:
-                push(1)
+                push(_FLOAT if data[start] == _BINFLOAT else 1)
             elif kind != _OTHER:
                 self._phrase(kind, token[0])
             elif data[start] == _STOP:
@@ -145,6 +147,7 @@ class _Walk:
             self._take(
                 self.marks.pop() if opcode in b"ue" else len(self.stack) - _TAKES[opcode],
                 is_kept=opcode in b"uesa",
+                has_keys=opcode in b"us",
             )
         elif opcode == b"Q" and self.with_persistent_ids:
             pass
@@ -168,18 +171,31 @@ class _Walk:
         """Notes the weight of the last value; a number is remembered in one way by one protocol, so
         that they cannot be confused.
         """
-        if self.stack[-1] > _LIGHT:
+        if self.stack[-1] > _LIGHT or self.stack[-1] % 1:
             self.heavy[index] = self.stack[-1]
         else:
             self.heavy.pop(index, None)
 
-    def _take(self, start: int, is_kept: bool) -> None:
+    def _count_float_keys(self, keys: list[float]) -> None:
+        """Counts the keys of a dict that are tuples with a float in them: the weight of a float is
+        not whole.
+        """
+        self.num_float_keys += sum(1 for key in keys if key >= 2 and key % 1)
+        if self.num_float_keys > _MAX_FLOAT_KEYS:
+            raise UnsafePickleError(
+                f"refused a pickle: more than {_MAX_FLOAT_KEYS} keys of its dicts are tuples with"
+                f" floats ({self.where})"
+            )
+
+    def _take(self, start: int, is_kept: bool, has_keys: bool) -> None:
         """Gives what lies above to what lies below: a container has its weight then; what is called
         has that of its arguments.
         """
         weight = sum(self.stack[start:])
         if start < 1:
             raise IndexError
+        if has_keys and weight % 1:
+            self._count_float_keys(self.stack[start::2])
         del self.stack[start:]
         self.stack[-1] = self.stack[-1] + weight if is_kept else weight
 

@@ -1,8 +1,7 @@
-"""What a pickled state dict holds: tensors as views of storages, plain values as they are, anything
-else as an inert stand-in.
+"""The contents of a pickled state dict: tensors, plain values, and inert stand-ins.
 
-Types that are not known here take whatever the pickle gives them and do nothing: nothing of them
-runs.
+Tensors become views of storages. Objects of unknown types become stand-ins that accept anything
+from the pickle and do nothing. None of their code runs.
 
 Source: torch 2.13 `torch/_utils.py`, `torch/_tensor.py`,
 `torch/distributed/checkpoint/_traverse.py`; confirmed on files that it wrote.
@@ -28,13 +27,15 @@ from ckpt_tools.formats.pickle.plain_values import (
 from ckpt_tools.formats.pickle.write import CounterValue, Device
 
 _MAX_NODES, _MAX_DEPTH = 10_000_000, 64
-_NODES_PER_BYTE, _FEW_NODES = 4, 10_000  # of a pickle: a value that is held twice is walked twice
+# limits for a pickle: a value that occurs twice in the state is walked twice
+_NODES_PER_BYTE, _FEW_NODES = 4, 10_000
 Path = tuple[str | int, ...]
 
 
 class TypedKey(str):
-    """A dict's key as a text, as DCP writes it, that knows the key itself: a number, None or a
-    tuple.
+    """A dict's key as a string, as DCP writes it, with the original key.
+
+    The original is a number, a bool, None or a tuple.
     """
 
     __slots__ = ("original",)
@@ -55,8 +56,9 @@ def _made_key(text: str, original: Any) -> TypedKey:
 
 
 class Storage(NamedTuple):
-    """The record `data/{key}` of an archive; `numel` in elements of `dtype`, in bytes where it has
-    none.
+    """The record `data/{key}` of an archive.
+
+    `numel` counts elements of `dtype`, or bytes if `dtype` is None.
     """
 
     key: str
@@ -65,7 +67,7 @@ class Storage(NamedTuple):
 
 
 class TensorView(NamedTuple):
-    """A tensor as the pickle has it: elements of a storage."""
+    """A tensor from the pickle: elements of a storage."""
 
     storage: Storage
     dtype: DType
@@ -75,15 +77,16 @@ class TensorView(NamedTuple):
 
 
 class UnreadTensor(NamedTuple):
-    """A tensor of a kind that is not read here, such as a quantized one; `kind` says which, for
-    people.
+    """A tensor of a kind that ckpt does not read, such as a quantized one.
+
+    `kind` describes it for people.
     """
 
     kind: str
 
 
 class DTensorPart(NamedTuple):
-    """A rank's part of a DTensor: its elements, the shape of the whole, and its spec."""
+    """A rank's part of a DTensor: its elements, the global shape, and its spec."""
 
     local: TensorView
     shape: tuple[int, ...]
@@ -91,8 +94,9 @@ class DTensorPart(NamedTuple):
 
 
 class ShardedTensorPart(NamedTuple):
-    """A rank's part of a ShardedTensor: its shards with their boxes (none on a rank that has none),
-    type and shape of the whole.
+    """A rank's part of a ShardedTensor: its shards with their boxes, and the global shape.
+
+    A rank without elements has no shards.
     """
 
     parts: tuple[tuple[TensorView, Box], ...]
@@ -101,7 +105,7 @@ class ShardedTensorPart(NamedTuple):
 
 
 class _Globals(dict[tuple[str, str], Any]):
-    """The allow-list; what is not in it becomes a stand-in that takes anything and does nothing."""
+    """The allow-list of globals. Any other global becomes an inert stand-in."""
 
     def __init__(self, is_foreign: Callable[[str], object]) -> None:
         super().__init__(
@@ -111,8 +115,10 @@ class _Globals(dict[tuple[str, str], Any]):
         self._is_foreign = is_foreign
         for module in ("torch", "torch.storage"):
             self[module, "UntypedStorage"] = self[module, "TypedStorage"] = None
-        # anew: a hostile pickle can set attributes on it
-        self["collections", "OrderedDict"] = type("OrderedDict", (dict,), {})
+        # a new class per pickle: a hostile pickle can set attributes on it
+        self["collections", "OrderedDict"] = partial(
+            _ordered_dict, type("OrderedDict", (dict,), {})
+        )
         self["torch", "Size"] = tuple
         self["torch._utils", "_rebuild_tensor_v2"] = _rebuild
         self["torch._utils", "_rebuild_tensor_v3"] = _rebuild_v3
@@ -120,12 +126,12 @@ class _Globals(dict[tuple[str, str], Any]):
             "layout", (OpaqueObject,), {"label": "torch.layout"}
         )
         self["torch._utils", "_rebuild_wrapper_subclass"] = None
-        # the latter before torch 2.5
+        # the second module before torch 2.5
         for module in ("torch.distributed.tensor", "torch.distributed._tensor.api"):
             self[module, "DTensor"] = None
         self[_SHARDED_TENSOR, "ShardedTensor"] = _SHARDED_TENSOR
         self["torch._tensor", "_rebuild_from_type_v2"] = _rebuild_subclass
-        # how a class within a class is named; this one looks nothing up
+        # pickle names an inner class by `getattr`; this function looks nothing up
         for module in ("__builtin__", "builtins"):
             self[module, "getattr"] = lambda *_: type("Nested", (OpaqueObject,), {})
         self["torch", "Tensor"] = self["torch.nn.parameter", "Parameter"] = _TENSOR
@@ -146,6 +152,16 @@ class _Globals(dict[tuple[str, str], Any]):
     def __missing__(self, key: tuple[str, str]) -> Any:
         self._is_foreign(".".join(key))
         return type("Foreign", (OpaqueObject,), {"label": ".".join(key)})
+
+
+def _ordered_dict(kind: type[dict[Any, Any]], items: object = ()) -> dict[Any, Any]:
+    """Returns an empty dict, or one of pairs with plain keys, as Python 2 wrote it."""
+    if not isinstance(items, (list, tuple)) or not all(
+        isinstance(item, (list, tuple)) and len(item) == 2 and type(item[0]) in SCALAR_KEYS
+        for item in items
+    ):
+        raise TypeError("not the pairs of an OrderedDict")
+    return kind(items)
 
 
 _OTHER_KINDS = {
@@ -184,7 +200,7 @@ _KEPT = {
 def _rebuild_subclass(
     function: object, kind: object, args: object, state: object
 ) -> TensorView | UnreadTensor | DTensorPart | ShardedTensorPart:
-    """A tensor with attributes of its own, one of another class, a DTensor or a ShardedTensor."""
+    """Returns a tensor with attributes, of another class, a DTensor or a ShardedTensor."""
     function = function.function if isinstance(function, SafeCallable) else function
     label = kind.label if isinstance(kind, type) and issubclass(kind, OpaqueObject) else ""
     if (kind == _TENSOR or label) and isinstance(args, tuple):
@@ -208,7 +224,7 @@ def _rebuild_subclass(
         return ShardedTensorPart(
             tuple(_piece(shard, dtype, len(shape)) for shard in shards), dtype, tuple(shape)
         )
-    # attributes, slots
+    # the state may be a pair: attributes and slots
     tables = [
         table
         for table in (state if isinstance(state, tuple) else (state,))
@@ -296,34 +312,33 @@ def _persistent(pid: object) -> Storage:
 
 
 def plain_path(path: Path) -> Path:
-    """Returns a path of exact texts and numbers, as torch's DCP has it."""
+    """Returns a path with exact strings and ints, as in torch's DCP."""
     return tuple(str(key) if isinstance(key, str) else int(key) for key in path)
 
 
 def unpickled(data: bytes, where: str, is_foreign: Callable[[str], object]) -> Any:
-    """Returns what `data.pkl` builds; `is_foreign` is told the name of every global that is not
-    known.
+    """Returns the value that `data.pkl` builds; `is_foreign` gets the name of each unknown global.
 
     Raises:
-        FormatError: it is malformed, or built to hurt its reader.
+        FormatError: the pickle is malformed, or built to exhaust its reader.
     """
     return load(data, _Globals(is_foreign), f"data.pkl in {where}", persistent_load=_persistent)
 
 
 def most_nodes(nbytes: int) -> int:
-    """Returns how many entries a state may have that a pickle of so many bytes builds."""
+    """Returns how many entries the state of a pickle of `nbytes` bytes may have."""
     return min(_MAX_NODES, _FEW_NODES + _NODES_PER_BYTE * nbytes)
 
 
 def leaves(root: object, where: str, most: int = _MAX_NODES) -> Iterator[tuple[Path, object]]:
-    """Yields tensors, values and stand-ins with the keys on the way, flattened as DCP does it.
+    """Yields tensors, values and stand-ins with their paths of keys, flattened as in DCP.
 
-    Dicts are walked through, and lists and tuples that hold a tensor or a dict with entries
-    somewhere; any other list is one value, as stock torch expects it. So is an empty dict below the
-    root, of which DCP itself would keep nothing.
+    It descends into dicts, and into lists and tuples that contain a tensor or a non-empty dict. Any
+    other list is one value, as stock torch expects it. An empty dict below the root is also one
+    value, although DCP itself would drop it.
 
     Raises:
-        FormatError: there are too many, or they are nested too deep.
+        FormatError: there are too many entries, or they are nested too deep.
     """
     waiting: list[tuple[Path, object]] = [((), root)]
     weights: dict[int, int] = {}
@@ -349,7 +364,7 @@ def leaves(root: object, where: str, most: int = _MAX_NODES) -> Iterator[tuple[P
 
 
 def plain(value: object) -> object:
-    """Returns a value as a person would write it down: a device instead of its stand-in."""
+    """Returns a value as people write it: a device instead of its stand-in."""
     if (
         isinstance(value, OpaqueObject)
         and type(value).__name__ == "device"
@@ -362,27 +377,28 @@ def plain(value: object) -> object:
 
 
 def python_numbers(value: Any) -> Any:
-    """Returns a value with Python's own numbers."""
+    """Returns a value with Python's numbers in place of NumPy's."""
     if isinstance(value, NumpyNumber | NumpyComplex):
         return value.value
     return type(value)(map(python_numbers, value)) if type(value) in (list, tuple) else value
 
 
 def has_numpy(value: object) -> bool:
-    """Tells whether a plain value has NumPy's numbers in it."""
+    """Tells whether a plain value contains NumPy's numbers."""
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return any(map(has_numpy, value))
     return isinstance(value, NumpyNumber)
 
 
 def kind_of(value: object) -> str:
-    """Returns the name of the type of a value, or of what it stands in for."""
+    """Returns the type name of a value, or of the object that it stands in for."""
     return (value.label if isinstance(value, OpaqueObject) else "") or type(value).__name__
 
 
 def _key(key: object) -> str:
-    """Returns a dict's key as a text, as DCP makes it; a key of a type that is not known has the
-    name of its type.
+    """Returns a dict's key as a string, as DCP makes it.
+
+    A key of an unknown type becomes the name of its type.
     """
     if type(key) is str:
         return key
@@ -393,11 +409,10 @@ def _key(key: object) -> str:
 
 
 def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:
-    """Returns the number of scalars that a plain value has, one more for every list, and 0 for what
-    is not plain.
+    """Returns the number of scalars in a plain value, plus one per list; 0 if it is not plain.
 
-    A list may hold another one twice, and that one the next: what is known of one is kept, so that
-    each is looked at once.
+    A list may contain another list twice, and that list a third one twice. The weight of each list
+    is therefore remembered, and each list is examined once.
     """
     if not isinstance(value, (list, tuple)) or type(value) not in (list, tuple):
         return int(is_scalar(value) or (isinstance(value, dict) and not value))
@@ -411,12 +426,12 @@ def _weigh(value: object, known: dict[int, int], depth: int, where: str) -> int:
 
 
 def is_number(key: object) -> bool:
-    """Tells whether a key is a text of a few digits, as an optimizer's numbers are."""
+    """Tells whether a key is a string of a few digits, such as an optimizer's numbers."""
     return isinstance(key, str) and len(key) < 10 and key.isascii() and key.isdigit()
 
 
 def is_scalar(value: object) -> bool:
-    """Tells whether a value is a text, a number, bytes or None."""
+    """Tells whether a value is a string, a number, bytes or None."""
     return value is None or type(value) in (
         str,
         int,
@@ -430,8 +445,10 @@ def is_scalar(value: object) -> bool:
 
 
 def is_value(value: object) -> bool:
-    """Tells whether what `leaves` yields is a plain value: a scalar, a list or tuple of such, or an
-    empty dict.
+    """Tells whether an item of `leaves` is a plain value.
+
+    Plain values are scalars, lists, tuples, sets, bytearrays, counters, dtypes, devices and empty
+    dicts.
     """
     is_plain = is_scalar(value) or type(value) in (
         list,
@@ -449,14 +466,14 @@ def is_value(value: object) -> bool:
 
 
 class Malformed(Exception):
-    """Something in a file is not of the kind that its writer writes."""
+    """A field of a file has another type or shape than its writer writes."""
 
 
 def want(table: object, key: str, *kinds: type) -> Any:
     """Returns a field of a dict.
 
     Raises:
-        Malformed: it is no dict, or the field is missing or of another kind.
+        Malformed: `table` is not a dict, or the field is missing or of another type.
     """
     value = table.get(key) if isinstance(table, dict) else None
     if not isinstance(value, kinds):
@@ -468,7 +485,7 @@ def shapes_of(table: object) -> dict[str, tuple[int, ...]]:
     """Returns shapes by name.
 
     Raises:
-        Malformed: they are none.
+        Malformed: `table` is not a dict of shapes.
     """
     if not isinstance(table, dict):
         raise Malformed("shapes are no dict")

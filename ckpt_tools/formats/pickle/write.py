@@ -1,5 +1,4 @@
-"""Pickles of plain values and of tensors' descriptions, as opcodes: what torch's own pickler would
-write.
+"""Writes pickles of plain values and of tensors' descriptions, as torch's own pickler would.
 
 Source: CPython's `pickletools`; torch 2.13 `torch/_utils.py`, `torch/serialization.py`.
 """
@@ -27,15 +26,16 @@ class TensorRecord(NamedTuple):
 
 
 class Device(NamedTuple):
-    """A `torch.device`: its type, and its number where it has one."""
+    """A `torch.device`: its type, and its number if it has one."""
 
     kind: str
     number: int | None = None
 
 
 class CounterValue:
-    """A `collections.Counter`, such as the milestones of a scheduler. As a dict's key it is itself:
-    its items are not hashed.
+    """A `collections.Counter`, such as the milestones of a scheduler.
+
+    As a dict's key it hashes by identity; its items are not hashed.
     """
 
     __slots__ = ("items",)
@@ -48,10 +48,9 @@ class CounterValue:
 
 
 class GlobalCall(NamedTuple):
-    """An object that a pickle makes by calling a global: `module.name(*arguments)`, then giving it
-    a state.
+    """An object that a pickle makes by a call: `module.name(*arguments)`, and then sets a state.
 
-    `is_new` makes it by `__new__` of the class that the global is, and calls nothing else.
+    With `is_new`, it calls only `__new__` of the class.
     """
 
     module: str
@@ -69,8 +68,9 @@ class GlobalName(NamedTuple):
 
 
 class SharedObject(NamedTuple):
-    """An object that a pickle makes where it first occurs, and then refers to as number `key`,
-    below 256.
+    """An object that a pickle makes once and refers to by number afterwards.
+
+    The number is `key`, below 256.
     """
 
     key: int
@@ -78,7 +78,7 @@ class SharedObject(NamedTuple):
 
 
 class Opcodes(NamedTuple):
-    """What pushes one object: parts in bytes as they are, and values in between."""
+    """The opcodes that push one object: bytes as they are, with values in between."""
 
     parts: tuple[Any, ...]
 
@@ -96,17 +96,19 @@ def integer(value: int) -> bytes:
 
 
 def pickled(value: Any) -> bytes:
-    """Returns a pickle of protocol 2: dicts, lists, tuples, sets, texts, bytes, numbers, None,
-    types of elements, and the classes above.
+    """Returns a pickle of protocol 2.
+
+    The value may contain dicts, lists, tuples, sets, strings, bytes, numbers, None, dtypes, and the
+    classes above.
 
     Raises:
-        PlanError: something else is in it.
+        PlanError: the value contains anything else.
     """
     return b"\x80\x02" + opcodes(value) + b"."
 
 
 def opcodes(value: Any) -> bytes:
-    """Returns what pushes a value, without a pickle's beginning and end.
+    """Returns the opcodes that push a value, without the start and end of a pickle.
 
     Raises:
         PlanError: as for `pickled`.
@@ -157,7 +159,7 @@ def _push_special(
 
 _CALLS: dict[
     type, Callable[[Any], GlobalCall | GlobalName]
-] = {  # what torch loads with weights_only
+] = {  # calls that torch loads with weights_only
     bytes: lambda value: GlobalCall("_codecs", "encode", (value.decode("latin1"), "latin1")),
     bytearray: lambda value: GlobalCall("builtins", "bytearray", (bytes(value),)),
     complex: lambda value: GlobalCall("builtins", "complex", (value.real, value.imag)),
@@ -186,7 +188,7 @@ def _push_scalar(value: Any) -> bytes:
 
 
 def _push_tensor(tensor: TensorRecord) -> bytes:
-    """The call that rebuilds a contiguous tensor over its storage."""
+    """Returns the call that rebuilds a contiguous tensor over its storage."""
     dtype, sizes = tensor.dtype, tensor.sizes
     is_untyped, numel = dtype.storage_class == "UntypedStorage", math.prod(sizes)
     storage = (

@@ -1,8 +1,8 @@
-"""`torch.save` archives of one tensor: where the payload lies in one.
+"""`torch.save` archives of one tensor: finds the payload in an archive.
 
-An archive is a zip of stored (not compressed) records. `data.pkl` says dtype, shape and strides;
-`data/0` is the payload, 64-byte aligned; the central directory at the end says where each record
-is. Only head and tail of an archive are read.
+An archive is a zip of stored (not compressed) records. `data.pkl` has dtype, shape and strides.
+`data/0` is the payload, 64-byte aligned. The central directory at the end has the position of each
+record. Only the head and tail of an archive are read.
 
 Source: torch 2.13 `caffe2/serialize/inline_container.cc`, `torch/_utils.py`; PKWARE APPNOTE 6.3.9.
 """
@@ -34,13 +34,13 @@ END64 = struct.Struct("<4sQ2H2I4Q")
 _HEAD_BYTES = _TAIL_BYTES = 1536
 _GAP_BYTES, _WINDOW_BYTES = 4096, 4 << 20
 _AHEAD_WINDOWS = 1024
-_MAX_CUT = 64 << 20  # a directory of a million records
+_MAX_CUT = 64 << 20  # enough for a directory of a million records
 HUGE = 0xFFFFFFFF
 _CRC_AT = 16
 
 
 class ArchiveItem(NamedTuple):
-    """A chunk to find: where its archive lies, and what the index says is in it."""
+    """A chunk to find: the extent of its archive, and the dtype and sizes from the index."""
 
     extent: Extent
     dtype: DType
@@ -48,8 +48,9 @@ class ArchiveItem(NamedTuple):
 
 
 class ZipRecord(NamedTuple):
-    """One file of a zip: its local header's position and its size, in bytes of the archive; where
-    the directory has its CRC-32.
+    """One file of a zip: the position of its local header, and its size, in bytes of the archive.
+
+    `crc_at` is the position of its CRC-32 in the directory.
     """
 
     header: int
@@ -58,23 +59,20 @@ class ZipRecord(NamedTuple):
 
 
 def locate(store: Store, items: Sequence[ArchiveItem]) -> Iterator[tuple[Extent, Extent]]:
-    """Yields for each archive the extent of its payload, after checking that it holds what the
-    index says.
+    """Yields, for each archive, the extent of its payload, after a check against the index.
 
-    Costs two reads of 1.5 KiB an item, joined with their neighbours'; small items come whole in
-    windows of 4 MiB.
+    It reads 1.5 KiB twice per item, joined with the reads of neighbours. Small items are read
+    whole, in windows of 4 MiB.
     """
     for number, head, tail in heads_and_tails(store, [item.extent for item in items]):
         yield items[number].extent, _find_payload(store, items[number], head, tail)
 
 
 def heads_and_tails(store: Store, extents: Sequence[Extent]) -> Iterator[tuple[int, bytes, bytes]]:
-    """Yields the number of each extent with its first and its last 1.5 KiB, in the order of the
-    files.
-    """
+    """Yields the number of each extent with its first and last 1.5 KiB, in file order."""
     halves: dict[int, bytes] = {}
     order = sorted(range(len(extents)), key=lambda number: extents[number][:2])
-    # one at a time: there may be a million chunks
+    # one file at a time: there may be a million chunks
     files = (numbers for _, numbers in groupby(order, lambda number: extents[number].file))
     windows = (
         window
@@ -96,8 +94,9 @@ def heads_and_tails(store: Store, extents: Sequence[Extent]) -> Iterator[tuple[i
 
 
 def _announced(store: Store, windows: Iterator[Window]) -> Iterator[Window]:
-    """Yields windows, some time after a store that fetches ahead was told of them; a disk would
-    only read islands.
+    """Yields windows some time after announcing them to the store, if the store prefetches.
+
+    They are not announced to a disk, which would only read small separate pieces.
     """
     if not store.capabilities.fetches_ahead:
         yield from windows
@@ -150,7 +149,7 @@ def _find(store: Store, item: ArchiveItem, head: bytes, tail: bytes) -> Extent:
     skip = tensor.offset * item.dtype.itemsize
     nbytes = data_record.nbytes - skip if tensor.strides else tensor.nbytes
     (crc,) = struct.unpack_from("<I", directory, data_record.crc_at)
-    # 0 stands where the writer computed none
+    # the CRC is 0 if the writer computed none
     is_all = nbytes == data_record.nbytes and (crc or not nbytes)
     return Extent(
         item.extent.file,
@@ -170,11 +169,10 @@ def _parse_front(
     dtype: DType,
     sizes: tuple[int, ...],
 ) -> tuple[int, _Tensor]:
-    """Returns where the payload starts and how the tensor lies in it, from the bytes up to the
-    payload's local header.
+    """Returns the payload's start and the tensor's layout, from the bytes before the payload.
 
-    Items of one dtype and shape have the same front, byte for byte, so a checkpoint of a million
-    chunks costs few parses.
+    `front` ends with the payload's local header. Items of one dtype and shape have the same front,
+    byte for byte, so a million chunks need only a few parses.
     """
     start, tensor_bytes = data_start(front, pickle_record), pickle_record.nbytes
     tensor = _parse_tensor(front[start : start + tensor_bytes], dtype, sizes)
@@ -187,7 +185,7 @@ def _parse_front(
 
 
 def cut(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> bytes:
-    """Returns bytes of an archive, from its head where they are there."""
+    """Returns bytes of an archive, from its head if they lie there."""
     if stop <= len(head):
         return head[start:stop]
     if not 0 <= start <= stop <= extent.nbytes or stop - start > _MAX_CUT:
@@ -200,9 +198,9 @@ def cut(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> byt
 
 
 def data_start(front: bytes, record: ZipRecord) -> int:
-    """Returns the first byte of a record's data within the archive, from its local header."""
+    """Returns the start of a record's data within the archive, from its local header."""
     if record.header + LOCAL.size > len(front):
-        raise FormatError(f"a record stands where none belongs: at byte {record.header}")
+        raise FormatError(f"a zip record has an impossible position: byte {record.header}")
     magic, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = LOCAL.unpack_from(
         front, record.header
     )
@@ -223,8 +221,9 @@ def _record(records: dict[str, ZipRecord], name: str) -> ZipRecord:
 
 
 def read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str, ZipRecord], bytes]:
-    """Returns the records of an archive by name, without the folder that torch puts in front, and
-    the directory as it stands.
+    """Returns the records of an archive by name, and the raw directory.
+
+    The names lack the folder that torch puts in front.
     """
     count, data = find_directory(store, extent, tail)
     cuts, known = _directories.get((len(data), count), ((), {}))
@@ -233,7 +232,7 @@ def read_directory(store: Store, extent: Extent, tail: bytes) -> tuple[dict[str,
 
 
 def find_directory(store: Store, extent: Extent, tail: bytes) -> tuple[int, bytes]:
-    """Returns how many records the directory of a zip has, and it as it stands."""
+    """Returns the number of records in a zip's directory, and the raw directory."""
     end = END.unpack(tail[-END.size :]) if len(tail) >= END.size else None
     if end is None or end[0] != b"PK\x05\x06":
         raise FormatError(
@@ -257,9 +256,9 @@ def find_directory(store: Store, extent: Extent, tail: bytes) -> tuple[int, byte
     )
 
 
-# Directories that differ in nothing but their CRCs are parsed once: by length and count, where to
-# cut the CRCs out, and the records by what is left. Bounded, so that a file with a million
-# different ones costs time and not memory.
+# Directories that differ only in their CRCs are parsed once. By length and count, the cache has the
+# ranges between the CRCs, and the records by the bytes in these ranges. It is bounded, so that a
+# file with a million different directories costs time and not memory.
 _Directories = dict[
     tuple[int, int], tuple[tuple[tuple[int, int], ...], dict[bytes, dict[str, ZipRecord]]]
 ]
@@ -302,9 +301,7 @@ def _parse_directory(data: bytes, count: int) -> dict[str, ZipRecord]:
 
 
 def widen(extra: bytes, *values: int) -> list[int]:
-    """Returns sizes and positions with those that do not fit into 32 bits taken from the zip64
-    field.
-    """
+    """Returns sizes and positions, with values beyond 32 bits taken from the zip64 field."""
     wide: list[int] = []
     at = 0
     while at + 4 <= len(extra):
@@ -324,7 +321,7 @@ class _Tensor(NamedTuple):
 
 
 def _parse_tensor(data: bytes, dtype: DType, sizes: tuple[int, ...]) -> _Tensor:
-    """Returns how a tensor lies in its storage, from its pickle; the index must agree with it."""
+    """Returns a tensor's layout in its storage, from its pickle. The index must agree."""
     allowed: dict[tuple[str, str], Any] = {
         ("torch", name): d for name, d in BY_STORAGE_CLASS.items()
     }

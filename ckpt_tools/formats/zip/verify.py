@@ -1,9 +1,8 @@
-"""Is a `torch.save` archive what was written: the CRC-32 that each of its records carries, which
-torch never compares.
+"""Verifies a `torch.save` archive by the CRC-32 of each record, which torch never compares.
 
-What stands around the records is compared as well, with itself: a zip says everything twice. A
-record that lies within an archive's first or last 1.5 KiB is compared at once; of the others,
-payloads mostly, it is said where they lie and what their checksum must be.
+The bytes around the records are compared too, because a zip stores each fact about a record twice.
+A record within an archive's first or last 1.5 KiB is compared at once. The other records are mostly
+payloads: the result has their extents and expected checksums.
 
 Source: PKWARE APPNOTE 6.3.9; torch 2.13 `caffe2/serialize/inline_container.cc`.
 """
@@ -31,19 +30,20 @@ from ckpt_tools.formats.zip.read import (
 from ckpt_tools.storage import Store
 
 _LOCATOR = struct.Struct("<4sIQI")
-_STREAMED = 8  # the flag of a record whose CRC-32 and sizes stand behind it
+_STREAMED = 8  # the flag of a record whose CRC-32 and sizes follow its data
 _PADDING, _WIDE = b"FB", b"\x01\x00"
 _CRC_AT = 16
 
 
 class ArchiveCheck(NamedTuple):
-    """An archive, examined but for its large records.
+    """The result for one archive, whose large records are still to be read.
 
     Attributes:
         extent: the archive.
-        left: records still to be read, each with its CRC-32.
-        problem: what is wrong so far, "" for nothing.
-        is_sealed: whether all of its records have a checksum; what is no archive has none.
+        left: records that the caller must read, each with its CRC-32.
+        problem: the problem found so far; "" for none.
+        is_sealed: whether all of its records have a checksum. False for an extent that is not an
+            archive.
     """
 
     extent: Extent
@@ -53,8 +53,9 @@ class ArchiveCheck(NamedTuple):
 
 
 def examine(store: Store, extents: Sequence[Extent]) -> Iterator[ArchiveCheck]:
-    """Yields what is found of each extent, in the order of the files; one that is neither packed
-    nor a zip has no checksum.
+    """Yields the result for each extent, in the order of the files.
+
+    An extent that is neither packed nor a zip has no checksum.
     """
     for number, head, tail in heads_and_tails(store, extents):
         extent = extents[number]
@@ -82,21 +83,21 @@ class _Archive(NamedTuple):
 
     @property
     def gap(self) -> range:
-        """The bytes that are not at hand."""
+        """The bytes that have not been read."""
         return range(len(self.head), max(len(self.head), self.extent.nbytes - len(self.tail)))
 
     @property
     def at_hand(self) -> bytes:
-        """All bytes but for the gap."""
+        """All bytes except the gap."""
         overlap = len(self.head) + len(self.tail) - self.extent.nbytes
         return self.head + self.tail[max(0, overlap) :]
 
     def has(self, start: int, stop: int) -> bool:
-        """Tells whether bytes are at hand."""
+        """Tells whether bytes have been read."""
         return stop <= len(self.head) or start >= self.extent.nbytes - len(self.tail)
 
     def cut(self, start: int, stop: int) -> bytes:
-        """Returns bytes, 1 MiB at most."""
+        """Returns bytes, at most 64 MiB."""
         at = start - (self.extent.nbytes - len(self.tail))
         if at >= 0 and stop <= self.extent.nbytes:
             return self.tail[at : at + stop - start]
@@ -104,35 +105,36 @@ class _Archive(NamedTuple):
 
 
 class DirectoryEntry(NamedTuple):
-    """A record as the directory of a zip has it, `at` which byte of that; `nbytes` of data as they
-    lie there.
+    """A record from the directory of a zip.
+
+    `at` is the position of the entry in the directory. `nbytes` is the size of the uncompressed
+    data.
     """
 
     at: int
     name: bytes
     flags: int
-    # version needed, flags, method, time, date: they stand in the local header as well
+    # version needed, flags, method, time, date: the local header repeats them
     common: tuple[int, ...]
-    alike: tuple[int, ...]  # who made it, and attributes: one writer gives all records the same
+    alike: tuple[int, ...]  # version made by, and attributes: equal in all records of one writer
     crc: int
     nbytes: int
     header: int
 
     @property
     def method(self) -> int:
-        """How it is compressed, 0 for not at all."""
+        """The compression method; 0 for none."""
         return self.common[2]
 
 
 class _Known(NamedTuple):
-    """What an archive looks like that was found to be sound: others of its kind differ from it in
-    data and checksums alone.
+    """The layout of a sound archive. Others of its kind differ only in data and checksums.
 
     Attributes:
-        cuts: which of the bytes at hand are the same in all of them.
-        fixed: those bytes.
-        records: name, start and length of each record's data, and where in the bytes at hand its
-            checksum stands.
+        cuts: the ranges of the bytes at hand that are equal in all of them.
+        fixed: the bytes in these ranges.
+        records: name, start and length of each record's data, and the positions of its checksum in
+            the bytes at hand.
     """
 
     cuts: tuple[slice, ...]
@@ -140,14 +142,15 @@ class _Known(NamedTuple):
     records: tuple[tuple[bytes, int, int, tuple[int, ...]], ...]
 
 
-# by the archive's length; bounded, so that a million different ones cost time and not memory
+# by the archive's length; bounded, so that a million different layouts cost time and not memory
 _known: dict[int, list[_Known]] = {}
 _MAX_KNOWN, _MAX_ALIKE = 4096, 4  # of one length: [342, 1024] and [1024, 342]
 
 
 def _examine_like_another(archive: _Archive) -> ArchiveCheck | None:
-    """Examines an archive that looks like one that is known, None for any other: a checkpoint has
-    few kinds of them.
+    """Examines an archive with a known layout; None for any other archive.
+
+    A checkpoint has only a few different layouts.
     """
     alike = _known.get(archive.extent.nbytes, [])
     data = archive.at_hand if alike else b""
@@ -163,7 +166,7 @@ def _examine_like_another(archive: _Archive) -> ArchiveCheck | None:
             else (data[places[0] : places[0] + 4],) * 2
         )
         if first != second:
-            return None  # the long way tells what is wrong
+            return None  # the full examination finds the problem
         crc = int.from_bytes(first, "little")
         is_sealed &= _check_record(archive, name, start, nbytes, crc, left)
     return ArchiveCheck(archive.extent, tuple(left), "", is_sealed)
@@ -172,11 +175,12 @@ def _examine_like_another(archive: _Archive) -> ArchiveCheck | None:
 def _check_record(
     archive: _Archive, name: bytes, start: int, nbytes: int, crc: int, left: list[Extent]
 ) -> bool:
-    """Compares a record's data with its checksum, or notes it as left; False where there is no
-    checksum.
+    """Compares a record's data with its checksum, or adds the record to `left`.
+
+    Returns False if there is no checksum.
     """
     if nbytes and not crc:
-        return False  # whoever wrote it computed none
+        return False  # the writer computed no checksum
     if not archive.has(start, start + nbytes):
         left.append(
             Extent(archive.extent.file, archive.extent.start + start, nbytes, RAW, None, crc)
@@ -207,7 +211,7 @@ def _examine(archive: _Archive) -> ArchiveCheck:
         is_sealed &= _check_record(archive, entry.name, start, entry.nbytes, entry.crc, left)
         spans.append((start, end))
     _check_end(archive, count, end, len(directory))
-    has_folder = archive.extent.packing != ZIP  # torch puts all records into one
+    has_folder = archive.extent.packing != ZIP  # torch puts all records into one folder
     if (
         len({(e.name.partition(b"/")[0] if has_folder else b"", e.alike) for e in found}) != 1
         or len({e.name for e in found}) != count
@@ -225,7 +229,7 @@ def _remember(
     spans: Sequence[tuple[int, int]],
     directory: int,
 ) -> None:
-    """Keeps what a sound archive looks like, if all that stands around its data is at hand."""
+    """Remembers the layout of a sound archive, if all bytes around its data are at hand."""
     gap = archive.gap
     places = [
         (directory + e.at + _CRC_AT, *([start + e.nbytes + 4] if end > start + e.nbytes else []))
@@ -266,7 +270,7 @@ def entries(directory: bytes, count: int) -> Iterator[DirectoryEntry]:
     """Yields the records of a directory.
 
     Raises:
-        FormatError: it is not as one writer leaves it.
+        FormatError: the directory is malformed, or has comments or several disks.
         struct.error: it is truncated.
     """
     at = 0
@@ -293,7 +297,7 @@ def entries(directory: bytes, count: int) -> Iterator[DirectoryEntry]:
         if fields[0] != b"PK\x01\x02" or (method == 0 and packed != nbytes):
             raise FormatError(f"a zip directory is malformed: its entry at byte {at}")
         if disk or comment_nbytes:
-            raise FormatError("a zip directory speaks of another disk, or has a comment")
+            raise FormatError("a zip directory refers to another disk, or has a comment")
         yield DirectoryEntry(
             at,
             directory[name_at : name_at + name_nbytes],
@@ -312,14 +316,14 @@ def entries(directory: bytes, count: int) -> Iterator[DirectoryEntry]:
 
 
 def _check_header(archive: _Archive, entry: DirectoryEntry) -> int:
-    """Compares a record's local header with the directory; returns where its data starts."""
+    """Compares a record's local header with the directory, and returns the start of its data."""
     front = archive.cut(entry.header, entry.header + LOCAL.size)
     magic, *fields = LOCAL.unpack(front)
     crc, packed, nbytes, name_nbytes, extra_nbytes = fields[5:]
     start = entry.header + LOCAL.size + name_nbytes + extra_nbytes
     if magic != b"PK\x03\x04" or tuple(fields[:5]) != entry.common:
         raise FormatError(
-            f"the header of its record {_shown(entry.name)} is not what the directory says"
+            f"the header of its record {_shown(entry.name)} differs from the directory"
         )
     if start + entry.nbytes > archive.extent.nbytes:
         raise FormatError(
@@ -344,8 +348,9 @@ def _check_header(archive: _Archive, entry: DirectoryEntry) -> int:
 
 
 def _check_padding(extra: bytes, entry: DirectoryEntry, is_wide: bool) -> None:
-    """Makes sure that extra fields fill their room; of torch's own, which aligns the data, and of
-    zip64's sizes every byte is known.
+    """Makes sure that extra fields fill their space.
+
+    Every byte of torch's alignment padding and of zip64's sizes is known and compared.
     """
     at, sizes = 0, b""
     while at < len(extra):
@@ -353,7 +358,7 @@ def _check_padding(extra: bytes, entry: DirectoryEntry, is_wide: bool) -> None:
         body = extra[at + 4 : at + 4 + nbytes]
         if len(body) != nbytes or (tag == _PADDING and body.strip(b"Z")):
             raise FormatError(
-                f"what stands before the data of its record {_shown(entry.name)} is not padding"
+                f"the bytes before the data of its record {_shown(entry.name)} are not padding"
             )
         sizes = body if tag == _WIDE else sizes
         at += 4 + nbytes
@@ -364,7 +369,7 @@ def _check_padding(extra: bytes, entry: DirectoryEntry, is_wide: bool) -> None:
 
 
 def _check_descriptor(archive: _Archive, entry: DirectoryEntry, at: int) -> int:
-    """Compares what stands behind a record that was streamed; returns its length."""
+    """Compares the bytes after a streamed record with the directory, and returns their length."""
     if not entry.flags & _STREAMED:
         return 0
     form = "<4sIQQ" if entry.nbytes >= HUGE else "<4sIII"
@@ -373,15 +378,13 @@ def _check_descriptor(archive: _Archive, entry: DirectoryEntry, at: int) -> int:
         form, b"PK\x07\x08", entry.crc, entry.nbytes, entry.nbytes
     ):
         raise FormatError(
-            f"what stands behind its record {_shown(entry.name)} is not what the directory says"
+            f"the bytes after its record {_shown(entry.name)} differ from the directory"
         )
     return size
 
 
 def _check_end(archive: _Archive, count: int, start: int, nbytes: int) -> None:
-    """Compares the end of an archive with its directory, which begins where the last record
-    ends.
-    """
+    """Compares the end of an archive with its directory, which begins after the last record."""
     total = archive.extent.nbytes
     end = END.unpack(archive.cut(total - END.size, total))
     at = start + nbytes

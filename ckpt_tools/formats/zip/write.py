@@ -1,8 +1,8 @@
-"""`torch.save` archives to be: the bytes around payloads that are copied in later, and whole ones
-of plain values.
+"""Writes `torch.save` archives: the bytes around payloads, and whole archives of plain values.
 
-The order of records, their alignment and the zip64 end are torch's own. `.data/serialization_id` is
-left out: it is a hash of the contents that only torch's usage logging reads.
+Payloads are copied in later. The order of records, their alignment and the zip64 end are torch's
+own. `.data/serialization_id` is left out: it is a hash of the contents that only torch's usage
+logging reads.
 
 Source: torch 2.13 `caffe2/serialize/inline_container.cc`; PKWARE APPNOTE 6.3.9.
 """
@@ -26,7 +26,7 @@ _FIRST = ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder"
 
 
 class CrcTail(NamedTuple):
-    """Bytes of an archive that contain the CRC-32 of the payload that begins at `payload`."""
+    """Bytes of an archive that contain the CRC-32 of the payload at `payload`."""
 
     start: int
     nbytes: int
@@ -35,12 +35,13 @@ class CrcTail(NamedTuple):
 
 
 class Archive:
-    """An archive as it grows. `parts` are the bytes that are known, `tails` those that wait for a
-    payload's CRC-32.
+    """An archive under construction.
+
+    `parts` are the known bytes. `tails` are the bytes that need a payload's CRC-32.
     """
 
     def __init__(self, state: Any) -> None:
-        """Begins with `data.pkl`, a pickle of what is to be stored."""
+        """Begins the archive with `data.pkl`, a pickle of `state`."""
         self.nbytes = 0
         self.parts: list[tuple[int, bytes]] = []
         self.tails: list[CrcTail] = []
@@ -59,7 +60,7 @@ class Archive:
         self._put(_local_header(name, self.nbytes, len(data)) + data + _descriptor(crc, len(data)))
 
     def room(self, key: str, nbytes: int) -> int:
-        """Appends a record for a payload of so many bytes; returns where that begins."""
+        """Appends a record for a payload of `nbytes` bytes, and returns the payload's start."""
         self._records.append((f"data/{key}", self.nbytes, nbytes, None))
         self._put(_local_header(f"data/{key}", self.nbytes, nbytes))
         start = self.nbytes
@@ -85,7 +86,7 @@ class Archive:
         self._put(_end_of_directory(len(self._records), self.nbytes - start, start))
 
     def around(self, name: str) -> tuple[list[Literal], list[Trailer]]:
-        """Returns what stands around the payloads of a finished one, as a file of that name."""
+        """Returns the bytes around the payloads of a finished archive, for a file called `name`."""
         trailers = [
             Trailer(name, tail.start, tail.nbytes, tail.payload, tail.render) for tail in self.tails
         ]
@@ -93,8 +94,9 @@ class Archive:
 
 
 class ArchiveWrapping(NamedTuple):
-    """The bytes around a payload: `prefix`, the payload of `nbytes`, then `render_suffix(crc32 of
-    the payload)`.
+    """The bytes around a payload: `prefix`, the payload of `nbytes`, and a suffix.
+
+    `render_suffix` returns the suffix for the payload's CRC-32.
     """
 
     prefix: bytes
@@ -105,8 +107,9 @@ class ArchiveWrapping(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def wrap(dtype: DType, sizes: tuple[int, ...]) -> ArchiveWrapping:
-    """Returns the archive that `torch.save` makes of a contiguous CPU tensor, but for its
-    payload.
+    """Returns the archive that `torch.save` makes of a contiguous CPU tensor.
+
+    The payload is left out.
     """
     nbytes = math.prod(sizes) * dtype.itemsize
     archive = Archive(TensorRecord(dtype, sizes, "0"))
@@ -130,7 +133,7 @@ def encode(value: Any) -> bytes:
     """Returns the archive that `torch.save` makes of a plain value, as DCP stores objects.
 
     Raises:
-        PlanError: it is not plain: see `pickled`.
+        PlanError: the value is not plain; see `pickled`.
     """
     archive = Archive(value)
     archive.finish()

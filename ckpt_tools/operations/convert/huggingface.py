@@ -36,6 +36,7 @@ _WEIGHTS = (
     ".index.json",
 )
 _MAX_FILE_BYTES = 256 << 20
+_MAX_TOTAL_BYTES = 1 << 30  # of all files together: they go through memory
 _OUTPUTS = ("lm_head.weight", "embed_out.weight")
 _INPUTS = (
     "embed_tokens.weight",
@@ -148,7 +149,8 @@ def base_files(
         if name == "config.json" or name.startswith(".") or name.endswith(_WEIGHTS):
             continue
         try:
-            files[name] = read_beside(folder, name, _MAX_FILE_BYTES)
+            left = _MAX_TOTAL_BYTES - sum(map(len, files.values()))
+            files[name] = read_beside(folder, name, min(_MAX_FILE_BYTES, left))
         except StorageError as error:
             raise PlanError(
                 f"--base: {error}", hint="move it away, or put the file itself in its place"

@@ -72,7 +72,10 @@ def read_map(path: str | os.PathLike[str], settings: Mapping[str, int] | None = 
         body = parse_json(read_named(file))
         if not isinstance(body, dict) or body.keys() - _KEYS:
             raise ValueError(f"expected a table with {', '.join(sorted(_KEYS))}")
-        renames = [(re.compile(pattern), str(new)) for pattern, new in body.get("rename", [])]
+        renames = [
+            (re.compile(pattern), _template(pattern, new))
+            for pattern, new in body.get("rename", [])
+        ]
         rules = {key: [_rule(key, rule) for rule in body.get(key, [])] for key in _FIELDS}
     except (StorageError, ValueError, TypeError, KeyError, re.error) as error:
         hint = f"maps that come along: {', '.join(own_maps())}"
@@ -90,9 +93,39 @@ _FIELDS = {
 }
 
 
+_LISTS = (("split", "into"), ("fuse", "from"))  # these have several names
+
+
+def _template(pattern: str, text: object) -> str:
+    """Returns a replacement, checked: it refers to no group that its pattern lacks.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: it refers to such a group.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"a replacement is a text, got {text!r}")
+    found = re.compile(pattern)
+    names = {number: name for name, number in found.groupindex.items()}
+    groups = [f"(?P<{names[n]}>)" if n in names else "()" for n in range(1, found.groups + 1)]
+    try:  # a pattern with the same groups, which matches the empty text
+        re.sub("".join(groups), text, "", count=1)
+    except (re.error, IndexError) as error:
+        raise ValueError(f"the replacement {text!r} does not fit {pattern!r}: {error}") from None
+    return text
+
+
 def _rule(kind: str, rule: Mapping[str, Any]) -> Mapping[str, Any]:
     if set(rule) != _FIELDS[kind]:
         raise ValueError(f"{kind}: expected {', '.join(sorted(_FIELDS[kind]))}")
+    for key in ("into", "from"):
+        names = rule.get(key, "") if (kind, key) not in _LISTS else rule[key]
+        if isinstance(names, list) != ((kind, key) in _LISTS) or names == []:
+            raise ValueError(f"{kind}: `{key}` is not as expected: {names!r}")
+        for name in names if isinstance(names, list) else [names]:
+            _template(rule["match"], name)
+    if not isinstance(rule.get("parts", []), list):
+        raise TypeError(f"{kind}: `parts` is a list of numbers, or of names of settings")
     if kind == "rope" and rule["to"] not in ("halves", "pairs"):
         raise ValueError("rope: `to` is halves or pairs")
     return {**rule, "match": re.compile(rule["match"])}
@@ -107,13 +140,7 @@ def apply_map(parts: TrainingState, keys: KeyMap, source: Source) -> TrainingSta
     raw = _raw(parts, keys, source)
     for rule in keys.unstack:
         for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
-            names = [
-                rule["match"].sub(rule["into"].replace("{layer}", str(n)), fqn)
-                for n in range(*parts.model[fqn].shape[:1])
-            ]
-            parts = _replaced(
-                parts, fqn, {name: partial(_layer, raw, n) for n, name in enumerate(names)}
-            )
+            parts = _unstack(parts, fqn, rule, raw)
     for rule in keys.split:
         for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
             parts = _split(parts, fqn, rule, keys, raw)
@@ -181,6 +208,17 @@ def _rope_rows(entry: TensorEntry, heads: int, to: str) -> list[RowRange]:
         for j in range(half)
         for k in range(2)
     ]
+
+
+def _unstack(parts: TrainingState, fqn: str, rule: Mapping[str, Any], raw: Change) -> TrainingState:
+    """Cuts a tensor of all layers into one tensor per layer."""
+    if not parts.model[fqn].shape:
+        raise PlanError(f"a scalar has no layers to unstack: {printable(fqn)!r}")
+    names = [
+        rule["match"].sub(rule["into"].replace("{layer}", str(n)), fqn)
+        for n in range(parts.model[fqn].shape[0])
+    ]
+    return _replaced(parts, fqn, {name: partial(_layer, raw, n) for n, name in enumerate(names)})
 
 
 def _split(

@@ -43,6 +43,8 @@ _UNSUPPORTED = {
 }
 # PEFT subtracts from the weights what these begin with
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_MAX_ALPHA = 1e9
+_MAX_MODULE_CHARS = 512
 Matrix = npt.NDArray[np.float32]
 
 
@@ -101,6 +103,11 @@ def _read_lora(
                     " with ckpt convert --rename"
                 ),
             )
+        if not len(pair["A"]) or len(module) > _MAX_MODULE_CHARS:
+            raise FormatError(
+                f"a LoRA matrix of rank 0, or a name of more than {_MAX_MODULE_CHARS} characters:"
+                f" {printable(module)!r} ({printable(source.path)})"
+            )
         scale = _scale(config, module, len(pair["A"]))
         result[name] = _alter(
             catalog.tensors[name], pair["A"], pair["B"], scale, layout.is_transposed(module)
@@ -122,8 +129,8 @@ class _Layout:
     The config has one flag, which PEFT sets anew at each module: in a model with both kinds it is
     that of the last one. A matrix that is not square tells by its shape, and by the length of a
     bias. A square one is of the kind that others of its name are. Without a bias it is Linear:
-    Conv1D always has one. Else it is taken for Linear, with a note, where nothing is Conv1D, and
-    refused where something is.
+    Conv1D always has one. Else it is taken for Linear, with a note, where nothing is Conv1D and the
+    flag is not set, and refused otherwise.
     """
 
     def __init__(
@@ -163,15 +170,13 @@ class _Layout:
         of_name = self._seen.get(module.rpartition(".")[2], set())
         if len(of_name) == 1:
             return next(iter(of_name))
-        if (
-            _weight_of(module, self._model).removesuffix("weight") + "bias"
-            not in self._model.tensors
-        ):
+        bias = _weight_of(module, self._model).removesuffix("weight") + "bias"
+        if bias not in self._model.tensors and not self._flag:
             return False
         if self._flag or any(True in found for found in self._seen.values()):
             raise PlanError(
-                f"the model has layers of Conv1D, and {printable(module)!r} is square: whether it"
-                " is one is in no file",
+                f"the model has layers of Conv1D, and {printable(module)!r} is square: no file says"
+                " whether it is one",
                 hint="merge it with PEFT: model.merge_and_unload()",
             )
         self._taken.append(module)
@@ -201,7 +206,7 @@ def _config(source: Source) -> Mapping[str, Any]:
         if source.folder.size("adapter_config.json") > MAX_JSON_BYTES:
             raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
         config: dict[str, Any] = parse_json(read(source.folder, "adapter_config.json"))
-        float(config["lora_alpha"])
+        _check_scales(config)
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(
             f"adapter_config.json is malformed: {printable(str(error))} ({printable(source.path)})"
@@ -229,6 +234,35 @@ def _config(source: Source) -> Mapping[str, Any]:
             hint="PEFT can merge it",
         )
     return config
+
+
+def _check_scales(config: Mapping[str, Any]) -> None:
+    """Checks the numbers and patterns from which `_scale` computes.
+
+    A pattern is a regular expression of the file, and some take for ever: so no group is repeated,
+    and at most two other things are.
+
+    Raises:
+        ValueError: a number is not finite, or a pattern is none that PEFT users write.
+    """
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise TypeError("alpha_pattern is no object")
+    for name, value in {"lora_alpha": config["lora_alpha"], **patterns}.items():
+        if type(value) not in (int, float) or not abs(value) <= _MAX_ALPHA:
+            raise ValueError(f"{name[:80]} is no finite number")
+    for pattern in patterns:
+        bare = re.sub(r"\\.|\[[^\]]*\]", "x", pattern)
+        if (
+            len(pattern) > 500
+            or len(re.findall(r"[*+?{]", bare)) > 2
+            or re.search(r"\)[*+?{]", bare)
+        ):
+            raise ValueError(f"alpha_pattern is too hard to match: {pattern[:80]}")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"alpha_pattern is malformed: {pattern[:80]}: {error}") from error
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:

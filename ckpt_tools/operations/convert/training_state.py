@@ -23,13 +23,14 @@ from ckpt_tools.core.catalog import (
     Chunk,
     Extent,
     TensorEntry,
+    check_new_name,
     find_model,
     find_optimizers,
     is_other_state,
     key_path,
     strip_wrappers,
 )
-from ckpt_tools.errors import FormatError, PlanError, UnsafePickleError, printable
+from ckpt_tools.errors import FormatError, IntegrityError, PlanError, UnsafePickleError, printable
 from ckpt_tools.formats.in_memory import FILE, InMemoryFile
 from ckpt_tools.formats.pickle.state import Path, TensorView, is_number, is_value
 from ckpt_tools.formats.torch_save import UnreadValues, join, read_leaves
@@ -106,11 +107,7 @@ class TrainingState:
                         " a=TMP, b=a, TMP=b"
                     ),
                 )
-            if not new:
-                raise PlanError(
-                    f"nothing is left of a name: {printable(old)!r}",
-                    hint="give a replacement that leaves a name",
-                )
+            check_new_name(old, new)
             model[new] = replace(entry, fqn=new)
         places = {name: place for name, place in self.places.items() if new_name(name) == name}
         for optimizer in self.optimizers:
@@ -335,7 +332,12 @@ class ObjectReader:
         known = self._known.get(data)
         if known is None:
             found = UnreadValues()
-            known = list(read_leaves(MemoryStore({FILE: data}), FILE, len(data), found)), found
+            try:
+                known = list(read_leaves(MemoryStore({FILE: data}), FILE, len(data), found)), found
+            except IntegrityError as error:
+                raise IntegrityError(
+                    f"an object is damaged: {printable(item.fqn)!r}: {error}", hint=error.hint
+                ) from error
             if not known[0] and not found and not found.tensors:
                 known[0].append(((), {}, ()))  # an empty dict
             if len(data) <= _OPTION_BYTES:

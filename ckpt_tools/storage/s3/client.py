@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import io
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -23,6 +23,7 @@ from ckpt_tools.storage.base import Data, Traffic
 from ckpt_tools.storage.retries import retry, translated
 from ckpt_tools.storage.s3.obstore_client import OBSTORE, WORTH_BYTES, ObstoreClients, reader
 
+_MAX_LISTED = 2_000_000  # an endless listing of a hostile server ends here
 _KINDS = {
     "list_objects_v2": "LIST",
     "list_multipart_uploads": "LIST",
@@ -199,6 +200,7 @@ class S3:
             delimiter: `/` for the objects and folders directly below, "" for all objects.
         """
         where, more = self.at_prefix(path), dict[str, str]()
+        seen, num_listed = set[str](), 0
         while True:
             answer = self.call(
                 "list",
@@ -218,10 +220,27 @@ class S3:
                 {**found, "name": top + found["Key"], "type": "file", "size": found["Size"]}
                 for found in answer.get("Contents") or ()
             ]
+            outside = [
+                entry["name"]
+                for entry in (*folders, *objects)
+                if not f"{entry['name']}/".startswith(top + where["Prefix"])
+            ]
+            if outside:
+                raise StorageError(
+                    f"a listing names what was not asked for: {printable(outside[0])}"
+                    f" ({printable(url)})"
+                )
+            num_listed += len(objects)
+            if num_listed > _MAX_LISTED:
+                raise StorageError(
+                    f"more than {_MAX_LISTED} objects are listed ({printable(url)})",
+                    hint="give the prefix of one run, or of one checkpoint",
+                )
             yield folders + objects
             if not answer.get("IsTruncated"):
                 return
-            more = {"ContinuationToken": answer["NextContinuationToken"]}
+            (token,) = next_page(answer, ("NextContinuationToken",), seen, url)
+            more = {"ContinuationToken": token}
 
     def seal(self, data: bytes | bytearray, crc64: int) -> dict[str, str]:
         """Returns the checksums that go with a body."""
@@ -241,6 +260,28 @@ class S3:
                 "look at", url, "head_object", missing={}, **self.at(path), ChecksumMode="ENABLED"
             )
         )
+
+
+def next_page(
+    answer: Mapping[str, Any], keys: Sequence[str], seen: set[str], url: str
+) -> tuple[str, ...]:
+    """Returns where the next page of a listing begins.
+
+    Args:
+        answer: a page that says that there are more.
+        keys: what names the next one in it.
+        seen: where pages have begun; this one is added.
+        url: of the listing, for messages.
+
+    Raises:
+        StorageError: the answer does not say it, or says the same as before: it would never end.
+    """
+    found = tuple(str(answer.get(key) or "") for key in keys)
+    token = "\0".join(found)
+    if not found[0] or token in seen:
+        raise StorageError(f"a listing does not end: its next page is missing ({printable(url)})")
+    seen.add(token)
+    return found
 
 
 def encoded(data: bytes) -> str:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.s3.client import S3
 
 
@@ -61,6 +62,10 @@ def list_parts(s3: S3, url: str, path: str, upload_id: str) -> dict[int, SentPar
             found[part["PartNumber"] - 1] = SentPart(
                 str(part["ETag"]), int(part["Size"]), int.from_bytes(crc, "big") if crc else None
             )
-        after = int(page.get("NextPartNumberMarker") or 0)
         if not page.get("IsTruncated"):
             return found
+        before, after = after, int(page.get("NextPartNumberMarker") or 0)
+        if after <= before:
+            raise StorageError(
+                f"a listing does not end: its next page is missing ({printable(url)})"
+            )
