@@ -24,36 +24,55 @@ from ckpt_tools.errors import (
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt_tools.loop.load import load
+    from ckpt_tools.loop.load import LoadReport, load
     from ckpt_tools.loop.manager import CheckpointManager
+    from ckpt_tools.loop.reader import Checkpoint, StoredTensor
+    from ckpt_tools.loop.reader import open_checkpoint as open
+    from ckpt_tools.loop.retention import Pruned
+    from ckpt_tools.loop.runs import latest, prune, steps
+    from ckpt_tools.loop.save import SaveReport
+    from ckpt_tools.loop.single_save import save
     from ckpt_tools.loop.state_dict import PerRank, RngState
     from ckpt_tools.operations.convert.convert import convert
     from ckpt_tools.operations.copy import CopyResult, copy
-    from ckpt_tools.operations.diff import DiffResult, diff
+    from ckpt_tools.operations.diff import Change, Difference, DiffResult, diff
     from ckpt_tools.operations.inspect import Report, inspect
     from ckpt_tools.operations.merge_reshard import merge, reshard
     from ckpt_tools.operations.salvage import SalvageResult, salvage
     from ckpt_tools.operations.seal import SealResult, seal
     from ckpt_tools.operations.verify import VerifyResult, verify
+    from ckpt_tools.publish.check_manifest import Problem
+    from ckpt_tools.publish.manifest import Manifest
+    from ckpt_tools.publish.steps import Step
     from ckpt_tools.transfer.result import TransferResult
 
 __all__ = [
     "CatalogError",
+    "Change",
+    "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
     "CopyResult",
     "DiffResult",
+    "Difference",
     "FormatError",
     "IntegrityError",
+    "LoadReport",
+    "Manifest",
     "NotACheckpointError",
     "PeerError",
     "PerRank",
     "PlanError",
+    "Problem",
+    "Pruned",
     "Report",
     "RngState",
     "SalvageResult",
+    "SaveReport",
     "SealResult",
+    "Step",
     "StorageError",
+    "StoredTensor",
     "TransferResult",
     "UnsafePickleError",
     "VerifyResult",
@@ -62,11 +81,16 @@ __all__ = [
     "copy",
     "diff",
     "inspect",
+    "latest",
     "load",
     "merge",
+    "open",
+    "prune",
     "reshard",
     "salvage",
+    "save",
     "seal",
+    "steps",
     "verify",
 ]
 
@@ -91,6 +115,20 @@ _LAZY = {
     "load": "loop.load",
     "PerRank": "loop.state_dict",
     "RngState": "loop.state_dict",
+    "save": "loop.single_save",
+    "latest": "loop.runs",
+    "steps": "loop.runs",
+    "prune": "loop.runs",
+    "Pruned": "loop.retention",
+    "Step": "publish.steps",
+    "SaveReport": "loop.save",
+    "LoadReport": "loop.load",
+    "Checkpoint": "loop.reader",
+    "StoredTensor": "loop.reader",
+    "Manifest": "publish.manifest",
+    "Problem": "publish.check_manifest",
+    "Change": "operations.diff",
+    "Difference": "operations.diff",
 }
 
 
@@ -98,6 +136,10 @@ def __getattr__(name: str) -> object:
     """Imports an operation when it is first asked for: `ckpt --help` should not wait for numpy, nor
     `ckpt merge` for torch.
     """
+    if name == "distributed":  # a module; `import ckpt_tools` alone does not load it
+        return import_module("ckpt_tools.distributed")
+    if name == "open":
+        return import_module("ckpt_tools.loop.reader").open_checkpoint
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"ckpt_tools.{_LAZY[name]}"), name)

@@ -282,7 +282,7 @@ def test_values_become_what_was_stored_whatever_their_structure_now(saved: Path)
 def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "new" / "run") as checkpoints:
         assert (
-            checkpoints.resume({"epoch": 0}) == 0
+            checkpoints.resume({"epoch": 0}) is None
             and checkpoints.latest() is None
             and checkpoints.steps() == []
         )

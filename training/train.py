@@ -404,13 +404,12 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
         ConfigError: the data, or a key that must not change, has changed.
     """
     config, state = job.config, job.state(0)
-    checkpoints.resume(state, path=changes.start_of(config, checkpoints))
-    first = int(state["train_state"]["step"])
-    if not first:
+    if checkpoints.resume(state, path=changes.start_of(config, checkpoints)) is None:
         if config.model.path and config.model.weights:
             ckpt_tools.load(config.model.path, {"model": job.model}, cast=True)
         return 0, []
     stored = state["train_state"]
+    first = int(stored["step"])
     notes = changes.check_data(stored.get("data"), job.tokens.identity, config.data.may_change)
     notes += changes.check_description(stored.get("model"), job.about, config.model.may_change)
     notes += changes.notes_on(state["config"], config)

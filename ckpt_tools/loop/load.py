@@ -1,8 +1,9 @@
-"""Loading a checkpoint into a live state: each rank reads the bytes that its shards need, straight
-into their memory.
+"""Loads a checkpoint into a live state. Each rank reads only the bytes of its own shards.
 
-Any saved layout into any present one: a load is a copy plan from the checkpoint's catalog into
-memory. What does not fit is told in one table before a byte is read. Imports torch.
+The saved and the present layout may differ. A load is a copy plan from the checkpoint's catalog
+into the shards' memory. Before it reads a byte, it lists everything that does not fit in one table.
+
+Imports torch.
 """
 
 from __future__ import annotations
@@ -63,16 +64,15 @@ _BATCH_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class LoadReport:
-    """What a load did on this rank.
+    """The result of a load on this rank.
 
     Attributes:
         path: the checkpoint.
         num_tensors, num_objects: how many of the state's entries were loaded.
-        read_nbytes, needed_nbytes, received_nbytes: bytes read, those of them that were wanted,
-            here or by another rank, and bytes that came from other ranks.
+        read_nbytes, needed_nbytes, received_nbytes: bytes read; bytes of them that this rank or
+            another one needed; bytes received from other ranks.
         num_proved: chunks that were read in full and whose checksum was right.
-        notes: what did not carry over and what became of it; names that were mapped; what was left
-            out.
+        notes: entries that did not carry over and their fate, mapped names, and entries left out.
     """
 
     path: str
@@ -100,21 +100,21 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout_s: float = 600.0,
 ) -> LoadReport:
-    """Loads any checkpoint into a live state, without a run's directory: pretrained weights into a
-    sharded model, say.
+    """Loads any checkpoint into a live state, for example pretrained weights into a sharded model.
+
+    It needs no run directory.
 
     Args:
-        path: what `ckpt` reads: safetensors (a file, or shards with an index), DCP, Accelerate's
-            directory; a path or a URL.
-        state: `{"model": model}`, with whatever else is wanted of it; plain values in it are
-            replaced.
-        storage_options: of the object store, as fsspec takes them; the rest is its own
-            configuration's.
+        path: a path or a URL of any checkpoint that `ckpt` reads: safetensors (a file, or shards
+            with an index), DCP, Accelerate's directory.
+        state: for example `{"model": model}`. Plain values in it are replaced.
+        storage_options: options of the object store, in fsspec's form. Others come from the store's
+            own configuration.
         process_group: the ranks that load together; all where None. One process where
             torch.distributed is not initialised.
-        timeout_s: how long ranks wait for each other before the missing one is named. select,
-            strict, cast, trust_pickle, rename, on_mismatch, read_once: as in
-            `CheckpointManager.resume`.
+        timeout_s: how long ranks wait for each other before the missing one is named.
+        select, strict, cast, trust_pickle, rename, on_mismatch: as in `CheckpointManager.resume`.
+        read_once: as in `CheckpointManager`.
 
     Raises:
         PlanError: the checkpoint does not fit the state; the message is a table of everything that
@@ -138,15 +138,14 @@ def load_into(
     storage_options: Mapping[str, Any] | None = None,
     jobs: int | None = None,
 ) -> LoadReport:
-    """Loads a checkpoint into modules, optimizers and values; called by all ranks of `group`.
+    """Loads a checkpoint into modules, optimizers and values. All ranks of `group` call it.
 
     Args:
         path: any checkpoint that `ckpt` reads.
-        state: as it was given to `save`; plain values in it are replaced.
+        state: the state as given to `save`. Plain values in it are replaced.
         group: the ranks that load together.
-        request: what of it, and how.
-        read_once: of what several ranks need, one reads and sends: among all ranks, or among
-            nobody; None, from an object store among those of a host.
+        request: the entries to load, and how.
+        read_once: as in `CheckpointManager`.
         storage_options: of the object store, as fsspec takes them.
         jobs: threads.
 
@@ -179,8 +178,10 @@ class _Load:
         self, state: MutableMapping[str, Any], group: GlooGroup, request: LoadRequest, jobs: int
     ) -> None:
         self.state, self.group, self.request, self.jobs = state, group, request, jobs
-        self.made: dict[str, torch.Tensor] = {}  # for tensors that the state does not have yet
-        # tensors that functions of the user fit to another shape
+        self.made: dict[
+            str, torch.Tensor
+        ] = {}  # memory of tensors that the state does not have yet
+        # tensors that the user's functions fit to another shape
         self.by_hand: dict[str, OnMismatch] = {}
         self.values: dict[str, Any] = {}
         self.of_rank: dict[str, tuple[Any] | None] = {}
@@ -188,9 +189,7 @@ class _Load:
     def open(
         self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
     ) -> list[Shard]:
-        """Opens the checkpoint, pairs its names with the state's, and returns the shards to
-        read.
-        """
+        """Opens the checkpoint, pairs its names with the state's, and returns the shards to read."""
         source = open_source(path, storage_options)
         self.as_stored = source.catalog
         catalog = renamed(source.catalog, self.request.rename)
@@ -227,7 +226,7 @@ class _Load:
         )
 
     def read(self, shards: Sequence[Shard]) -> None:
-        """Reads the bytes of shards into their memory, and the objects."""
+        """Reads the shards into their memory, and the objects."""
         source, found, exported, request = self.source, self.found, self.exported, self.request
         _read_shards(source, shards, found.tensors, self.jobs, DEFAULT_MEMORY_BYTES, self.report)
         for name, how in self.by_hand.items():
@@ -271,7 +270,7 @@ class _Load:
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
         names = [*current, *self.made, *self.values]
         plain_values = {join(path) for path in exported.plain}
-        # they become what was stored
+        # these become the stored values
         replaced = {n for n in names if n in stored and places_above(n, plain_values)}
         paths = {
             n: (
@@ -286,7 +285,7 @@ class _Load:
         given = {n: v for n, v in current.items() if root_of(n, paths) in touched and n not in left}
         given |= self.made | self.values
         manifest = of_source(self.source)
-        # the manager keeps keys as they are
+        # checkpoints of the manager keep integer keys
         if manifest is None or manifest.operation != "save" or manifest.step is None:
             int_keys(exported, given, paths, report.notes)
         restore(self.state, given, paths)
@@ -302,9 +301,7 @@ class _Load:
             )
 
     def _idle(self, paths: Mapping[str, Key]) -> set[str]:
-        """Returns names of optimizer state for which there was memory only, and that was not
-        loaded.
-        """
+        """Returns the names of new optimizer state memory that was not loaded."""
         fresh = {join(path) for path in self.exported.fresh}
         loaded = {*self.tensors, *self.by_hand}
         return {
@@ -313,7 +310,7 @@ class _Load:
 
 
 def _cut(shard: Shard, entry: TensorEntry) -> Shard:
-    """Returns the part of a shard that the checkpoint has, where its tensor was smaller."""
+    """Returns the part of a shard that the checkpoint has, if its tensor was smaller."""
     if shard.shape == entry.shape:
         return shard
     box = shard.box.intersect(whole(entry.shape)) or Box(
@@ -337,9 +334,7 @@ def _fit_by_hand(
     jobs: int,
     report: LoadReport,
 ) -> None:
-    """Reads a whole tensor and has a function of the user make one of the shape that the state
-    has.
-    """
+    """Reads a whole tensor and fits it to the state's shape with the user's function."""
     entry = source.catalog.tensors[stored]
     read_whole_tensor = _make(entry)
     _read_shards(
@@ -370,7 +365,7 @@ def _fit_by_hand(
 
 
 def _rename_params(values: dict[str, Any], source: Source, new_name: Callable[[str], str]) -> None:
-    """Renames the parameters in the lists of optimizers' groups, as their states are renamed."""
+    """Renames the parameters in the lists of optimizer groups, as their states are renamed."""
     for name, value in values.items():
         path = plain_path(source.catalog.paths.get(name, ())) or tuple(name.split("."))
         if (
@@ -391,8 +386,8 @@ def _share(
     jobs: int,
     report: LoadReport,
 ) -> list[Shard]:
-    """Reads together with other ranks what is worth it; returns the shards that this one is to read
-    by itself.
+    """Reads shards together with other ranks where this pays; returns those that this rank reads
+    alone.
     """
     is_remote = source.store.capabilities.fetches_ahead
     if group.size == 1 or not (is_remote if read_once is None else read_once):
@@ -425,7 +420,7 @@ def _read_shards(
     memory_bytes: int,
     report: LoadReport,
 ) -> None:
-    """Fills shards; `names` has those that are stored under another name."""
+    """Fills shards. `names` maps shard names to stored names that differ."""
     entries = {
         n: replace(source.catalog.tensors[names.get(n, n)], fqn=n) for n in {s.fqn for s in shards}
     }
@@ -441,17 +436,17 @@ def _read_shards(
 def fill(
     source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, report: LoadReport
 ) -> None:
-    """Reads the bytes of shards, each from wherever they lie, straight into the shards' memory.
+    """Reads the bytes of shards straight into the shards' memory.
 
-    What lies on a device goes through host memory, `_BATCH_BYTES` at a time: one batch is read
-    while the one before is copied.
+    Shards on a device go through host memory, `_BATCH_BYTES` at a time. One batch is read while the
+    previous one is copied.
 
     Args:
-        source: its catalog has all of the shards' names; values are cast where a shard's type is
-            another.
+        source: its catalog has all of the shards' names. Values are cast where a shard's type
+            differs.
         shards: their memory must not overlap.
         jobs, memory_bytes: threads, and the budget of their buffers.
-        report: gets the figures.
+        report: receives the counts.
 
     Raises:
         IntegrityError: a range that was read in full is not what was written.
@@ -468,9 +463,7 @@ def fill(
 
 
 def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[list[Shard]]:
-    """Divides shards where they need other memory on their way: tensor by tensor, in the order in
-    which they are stored.
-    """
+    """Divides shards that need a buffer into batches, tensor by tensor in stored order."""
     nbytes: dict[str, int] = {}
     by_tensor: dict[str, list[Shard]] = {}
     for shard in shards:
@@ -516,7 +509,7 @@ def _fill(
     except IntegrityError:
         if source.remote is None:
             raise
-        source.store.close()  # it may have happened on the way: ask again for everything
+        source.store.close()  # bytes may have been damaged on the way: read everything again
         _read(source, plan, memory, jobs, memory_bytes, report)
     report.needed_nbytes += plan.payload_bytes
 
@@ -529,18 +522,17 @@ def _read(
     memory_bytes: int,
     report: LoadReport,
 ) -> None:
-    """Reads in one sweep, from where payloads lie if they were written as usual, and then proves
-    that they do.
+    """Reads once from the usual positions of payloads, then checks that they lie there.
 
-    Looking first would leave scattered pages in the page cache, which cost a cold file half of its
-    read-ahead. Where a guess was wrong, the tensor is read again.
+    A look at each position first would leave scattered pages in the page cache. These cost a cold
+    file half of its read-ahead. If an assumed position was wrong, the tensor is read again.
     """
     used = {
         t.fqn: _used(source.catalog.tensors[t.fqn], {c.src for c in t.copies}) for t in plan.tensors
     }
     assumed = source.assume(used.values())
     is_remote = source.store.capabilities.fetches_ahead
-    if not is_remote:  # a disk reads best what it knows to be read from front to back
+    if not is_remote:  # announced sequential reads are fastest on a disk
         files = {
             c.extent.file
             for t in used.values()
@@ -575,7 +567,7 @@ def _read(
 
 
 def _distinct(shards: Sequence[Shard]) -> list[Shard]:
-    """Leaves out shards whose memory another one fills already."""
+    """Returns the shards without those whose memory another shard fills already."""
     seen: dict[Any, Shard] = {}
     return [s for s in shards if (key := alias_key(s)) is None or seen.setdefault(key, s) is s]
 
@@ -587,7 +579,7 @@ def _used(entry: TensorEntry, numbers: set[int]) -> TensorEntry:
 def _read_object(
     source: Source, name: str, trust_pickle: bool, tensors: Mapping[str, Any] | None = None
 ) -> Any:
-    """Reads an object; `tensors` has those that a value may refer to, by their stored names."""
+    """Reads an object. `tensors` has the tensors that it may refer to, by stored name."""
     extent = source.catalog.objects[name].extent
     data = read(source.store, extent.file, extent.start, extent.nbytes)
     return unpack(
@@ -599,7 +591,7 @@ def _read_object(
 
 
 def _check_alike(source: Source, found: Match) -> None:
-    """Makes sure that the parameters of one group were saved with the same options."""
+    """Checks that the parameters of one group were saved with the same options."""
     for ours, names in found.alike.items():
         extents = [source.catalog.objects[n].extent for n in names]
         first, *others = (read(source.store, e.file, e.start, e.nbytes) for e in extents)
@@ -622,7 +614,7 @@ def _per_rank(
     request: LoadRequest,
     report: LoadReport,
 ) -> tuple[Any] | None:
-    """Returns this rank's state of a per-rank value, None where it keeps what it has."""
+    """Returns this rank's state of a per-rank value; None if it keeps its present one."""
     stored = 0
     while name_of_rank(name, stored) in source.catalog.objects:
         stored += 1

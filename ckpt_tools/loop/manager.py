@@ -1,9 +1,9 @@
-"""What a training loop calls: save, resume, and nothing lost in between.
+"""Saves the steps of a run and resumes from the newest one.
 
     with CheckpointManager("run", keep_last=3) as checkpoints:
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": RngState()}
-        first = checkpoints.resume(state)
-        for step in range(first + 1, last + 1):
+        resumed = checkpoints.resume(state)  # None in a new run
+        for step in range((resumed or 0) + 1, last + 1):
             …
             if step % 500 == 0:
                 checkpoints.save(step, state)
@@ -36,17 +36,16 @@ from ckpt_tools.errors import (
     printable,
 )
 from ckpt_tools.loop import at_exit, rollback
-from ckpt_tools.loop.archives import check_value, pack
 from ckpt_tools.loop.background import BackgroundWriter, PendingSave, tries_again
 from ckpt_tools.loop.candidates import Candidates
 from ckpt_tools.loop.load import LoadReport, load_into
 from ckpt_tools.loop.match import LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
-from ckpt_tools.loop.restore import state_of_rank
+from ckpt_tools.loop.pack_objects import pack_objects
 from ckpt_tools.loop.save import SaveLayout, SaveReport, agree, offers_of
 from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.signals import SignalWatch
-from ckpt_tools.loop.state_dict import ExportedState, export, name_of_rank
+from ckpt_tools.loop.state_dict import export
 from ckpt_tools.loop.waiting import retry_outage
 from ckpt_tools.publish.leftovers import remove_leftovers
 from ckpt_tools.publish.lock import FileLock, Lease, see_lock
@@ -58,14 +57,15 @@ _MAX_STEP = 10**18
 
 
 class CheckpointManager:
-    """The checkpoints of one run under one directory. Made, and every method called, by all ranks
-    alike.
+    """The checkpoints of one run in one directory.
 
-    `save` leaves a committed `root/step-00000500/`: stock DCP files and a manifest. Until that
-    instant the step does not exist, and from then on it is whole; an error on one rank is an error
-    on all, and the steps before stay as they are.
+    All ranks create it and call every method in the same order.
 
-    A manager that nobody closes is closed when the process ends. If a save in the background has
+    `save` leaves a committed `root/step-00000500/`: stock DCP files and a manifest. The step does
+    not exist before the commit, and it is complete after it. If one rank fails, every rank raises,
+    and the steps before stay as they are.
+
+    A manager that you do not close is closed when the process ends. If a save in the background has
     failed by then, the error is logged and the exit status is 1. `del` alone closes nothing, and
     `os._exit` ends a save that is being written.
     """
@@ -89,41 +89,41 @@ class CheckpointManager:
         max_failures: int = 1,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Claims a directory for this job, and removes what dead ones left half-written in it.
+        """Claims a directory for this job, and removes unfinished files of dead jobs from it.
 
         Args:
             root: a directory that all ranks share, made if it is not there; or a URL,
-                `s3://bucket/run`. One job at a time has it: by a locked file on a disk, by a lease
-                in an object store.
+                `s3://bucket/run`. One job at a time holds it: with a locked file on a disk, with a
+                lease in an object store.
             keep_last: how many of the newest complete steps stay; all where None.
             keep_every: steps whose number is a multiple of this stay for good.
             asynchronous: copy to host memory and write in the background.
-            when_busy: what a save does while the one before is still being written: `"wait"` for
-                it, or `"skip"`.
+            when_busy: what a save does while the previous one is still being written. `"wait"`
+                waits for it, `"skip"` saves nothing.
             process_group: the ranks that save together; all where None. One process where
                 torch.distributed is not initialised.
             timeout_s: how long ranks wait for each other before the missing one is named.
-            jobs: threads a rank writes and reads with; its share of the machine's processors, at
-                most 4, where None.
-            read_once: of what several ranks need (DDP, HSDP, columns of rows), one reads and sends:
-                among all ranks, or among nobody; None, from an object store among the ranks of a
-                host.
-            handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once.
-                Where the loop does not call it, and at a second signal, what would have happened
-                without a manager happens.
+            jobs: threads per rank for writing and reading. Where None: the rank's share of the
+                machine's processors, at most 4.
+            read_once: whether one rank reads bytes that several ranks need (DDP, HSDP, columns of
+                rows) and sends them to the others. True: among all ranks. False: never. None: only
+                from an object store, among the ranks of a host.
+            handle_signals: note SIGTERM and SIGUSR1 for `preempted()`, instead of dying at once. If
+                the loop does not call it, or a second signal arrives, the signal acts as it would
+                without a manager.
             mirror: a URL to which complete steps are copied in the background; they outlive the
                 machine, and `resume` takes the newest of both. Where it cannot be reached, the
                 steps on the disk are used, with a warning.
             mirror_every: steps whose number is a multiple of this are copied; all where None.
-            retry_s: for how long a save, a start or a resume is tried again while the object store
+            retry_s: seconds for which a save, a start or a resume is retried while the object store
                 cannot be reached.
-            max_failures: how many saves in the background may fail in a row: this one raises, those
-                before are warnings.
-            storage_options: of the object store, as fsspec takes them.
+            max_failures: the number of background saves in a row whose failure raises. Earlier
+                failures are logged as warnings.
+            storage_options: options of the object store, in fsspec's form.
 
         Raises:
-            StorageError: another job holds the directory, it cannot be written to, or not all ranks
-                see it.
+            StorageError: another job holds the directory, it is not writable, or not all ranks see
+                it.
         """
         _check(
             root,
@@ -137,7 +137,7 @@ class CheckpointManager:
             keep_every=keep_every,
             mirror_every=mirror_every,
         )
-        # the job may change its directory
+        # absolute: the job may change its working directory
         self.root = root if is_url(root) else Path(local_path(root)).absolute()
         self._options, self._mirror_url = storage_options, mirror
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = (
@@ -151,7 +151,7 @@ class CheckpointManager:
             min(retry_s, timeout_s * 0.8),
             max_failures,
         )
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
         self._jobs = jobs or min(4, max(1, (os.cpu_count() or 1) // ranks_here))
         self._group, self._writers = (
             GlooGroup(timeout_s, process_group),
@@ -217,26 +217,27 @@ class CheckpointManager:
         *,
         overwrite: bool = False,
     ) -> bool:
-        """Saves a step. Returns once the state may change again: at once after a copy, or with the
-        step committed.
+        """Saves a step, and returns when the state may change again.
+
+        A background save returns after the copy to host memory. Any other save returns after the
+        commit.
 
         Args:
-            step: its number, at least 0. A step that is there already is refused, but for one that
-                `resume` passed over: it is replaced. The very step that this manager saved last, or
-                resumed from, is not saved again; that is logged.
+            step: its number, at least 0. A step that exists already is refused, unless `resume`
+                passed over it: then it is replaced. The step that this manager saved last or
+                resumed from is not saved again; this is logged.
             state: dicts, lists and tuples of modules, optimizers, anything with `state_dict`,
                 `RngState`, `PerRank`, generators, tensors and plain values.
-            asynchronous: instead of what the manager was made with.
-            overwrite: replace the step if it is there; the old one stays until the new one is
-                complete.
+            asynchronous: overrides the manager's setting for this save.
+            overwrite: replace an existing step. The old one stays until the new one is complete.
 
         Returns:
-            False where `when_busy="skip"` and the save before is still being written.
+            False if `when_busy="skip"` and the previous save is still being written.
 
         Raises:
-            PlanError: something in the state could not be loaded again; the message has its place.
-            CheckpointError: this save failed, or the one before in the background, with its own
-                traceback.
+            PlanError: a value in the state could not be loaded again; the message says where it is.
+            CheckpointError: this save failed, or the previous background save did; its own
+                traceback is kept.
         """
         step = _check_step(step)
         self._check_open("save")
@@ -266,7 +267,7 @@ class CheckpointManager:
                     )
                 exported = export(state)
                 shards = local_shards(exported.tensors)
-                objects, paths = self._objects(exported)
+                objects, paths = pack_objects(exported, self._group.rank)
                 values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
             offers = offers_of(shards)
             self._layout = layout = agree(
@@ -295,38 +296,12 @@ class CheckpointManager:
                 hint="make a new one",
             )
 
-    def _objects(
-        self, exported: ExportedState
-    ) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
-        """Returns the objects that this rank writes, as archives, and the keys on the way to each
-        of its entries.
-        """
-        rank = self._group.rank
-        found = {name: (value, exported.paths[name]) for name, value in exported.objects.items()}
-        if rank:
-            for value, path in found.values():
-                # rank 0 stores them; what it could not store is refused on every rank
-                check_value(value, path)
-            found = {}
-        for name, (wrapper, path) in exported.per_rank.items():
-            found[name_of_rank(name, rank)] = (
-                state_of_rank(wrapper.value, path),
-                (
-                    *path,
-                    f"rank_{rank}",
-                ),
-            )
-        paths = {name: exported.paths[name] for name in exported.tensors} | {
-            name: path for name, (_, path) in found.items()
-        }
-        return {name: pack(value, path) for name, (value, path) in found.items()}, paths
-
     def wait(self) -> None:
-        """Waits until the save in the background is committed.
+        """Waits until the background save is committed.
 
         Raises:
-            CheckpointError: it failed; raised once, with its own traceback. With `max_failures=n`,
-                at the n-th failure in a row; those before are logged.
+            CheckpointError: the save failed; raised once, with its own traceback. With
+                `max_failures=n`, the n-th failure in a row raises, and earlier ones are logged.
         """
         self._writer.wait()
 
@@ -344,40 +319,40 @@ class CheckpointManager:
         trust_pickle: bool = False,
         rename: Mapping[str, str] | None = None,
         on_mismatch: Mapping[str, OnMismatch] | None = None,
-    ) -> int:
+    ) -> int | None:
         """Loads the newest complete step into a state, on any number of ranks.
 
         Args:
             state: as given to `save`. Modules and optimizers are loaded in place, plain values are
                 replaced.
-            step: this one instead of the newest. When the first new step is committed, newer ones
-                are set aside under the names `step-….superseded-…`, and are no longer candidates
-                for anything.
-            path: a checkpoint anywhere instead, a path or a URL: of another run, of stock DCP,
-                torchtitan.
+            step: load this step instead of the newest. When the first new step is committed, newer
+                steps get names `step-….superseded-…`. No command or load uses them after that.
+            path: load this checkpoint instead, a path or a URL. It may come from another run, stock
+                DCP or torchtitan.
             select: globs of names to load, such as `["model.*"]`; everything where empty. The rest
                 keeps what it has.
-            strict: refuse where the checkpoint lacks something of the state or has more under the
-                same keys.
+            strict: refuse a checkpoint that lacks entries of the state, or has more entries under
+                the same keys.
             cast: let floating-point tensors change their type; nothing is cast unless asked.
-            trust_pickle: run the code that objects in the checkpoint ask for; never needed for what
-                this tool saved.
-            rename: regular expressions to what replaces them in the checkpoint's names, in order.
+            trust_pickle: run code that objects in the checkpoint ask for. Checkpoints of this tool
+                never need it.
+            rename: regular expressions and their replacements in the checkpoint's names, applied in
+                order.
             on_mismatch: globs of the state's names. Each says how to load tensors whose shape in
                 the checkpoint differs. `"grow"` loads the elements that both have. `"skip"` keeps
                 the tensor. A function `(stored, shape) -> tensor` makes the new tensor from the
                 whole stored one.
 
         Returns:
-            The number of the step; 0 where there is none, and for a `path` that tells none by
-            manifest or name.
+            The number of the step; None if the run has no step yet. For a `path`, the number in its
+            manifest or name, 0 if neither has one.
 
         Raises:
             PlanError: the checkpoint does not fit the state; the message is a table. Or a glob
                 matches nothing.
             NotACheckpointError: there is no such step.
-            IntegrityError: it is damaged. Without `step` and `path`, the next older step is loaded
-                instead, and that is logged.
+            IntegrityError: the step is damaged. Without `step` and `path`, `resume` loads the next
+                older step instead and logs that.
             CheckpointError: it cannot be read; or another rank failed.
         """
         self._check_open("resume")
@@ -403,7 +378,7 @@ class CheckpointManager:
                     )
             number, found = self._group.broadcast(chosen, "find the step to resume")
             if found is None:
-                return 0
+                return None
             num_tries += 1
             try:
                 report = load_into(
@@ -431,11 +406,10 @@ class CheckpointManager:
         return number
 
     def _is_damage(self, found: Path | str, error: BaseException) -> bool:
-        """Tells, on all ranks alike, whether damaged bytes were what made a load fail on any of
-        them.
+        """Returns on all ranks whether damaged bytes made the load fail on any rank.
 
-        Damage may look like anything: a value of another type, a header that makes no sense. So
-        rank 0 reads the whole step.
+        Damage can cause any error: a value of another type, a header that makes no sense. So rank 0
+        reads the whole step.
         """
         try:
             reasons = [
@@ -454,7 +428,7 @@ class CheckpointManager:
 
     @property
     def last_save(self) -> SaveReport | None:
-        """What the last save wrote, once it is committed."""
+        """Returns the report of the last committed save."""
         return self._writer.last_save
 
     def steps(self) -> list[Step]:
@@ -468,11 +442,10 @@ class CheckpointManager:
     # ---- signals and the end ---------------------------------------------------------------------
 
     def preempted(self) -> int:
-        """Tells, on all ranks alike, whether any of them got SIGTERM or SIGUSR1: the number of the
-        signal, or 0.
+        """Returns on all ranks the signal that any of them got, SIGTERM or SIGUSR1; 0 if none did.
 
         Call it after each step. Then save with `asynchronous=False` and exit with 128 + the number
-        (143, 138): torchrun and Slurm start the job again, and `resume` goes on from there.
+        (143, 138): torchrun and Slurm start the job again, and `resume` continues from that step.
         """
         self._check_open("preempted")
         number = 0
@@ -484,13 +457,13 @@ class CheckpointManager:
         return signal.SIGTERM if term else signal.SIGUSR1 if user else 0
 
     def close(self) -> None:
-        """Waits for the save in the background, then releases the directory.
+        """Waits for the background save, then releases the directory.
 
         Raises:
             CheckpointError: that save failed.
         """
         if not self._is_open or os.getpid() != self._pid:
-            return  # what a forked child has is a copy
+            return  # a forked child holds only a copy of the manager
         try:
             self._writer.wait(is_last=True)
             if self._mirror is not None:
@@ -532,7 +505,7 @@ class CheckpointManager:
 
 
 def _folder_of(found: Path | str) -> str:
-    """Returns the directory or prefix that a step lies in: the root, or the mirror."""
+    """Returns the directory or prefix of a step: the root or the mirror."""
     return os.fspath(found).rstrip("/").rpartition("/")[0]
 
 

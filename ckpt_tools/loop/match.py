@@ -1,5 +1,4 @@
-"""What of a checkpoint goes where in a live state: names paired, and everything that does not fit
-told in one table.
+"""Pairs names of a checkpoint with names of a live state, and lists all misfits in one table.
 
 Imports torch.
 """
@@ -36,8 +35,9 @@ OnMismatch = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A request to load a checkpoint or a part of it. `CheckpointManager.resume` describes every
-    field.
+    """A request to load a checkpoint or a part of it.
+
+    `CheckpointManager.resume` describes every field.
     """
 
     select: Sequence[str] = ()
@@ -65,7 +65,7 @@ class LoadRequest:
                 )
 
     def __str__(self) -> str:
-        """Returns what differs from a plain load, so that ranks can compare it."""
+        """Returns the options that differ from a plain load, so that ranks can compare them."""
         shown = {"select": list(self.select), "rename": dict(self.rename)}
         shown["on_mismatch"] = {
             glob: how if isinstance(how, str) else "a function"
@@ -81,22 +81,22 @@ class LoadRequest:
 
     @property
     def wants(self) -> Callable[[str], bool]:
-        """Returns a test whether a name is wanted."""
+        """Returns a function that tells whether a name is wanted."""
         return matcher(self.select) if self.select else lambda _: True
 
 
 class Match(NamedTuple):
-    """How the names of a state and of a checkpoint meet.
+    """The pairs of names of a state and a checkpoint.
 
     Attributes:
-        tensors, objects: our name to the stored name.
-        new: stored names below free values, which become whatever was stored.
-        gone: our names that are left out for that reason, or because the checkpoint has no
+        tensors, objects: names of the state to stored names.
+        new: stored names below values of the state that may take any stored form.
+        gone: names of the state that are left out for that reason, or because the checkpoint has no
             optimizer state of that parameter.
         notes: remarks for the report.
-        alike: stored names that must hold the same as one of `objects`: an option that a flattened
-            optimizer keeps for every parameter of a group.
-        resized: what becomes of tensors whose shape in the checkpoint is another.
+        alike: stored names that must hold the same value as one of `objects`. A flattened optimizer
+            keeps each option for every parameter of a group.
+        resized: how to load tensors whose shape in the checkpoint differs.
     """
 
     tensors: dict[str, str]
@@ -119,15 +119,13 @@ class _Misfit(NamedTuple):
 
 
 def root_of(name: str, paths: Mapping[str, Key]) -> str:
-    """Returns the state's own key for an entry."""
+    """Returns the top-level key of the state for an entry."""
     path = paths.get(name)
     return str(path[0]) if path else name.partition(".")[0]
 
 
 def stored_state(catalog: Catalog) -> dict[str, dict[str, StoredTensor]]:
-    """Returns what a checkpoint has of the state of each parameter, by the parameter's plain name
-    and key.
-    """
+    """Returns a checkpoint's optimizer state, by the parameter's plain name and by key."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, entry in catalog.tensors.items():
         if ".state." not in f".{name}":
@@ -149,7 +147,7 @@ def match(exported: ExportedState, catalog: Catalog, request: LoadRequest, where
     """Pairs a state's names with a checkpoint's.
 
     Raises:
-        PlanError: with a table of all that does not fit; or a glob matches nothing.
+        PlanError: names or shapes do not fit (the message is a table), or a glob matches nothing.
     """
     notes: list[str] = []
     wanted = request.wants
@@ -177,7 +175,7 @@ def match(exported: ExportedState, catalog: Catalog, request: LoadRequest, where
     gone = {
         n for n in (*missing, *missing_objects) if any(below[f] for f in places_above(n, free))
     } | stateless
-    # DCP stores none
+    # DCP stores no empty values
     empty = {
         n
         for n in missing_objects
@@ -245,10 +243,10 @@ def match(exported: ExportedState, catalog: Catalog, request: LoadRequest, where
 
 
 def check_unread(catalog: Catalog, state: Mapping[str, Any], request: LoadRequest) -> None:
-    """Refuses to leave out a tensor of one of the state's own keys because its kind is not read.
+    """Refuses to skip a tensor under one of the state's keys because its kind is not read.
 
     Raises:
-        PlanError: with its name and kind.
+        PlanError: there is such a tensor; the message has its name and kind.
     """
     roots = set(map(str, state))
     mine = {
@@ -264,7 +262,7 @@ def check_unread(catalog: Catalog, state: Mapping[str, Any], request: LoadReques
 
 
 def _stored_below(catalog: Catalog, free: set[str]) -> dict[str, list[str]]:
-    """Returns what a checkpoint has at or below each place."""
+    """Returns the stored names at or below each place."""
     below: dict[str, list[str]] = {place: [] for place in free}
     for name in (*catalog.tensors, *catalog.objects):
         for place in places_above(name, free):
@@ -275,11 +273,12 @@ def _stored_below(catalog: Catalog, free: set[str]) -> dict[str, list[str]]:
 def _kinds(
     catalog: Catalog, tensors: Mapping[str, str], objects: Mapping[str, str], free: set[str]
 ) -> list[str]:
-    """Returns our names of tensors that were stored as values, and of values of modules and
-    optimizers stored as tensors.
+    """Returns the state's names whose stored entry is of the other kind.
 
-    A plain value of the state becomes what was stored, also a tensor; a tensor stays one, because
-    others may refer to it.
+    These are tensors stored as values, and values of modules and optimizers stored as tensors.
+
+    A plain value of the state takes any stored form, also a tensor. A tensor of the state stays
+    one, because other objects may refer to it.
     """
     found = [n for n, stored in tensors.items() if stored in catalog.objects]
     return found + [
@@ -292,7 +291,7 @@ def _kinds(
 def _turned(
     exported: ExportedState, catalog: Catalog, new: Sequence[str], gone: set[str], free: set[str]
 ) -> list[str]:
-    """Returns notes on plain values that become something of another kind."""
+    """Returns notes on plain values whose kind changes."""
     turned = [
         n
         for n in new
@@ -314,7 +313,7 @@ def _turned(
 
 
 def _tied_apart(exported: ExportedState, catalog: Catalog, fitting: Mapping[str, str]) -> list[str]:
-    """Returns notes on one parameter of the state for which the checkpoint has several values."""
+    """Returns notes on tied parameters for which the checkpoint has several values."""
     names: dict[Any, str] = {}
     notes = []
     for shard in local_shards({n: exported.tensors[n] for n in fitting}):
@@ -336,7 +335,7 @@ def _tied_apart(exported: ExportedState, catalog: Catalog, fitting: Mapping[str,
 def _resized(
     exported: ExportedState, catalog: Catalog, fitting: Mapping[str, str], request: LoadRequest
 ) -> dict[str, OnMismatch]:
-    """Returns what becomes of tensors whose shape differs, where the request says it."""
+    """Returns the rule of the request for each tensor whose shape differs."""
     found: dict[str, OnMismatch] = {}
     rules = [(matcher([glob]), how) for glob, how in request.on_mismatch.items()]
     for name, stored in fitting.items():
@@ -377,9 +376,7 @@ def _told(name: str, how: OnMismatch, exported: ExportedState, entry: TensorEntr
 def int_keys(
     exported: ExportedState, values: dict[str, Any], paths: Mapping[str, Key], notes: list[str]
 ) -> None:
-    """Gives dicts with integers as keys these keys back, where the writer, as stock DCP, made texts
-    of them.
-    """
+    """Restores integer keys of dicts, if the writer (such as stock DCP) stored them as strings."""
     for name, value in exported.objects.items():
         if (
             not isinstance(value, Mapping)
@@ -403,15 +400,13 @@ def int_keys(
 
 
 def places_above(name: str, places: set[str]) -> list[str]:
-    """Returns those of many places that a flat name is, or lies in."""
+    """Returns those of `places` that equal a flat name or contain it."""
     ends = [i for i, c in enumerate(name) if c == "."]
     return [place for end in (*ends, len(name)) if (place := name[:end]) in places]
 
 
 def _mapping(exported: ExportedState, catalog: Catalog, notes: list[str]) -> dict[str, str]:
-    """Returns stored names for those of the state's keys of which nothing is there under its own
-    name.
-    """
+    """Returns stored names for top-level keys of the state that the checkpoint lacks."""
     plain: dict[str, str] = {}
     for stored in catalog.tensors:
         plain.setdefault(strip_wrappers(stored), stored)
@@ -440,8 +435,9 @@ def _mapping(exported: ExportedState, catalog: Catalog, notes: list[str]) -> dic
 def _groups_by_parameter(
     exported: ExportedState, catalog: Catalog
 ) -> tuple[dict[str, list[str]], set[str]]:
-    """Pairs the options of param_groups with those of a flattened optimizer, which keeps them per
-    parameter (torchtitan).
+    """Pairs the options of param_groups with those of a flattened optimizer.
+
+    A flattened optimizer (torchtitan) keeps the options per parameter.
 
     Returns:
         For each of our options all stored names; and the names of our groups' lists of parameters,
@@ -469,7 +465,7 @@ def _groups_by_parameter(
 def _tied(
     exported: ExportedState, missing: Sequence[str], tensors: Mapping[str, str], catalog: Catalog
 ) -> set[str]:
-    """Returns the missing names that are the same memory as a name that is there."""
+    """Returns the missing names that share memory with a name that is present."""
     if not missing:
         return set()
     keys = {s.fqn: alias_key(s) for s in local_shards({n: exported.tensors[n] for n in tensors})}
@@ -480,9 +476,7 @@ def _tied(
 def _stateless(
     missing: Sequence[str], catalog: Catalog, names: Mapping[str, str], exported: ExportedState
 ) -> list[str]:
-    """Returns the missing names that are state of a parameter for which the checkpoint has no
-    optimizer state at all.
-    """
+    """Returns the missing names whose parameter has no optimizer state in the checkpoint."""
     with_state = {name.rpartition(".")[0] for name in catalog.tensors}
     optimizers = {
         path[: path.index("param_groups")]
@@ -587,7 +581,7 @@ def _hint(misfit: _Misfit, strict: bool) -> str:
 
 
 def _difference(ours: str, theirs: str) -> tuple[str, str]:
-    """Returns what stands before the longest common end of two names."""
+    """Returns the parts of two names before their longest common suffix."""
     same = next(
         (
             i

@@ -1,8 +1,7 @@
-"""Saving a live state: the ranks agree once on who writes what, then each writes its shards from
-memory, and one commits.
+"""Saves a live state: the ranks agree who writes which shards, each writes, and rank 0 commits.
 
-What was agreed is kept: as long as no rank's layout changes, a save exchanges a few bytes a file,
-and an exclusive-or of the tensors' checksums. The files are what stock `dcp.save` writes, and the
+The ranks keep this layout. While no rank's shards change, a save exchanges only a few bytes per
+file and an exclusive-or of the tensors' checksums. The files are those of stock `dcp.save`, and the
 manifest.
 """
 
@@ -30,7 +29,13 @@ from ckpt_tools.ranks.gloo import GlooGroup
 
 
 class WriteTask(NamedTuple):
-    """A rank's part: which of its offers it writes, and the tensor's number among all."""
+    """The shards that a rank writes.
+
+    Attributes:
+        offers: indices into the rank's `ShardInfo` list.
+        numbers: for each of them, the tensor's number among all tensors.
+        num_tensors: number of all tensors.
+    """
 
     offers: tuple[int, ...]
     numbers: tuple[int, ...]
@@ -38,8 +43,8 @@ class WriteTask(NamedTuple):
 
 
 class MetadataHead(NamedTuple):
-    """What only rank 0 keeps: the metadata but for the objects, and what is sealed of each tensor
-    but for its fingerprint.
+    """The metadata without the objects, and the sealed tensors without fingerprints. Only rank 0
+    has it.
     """
 
     template: Template
@@ -50,7 +55,7 @@ class MetadataHead(NamedTuple):
 
 @dataclass(slots=True)
 class SaveLayout:
-    """What the ranks agreed on, as one of them needs it: kept from save to save."""
+    """The agreed layout of a save, as one rank needs it. It is kept from save to save."""
 
     offers: tuple[ShardInfo, ...]
     objects: tuple[str, ...]
@@ -62,9 +67,7 @@ class SaveLayout:
 
 @dataclass(slots=True)
 class SaveReport:
-    """What a save wrote: path, bytes of this rank's file, and of all files (on rank 0); and
-    remarks.
-    """
+    """The result of a save: path, bytes of this rank's file, bytes of all files (on rank 0), notes."""
 
     path: str
     own_nbytes: int
@@ -77,7 +80,7 @@ class SaveReport:
 
 
 def offers_of(shards: Sequence[Shard]) -> tuple[ShardInfo, ...]:
-    """Returns what this rank holds; tied weights are marked."""
+    """Returns a `ShardInfo` for each of this rank's shards; `alias` marks tied weights."""
     seen: dict[object, str] = {}
     offers = []
     for shard in shards:
@@ -103,19 +106,19 @@ def agree(
     values: tuple[str, ...],
     paths: Mapping[str, tuple[str | int, ...]],
 ) -> SaveLayout:
-    """Returns the layout of a save, the known one where no rank's part has changed.
+    """Returns the layout of a save: the known one if nothing has changed on any rank.
 
     Args:
         group: all ranks.
-        known: what the last save returned.
-        offers, objects: this rank's pieces, and the names of the objects that it writes.
-        values: the names of all values in this rank's state that are no tensors; rank 0 writes
+        known: the layout of the last save, None at the first one.
+        offers, objects: this rank's shards, and the names of the objects that it writes.
+        values: the names of all values in this rank's state that are not tensors. Rank 0 writes
             those that are not per rank.
-        paths: the keys on the way to every name, from rank 0's point of view.
+        paths: the path of keys to every name, as rank 0 has it.
 
     Raises:
-        PlanError: ranks disagree about a tensor, have other values, or pieces leave a hole; on
-            every rank.
+        PlanError: ranks disagree about a tensor, have different values, or the shards leave a hole.
+            Every rank raises.
     """
     changed = known is None or (known.offers, known.objects, known.values) != (
         offers,
@@ -143,8 +146,9 @@ def agree(
 
 
 def _check_values(values: Sequence[tuple[str, ...]], tensors: set[str]) -> None:
-    """Refuses states whose values differ between ranks: only rank 0's would be stored, and no rank
-    could load the others.
+    """Refuses states in which the names of the values differ between ranks.
+
+    Only rank 0's values would be stored, and no rank could load the others.
 
     Raises:
         PlanError: with the first name that differs.
@@ -173,19 +177,20 @@ def assign(
     objects: Sequence[tuple[str, ...]],
     paths: Mapping[str, tuple[str | int, ...]],
 ) -> tuple[list[WriteTask], MetadataHead]:
-    """Decides who writes what: every piece once, replicas spread so that all ranks write about as
-    much.
+    """Decides which rank writes which shard.
+
+    Each shard is written once. Replicas are spread so that all ranks write about as many bytes.
 
     Args:
-        offers: per rank.
-        objects: per rank, names of the objects that it writes.
-        paths: keys on the way to every name.
+        offers: the shards of each rank.
+        objects: per rank, the names of the objects that it writes.
+        paths: the path of keys to every name.
 
     Returns:
-        Per rank its task; and what rank 0 needs to commit.
+        The task of each rank, and the metadata that rank 0 needs to commit.
 
     Raises:
-        PlanError, CatalogError: ranks disagree about a tensor, or the pieces do not make it whole.
+        PlanError, CatalogError: ranks disagree about a tensor, or the shards do not cover it.
     """
     first: dict[str, tuple[ShardInfo, int]] = {}
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
@@ -200,7 +205,7 @@ def assign(
                     f" {known.dtype} {list(known.shape)}, rank {rank} has {offer.dtype}"
                     f" {list(offer.shape)}"
                 )
-            # DCP keeps one chunk per offset: of several empty ones the first
+            # DCP keeps one chunk per offset: of several empty ones, the first
             key = (offer.fqn, offer.box.offsets)
             if boxes.setdefault(key, offer.box).numel < offer.box.numel:
                 boxes[key], holders[key] = offer.box, []
@@ -263,9 +268,7 @@ def _head(
     first: Mapping[str, ShardInfo],
     aliases: Mapping[str, str],
 ) -> MetadataHead:
-    """Lays every rank's file out, proves that the pieces make every tensor whole, and renders the
-    metadata.
-    """
+    """Plans every rank's file, checks that the shards cover each tensor, and renders the metadata."""
     placed: dict[str, list[tuple[Box, ItemLocation]]] = {fqn: [] for fqn in first}
     sizes: dict[str, int] = {}
     for rank, (mine, task) in enumerate(zip(offers, tasks, strict=True)):
@@ -302,7 +305,7 @@ def _head(
 def write(
     group: GlooGroup,
     target: Destination,
-    step: int,
+    step: int | None,
     layout: SaveLayout,
     memory: Sequence[memoryview],
     objects: Mapping[str, bytes],
@@ -311,24 +314,25 @@ def write(
     before_commit: Callable[[], None],
     overwrite: bool = False,
 ) -> SaveReport:
-    """Writes one checkpoint and makes it visible; called by all ranks, from the layout that they
-    agreed on.
+    """Writes one checkpoint and makes it visible. All ranks call it with the agreed layout.
 
     Args:
         group: all ranks.
-        target: the checkpoint to be; it must not exist, unless `overwrite`.
-        step: for the manifest.
+        target: the new checkpoint. It must not exist, unless `overwrite`.
+        step: its number, for the manifest.
         layout: from `agree`.
-        memory: the bytes of this rank's pieces, in the order of its task.
+        memory: the bytes of this rank's shards, in the order of its task.
         objects: this rank's objects as archives, in the layout's order.
         jobs: threads on this rank.
-        attempt: id of this try, the same on all ranks.
-        before_commit: called on rank 0 when all is written; what it raises stops the commit.
-        overwrite: replace what is there, once all is written; rank 0's.
+        attempt: id of this attempt, the same on all ranks.
+        before_commit: called on rank 0 when everything is written. If it raises, nothing is
+            committed.
+        overwrite: replace an existing checkpoint once everything is written. Only rank 0's value
+            counts.
 
     Raises:
-        CheckpointError: this rank's error, or PeerError with another's; nothing is then visible at
-            `target`.
+        CheckpointError: this rank failed, or PeerError: another rank did. Then nothing new is
+            visible at `target`.
     """
     what, began = target.url.rpartition("/")[2], time.monotonic()
     notes: list[str] = []

@@ -1,7 +1,9 @@
-"""Of what several ranks need, each byte is read once and sent to whoever needs it.
+"""Reads bytes that several ranks need once, and sends them to these ranks.
 
-For stores that are slower than what is between the ranks. It goes in rounds: while the parts of one
-are sent around the next are being read, so that memory is that of two rounds, whatever is loaded.
+This pays where the store is slower than the network between the ranks. The work goes in rounds: one
+round is sent while the next is read. So it needs the memory of two rounds, whatever the size of the
+load.
+
 Imports torch.
 """
 
@@ -36,12 +38,10 @@ _BUFFERS = range(2)
 
 
 class _RoundSink(FillSink):
-    """Takes what is read into the buffers of two rounds, and lets nobody write into one before it
-    has been sent.
-    """
+    """A sink with the buffers of two rounds. No thread writes into one before it has been sent."""
 
     def __init__(self, rounds: Sequence[int]) -> None:
-        """Takes the bytes of each round."""
+        """Allocates the buffers; `rounds` has the number of bytes of each round."""
         self._left, self._num_free, self._is_over = list(rounds), len(_BUFFERS), False
         self._changed = threading.Condition()
         buffers = [empty_bytes(max(rounds, default=0)) for _ in _BUFFERS]
@@ -73,13 +73,13 @@ class _RoundSink(FillSink):
             raise CheckpointError("another rank failed")
 
     def wait_for(self, number: int, reading: Future[Totals]) -> None:
-        """Waits until a round is in its buffer, or nothing more will come."""
+        """Waits until a round is in its buffer, or the reading has ended."""
         with self._changed:
             while self._left[number] and not reading.done():
                 self._changed.wait(0.02)
 
     def sent(self) -> None:
-        """Gives the buffer of the oldest round free."""
+        """Releases the buffer of the oldest round."""
         with self._changed:
             self._num_free += 1
             self._changed.notify_all()
@@ -92,9 +92,7 @@ class _RoundSink(FillSink):
 
 
 class SharedReadStats(NamedTuple):
-    """What a common reading did on this rank: bytes read, bytes of pieces, bytes from other ranks,
-    chunks proved.
-    """
+    """Counts of a shared read on this rank: bytes read, needed and received, and chunks proved."""
 
     read_nbytes: int
     needed_nbytes: int
@@ -110,13 +108,13 @@ def read_together(
     jobs: int,
     memory_bytes: int,
 ) -> SharedReadStats | None:
-    """Reads this rank's pieces and sends them around; called by all ranks of the group.
+    """Reads this rank's part and sends it to the other ranks. All ranks of the group call it.
 
     Args:
         group: as for `divide`.
         source: the checkpoint.
-        division: who reads what.
-        shards: those of this rank that it does not read alone, by number.
+        division: the part of each rank.
+        shards: the shards that this rank does not read alone, by number.
         jobs, memory_bytes: threads, and the budget of their buffers.
 
     Returns:
@@ -146,7 +144,7 @@ def read_together(
 
 
 class _Reading:
-    """This rank's part of it, in a thread of its own."""
+    """This rank's own reading, in a separate thread."""
 
     def __init__(
         self, group: RankSet, source: Source, division: ReadPlan, jobs: int, memory_bytes: int
@@ -182,7 +180,7 @@ class _Reading:
         )
 
     def get(self, number: int) -> Bytes:
-        """Returns the buffer of a round once it is full; where bytes were wrong, as it is."""
+        """Returns the buffer of a round once it is full, or as it is if bytes were wrong."""
         self.sink.wait_for(number, self._future)
         if self._future.done():
             error = self._future.exception()
@@ -192,18 +190,20 @@ class _Reading:
         return self.sink.buffers[number]
 
     def end(self) -> None:
-        """Waits for the thread, which stops where not everything was read."""
+        """Stops the reading and waits for its thread."""
         self.sink.stop()
         self._thread.shutdown()
 
     @property
     def result(self) -> Totals:
-        """What the reading did."""
+        """Returns the totals of the reading."""
         return self._future.result()
 
     def prove(self) -> int:
-        """Looks whether payloads lie where they were read, and compares checksums, also of what
-        several ranks have read together.
+        """Checks the positions of payloads and compares checksums. Returns the number of proved
+        chunks.
+
+        This includes chunks that several ranks have read together.
         """
         crcs: dict[Extent, int] = {}
         parts: list[RangeCrcs] = []
@@ -227,7 +227,7 @@ class _Reading:
 
 
 def _entries(areas: Iterable[SharedArea]) -> list[TensorEntry]:
-    """Returns the tensors of some areas with the chunks of these only."""
+    """Returns the tensors of some areas, with only the chunks of these areas."""
     chunks: dict[str, dict[Chunk, None]] = {}
     entries = {}
     for area in areas:
@@ -237,7 +237,7 @@ def _entries(areas: Iterable[SharedArea]) -> list[TensorEntry]:
 
 
 def _plan(pieces: Sequence[RoundRead], file: str) -> Plan:
-    """Plans the reading of a round's pieces into a file of that name."""
+    """Returns the plan that reads a round's boxes into a file of that name."""
     slots: dict[str, list[Slot]] = {}
     for piece in pieces:
         slots.setdefault(piece.area.entry.fqn, []).append(Slot(piece.box, file, piece.start))
@@ -253,7 +253,7 @@ def _plan(pieces: Sequence[RoundRead], file: str) -> Plan:
 
 
 class _Room:
-    """Where the elements of a shard go."""
+    """The memory of one shard."""
 
     def __init__(self, shard: Shard) -> None:
         self.box, self._tensor, self._itemsize = shard.box, shard.tensor, shard.dtype.itemsize
@@ -261,13 +261,11 @@ class _Room:
         self._memory = None if memory is None else np.frombuffer(memory, np.uint8)
 
     def flat(self, box: Box) -> Bytes | None:
-        """Returns the memory of the elements of `box` where it is the host's and they lie
-        together.
-        """
+        """Returns the memory of the elements of `box` if it is contiguous host memory, else None."""
         return None if self._memory is None else _flat(self._memory, self.box, box, self._itemsize)
 
     def take(self, data: Bytes, frame: Box, box: Box) -> None:
-        """Copies the elements of `box` from those of `frame`, a row-major buffer."""
+        """Copies the elements of `box` out of `data`, the row-major elements of `frame`."""
         if self._memory is not None:
             start = flat_start(box.within(frame), frame.sizes) * self._itemsize
             scatter(
@@ -291,9 +289,7 @@ class _Room:
 
 
 def _send_around(group: RankSet, pieces: Round, buffer: Bytes, rooms: Mapping[int, _Room]) -> int:
-    """Brings the parts of a round's pieces to those that need them; returns the bytes that came
-    from other ranks.
-    """
+    """Sends a round's bytes to the ranks that need them; returns the number of bytes received."""
     sends: list[tuple[int, int, torch.Tensor]] = []
     receives: list[tuple[int, int, torch.Tensor]] = []
     packed: list[tuple[Bytes, Box, _Room]] = []
@@ -323,7 +319,10 @@ def _send_around(group: RankSet, pieces: Round, buffer: Bytes, rooms: Mapping[in
 
 
 def _parts(pieces: Round) -> Iterator[tuple[int, RoundRead, WantedBox, Box]]:
-    """Yields who reads it, the piece, who needs of it, and what; in the same order on all ranks."""
+    """Yields the reader, its read, the rank that needs a part of it, and the part's box.
+
+    The order is the same on all ranks.
+    """
     for reader, own in enumerate(pieces):
         for piece in own:
             for wanted in piece.area.wanted:
@@ -333,7 +332,7 @@ def _parts(pieces: Round) -> Iterator[tuple[int, RoundRead, WantedBox, Box]]:
 
 
 def _packed(data: Bytes, frame: Box, box: Box, itemsize: int) -> Bytes:
-    """Returns the elements of `box` within `frame`, a row-major buffer, one behind another."""
+    """Returns the elements of `box` within `frame`, a row-major buffer, packed together."""
     part = _flat(data, frame, box, itemsize)
     if part is None:
         part = empty_bytes(box.numel * itemsize)
@@ -342,6 +341,6 @@ def _packed(data: Bytes, frame: Box, box: Box, itemsize: int) -> Bytes:
 
 
 def _flat(data: Bytes, frame: Box, box: Box, itemsize: int) -> Bytes | None:
-    """Returns the elements of `box` within `frame`, a row-major buffer, where they lie together."""
+    """Returns the elements of `box` within `frame`, a row-major buffer; None if not contiguous."""
     span = flat_span(box, frame)
     return None if span is None else data[span[0] * itemsize : span[1] * itemsize]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.catalog import Catalog, key_path, nbytes_by_file
@@ -60,13 +60,13 @@ class Report:
     format: str
     world_size: int | None
     extras: Mapping[str, str]
-    catalog: Catalog
+    catalog: Catalog = field(repr=False)
     total: Total
     by_dtype: Mapping[str, Total]
-    by_key: Mapping[str, Total]
-    optimizer_states: Mapping[str, Total]
-    files: Sequence[FileReport]
-    traffic: Traffic | None = None
+    by_key: Mapping[str, Total] = field(repr=False)
+    optimizer_states: Mapping[str, Total] = field(repr=False)
+    files: Sequence[FileReport] = field(repr=False)
+    traffic: Traffic | None = field(default=None, repr=False)
 
 
 _SHOWN = 12

@@ -8,7 +8,7 @@ import datetime as dt
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from ckpt_tools.core.box import whole
@@ -62,9 +62,9 @@ class Manifest:
     format: str
     source: Mapping[str, Any]
     world_size: int | None
-    files: Mapping[str, SealedFile]
+    files: Mapping[str, SealedFile] = field(repr=False)
     index: tuple[str, SealedFile] | None
-    tensors: Mapping[str, SealedTensor]
+    tensors: Mapping[str, SealedTensor] = field(repr=False)
     step: int | None = None
 
     @classmethod

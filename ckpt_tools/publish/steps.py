@@ -42,7 +42,7 @@ class Step:
     number: int
     path: Path | str
     nbytes: int
-    manifest: Manifest | None
+    manifest: Manifest | None = field(repr=False)
     problem: str
     store: Store | None = field(default=None, compare=False, repr=False)
     superseded_by: str = ""

@@ -43,7 +43,7 @@ def save_for_ever(root: str, asynchronous: bool, out: int) -> None:
     """The job: tells where it resumed, then every step that it was promised."""
     with CheckpointManager(root, keep_last=2, asynchronous=asynchronous) as checkpoints:
         values = state(0)
-        step = checkpoints.resume({"model": values})
+        step = checkpoints.resume({"model": values}) or 0
         os.write(out, b"r%d\n" % step if is_uniform(values, step) else b"wrong\n")
         while True:
             step += 1

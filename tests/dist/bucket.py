@@ -23,7 +23,7 @@ def main():
         model.register_parameter(name, nn.Parameter(value))
     state = {"model": model, "step": 0}
     with CheckpointManager(root, keep_last=2, mirror=mirror) as checkpoints:
-        first = checkpoints.resume(state)
+        first = checkpoints.resume(state) or 0
         right = state["step"] == first and all(torch.equal(p, contents(first)[n]) for n, p in model.named_parameters())
         print("resumed", first, right, flush=True)
         for step in range(first + 1, 10_000):

@@ -158,7 +158,7 @@ def save(root, case):
     model, optimizers, state = make_state(case)
     random.seed(dist.get_rank()), np.random.seed(dist.get_rank()), torch.manual_seed(100 + dist.get_rank())
     with CheckpointManager(run_of(root, case), timeout_s=60) as checkpoints:
-        assert checkpoints.resume(state) == 0
+        assert checkpoints.resume(state) is None
         train(model, optimizers, 1)
         checkpoints.save(1, state, asynchronous=False)
         train(model, optimizers, 1)

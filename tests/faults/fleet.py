@@ -99,7 +99,7 @@ def loop(
     with CheckpointManager(
         root, **{"keep_last": 2, "timeout_s": 20, "handle_signals": False} | options
     ) as checkpoints:
-        first = checkpoints.resume(state)
+        first = checkpoints.resume(state) or 0
         assert state["step"] == first
         if first:
             assert_holds(model, first)

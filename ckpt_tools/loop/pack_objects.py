@@ -1,0 +1,33 @@
+"""Packs the values of a state that are not tensors, before a save.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.loop.archives import check_value, pack
+from ckpt_tools.loop.restore import state_of_rank
+from ckpt_tools.loop.state_dict import ExportedState, name_of_rank
+
+
+def pack_objects(
+    exported: ExportedState, rank: int
+) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
+    """Returns the objects that this rank writes, as archives, and the keys of each of its entries.
+
+    Rank 0 writes the values that all ranks have. Each rank writes its own `PerRank` values.
+
+    Raises:
+        PlanError: a value has a type that cannot be saved. Every rank finds this in its own state.
+    """
+    found = {name: (value, exported.paths[name]) for name, value in exported.objects.items()}
+    if rank:
+        for value, path in found.values():
+            check_value(value, path)
+        found = {}
+    for name, (wrapper, path) in exported.per_rank.items():
+        value = state_of_rank(wrapper.value, path)
+        found[name_of_rank(name, rank)] = (value, (*path, f"rank_{rank}"))
+    paths = {name: exported.paths[name] for name in exported.tensors}
+    paths |= {name: path for name, (_, path) in found.items()}
+    return {name: pack(value, path) for name, (value, path) in found.items()}, paths

@@ -1,0 +1,182 @@
+"""Reads single tensors, or slices of them, from any checkpoint.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from ckpt_tools.core.box import Box, whole
+from ckpt_tools.core.catalog import TensorEntry
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
+from ckpt_tools.errors import IntegrityError, PlanError, printable
+from ckpt_tools.formats.registry import Source, open_source
+from ckpt_tools.loop.load import LoadReport, fill
+from ckpt_tools.loop.shards import Shard, as_bytes
+from ckpt_tools.publish.manifest import of_source
+
+_JOBS = 4
+
+
+class StoredTensor:
+    """A tensor in a checkpoint, which is read when it is asked for.
+
+    `tensor[2:5, 0]` reads a part of it, `torch()` and `numpy()` all of it.
+
+    Attributes:
+        name: its name in the checkpoint.
+        shape: its global shape.
+        dtype: the name of its element type, such as `bfloat16`.
+        nbytes: bytes of all elements.
+    """
+
+    def __init__(self, reader: Checkpoint, entry: TensorEntry) -> None:
+        self._reader, self._entry = reader, entry
+        self.name, self.shape, self.dtype = entry.fqn, entry.shape, entry.dtype.name
+        self.nbytes = whole(entry.shape).numel * entry.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({printable(self.name)!r}, {self.dtype}, {list(self.shape)})"
+
+    def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> torch.Tensor:
+        """Reads a part of the tensor: only the bytes that it needs.
+
+        Args:
+            key: for each leading dim an index or a slice of step 1.
+
+        Raises:
+            IndexError: it does not fit the shape.
+            IntegrityError: a chunk that was read in full is damaged.
+        """
+        keys = key if isinstance(key, tuple) else (key,)
+        if len(keys) > len(self.shape):
+            raise IndexError(f"{len(keys)} indices for a tensor of {len(self.shape)} dims")
+        keys = (*keys, *(slice(None) for _ in self.shape[len(keys) :]))
+        ranges = [_range(k, size) for k, size in zip(keys, self.shape, strict=True)]
+        box = Box(tuple(r.start for r in ranges), tuple(len(r) for r in ranges))
+        sizes = [len(r) for k, r in zip(keys, ranges, strict=True) if isinstance(k, slice)]
+        return self._reader._read(self._entry, box).reshape(sizes)
+
+    def torch(self) -> torch.Tensor:
+        """Reads the whole tensor. A sealed one is compared with its fingerprint.
+
+        Raises:
+            IntegrityError: it is damaged.
+        """
+        value = self._reader._read(self._entry, whole(self.shape))
+        self._reader._prove(self._entry, value)
+        return value
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Reads the whole tensor as an array.
+
+        Raises:
+            PlanError: NumPy has no such element type.
+        """
+        try:
+            return self.torch().numpy()
+        except TypeError as error:
+            raise PlanError(
+                f"NumPy has no {self.dtype}: {printable(self.name)!r}",
+                hint="read it with torch(), and cast it: tensor.torch().float().numpy()",
+            ) from error
+
+
+class Checkpoint(Mapping[str, StoredTensor]):
+    """An opened checkpoint: its tensors by name. Nothing but metadata is read until you ask.
+
+    Use it in a `with` block, or call `close()`.
+
+    Attributes:
+        path: path or URL.
+        format: name of its format.
+        world_size: number of ranks that saved it, None where the format does not say.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._sealed = source, of_source(source)
+        self.path, self.format = source.path, source.catalog.format
+        self.world_size = source.catalog.world_size
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({printable(self.path)!r}, {self.format}, {len(self)} tensors)"
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return StoredTensor(self, self._source.catalog.tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.catalog.tensors)
+
+    def __len__(self) -> int:
+        return len(self._source.catalog.tensors)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes its files and connections."""
+        self._source.store.close()
+
+    def _read(self, entry: TensorEntry, box: Box) -> torch.Tensor:
+        tensor = torch.empty(box.sizes, dtype=getattr(torch, entry.dtype.name), device="cpu")
+        if box.numel:
+            shard = Shard(entry.fqn, entry.dtype, entry.shape, box, tensor)
+            fill(self._source, [shard], _JOBS, DEFAULT_MEMORY_BYTES, LoadReport(self.path))
+        return tensor
+
+    def _prove(self, entry: TensorEntry, value: torch.Tensor) -> None:
+        sealed = self._sealed.tensors.get(entry.fqn) if self._sealed else None
+        got = hex64(crc64nvme(as_bytes(value) or b""))
+        if sealed is not None and sealed.fingerprint != got:
+            raise IntegrityError(
+                f"a tensor is not what was sealed: expected fingerprint {sealed.fingerprint}, got"
+                f" {got} ({printable(entry.fqn)!r} in {printable(self.path)})",
+                hint="ckpt verify says what is damaged",
+            )
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Opens a checkpoint of any format, to read single tensors or slices of them.
+
+    `ckpt_tools.open` is this function.
+
+    Args:
+        path: a path or a URL, as every verb of `ckpt` takes it.
+        storage_options: of the object store, as fsspec takes them.
+
+    Raises:
+        NotACheckpointError: there is none.
+        FormatError: its metadata is malformed.
+        CatalogError: it has holes, overlaps, or files that are missing or short.
+    """
+    return Checkpoint(open_source(path, storage_options))
+
+
+def _range(key: int | slice, size: int) -> range:
+    """Returns the elements of one dim that an index or a slice means."""
+    if isinstance(key, slice):
+        start, stop, step = key.indices(size)
+        if step != 1:
+            raise IndexError("only slices of step 1 are read")
+        return range(start, max(start, stop))
+    if not -size <= key < size:
+        raise IndexError(f"index {key} is out of range for a dim of {size}")
+    return range(key % size, key % size + 1)

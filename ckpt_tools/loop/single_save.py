@@ -1,0 +1,82 @@
+"""Saves one checkpoint at a path, without a run and without a manager.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt_tools.loop.archives import ReadBack
+from ckpt_tools.loop.pack_objects import pack_objects
+from ckpt_tools.loop.save import SaveReport, agree, offers_of, write
+from ckpt_tools.loop.shards import Stage, local_shards
+from ckpt_tools.loop.state_dict import export
+from ckpt_tools.publish.base import open_destination
+from ckpt_tools.publish.steps import number_in
+from ckpt_tools.ranks.gloo import GlooGroup
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    jobs: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout_s: float = 600.0,
+) -> SaveReport:
+    """Saves a state as one checkpoint, and returns when it is durable.
+
+    All ranks call it with the same arguments. The checkpoint appears in one step once it is
+    complete. `ckpt_tools.load(path, state)` and stock `dcp.load` read it.
+
+    Args:
+        path: a new directory that all ranks share, or a URL such as `s3://bucket/checkpoint`.
+        state: modules, optimizers, other objects with `state_dict`, tensors and plain values by
+            name, as `CheckpointManager.save` takes them.
+        overwrite: replace a checkpoint at that path, once the new one is complete.
+        jobs: threads of this rank; the processors of the machine, at most 4, where None.
+        storage_options: of the object store, as fsspec takes them.
+        process_group: the ranks that save together; all where None. One process where
+            torch.distributed is not initialised.
+        timeout_s: how long ranks wait for each other before the missing one is named.
+
+    Raises:
+        PlanError: the state has something that no load could restore.
+        StorageError: something is there already, or it cannot be written.
+        PeerError: another rank failed; nothing is visible then.
+    """
+    group = GlooGroup(timeout_s, process_group)
+    try:
+        group.meet("save", f"save({os.fspath(path)!r}{', overwrite=True' * overwrite})")
+        with torch.no_grad():
+            with group.phase("collect the state"):
+                exported = export(state)
+                shards = local_shards(exported.tensors)
+                objects, paths = pack_objects(exported, group.rank)
+                ReadBack().check(objects)
+            values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
+            layout = agree(group, None, offers_of(shards), tuple(objects), values, paths)
+            with group.phase("copy the state"):
+                memory = Stage().live([shards[i].tensor for i in layout.task.offers])
+        target = open_destination(path, storage_options)
+        step = number_in(target.url.rstrip("/").rpartition("/")[2])
+        attempt = group.broadcast(str(uuid.uuid4()), "begin")
+        num_jobs = jobs or min(4, os.cpu_count() or 1)
+        return write(
+            group, target, step, layout, memory, objects, num_jobs, attempt, _nothing, overwrite
+        )
+    finally:
+        group.close()
+
+
+def _nothing() -> None:
+    """Stands in for the check of a run's lock: a single checkpoint has none."""
