@@ -198,7 +198,7 @@ def test_a_copy_that_is_interrupted_goes_on_where_it_was(tmp_path: Path) -> None
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     if process.returncode:  # else it was too quick
-        assert process.returncode == 130 and "the same command goes on from there" in error, error
+        assert process.returncode == 130 and "the same command continues from there" in error, error
         assert not (tmp_path / "to" / "new").exists() and list((tmp_path / "to").glob(".tmp.new.*"))
         again = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert again.returncode == 0 and "kept_nbytes" in again.stdout, again.stderr

@@ -77,15 +77,15 @@ def test_merge_and_reshard_read_a_bucket_as_they_read_a_disk(
 def test_a_team_reads_a_bucket_too(server: Server, uploaded: Path, tmp_path: Path) -> None:
     ckpt_tools.reshard(uploaded, tmp_path / "one", to_ranks=3)
     command = torchrun_command(
-        2, "-m", "ckpt_tools", "reshard", URL, tmp_path / "team", "--to", 3, *storage_words(server)
+        2, "-m", "ckpt_tools", "reshard", URL, tmp_path / "group", "--to", 3, *storage_words(server)
     )
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=180, cwd=Path(__file__).parents[1]
     )
     assert done.returncode == 0, done.stderr
     assert (
-        ckpt_tools.verify(tmp_path / "team").problems == []
-        and ckpt_tools.diff(tmp_path / "one", tmp_path / "team").is_same
+        ckpt_tools.verify(tmp_path / "group").problems == []
+        and ckpt_tools.diff(tmp_path / "one", tmp_path / "group").is_same
     )
 
 

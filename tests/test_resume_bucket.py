@@ -152,7 +152,7 @@ def test_a_team_goes_on_with_what_another_number_of_processes_has_begun(
     server: Server, source: Path
 ) -> None:
     real(server)
-    fs, bucket = server.bucket("resume-team"), "resume-team"
+    fs, bucket = server.bucket("resume-group"), "resume-group"
     words = command("reshard", source / "src", f"s3://{bucket}/four", server, "--to", "4", size=3)
     interrupt(words, fs, bucket, 4 * PART, member=1)
     before = listed(fs, bucket)
@@ -183,7 +183,7 @@ def test_a_part_that_is_not_what_it_should_be_is_sent_again(server: Server, sour
         "merge", source / "src", f"s3://{bucket}/out.safetensors", server, "--jobs", "1"
     )
     errors = interrupt(words, fs, bucket, 4 * PART, signal.SIGINT)
-    assert "the same command goes on from there" in errors
+    assert "the same command continues from there" in errors
     data = (source / "one.safetensors").read_bytes()
     ((key, upload_id), before), *none = parts(fs, bucket, data).items()
     assert before >= 3 * PART and not none

@@ -45,7 +45,7 @@ STATE = {
 }
 
 
-def team(size: int, *words: object, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+def group(size: int, *words: object, timeout: float = 180) -> subprocess.CompletedProcess[str]:
     """Runs `ckpt` as so many processes."""
     return subprocess.run(
         torchrun_command(size, "-m", "ckpt_tools", *words),
@@ -59,7 +59,7 @@ def team(size: int, *words: object, timeout: float = 180) -> subprocess.Complete
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What three ranks have saved, without a manifest."""
-    path = tmp_path_factory.mktemp("team")
+    path = tmp_path_factory.mktemp("group")
     dcp.save(STATE, checkpoint_id=path / "one", no_dist=True)
     ckpt_tools.reshard(path / "one", path / "three", to_ranks=3)
     for manifest in (path / "three").glob("ckpt.manifest.*"):
@@ -70,11 +70,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("size", [2, 3, 5] if LONG else [3])
 def test_a_team_writes_what_one_process_writes(size: int, source: Path, tmp_path: Path) -> None:
     ckpt_tools.merge(source / "three", tmp_path / "one.safetensors", dtype="bf16")
-    done = team(
+    done = group(
         size,
         "merge",
         source / "three",
-        tmp_path / "team.safetensors",
+        tmp_path / "group.safetensors",
         "--dtype",
         "bf16",
         "--memory",
@@ -82,17 +82,17 @@ def test_a_team_writes_what_one_process_writes(size: int, source: Path, tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote ") == 1
-    assert (tmp_path / "team.safetensors").read_bytes() == (
+    assert (tmp_path / "group.safetensors").read_bytes() == (
         tmp_path / "one.safetensors"
     ).read_bytes()
-    assert ckpt_tools.verify(tmp_path / "team.safetensors").problems == []
+    assert ckpt_tools.verify(tmp_path / "group.safetensors").problems == []
     others = (
         ("reshard", "--to", "4"),
         ("convert", "--to", "dcp", "--ranks", "2"),
         ("merge", "--max-shard-size", "1MB"),
     )
     for words in others if LONG else others[:1]:
-        done = team(size, words[0], source / "three", tmp_path / words[0], *words[1:])
+        done = group(size, words[0], source / "three", tmp_path / words[0], *words[1:])
         assert done.returncode == 0, done.stderr
         assert ckpt_tools.verify(tmp_path / words[0]).problems == []
         if words[0] != "merge":
@@ -145,7 +145,7 @@ def test_damage_in_what_no_member_reads_in_full_is_found(tmp_path: Path) -> None
             byte = file.read(1)
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte[0] ^ 4]))
-        done = team(2, "merge", tmp_path / "src", tmp_path / "out.safetensors")
+        done = group(2, "merge", tmp_path / "src", tmp_path / "out.safetensors")
         assert done.returncode and "bytes were damaged since they were written" in done.stderr, (
             done.stderr
         )
@@ -153,7 +153,7 @@ def test_damage_in_what_no_member_reads_in_full_is_found(tmp_path: Path) -> None
         with (tmp_path / "src" / big.file).open("r+b") as file:
             file.seek(big.start + place)
             file.write(byte)
-    assert team(2, "merge", tmp_path / "src", tmp_path / "out.safetensors").returncode == 0
+    assert group(2, "merge", tmp_path / "src", tmp_path / "out.safetensors").returncode == 0
     assert torch.equal(
         load_file(tmp_path / "out.safetensors")["w"], torch.load(tmp_path / "w.pt")["w"]
     )
@@ -199,10 +199,10 @@ def test_members_that_see_different_sources_refuse(source: Path, tmp_path: Path)
 
 def test_an_error_of_one_member_ends_all_and_is_told(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out.safetensors").write_bytes(b"x")
-    done = team(2, "merge", source / "three", tmp_path / "out.safetensors")
+    done = group(2, "merge", source / "three", tmp_path / "out.safetensors")
     assert done.returncode and "the destination exists" in done.stderr
     assert (tmp_path / "out.safetensors").read_bytes() == b"x"
-    done = team(2, "inspect", source / "three")
+    done = group(2, "inspect", source / "three")
     assert done.returncode and "inspect is work for one process" in done.stderr
 
 
@@ -211,7 +211,7 @@ def test_a_team_verifies(is_sealed: bool, tmp_path: Path) -> None:
     dcp.save(STATE, checkpoint_id=tmp_path / "src", no_dist=True)
     if is_sealed:
         ckpt_tools.seal(tmp_path / "src")
-    done = team(3, "verify", tmp_path / "src", "--deep")
+    done = group(3, "verify", tmp_path / "src", "--deep")
     assert done.returncode == 0 and done.stdout.count("src: ") == 1, done.stderr
     found = ckpt_tools.verify(tmp_path / "src", deep=True).findings
     assert (
@@ -223,7 +223,7 @@ def test_a_team_verifies(is_sealed: bool, tmp_path: Path) -> None:
     data = bytearray((tmp_path / "src" / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "src" / "__0_0.distcp").write_bytes(data)
-    done = team(3, "verify", tmp_path / "src", "--json")
+    done = group(3, "verify", tmp_path / "src", "--json")
     found = json.loads(done.stdout)
     alone = ckpt_tools.verify(tmp_path / "src")
     assert (
@@ -241,8 +241,8 @@ def test_a_team_compares(source: Path, tmp_path: Path) -> None:
     other[-1, -1] = float("nan")
     state["model"]["layers.3.w"] = other
     dcp.save(state, checkpoint_id=tmp_path / "b", no_dist=True)
-    assert team(3, "diff", tmp_path / "a", source / "three", "--memory", "1MiB").returncode == 0
-    done = team(3, "diff", tmp_path / "a", tmp_path / "b", "--memory", "1MiB", "--json")
+    assert group(3, "diff", tmp_path / "a", source / "three", "--memory", "1MiB").returncode == 0
+    done = group(3, "diff", tmp_path / "a", tmp_path / "b", "--memory", "1MiB", "--json")
     found, alone = json.loads(done.stdout), ckpt_tools.diff(tmp_path / "a", tmp_path / "b")
     (theirs,), (mine,) = found["differences"], alone.differences
     assert (
@@ -254,15 +254,15 @@ def test_a_team_compares(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_team_copies(source: Path, tmp_path: Path) -> None:
-    done = team(3, "copy", source / "three", tmp_path / "out")
+    done = group(3, "copy", source / "three", tmp_path / "out")
     assert done.returncode == 0 and done.stdout.count("copied ") == 1, done.stderr
     for path in (source / "three").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-    done = team(2, "copy", source / "three", tmp_path / "out")
+    done = group(2, "copy", source / "three", tmp_path / "out")
     assert done.returncode == 0 and "it is there already" in done.stdout
     data = next((tmp_path / "out").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1] + b"x")
-    done = team(2, "copy", source / "three", tmp_path / "out")
+    done = group(2, "copy", source / "three", tmp_path / "out")
     assert done.returncode and "the destination exists" in done.stderr
 
 
@@ -291,7 +291,7 @@ def test_a_member_that_is_killed_leaves_nothing_and_the_next_run_completes(
         member=victim % 2,
     )
     assert job.returncode and not (tmp_path / "out").exists(), job.stderr
-    done = team(2, "reshard", tmp_path / "src.pt", tmp_path / "out", "--to", "4")
+    done = group(2, "reshard", tmp_path / "src.pt", tmp_path / "out", "--to", "4")
     assert done.returncode == 0, done.stderr
     assert ckpt_tools.diff(tmp_path / "src.pt", tmp_path / "out").is_same and not list(
         tmp_path.glob(".tmp.*")
@@ -303,9 +303,9 @@ def test_two_hosts_share_a_directory(source: Path, tmp_path: Path) -> None:
     with network() as net:
         if net is None:
             pytest.skip("network namespaces cannot be made here")
-        outputs = ended(two_by_two(net, "merge", source / "three", tmp_path / "team.safetensors"))
+        outputs = ended(two_by_two(net, "merge", source / "three", tmp_path / "group.safetensors"))
     assert sum(out.count("wrote ") for out, _ in outputs) == 1
-    assert (tmp_path / "team.safetensors").read_bytes() == (
+    assert (tmp_path / "group.safetensors").read_bytes() == (
         tmp_path / "one.safetensors"
     ).read_bytes()
 

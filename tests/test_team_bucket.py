@@ -26,7 +26,7 @@ from tests.jobs import LONG, interrupt, torchrun_command
 from tests.servers.hosts import ended, network, reachable, two_by_two
 from tests.servers.servers import Server, storage_words
 from tests.test_bucket import real
-from tests.test_team import team
+from tests.test_team import group
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +58,16 @@ def test_a_team_writes_into_a_bucket_what_one_process_writes(
     size: int, server: Server, source: Path
 ) -> None:
     real(server)
-    fs, at = server.bucket(f"team{size}"), f"s3://team{size}"
-    done = team(size, "merge", source / "src", f"{at}/out.safetensors", *storage_words(server))
+    fs, at = server.bucket(f"group{size}"), f"s3://group{size}"
+    done = group(size, "merge", source / "src", f"{at}/out.safetensors", *storage_words(server))
     assert done.returncode == 0 and done.stdout.count("wrote ") == 1, done.stderr
     fs.invalidate_cache()
-    assert fs.cat(f"team{size}/out.safetensors") == (source / "one.safetensors").read_bytes()
+    assert fs.cat(f"group{size}/out.safetensors") == (source / "one.safetensors").read_bytes()
     for verb, *options in (
         ("reshard", "--to", "5"),
         ("convert", "--to", "hf", "--max-shard-size", "21MB"),
     )[: 2 if LONG else 1]:
-        done = team(size, verb, source / "src", f"{at}/{verb}", *options, *storage_words(server))
+        done = group(size, verb, source / "src", f"{at}/{verb}", *options, *storage_words(server))
         assert done.returncode == 0, done.stderr
         assert ckpt_tools.verify(f"{at}/{verb}", storage_options=server.options).problems == []
     assert ckpt_tools.diff(source / "src", f"{at}/reshard", storage_options=server.options).is_same
@@ -77,33 +77,33 @@ def test_a_team_writes_into_a_bucket_what_one_process_writes(
             source / "one.safetensors", f"{at}/convert", storage_options=server.options
         ).is_same
     )
-    assert not fs.call_s3("list_multipart_uploads", Bucket=f"team{size}").get("Uploads")
+    assert not fs.call_s3("list_multipart_uploads", Bucket=f"group{size}").get("Uploads")
 
 
 @pytest.mark.skipif(not LONG, reason="three more jobs of processes: CKPT_LONG=1")
 def test_from_one_bucket_to_another_and_over_what_is_there(server: Server, source: Path) -> None:
-    fs = server.bucket("team-origin")
-    fs.put(f"{source}/src/", "team-origin/src/", recursive=True)
+    fs = server.bucket("group-origin")
+    fs.put(f"{source}/src/", "group-origin/src/", recursive=True)
     for overwrite in ((), ("--overwrite",)):
-        done = team(
+        done = group(
             2,
             "merge",
-            "s3://team-origin/src",
-            "s3://team-origin/out.safetensors",
+            "s3://group-origin/src",
+            "s3://group-origin/out.safetensors",
             *overwrite,
             *storage_words(server),
         )
         assert done.returncode == 0, done.stderr
-        out = "s3://team-origin/out.safetensors"
+        out = "s3://group-origin/out.safetensors"
         assert ckpt_tools.verify(out, storage_options=server.options).problems == []
         assert ckpt_tools.diff(
             source / "one.safetensors", out, storage_options=server.options
         ).is_same
-    done = team(
+    done = group(
         2,
         "merge",
-        "s3://team-origin/src",
-        "s3://team-origin/out.safetensors",
+        "s3://group-origin/src",
+        "s3://group-origin/out.safetensors",
         *storage_words(server),
     )
     assert done.returncode and "the destination exists" in done.stderr
@@ -114,32 +114,32 @@ def test_a_member_that_is_killed_leaves_nothing_that_is_seen(
 ) -> None:
     real(server)
     shutil.copytree(source / "src", tmp_path / "src")
-    fs = server.bucket("team-killed")
+    fs = server.bucket("group-killed")
     command = torchrun_command(
         3,
         "-m",
         "ckpt_tools",
         "merge",
         tmp_path / "src",
-        "s3://team-killed/out.safetensors",
+        "s3://group-killed/out.safetensors",
         *storage_words(server),
     )
     job = interrupt(
         command,
-        lambda: bool(fs.call_s3("list_multipart_uploads", Bucket="team-killed").get("Uploads")),
+        lambda: bool(fs.call_s3("list_multipart_uploads", Bucket="group-killed").get("Uploads")),
         member=2,
     )
-    assert job.returncode and objects(server, "team-killed") == []
-    done = team(
-        2, "merge", tmp_path / "src", "s3://team-killed/out.safetensors", *storage_words(server)
+    assert job.returncode and objects(server, "group-killed") == []
+    done = group(
+        2, "merge", tmp_path / "src", "s3://group-killed/out.safetensors", *storage_words(server)
     )
     assert done.returncode == 0, done.stderr
-    assert fs.cat("team-killed/out.safetensors") == (source / "one.safetensors").read_bytes()
+    assert fs.cat("group-killed/out.safetensors") == (source / "one.safetensors").read_bytes()
 
 
 def test_two_hosts_write_into_a_bucket(server: Server, source: Path) -> None:
     real(server)
-    fs = server.bucket("team-hosts")
+    fs = server.bucket("group-hosts")
     with network() as net:
         if net is None:
             pytest.skip("network namespaces cannot be made here")
@@ -150,7 +150,7 @@ def test_two_hosts_write_into_a_bucket(server: Server, source: Path) -> None:
                     net,
                     "merge",
                     source / "src",
-                    "s3://team-hosts/out.safetensors",
+                    "s3://group-hosts/out.safetensors",
                     environment=environment,
                 )
             )
@@ -160,7 +160,7 @@ def test_two_hosts_write_into_a_bucket(server: Server, source: Path) -> None:
                         net,
                         "reshard",
                         source / "src",
-                        "s3://team-hosts/four",
+                        "s3://group-hosts/four",
                         "--to",
                         4,
                         environment=environment,
@@ -168,12 +168,12 @@ def test_two_hosts_write_into_a_bucket(server: Server, source: Path) -> None:
                 )
     assert sum(out.count("wrote ") for out, _ in outputs) == 1
     fs.invalidate_cache()
-    assert fs.cat("team-hosts/out.safetensors") == (source / "one.safetensors").read_bytes()
-    assert not fs.call_s3("list_multipart_uploads", Bucket="team-hosts").get("Uploads")
+    assert fs.cat("group-hosts/out.safetensors") == (source / "one.safetensors").read_bytes()
+    assert not fs.call_s3("list_multipart_uploads", Bucket="group-hosts").get("Uploads")
     assert (
         not LONG
         or ckpt_tools.diff(
-            source / "src", "s3://team-hosts/four", storage_options=server.options
+            source / "src", "s3://group-hosts/four", storage_options=server.options
         ).is_same
     )
 
@@ -183,18 +183,18 @@ def test_damage_in_what_no_member_reads_in_full_is_found(
     server: Server, source: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(source / "src", tmp_path / "src")
-    server.bucket("team-damage")
+    server.bucket("group-damage")
     path = max((tmp_path / "src").glob("*.distcp"), key=lambda p: p.stat().st_size)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    done = team(
-        3, "merge", tmp_path / "src", "s3://team-damage/out.safetensors", *storage_words(server)
+    done = group(
+        3, "merge", tmp_path / "src", "s3://group-damage/out.safetensors", *storage_words(server)
     )
     assert (
         done.returncode
         and "damaged since they were written" in done.stderr
-        and objects(server, "team-damage") == []
+        and objects(server, "group-damage") == []
     )
 
 

@@ -1,7 +1,6 @@
-"""The command `ckpt`: parse, call one operation, render. Errors become exit codes here and nowhere
-else.
+"""The command `ckpt`: it parses arguments, calls one operation and renders the result.
 
-Results go to stdout, progress and errors to stderr.
+Only this module turns errors into exit codes. Results go to stdout, progress and errors to stderr.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ EXIT_STATUS = """EXIT STATUS
 
 
 class _Commands(typer.core.TyperGroup):
-    """Tells of Ctrl-C itself; typer ends without a word."""
+    """Prints a message on Ctrl-C, because typer prints none."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()  # here, where an error still has an exit status
+            sys.stdout.flush()  # flush here: an error can still set the exit status
             return result
-        except BrokenPipeError:  # the reader of a pipe has ended: click would end with 1
+        except BrokenPipeError:  # the reader of the pipe has ended; click would exit with 1
             _drop_output()
             raise SystemExit(128 + signal.SIGPIPE) from None
         except KeyboardInterrupt as stop:
@@ -81,11 +80,11 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    suggest_commands=False,  # click does
+    suggest_commands=False,  # click suggests commands itself
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
-        "Look into, prove, compare, merge and reshard PyTorch FSDP checkpoints, at the speed of a"
-        " file copy, without running what they contain."
+        "Inspect, verify, compare, merge and reshard PyTorch FSDP checkpoints at the speed of a"
+        " file copy, without running code from them."
     ),
     epilog=EXIT_STATUS.replace("\n\n", ": ").replace("\n", " "),
 )
@@ -126,15 +125,13 @@ def inspect(
         bool, typer.Option("--tree", help="Show the tree of modules with shapes, dtypes and bytes.")
     ] = False,
     ranks: Annotated[
-        bool, typer.Option("--ranks", help="Show which file, and so which rank, holds which part.")
+        bool, typer.Option("--ranks", help="Show which file, and so which rank, holds which chunk.")
     ] = False,
     storage_option: StorageOption = None,
     shapes: Shapes = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint holds: format, world size, tensors, bytes, objects. Reads metadata
-    only.
-    """
+    """Show format, world size, tensors, bytes and objects of a checkpoint. Reads only metadata."""
     from ckpt_tools.cli import render
     from ckpt_tools.operations.inspect import inspect as run
 
@@ -152,7 +149,7 @@ def merge(
         str,
         typer.Argument(
             metavar="DST",
-            help="The .safetensors file to write; with --max-shard-size a directory.",
+            help="The .safetensors file to write; with --max-shard-size, a directory.",
             show_default=False,
         ),
     ],
@@ -230,9 +227,9 @@ def merge(
     """Join the shards of a model into one safetensors file, ready for inference.
 
     It joins shards; it does not average models. Optimizer, scheduler, dataloader and train state
-    are left out. The key under which the model stands and the prefixes of wrappers (`_orig_mod.`,
-    `_fsdp_wrapped_module.`, `_checkpoint_wrapped_module.`, `module.`) are stripped from the names,
-    and what was stripped is reported.
+    are left out. The key above the model and the prefixes of wrappers (`_orig_mod.`,
+    `_fsdp_wrapped_module.`, `_checkpoint_wrapped_module.`, `module.`) are removed from the names.
+    The report lists what was removed.
     """
     from ckpt_tools.operations.merge_reshard import merge as run
 
@@ -279,7 +276,7 @@ def reshard(
             "--from",
             min=1,
             metavar="N",
-            help="Number of ranks that wrote SRC, to be checked.",
+            help="Check that SRC was written by this number of ranks.",
             show_default=False,
         ),
     ] = None,
@@ -293,17 +290,17 @@ def reshard(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Rewrite a checkpoint as DCP, with the very chunks that a job of another number of ranks would
-    have saved.
+    """Rewrite a checkpoint as DCP, with the chunks that a job of N ranks would save.
 
-    DCP reshards by itself when it loads, so a job can go on without this. Do it when many jobs will
-    load the result, when each rank's load should be one contiguous read, to clean up what a job
-    left, or where a save without collectives (`__{rank}.metadata`) cannot be loaded on another
-    number of ranks at all. Files of `torch.save`, one or one a rank, become DCP by it.
+    DCP also reshards when it loads, so a job can continue without this command. Use it when many
+    jobs will load the result, when each rank should read one contiguous range, or to drop files
+    that a job left. It is necessary if a save without collectives (`__{rank}.metadata`) cannot be
+    loaded on another number of ranks. It also turns `torch.save` files, one in all or one per rank,
+    into DCP.
 
-    A tensor split along one dimension is split again along it, as DTensor's `Shard` does; one split
-    along several (a 2-D mesh) is split along dim 0; a whole one stays whole. What one rank saved is
-    split along dim 0. Objects come along bit for bit.
+    A tensor split along one dimension is split again along it, as DTensor's `Shard` does. A tensor
+    split along several dimensions (a 2-D mesh) is split along dim 0. A whole tensor stays whole. If
+    one rank saved the source, its tensors are split along dim 0. Objects are copied bit for bit.
     """
     from ckpt_tools.operations.merge_reshard import reshard as run
 
@@ -322,7 +319,7 @@ def convert(
         str,
         typer.Argument(
             metavar="DST",
-            help="The directory to write; for safetensors and torch the file.",
+            help="The directory to write; for safetensors and torch, the file.",
             show_default=False,
         ),
     ],
@@ -332,7 +329,7 @@ def convert(
             "--to",
             metavar="LAYOUT",
             help=(
-                "What DST is to be: dcp, safetensors, hf, torch, accelerate, peft,"
+                "Layout of DST: dcp, safetensors, hf, torch, accelerate, peft,"
                 " deepspeed-universal or per-rank."
             ),
             show_default=False,
@@ -345,7 +342,7 @@ def convert(
             min=1,
             max=1_000_000,
             metavar="N",
-            help="For dcp, accelerate and per-rank: ranks to split for; as many as SRC, or 1.",
+            help="For dcp, accelerate and per-rank: ranks to split for; default: as SRC, or 1.",
             show_default=False,
         ),
     ] = None,
@@ -372,7 +369,7 @@ def convert(
         typer.Option(
             "--select",
             metavar="GLOB",
-            help="Only what matches by its name in DST; repeatable.",
+            help="Only entries whose name in DST matches; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -381,7 +378,7 @@ def convert(
         typer.Option(
             "--exclude",
             metavar="GLOB",
-            help="Leave out what matches by its name in DST; repeatable.",
+            help="Leave out entries whose name in DST matches; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -390,7 +387,7 @@ def convert(
         typer.Option(
             "--rename",
             metavar="REGEX=NEW",
-            help="Rename parameters, in the model and in optimizers; repeatable, in order.",
+            help="Rename parameters in the model and in optimizers; repeatable, applied in order.",
             show_default=False,
         ),
     ] = None,
@@ -411,7 +408,7 @@ def convert(
         typer.Option(
             "--set",
             metavar="NAME=N",
-            help="A number that the key map asks for, such as heads=32; repeatable.",
+            help="A number that the key map needs, such as heads=32; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -421,8 +418,8 @@ def convert(
             "--param-order",
             metavar="FILE|model",
             help=(
-                "What the numbers of an optimizer mean: a file with one name per line or a JSON"
-                " list, or `model`: each group has its parameters in the model's order."
+                "Parameters of a numbered optimizer, in order: a file with one name per line or a"
+                " JSON list. Or `model`: each group has the model's order."
             ),
             show_default=False,
         ),
@@ -451,8 +448,8 @@ def convert(
             "--base",
             metavar="DIR",
             help=(
-                "Directory of config, tokenizer and code, which go along for hf; the key map takes"
-                " heads from it."
+                "Directory of the model's config, tokenizer and code. They are copied for hf; the"
+                " key map reads the number of heads there."
             ),
             show_default=False,
         ),
@@ -462,7 +459,7 @@ def convert(
         typer.Option(
             "--mesh",
             metavar="DEVICE:AXIS",
-            help="For per-rank: the mesh of the job that will load it; that of SRC, or cuda:fsdp.",
+            help="For per-rank: mesh of the loading job; default: that of SRC, or cuda:fsdp.",
             show_default=False,
         ),
     ] = None,
@@ -472,7 +469,7 @@ def convert(
             "--max-shard-size",
             parser=size,
             metavar="SIZE",
-            help="For hf: at most this size a shard; 5GB.",
+            help="For hf: largest size of a shard; default: 5GB.",
             show_default=False,
         ),
     ] = None,
@@ -480,7 +477,7 @@ def convert(
         bool,
         typer.Option(
             "--check",
-            help="For hf: load the result with transformers in a process of its own, and compare.",
+            help="For hf: load the result with transformers in a separate process, and compare.",
         ),
     ] = False,
     storage_option: StorageOption = None,
@@ -493,13 +490,14 @@ def convert(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint of any readable format as another one, optimizer state included where both
+    """Write a checkpoint of any readable format in another layout, with optimizer state if both
     have it.
 
-    `dcp` is for dcp.load, torchtitan and CheckpointManager; `hf` is a directory that transformers
-    opens; `torch` one .pt that torch.load opens with weights_only and mmap; `accelerate` the model
-    and optimizer folders of Accelerate; `peft` the LoRA adapter alone; `deepspeed-universal` what
-    DeepSpeed loads with load_universal; `per-rank` a file of DTensors a rank, as verl resumes from.
+    `dcp` is for dcp.load, torchtitan and CheckpointManager. `hf` is a directory that transformers
+    opens. `torch` is one .pt file that torch.load opens with weights_only and mmap. `accelerate`
+    has the model and optimizer folders of Accelerate. `peft` is only the LoRA adapter. DeepSpeed
+    loads `deepspeed-universal` with load_universal. `per-rank` has one file of DTensors per rank,
+    from which verl resumes.
     """
     from ckpt_tools.operations.convert.convert import convert as run
 
@@ -541,8 +539,8 @@ def verify(
         typer.Option(
             "--quick",
             help=(
-                "Read no data: names, sizes, the index, and the checksums that an object store"
-                " keeps."
+                "Read no data: check only names, sizes, the index, and an object store's own"
+                " checksums."
             ),
         ),
     ] = False,
@@ -551,14 +549,14 @@ def verify(
         typer.Option(
             "--deep",
             help=(
-                "Also look at the values: NaN, infinity, nothing but zeros, nothing but one value."
+                "Also scan the values: NaN, infinity, tensors of only zeros or only one value."
             ),
         ),
     ] = False,
     require_manifest: Annotated[
         bool,
         typer.Option(
-            "--require-manifest", help="Exit status 14 where there is no manifest to compare with."
+            "--require-manifest", help="Fail with exit status 14 if there is no manifest."
         ),
     ] = False,
     storage_option: StorageOption = None,
@@ -568,12 +566,13 @@ def verify(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Find out whether a checkpoint is whole, and what of it is not. Exit status 1 where something
-    is wrong.
+    """Find out whether a checkpoint is whole, and what is damaged. Exit status 1 if it is not
+    whole.
 
-    With a manifest: every file, its size and its checksum. Without one: structure, and the CRC-32
-    of every record in `.distcp` files, which torch writes and never compares; bytes of which nobody
-    kept a checksum are said not to be compared. Damage is told by entry, file, byte and rank.
+    With a manifest, it checks size and checksum of every file. Without one, it checks the
+    structure, and the CRC-32 of every record in `.distcp` files, which torch writes but never
+    compares. It lists files with bytes that have no checksum. It reports damage by entry, file,
+    byte and rank.
     """
     from ckpt_tools.cli import findings as verdicts
     from ckpt_tools.operations.verify import verify as run
@@ -596,20 +595,23 @@ def verify(
 @app.command(cls=Command, epilog=app.info.epilog)
 def diff(
     a: Annotated[
-        str, typer.Argument(metavar="A", help="A checkpoint, as SRC elsewhere.", show_default=False)
+        str, typer.Argument(metavar="A", help="A checkpoint: a path or a URL.", show_default=False)
     ],
     b: Annotated[
         str,
         typer.Argument(
             metavar="B",
-            help="Another one; of any format, layout, store and world size.",
+            help="Another checkpoint, of any format, layout, store and world size.",
             show_default=False,
         ),
     ],
     select: Annotated[
         list[str] | None,
         typer.Option(
-            "--select", metavar="GLOB", help="Only what matches; repeatable.", show_default=False
+            "--select",
+            metavar="GLOB",
+            help="Only names that match; repeatable.",
+            show_default=False,
         ),
     ] = None,
     exclude: Annotated[
@@ -617,7 +619,7 @@ def diff(
         typer.Option(
             "--exclude",
             metavar="GLOB",
-            help="Leave out what matches; repeatable.",
+            help="Leave out names that match; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -627,8 +629,8 @@ def diff(
             "--atol",
             min=0.0,
             help=(
-                "Values count as the same where |a - b| <= atol + rtol * |b|; with neither, only"
-                " the same bits do."
+                "Values are equal if |a - b| <= atol + rtol * |b|. With neither option, only equal"
+                " bits are equal."
             ),
         ),
     ] = 0.0,
@@ -636,7 +638,7 @@ def diff(
     read_all: Annotated[
         bool,
         typer.Option(
-            "--read-all", help="Compare bytes even where both manifests have the same fingerprint."
+            "--read-all", help="Compare bytes even if both manifests have the same fingerprint."
         ),
     ] = False,
     storage_option: StorageOption = None,
@@ -646,12 +648,12 @@ def diff(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints: names, shapes, types, then values. Exit status 0 where they are the
-    same, 1 where not, more on trouble.
+    """Compare names, shapes, types and values of two checkpoints. Exit status 0 if equal, 1 if not.
 
-    Of each tensor that differs: how many elements, the first of them, the largest absolute and
-    relative difference, the cosine. Where both manifests have one fingerprint nothing is read.
-    Checkpoints without a common name are compared by the names that merge gives.
+    For each tensor that differs, it shows the number of different elements, the first of them, the
+    largest absolute and relative difference, and the cosine. A tensor with the same fingerprint in
+    both manifests is not read. Checkpoints without a common name are compared by the names of
+    merge. Other exit statuses are errors.
     """
     from ckpt_tools.cli import findings as verdicts
     from ckpt_tools.operations.diff import diff as run
@@ -684,8 +686,9 @@ def seal(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Add a manifest to a checkpoint that has none, once all that can be compared is right. Nothing
-    else is written.
+    """Add a manifest to a checkpoint that has none, if its own checksums are right.
+
+    It writes nothing else.
     """
     from ckpt_tools.cli import findings as verdicts
     from ckpt_tools.operations.seal import seal as run
@@ -717,9 +720,7 @@ def salvage(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Write the tensors and objects of a damaged checkpoint that are whole, and list what is
-    lost.
-    """
+    """Write the undamaged tensors and objects of a damaged checkpoint, and list the lost ones."""
     from ckpt_tools.cli import findings as verdicts
     from ckpt_tools.operations.salvage import salvage as run
 
@@ -742,7 +743,9 @@ def copy_(
     dst: Annotated[
         str,
         typer.Argument(
-            metavar="DST", help="The directory or file to be: a path, or a URL.", show_default=False
+            metavar="DST",
+            help="The directory or file to write: a path or a URL.",
+            show_default=False,
         ),
     ],
     storage_option: StorageOption = None,
@@ -751,7 +754,7 @@ def copy_(
         typer.Option(
             "--to-storage-option",
             metavar="KEY=VALUE",
-            help="Of DST's object store, where it is another than SRC's; repeatable.",
+            help="Options of DST's object store, if it is not SRC's; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -762,11 +765,11 @@ def copy_(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Copy a checkpoint as it is: upload, download, or from store to store.
+    """Copy a checkpoint unchanged: upload, download, or from store to store.
 
-    A second run transfers what is missing or has another checksum; nothing is visible at DST before
-    everything is there. Within one S3 the store copies by itself. A checkpoint that is there is
-    never replaced.
+    A second run transfers only files that are missing or have another checksum. The checkpoint is
+    visible at DST only when it is complete. Within one S3, the store copies on the server. An
+    existing checkpoint is never replaced.
     """
     from ckpt_tools.cli import render
     from ckpt_tools.operations.copy import copy as run
@@ -797,12 +800,12 @@ app.command(cls=Command, epilog=app.info.epilog)(cli_runs.pin)
 
 @contextmanager
 def _kept(is_kept: bool) -> Iterator[None]:
-    """Says of an interrupted command that another run goes on from there, where it does."""
+    """Adds the resume hint to a Ctrl-C message, if finished work is kept."""
     try:
         yield
     except KeyboardInterrupt as stop:
         if is_kept:
-            stop.args = ("what was finished is kept, and the same command goes on from there",)
+            stop.args = ("finished work is kept, and the same command continues from there",)
         raise
 
 
@@ -825,28 +828,28 @@ def _terminated(number: int, frame: Any) -> NoReturn:
 
 
 def _prepare_streams() -> None:
-    """Makes sure that the standard streams are there, and take any text.
+    """Makes sure that the standard streams are open, and accept any text.
 
-    A closed one (`>&-`) leaves its number to the next file that is opened, which messages would
-    then be written into.
+    The next opened file would get the number of a closed stream (`>&-`). Messages would then be
+    written into that file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+            os.open(os.devnull, os.O_RDWR)  # this takes the lowest free number
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # LC_ALL=C knows ASCII only
+            stream.reconfigure(errors="replace")  # LC_ALL=C supports only ASCII
     if not os.environ.get("COLUMNS", "1").isdecimal() or int(os.environ.get("COLUMNS", "1")) < 1:
         del os.environ["COLUMNS"]
 
 
 def _fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
     if kind and "--json" in sys.argv[1:]:
-        with suppress(OSError):  # stdout may be what failed
+        with suppress(OSError):  # stdout itself may have failed
             print(json.dumps({"error": kind, "message": message, "hint": hint, "exit_code": code}))
             sys.stdout.flush()
     red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
@@ -857,24 +860,24 @@ def _fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn
 
 
 def _drop_output() -> None:
-    """Points stdout to nowhere: what is still buffered would fail once more at the exit."""
+    """Points stdout to /dev/null: the flush at exit would fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(may_share: bool = False) -> None:
-    """Runs the command; the one place where errors become exit codes.
+    """Runs the command, and turns errors into exit codes.
 
     Args:
-        may_share: do it together with the other processes that torchrun or srun has started, if one
-            has.
+        may_share: share the work with the other processes of torchrun or srun, if it was started by
+            one.
     """
     signal.signal(signal.SIGTERM, _terminated)
     _prepare_streams()
-    gc.disable()  # a short-lived process that makes no cycles worth collecting
+    gc.disable()  # the process is short-lived, and has no cycles worth collecting
     try:
-        with _team(may_share) as team:
-            app(prog_name="ckpt", obj=team)
+        with _group(may_share) as group:
+            app(prog_name="ckpt", obj=group)
     except CheckpointError as error:
         _fail(str(error), error.hint, error.exit_code, type(error).__name__)
     except OSError as error:
@@ -887,15 +890,15 @@ def main(may_share: bool = False) -> None:
     except KeyboardInterrupt:
         _fail("interrupted", None, 130)
     finally:
-        # what was done is done: the interpreter ends without a word about it
+        # the work is done: a late Ctrl-C must not print a traceback
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _team(may_share: bool) -> AbstractContextManager[Group | None]:
-    """Returns the processes that share the work; none where this one is alone."""
+def _group(may_share: bool) -> AbstractContextManager[Group | None]:
+    """Returns the group of processes that share the work; None if this process is alone."""
     if not may_share or not is_launched(os.environ):
         return nullcontext()
-    from ckpt_tools.ranks.launch import joined  # takes torch
+    from ckpt_tools.ranks.launch import joined  # imports torch
 
     return joined()
 

@@ -1,4 +1,4 @@
-"""How findings look: what is wrong with a checkpoint, and how two of them differ."""
+"""Prints findings: the problems of a checkpoint, and the differences of two."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ _SHOWN = 20
 
 
 def show_verdict(result: VerifyResult, quick: bool = False) -> None:
-    """Prints what a verification found: files, then entries by file and place, then what can still
-    be read.
-    """
+    """Prints a verification's problems: files, entries, and then how much can still be read."""
     of_files = [p for p in result.problems if not p.fqn]
     for problem in of_files:
         print(f"  {problem}")
@@ -156,12 +154,12 @@ def _kind(shape: Sequence[int], dtype: str) -> str:
 
 
 def _module(fqn: str) -> str:
-    """Returns a name with the numbers of layers blotted out."""
+    """Returns a name with `*` for each number, such as that of a layer."""
     return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
 
 
 def _by_module(differences: Sequence[Difference]) -> dict[str, list[Difference]]:
-    """Groups by name, the numbers of layers aside, the worst group first."""
+    """Groups differences by name without layer numbers, the worst group first."""
     groups: dict[str, list[Difference]] = {}
     for found in differences:
         groups.setdefault(_module(found.fqn), []).append(found)
@@ -223,7 +221,7 @@ def _summary(result: DiffResult) -> str:
 
 
 def show_seal(result: SealResult) -> None:
-    """Prints what was sealed."""
+    """Prints the result of a seal."""
     nbytes = size(sum(result.files.values()))
     print(
         f"sealed {style(printable(result.path), BOLD)}: {count(len(result.files), 'file')},"
@@ -237,7 +235,7 @@ def show_seal(result: SealResult) -> None:
 
 
 def show_salvage(result: SalvageResult) -> None:
-    """Prints what was written, and what was lost."""
+    """Prints the written and the lost entries."""
     show_transfer(result.written)
     if result.lost:
         print(f"  {style('lost', RED)}: {count(len(result.lost), 'entry')}")

@@ -1,4 +1,4 @@
-"""What the commands have in common: the types of their options, and what is made of them."""
+"""Common options of the commands, and their conversion to arguments of operations."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ckpt_tools.errors import printable
 from ckpt_tools.storage.base import is_url
 
 if TYPE_CHECKING:
-    from ckpt_tools.transfer.transfer import Options, Reading
+    from ckpt_tools.transfer.options import Options, Reading
 
 
 class Command(typer.core.TyperCommand):
-    """A verb. Each takes `--stats`."""
+    """A verb. Each verb has the option `--stats`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         words = (
-            "Say on stderr how many requests an object store got from this process, and how many"
-            " bytes."
+            "Print on stderr the number of requests and bytes between this process and object"
+            " stores."
         )
         stats = typer.core.TyperOption(
             param_decls=["--stats"],
@@ -44,7 +44,7 @@ class Command(typer.core.TyperCommand):
         self.params.append(stats)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Refuses options of an object store where none is named."""
+        """Refuses options of an object store if no path is in one."""
         paths = [ctx.params.get(name) for name in ("src", "dst", "a", "b", "root", "step")]
         if ctx.params.get("storage_option") and not any(map(is_url, paths)):
             raise typer.BadParameter("no object store is named", param_hint="--storage-option")
@@ -54,7 +54,7 @@ class Command(typer.core.TyperCommand):
 
 
 def _show_stats(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
-    """Has the requests shown once the verb has ended, also if it fails."""
+    """Prints the requests when the verb has ended, also after a failure."""
     if is_wanted and not context.resilient_parsing:
         context.call_on_close(_print_stats)
 
@@ -92,7 +92,7 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
-        help="A checkpoint, or a directory with one below; a path, or a URL such as s3://….",
+        help="A checkpoint, or a directory that contains one; a path or a URL such as s3://….",
         show_default=False,
     ),
 ]
@@ -102,8 +102,8 @@ StorageOption = Annotated[
         "--storage-option",
         metavar="KEY=VALUE",
         help=(
-            "Of the object store, as fsspec takes them, such as `endpoint_url=…`; repeatable."
-            " Secrets belong into its own files or the environment, not here."
+            "Option of the object store, in fsspec's form, such as `endpoint_url=…`; repeatable."
+            " Keep secrets in config files or the environment."
         ),
         show_default=False,
     ),
@@ -114,8 +114,8 @@ Shapes = Annotated[
         "--shapes",
         metavar="FILE",
         help=(
-            "For FSDP1's flat parameters: shapes.json, or a model's config.json, of which"
-            " transformers makes it."
+            "For FSDP1's flat parameters: shapes.json, or a model's config.json, from which"
+            " transformers gets the shapes."
         ),
         show_default=False,
     ),
@@ -137,7 +137,7 @@ Memory = Annotated[
         "--memory",
         parser=size,
         metavar="SIZE",
-        help="Budget of all buffers together, such as 64MiB.",
+        help="Memory for all buffers together, such as 64MiB.",
         show_default="64MiB",
     ),
 ]
@@ -153,8 +153,8 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         help=(
-            "Go on from what an interrupted run of this command has finished, and leave what is"
-            " finished to the next if this is interrupted."
+            "Continue an interrupted run of this command, and keep finished work if this run is"
+            " interrupted."
         ),
     ),
 ]
@@ -165,7 +165,7 @@ Root = Annotated[
     str,
     typer.Argument(
         metavar="ROOT",
-        help="A run, with its step-… directories: a path, or a URL such as s3://….",
+        help="A run: the directory of step-… directories, a path or a URL such as s3://….",
         show_default=False,
     ),
 ]
@@ -190,11 +190,9 @@ def check_dtype(dtype: str | None) -> None:
 
 
 def is_first() -> bool:
-    """Tells whether this is the process that reports; the only one, where several do not share the
-    work.
-    """
-    team = click.get_current_context().obj
-    return team is None or team.rank == 0
+    """Tells whether this process prints the report: rank 0, or the only process."""
+    group = click.get_current_context().obj
+    return group is None or group.rank == 0
 
 
 def reading_options(
@@ -205,13 +203,13 @@ def reading_options(
     shapes: str | None = None,
 ) -> Reading:
     """Returns the options of a command that writes no checkpoint."""
-    team = click.get_current_context().obj
-    if team is not None and jobs is None:
+    group = click.get_current_context().obj
+    if group is not None and jobs is None:
         jobs = max(1, min(8, os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return {
         "jobs": jobs,
         "memory_bytes": memory,
-        "team": team,
+        "group": group,
         "shapes": shapes,
         "storage_options": parse_storage_options(storage_option),
         "progress": bar if is_first() and not quiet else None,
@@ -228,7 +226,7 @@ def make_options(
     resume: bool = False,
     shapes: str | None = None,
 ) -> Options:
-    """Returns the options of a command that writes one."""
+    """Returns the options of a command that writes a checkpoint."""
     return {
         **reading_options(jobs, memory, quiet, storage_option, shapes),
         "overwrite": overwrite,
@@ -238,7 +236,7 @@ def make_options(
 
 
 def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
-    """Parses `key=value` and `table.key=value`; a value is JSON where it can be, else a text."""
+    """Parses `key=value` and `table.key=value`. A value is JSON if possible, else a string."""
     options: dict[str, Any] = {}
     for text in given or ():
         key, equals, value = text.partition("=")
@@ -288,9 +286,7 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def plain(value: Any) -> Any:
-    """Returns a result as JSON has it: tables with names, and None in the place of NaN and
-    infinity.
-    """
+    """Returns a result as JSON values: dicts by field name, and None for NaN and infinity."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

@@ -1,6 +1,6 @@
-"""Results as a person sees them: aligned tables and trees, colours where a terminal has them.
+"""Prints results as aligned tables and trees, with colours on a terminal.
 
-Part of the command line; knows results and nothing of how they came about.
+It depends only on the results, not on the operations' code.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MAX_ROWS = 40
 BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 
 
-_OBJECTS = 20  # named at most
-# what says nothing to a person
+_OBJECTS = 20  # most objects that are named
+# extras that are of no interest to users
 _OWN_NOTES, _MAX_NOTE = ("format", "dcp_version", "checkpoint_id", "save_id"), 200
 
 
 def size(nbytes: int) -> str:
-    """Returns bytes as people write them, in powers of 1000: 1.06 GB."""
+    """Returns a number of bytes for users, in powers of 1000: 1.06 GB."""
     value, unit = float(nbytes), 0
     while value >= 999.5 and unit < 5:
         value, unit = value / 1000, unit + 1
@@ -43,7 +43,7 @@ def size(nbytes: int) -> str:
 
 
 def style(text: str, code: str) -> str:
-    """Returns a text in a colour, or bold, where stdout is a terminal."""
+    """Returns text in a colour or bold, if stdout is a terminal."""
     return f"{code}{text}{_PLAIN}" if sys.stdout.isatty() else text
 
 
@@ -72,7 +72,7 @@ def count(number: int, noun: str) -> str:
 
 
 def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
-    """Prints a report: the summary, then the tree or the ranks where asked for."""
+    """Prints a report: the summary, then the tree or the ranks if requested."""
     world = f", written by {count(report.world_size, 'rank')}" if report.world_size else ""
     print(style(printable(report.path), BOLD))
     total = report.total
@@ -160,7 +160,7 @@ def _bytes_below(node: Any) -> int:
 
 
 def _signature(node: Any) -> object:
-    """Returns what makes two subtrees the same: names, shapes and dtypes below."""
+    """Returns a key that is equal for subtrees with the same names, shapes and dtypes."""
     return (
         tuple((k, _signature(v)) for k, v in node.items())
         if isinstance(node, dict)
@@ -169,9 +169,7 @@ def _signature(node: Any) -> object:
 
 
 def _walk(node: Mapping[str, Any], indent: str, rows: list[tuple[str, str, str, str, str]]) -> None:
-    """Adds a subtree's rows; a run of numbered children that look alike is shown once, with its
-    range.
-    """
+    """Adds a subtree's rows. Equal children with consecutive numbers share one row."""
     names = sorted(
         node,
         key=lambda n: (0, int(n), "") if n.isascii() and n.isdigit() and len(n) < 10 else (1, 0, n),
@@ -253,7 +251,7 @@ def _parts(report: Report) -> Iterator[tuple[str, str, str, str]]:
 
 
 def report_as_json(report: Report) -> dict[str, Any]:
-    """Returns a report as plain values, every tensor with its chunks included."""
+    """Returns a report as plain values, with the chunks of every tensor."""
     catalog = report.catalog
     return {
         "path": report.path,
@@ -289,7 +287,7 @@ def report_as_json(report: Report) -> dict[str, Any]:
 
 
 def show_transfer(result: TransferResult) -> None:
-    """Prints what a transfer did or, after a dry run, would do."""
+    """Prints the result of a transfer, or the plan of a dry run."""
     verb = "would write" if result.is_dry_run else "wrote"
     took = "" if result.is_dry_run else f" in {result.seconds:.2f} s"
     objects = f" and {count(result.num_objects, 'object')}" if result.num_objects else ""
@@ -349,13 +347,13 @@ def _show_plan(result: TransferResult) -> None:
 
 
 def some_names(names: Sequence[str]) -> str:
-    """Returns names on one line, the first of them if they are many."""
+    """Returns names on one line; only the first ones if they are many."""
     more = f" and {len(names) - _OBJECTS} more" if len(names) > _OBJECTS else ""
     return ", ".join(map(printable, names[:_OBJECTS])) + more
 
 
 def show_steps(steps: Sequence[Step]) -> None:
-    """Prints the steps of a run, a line each."""
+    """Prints the steps of a run, one line per step."""
     rows = []
     for step in steps:
         made, ranks = (
@@ -389,9 +387,7 @@ def show_steps(steps: Sequence[Step]) -> None:
 
 
 def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> None:
-    """Prints what a prune removed or, after a dry run, would remove, and what stays for a reason of
-    its own.
-    """
+    """Prints the steps that a prune removed (or would remove), and those that it kept."""
     verb = "would remove" if is_dry_run else "removed"
     for step in result.removed:
         print(f"{verb} {printable(str(step.path))}  {size(step.nbytes)}")
@@ -408,7 +404,7 @@ def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> N
 
 
 def pruned_as_json(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> dict[str, Any]:
-    """Returns what a prune did as plain values."""
+    """Returns the result of a prune as plain values."""
     reasons = {"kept": result.kept, "damaged": result.damaged, "failed": result.failed}
     return {
         "steps": [step_as_json(s) for s in result.removed],
@@ -419,7 +415,7 @@ def pruned_as_json(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -
 
 
 def show_copy(result: CopyResult) -> None:
-    """Prints what a copy did."""
+    """Prints the result of a copy."""
     verb = "would copy" if result.is_dry_run else "copied"
     where, total = printable(result.destination), sum(result.files.values())
     print(f"{verb} {where}: {len(result.files)} files, {size(total)} in {result.seconds:.2f} s")

@@ -1,4 +1,4 @@
-"""The commands about a run, a directory of steps: list them, find the newest, remove old ones."""
+"""The commands for a run: list its steps, find the newest, remove old ones, pin one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ckpt_tools.storage.base import is_url
 
 
 def list_(root: Root, storage_option: StorageOption = None, as_json: Json = False) -> None:
-    """List the steps of a run: size, time, world size, complete or not and why. What has not the
-    name of a step is named last.
+    """List the steps of a run with size, time, world size and state.
+
+    Entries that are not steps come last.
     """
     from ckpt_tools.cli import render
     from ckpt_tools.publish.steps import list_all
@@ -36,14 +37,14 @@ def latest(
     root: Root,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Read every byte, and pass over steps with wrong checksums."),
+        typer.Option("--verify", help="Read every byte, and skip steps with wrong checksums."),
     ] = False,
     storage_option: StorageOption = None,
 ) -> None:
-    """Print the path of the newest complete step: the one that a job would resume from.
+    """Print the path of the newest complete step, from which a job would resume.
 
-    Newer ones that are passed over are named on stderr with the reason. Exit status 10 where there
-    is none.
+    Skipped newer steps are listed on stderr with the reason. Exit status 10 if there is no complete
+    step.
     """
     from ckpt_tools.publish.steps import latest as find
 
@@ -83,8 +84,8 @@ def prune(
             "--grace-hours",
             min=0.0,
             help=(
-                "In an object store: what was never finished goes if it has been silent for so"
-                " long."
+                "In an object store: remove unfinished work without activity for this number of"
+                " hours."
             ),
         ),
     ] = 24.0,
@@ -93,26 +94,25 @@ def prune(
         typer.Option(
             "--verify/--no-verify",
             help=(
-                "Read the steps that are counted; a damaged one is not counted. By default the"
-                " newest is read if it would stay alone."
+                "Read the counted steps, and do not count a damaged one. By default, only the"
+                " newest step is read."
             ),
             show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would go and remove nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
     ] = False,
     storage_option: StorageOption = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Remove old steps of a run, and what dead jobs left half-written: directories, objects without
-    an index, unfinished uploads.
+    """Remove old steps of a run, and unfinished work of dead jobs.
 
-    Never the newest complete step, never one that is incomplete or that another tool wrote, never
-    anything else in ROOT. A step stays, and is named, if it is pinned, if a link in ROOT leads to
-    it, or if it holds files that no save wrote. Exit status 15 where one cannot be removed; the
-    others are.
+    Unfinished work is directories, objects without an index, and uploads. The newest complete step,
+    incomplete steps, steps of other tools, and all other files in ROOT stay. A step also stays, and
+    is listed, if it is pinned, if a link in ROOT leads to it, or if it holds files that no save
+    wrote. Exit status 15 if a step cannot be removed; the others are removed.
     """
     from ckpt_tools.cli import render
     from ckpt_tools.loop.retention import prune as run
@@ -133,15 +133,16 @@ def pin(
     step: Annotated[
         str,
         typer.Argument(
-            help="A step of a run, RUN/step-00000100: a path or a URL.", show_default=False
+            help="A step of a run, such as RUN/step-00000100: a path or a URL.", show_default=False
         ),
     ],
-    remove: Annotated[bool, typer.Option("--remove", help="Let it go again.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the pin.")] = False,
     storage_option: StorageOption = None,
     quiet: Quiet = False,
 ) -> None:
-    """Keep a step for good: neither prune nor the retention of a training removes it. A file
-    ckpt.pin in it says so.
+    """Keep a step for good, with a file ckpt.pin in it.
+
+    Neither prune nor a training's retention removes it.
     """
     from ckpt_tools.loop.retention import pin as run
 

@@ -109,9 +109,9 @@ class Fingerprints:
             return
         self.noted.sizes[tensor.fqn] = whole(tensor.shape).numel * itemsize
 
-    def share(self, team: Group) -> None:
+    def share(self, group: Group) -> None:
         """Merges the notes of all ranks of a group."""
-        found = team.all_gather(self.noted, "gather checksums")
+        found = group.all_gather(self.noted, "gather checksums")
         self.noted = TensorHashes({}, {}, {})
         for noted in found:
             self.absorb(noted)

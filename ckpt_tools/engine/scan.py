@@ -94,9 +94,9 @@ class ScanSink:
             with self._lock:
                 self._seen.setdefault(tile.tensor.fqn, _Seen(first=first)).add(found)
 
-    def share(self, team: Group) -> None:
+    def share(self, group: Group) -> None:
         """Merges the results of all ranks of a group."""
-        found = team.all_gather(self._seen, "gather findings")
+        found = group.all_gather(self._seen, "gather findings")
         self._seen = {}
         for fqn, seen in (item for one in found for item in one.items()):
             self._seen.setdefault(fqn, _Seen(first=seen.first)).add(seen)

@@ -1,5 +1,6 @@
-"""Plain values as `torch.save` archives: `pack` writes them, `unpack` reads them, `ReadBack` proves
-that the one reads the other.
+"""Packs plain values into `torch.save` archives and unpacks them.
+
+`ReadBack` proves that `unpack` reads the archives of `pack`.
 
 Imports torch.
 """
@@ -28,7 +29,7 @@ from ckpt_tools.formats.torch_save import UnreadValues, read_leaves
 from ckpt_tools.loop.objects import Key, Structure, decode, encode
 from ckpt_tools.storage import MemoryStore
 
-_EXPANDED = 64  # an expanded tensor is made whole when it is loaded
+_EXPANDED = 64  # an expanded tensor gets its full size when it is loaded
 
 
 def pack(value: Any, path: Key = ()) -> bytes:
@@ -45,7 +46,7 @@ def pack(value: Any, path: Key = ()) -> bytes:
 def unpack(
     data: bytes, name: str, trust_pickle: bool, tensor: Callable[[str], Any] | None = None
 ) -> Any:
-    """Returns a value from its archive, after its checksums were compared.
+    """Returns a value from its archive, after comparing the checksums.
 
     Args:
         data: the archive.
@@ -54,7 +55,7 @@ def unpack(
         tensor: see `decode`.
 
     Raises:
-        IntegrityError: its bytes were damaged.
+        IntegrityError: the archive is damaged.
         UnsafePickleError: it asks for code, and `trust_pickle` is False.
         FormatError: it is malformed.
     """
@@ -63,7 +64,7 @@ def unpack(
             if any(i.compress_type or i.file_size > len(data) for i in archive.infolist()):
                 raise ValueError("a record is compressed, or longer than the archive")
             damaged = archive.testzip() if any(i.CRC for i in archive.infolist()) else None
-    except Exception as error:  # zipfile has many for bytes that it did not expect
+    except Exception as error:  # zipfile raises many types for unexpected bytes
         raise IntegrityError(
             f"an object's archive is damaged: {printable(str(error) or type(error).__name__)}"
             f" ({printable(name)!r})"
@@ -77,7 +78,7 @@ def unpack(
         _check_archive(data, name)
     try:
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust_pickle)
-    except Exception as error:  # whatever torch's unpickler trips over
+    except Exception as error:  # torch's unpickler may raise any type
         if trust_pickle:
             raise
         lines: Sequence[str] = str(error).splitlines()
@@ -93,11 +94,10 @@ def unpack(
 
 
 def _check_archive(data: bytes, name: str) -> None:
-    """Reads an archive without running anything, before torch does: what it would take more memory
-    for than it has bytes is refused.
+    """Reads an archive without running code, and refuses tensors far larger than the archive.
 
     Raises:
-        FormatError: it is malformed, or asks for lengths that nothing in it has.
+        FormatError: it is malformed, or claims lengths that it does not have.
     """
     for _, value, _ in read_leaves(MemoryStore({name: data}), name, len(data), UnreadValues()):
         if isinstance(value, TensorView) and math.prod(
@@ -110,7 +110,7 @@ def _check_archive(data: bytes, name: str) -> None:
 
 
 def check_value(value: Any, path: Key) -> None:
-    """Refuses what `pack` refuses.
+    """Refuses values that `pack` refuses.
 
     Raises:
         PlanError: its type is not supported; see `encode`.
@@ -125,7 +125,7 @@ def check_loadable(data: bytes, name: str, hint: str | None = None) -> None:
     Args:
         data: the archive.
         name: names the object in messages.
-        hint: what to do; that of the error where None.
+        hint: what the user can do; the error's own hint where None.
 
     Raises:
         PlanError: it could not be loaded.
@@ -140,14 +140,13 @@ def check_loadable(data: bytes, name: str, hint: str | None = None) -> None:
 
 
 class ReadBack:
-    """Proves of objects, before they are committed, that `resume` can load them."""
+    """Checks before a commit that `resume` can load the objects."""
 
     def __init__(self) -> None:
-        self._proved: dict[str, bytes] = {}  # a digest of each object of the save before
+        self._proved: dict[str, bytes] = {}  # a digest of each object of the previous save
 
     def check(self, objects: Mapping[str, bytes]) -> None:
-        """Reads archives as a resume does; those that are as they were in the save before are
-        proved.
+        """Reads archives as a resume does, except those that have not changed since the last save.
 
         Raises:
             PlanError: one could not be loaded.

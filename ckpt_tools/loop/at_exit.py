@@ -1,5 +1,6 @@
-"""Closes open managers when the process ends, while threads can still be started. A failure becomes
-the exit status.
+"""Closes open managers when the process ends, while threads can still be started.
+
+If one fails, the exit status is 1.
 
 Imports nothing of the package.
 """
@@ -20,14 +21,12 @@ _failed: list[BaseException] = []
 
 
 def register(close: Callable[[], object]) -> None:
-    """Has something closed when the process ends, if `unregister` is not called before. A forked
-    child closes nothing.
-    """
+    """Registers a function to call when the process ends. A forked child does not call it."""
     _open.append(close)
 
 
 def unregister(close: Callable[[], object]) -> None:
-    """Takes back `register`."""
+    """Removes a function from the list of `register`."""
     if close in _open:
         _open.remove(close)
 
@@ -36,14 +35,15 @@ def _close_all() -> None:
     for close in _open:
         try:
             close()
-        except BaseException as error:  # noqa: BLE001  # told by the status
+        except BaseException as error:  # noqa: BLE001  # reported by the exit status
             log.exception("the process ends, and its last save is not there")
             _failed.append(error)
 
 
 def _end() -> None:
-    """Gives the process an exit status, after the handlers that were registered later: Python has
-    no other way than at once.
+    """Ends the process with status 1 if a function failed.
+
+    It runs after handlers that were registered later. Python has no other way to set a status here.
     """
     if _failed:
         logging.shutdown()
@@ -53,7 +53,7 @@ def _end() -> None:
 
 
 atexit.register(_end)
-# An executor takes no work any more when `atexit` calls its handlers; CPython's own executors use
-# this, too.
+# Executors accept no more work when `atexit` calls its handlers. So CPython's own executors use
+# this hook, too.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
 os.register_at_fork(after_in_child=_open.clear)

@@ -1,5 +1,7 @@
-"""Writes steps in one thread beside the training, tries again in an outage, and ends rollbacks,
-feeds mirrors and prunes after a commit.
+"""Writes steps in a background thread.
+
+It retries during an outage. After a commit it completes a rollback, feeds the mirror and removes
+old steps.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.retention import retain
 from ckpt_tools.loop.save import SaveLayout, SaveReport, write
 from ckpt_tools.loop.waiting import is_outage, pause_of, result_of, told
-from ckpt_tools.publish.base import Destination, open_destination
+from ckpt_tools.publish.base import Destination
+from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.publish.manifest import find
 from ckpt_tools.publish.steps import step_name
@@ -32,9 +35,7 @@ from ckpt_tools.storage import is_url
 
 @dataclass(frozen=True, slots=True)
 class PendingSave:
-    """A step to be written: the layout that the ranks agreed on, the memory of this rank's pieces,
-    its objects as archives.
-    """
+    """A step to write: the agreed layout, the memory of this rank's shards, its packed objects."""
 
     step: int
     layout: SaveLayout
@@ -47,9 +48,9 @@ class BackgroundWriter:
     """Writes the steps of a run, in the background or at once.
 
     Attributes:
-        lock, mirror: of rank 0, where there are.
+        lock, mirror: only on rank 0, and only if the run has them.
         resumed: a step that stays until a newer one is committed.
-        last_step: the newest step that was written, or resumed from.
+        last_step: the newest step that was written or resumed from.
         last_save: the report of the last save.
     """
 
@@ -71,17 +72,17 @@ class BackgroundWriter:
         max_failures: int,
         keep: tuple[int | None, int | None],
     ) -> None:
-        """Takes the manager's settings.
+        """Stores the manager's settings.
 
         Args:
-            candidates: root, options of its store, and what `resume` has found.
+            candidates: the root, the options of its store, and the findings of `resume`.
             jobs, retry_s, max_failures: as for the manager.
             keep: its keep_last and keep_every.
         """
         self.candidates, self.root, self.options = candidates, candidates.root, candidates.options
         self.jobs, self.retry_s, self.max_failures, self.keep = jobs, retry_s, max_failures, keep
         self._told = set()
-        self._read_back, self._told = ReadBack(), set[str]()  # remarks on the store, made once
+        self._read_back, self._told = ReadBack(), set[str]()  # warnings on the store, logged once
 
     @property
     def is_busy(self) -> bool:
@@ -89,14 +90,15 @@ class BackgroundWriter:
         return self._running is not None and not self._running.done()
 
     def target(self, step: int) -> Destination:
-        """Returns where a step is, or will be."""
+        """Returns the destination of a step."""
         return open_destination(
             f"{os.fspath(self.root).rstrip('/')}/{step_name(step)}", self.options
         )
 
     def exists(self, step: int) -> bool:
-        """Tells whether a disk has a step that no save may replace. A store is not asked: its
-        commit refuses such a save.
+        """Tells whether a local run has a step that no save may replace.
+
+        An object store is not asked: its commit refuses such a save.
         """
         is_left = (
             self.candidates.branch is not None and step_name(step) in self.candidates.branch[1]
@@ -110,25 +112,28 @@ class BackgroundWriter:
         )
 
     def submit(self, save: PendingSave, group: GlooGroup) -> None:
-        """Has a step written in the background."""
+        """Starts to write a step in the background."""
         self._running = self._background().submit(self.write, save, group)
 
     def _background(self) -> ThreadPoolExecutor:
-        """Returns the one thread that writes, and removes old steps: freeing a gigabyte of page
-        cache takes a sixth of a second.
+        """Returns the thread that writes steps and removes old ones.
+
+        Removal belongs in the background: freeing a gigabyte of page cache takes a sixth of a
+        second.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "ckpt-save")
         return self._pool
 
     def wait(self, is_last: bool = False) -> None:
-        """Waits until the save in the background is committed.
+        """Waits until the background save is committed.
 
         Args:
-            is_last: no save follows, so that every failure is raised.
+            is_last: no save follows, so any failure is raised.
 
         Raises:
-            CheckpointError: it failed, and so did `max_failures - 1` before it; those are logged.
+            CheckpointError: it failed, and so did the `max_failures - 1` saves before it, which
+                were logged.
         """
         running, self._running = self._running, None
         if running is None:
@@ -148,8 +153,8 @@ class BackgroundWriter:
             )
 
     def write(self, save: PendingSave, group: GlooGroup) -> SaveReport:
-        """Writes and commits a step, again and again while the store cannot be reached; called by
-        all ranks.
+        """Writes and commits a step, and retries while the store cannot be reached. All ranks call
+        it.
 
         Raises:
             CheckpointError: it failed; nothing is visible then.
@@ -180,7 +185,7 @@ class BackgroundWriter:
             self._read_back.check(save.objects)
             if group.rank == 0:
                 self._check_lock()
-                # its reply was lost in an outage
+                # an earlier attempt has committed, but its reply was lost in an outage
                 is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]
                 if self.candidates.branch is not None and not is_there:
                     note = RollbackNote(what, attempts[-1], *self.candidates.branch)
@@ -207,7 +212,7 @@ class BackgroundWriter:
             self.lock.check()
 
     def _follow_up(self, step: int, path: str) -> None:
-        """Ends a rollback, feeds the mirror and removes old steps, on rank 0 after a commit."""
+        """Completes a rollback, feeds the mirror and removes old steps, after rank 0's commit."""
         if self.candidates.branch is not None:
             self.candidates.branch = None
             try:
@@ -222,7 +227,7 @@ class BackgroundWriter:
         self._background().submit(self._retain)
 
     def _retain(self) -> None:
-        """Lets old steps go; a failure to do so is a warning, the save is committed."""
+        """Removes old steps. A failure is only a warning, since the save is committed."""
         kept = [
             *([self.resumed] if self.resumed else []),
             *([self.last_save.path] if self.last_save else []),
@@ -232,7 +237,7 @@ class BackgroundWriter:
             self.resumed = None  # a newer one is committed
 
     def close(self) -> None:
-        """Ends the thread, once it has done what it was given."""
+        """Ends the thread after its last task."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -241,15 +246,14 @@ class BackgroundWriter:
 def tries_again(
     group: GlooGroup, error: BaseException, deadline: float, what: str, num_tries: int
 ) -> bool:
-    """Tells, on all ranks alike, whether what has failed is tried again, because a store could not
-    be reached; waits before that.
+    """Returns on all ranks whether to retry after an outage of the store, and waits before that.
 
     Args:
         group: all ranks; each has an error.
-        error: this rank's.
-        deadline: by the monotonic clock, after which nothing is tried again.
+        error: the error of this rank.
+        deadline: time of the monotonic clock after which there is no retry.
         what: names it in the log.
-        num_tries: how many there were.
+        num_tries: number of tries so far.
     """
     mine = is_outage(error)
     try:
@@ -268,7 +272,7 @@ def tries_again(
 
 
 def _attempt_of(target: Destination) -> str:
-    """Returns the attempt that wrote what is at a destination, "" for nothing."""
+    """Returns the attempt that wrote the checkpoint at a destination; "" if there is none."""
     store, _ = target.made()
     manifest = find(store) if target.exists() else None
     return manifest.attempt if manifest else ""

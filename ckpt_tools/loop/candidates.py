@@ -1,6 +1,4 @@
-"""Which step a job resumes from: the newest sound one of root and mirror, or the one that was asked
-for.
-"""
+"""Chooses the step to resume from: a requested one, or the newest sound one."""
 
 from __future__ import annotations
 
@@ -23,11 +21,10 @@ class Candidates:
     """The steps that a job may resume from.
 
     Attributes:
-        root, options: of the run.
-        passed: paths of steps that were found to be of no use: when the job gets there again, they
-            are replaced.
+        root, options: the run's directory or URL, and the store's options.
+        passed: paths of unusable steps. When the job reaches their numbers again, it replaces them.
         branch: a rollback that no save has completed yet: the step resumed from, and the newer
-            ones, each with its attempt.
+            steps, each with its attempt.
     """
 
     def __init__(
@@ -40,13 +37,12 @@ class Candidates:
     def choose(
         self, step: int | None, path: str | os.PathLike[str] | None, damaged: Sequence[Path | str]
     ) -> Chosen:
-        """Returns the number and the place of the step to resume from, None where there is nothing
-        yet.
+        """Returns the number and path of the step to resume from; None if the run has none yet.
 
         Args:
-            step: this one, and no other.
-            path: this checkpoint, and no other.
-            damaged: steps that a load has found to be damaged.
+            step: take only the step with this number.
+            path: take only this checkpoint.
+            damaged: steps that a load has found damaged.
 
         Raises:
             NotACheckpointError: there is no such step.
@@ -69,13 +65,13 @@ class Candidates:
         return (choice.step.number, choice.step.path) if choice.step else (0, None)
 
     def pass_over(self, step: Path | str, reason: object) -> None:
-        """Notes that a step is of no use: when the job gets there again, it is saved again."""
+        """Notes that a step is unusable, so that the job may save it again."""
         log.warning("passed over %s: %s", step, reason)
         self.passed.add(os.fspath(step))
 
     def _newest(self, damaged: Sequence[Path | str]) -> Latest:
-        """Finds the newest step of root and mirror; of the root alone where the mirror cannot be
-        read.
+        """Returns the newest step of root and mirror; of the root alone if the mirror is
+        unreadable.
         """
         if not self._mirror_url:
             return latest_of([self.root], damaged, self.options)
@@ -92,9 +88,7 @@ class Candidates:
             return choice
 
     def _by_number(self, number: int) -> Path | str:
-        """Finds one step, in the root or else in the mirror. The newer steps belong to a branch
-        that the job leaves.
-        """
+        """Finds one step in the root, or else in the mirror, and notes the newer steps."""
         steps = list_steps(self.root, self.options)
         found = next((s for s in steps if s.number == number), None)
         newer = rollback.newer_than(steps, number)
@@ -124,7 +118,7 @@ class Candidates:
         return found.path
 
     def _leave(self, number: int, newer: Mapping[str, str]) -> None:
-        """Notes the newer steps, which the first new one supersedes."""
+        """Notes the newer steps, which the next committed step supersedes."""
         if newer:
             self.branch = number, newer
             log.warning(

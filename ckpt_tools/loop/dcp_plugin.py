@@ -1,10 +1,11 @@
-"""For those who stay with `dcp.save`, `dcp.async_save` and `dcp.load`: the same engine below them,
-the same files.
+"""Storage plugins for `dcp.save`, `dcp.async_save` and `dcp.load`.
+
+They use the engine of this package and write the same files.
 
     dcp.save(state, storage_writer=StorageWriter("run/step-500"))
     dcp.load(state, storage_reader=StorageReader("run/step-500"))
 
-torch plans and talks between ranks; this writes, commits and reads. Imports torch.
+torch plans and communicates between ranks. This module writes, commits and reads. Imports torch.
 
 Source: torch 2.13 `torch/distributed/checkpoint/storage.py`, `planner.py`, `state_dict_saver.py`.
 """
@@ -55,7 +56,8 @@ from ckpt_tools.loop.load import LoadReport, fill
 from ckpt_tools.loop.shards import Shard, Stage
 from ckpt_tools.loop.write import NOTHING, RankFile, ShardInfo, commit, plan_file, write_part
 from ckpt_tools.publish.base import Attempt as Staged
-from ckpt_tools.publish.base import Destination, open_destination
+from ckpt_tools.publish.base import Destination
+from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.manifest import SealedTensor
 from ckpt_tools.storage import read
 
@@ -64,14 +66,14 @@ _TRUST = "save plain values and tensors, or pass trust_pickle=True to the writer
 
 
 class _Order(NamedTuple):
-    """What the coordinator tells a rank: the attempt, and the rank's number."""
+    """The coordinator's message to a rank: the attempt, and the rank's number."""
 
     attempt: str
     rank: int
 
 
 class _Wrote(NamedTuple):
-    """What a rank tells the coordinator about an item, and with the first one about its file."""
+    """A rank's message to the coordinator about an item; the first one also describes its file."""
 
     info: _StorageInfo
     share: int
@@ -79,11 +81,12 @@ class _Wrote(NamedTuple):
 
 
 class StorageWriter(storage.StorageWriter):
-    """Writes one checkpoint: one file a rank, committed by one rename after every byte is durable,
-    with a manifest.
+    """Writes one checkpoint: one file per rank, and a manifest.
 
-    For `dcp.save` and `dcp.async_save` (thread or process). The memory of contiguous CPU tensors is
-    written as it lies.
+    One rename commits it after every byte is durable.
+
+    For `dcp.save` and `dcp.async_save` (thread or process). Contiguous CPU tensors are written from
+    their own memory, without a copy.
     """
 
     def __init__(
@@ -95,15 +98,16 @@ class StorageWriter(storage.StorageWriter):
         trust_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes the directory to be.
+        """Stores the path and the options.
 
         Args:
-            path: a path or a URL; it must not exist, unless `overwrite`; `checkpoint_id` of
-                `dcp.save` takes its place.
-            overwrite: replace a checkpoint there; the old one stays until the new one is complete.
+            path: a path or a URL. It must not exist, unless `overwrite`. `checkpoint_id` of
+                `dcp.save` overrides it.
+            overwrite: replace an existing checkpoint. The old one stays until the new one is
+                complete.
             jobs: threads on each rank.
-            trust_pickle: save values that cannot be loaded without running a pickle's code; the
-                reader then needs the same.
+            trust_pickle: save values that cannot be loaded without running a pickle's code. The
+                reader then needs this option, too.
             storage_options: of the object store, as fsspec takes them.
         """
         super().__init__()
@@ -116,7 +120,7 @@ class StorageWriter(storage.StorageWriter):
         self._stage = Stage()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins another save; what a failed one left is removed."""
+        """Begins another save, and removes the files of a failed one."""
         if checkpoint_id:
             self.path = checkpoint_id
         self._close()
@@ -137,11 +141,11 @@ class StorageWriter(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Makes the staging directory, on the coordinator.
+        """Creates the staging directory, on the coordinator.
 
         Raises:
             StorageError: the destination exists or cannot be written to.
-            PlanError: the ranks save without collectives, and nobody would commit.
+            PlanError: the ranks save without collectives, so no rank would commit.
         """
         if (
             not self._is_collective
@@ -189,7 +193,7 @@ class StorageWriter(storage.StorageWriter):
             self.jobs,
         )
         name = target.name(dcp.data_file_name(order.rank), order.attempt)
-        shares = dict(part.shares)  # that of all pieces of a tensor goes with the first of them
+        shares = dict(part.shares)  # the share of all chunks of a tensor goes with the first one
         told = [
             (item, place.start, place.nbytes, shares.pop(piece.fqn, 0))
             for item, piece, place in zip(tensors, pieces, file.places, strict=True)
@@ -213,8 +217,8 @@ class StorageWriter(storage.StorageWriter):
         """Commits, on the coordinator.
 
         Raises:
-            StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is
-                visible then.
+            StorageError: a file is not as its rank wrote it, or the commit failed. Then nothing is
+                visible.
         """
         assert self._place is not None
         parts = [NOTHING] * self._num_ranks
@@ -270,8 +274,9 @@ def _offer(item: WriteItem) -> ShardInfo:
 
 
 class StorageReader(storage.StorageReader):
-    """Reads any checkpoint that `ckpt` reads, for `dcp.load`: straight into the tensors' memory,
-    and without running its pickles.
+    """Reads any checkpoint that `ckpt` reads, for `dcp.load`.
+
+    It reads straight into the tensors' memory, and runs no code of pickles.
     """
 
     def __init__(
@@ -283,12 +288,12 @@ class StorageReader(storage.StorageReader):
         jobs: int = 2,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes the checkpoint's path.
+        """Stores the path and the options.
 
         Args:
-            path: `checkpoint_id` of `dcp.load` takes its place.
-            cast: let floating-point tensors change their type on the way; stock readers do so
-                without a word.
+            path: a path or a URL. `checkpoint_id` of `dcp.load` overrides it.
+            cast: let floating-point tensors change their type on the way. Stock readers do so
+                silently.
             trust_pickle: run the code that objects of the checkpoint ask for.
             jobs: threads on each rank.
             storage_options: of the object store, as fsspec takes them.
@@ -306,7 +311,7 @@ class StorageReader(storage.StorageReader):
 
     @property
     def source(self) -> Source:
-        """The checkpoint, opened once."""
+        """Returns the checkpoint, which is opened once."""
         if self._source is None:
             self._source = open_source(self.path, self._options)
         return self._source
@@ -320,7 +325,7 @@ class StorageReader(storage.StorageReader):
             self.path = checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns what the checkpoint holds, as torch's planners want it.
+        """Returns the checkpoint's metadata in the form of torch's planners.
 
         Raises:
             NotACheckpointError, FormatError, CatalogError: see `ckpt_tools.inspect`.
@@ -341,7 +346,7 @@ class StorageReader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Needs nothing: every rank opens the checkpoint for itself."""
+        """Does nothing: every rank opens the checkpoint for itself."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -353,7 +358,7 @@ class StorageReader(storage.StorageReader):
         """Reads this rank's items.
 
         Raises:
-            IntegrityError: bytes that were read in full are not what was written.
+            IntegrityError: a chunk that was read in full is damaged.
             PlanError: a tensor has another type, and `cast` is False.
             UnsafePickleError: an object asks for code, and `trust_pickle` is False.
         """
@@ -363,7 +368,7 @@ class StorageReader(storage.StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 extent = self.source.catalog.objects[item.storage_index.fqn].extent
                 data = read(self.source.store, extent.file, extent.start, extent.nbytes)
-                # a planner unpickles whatever it gets: so it gets our own
+                # the planner unpickles its input, so it gets an archive of ours
                 if not self.trust_pickle:
                     data = _archive(unpack(data, item.storage_index.fqn, False))
                 planner.load_bytes(item, io.BytesIO(data))
@@ -408,7 +413,7 @@ class StorageReader(storage.StorageReader):
 
 
 def _archive(value: Any) -> bytes:
-    """Returns a value that was read safely as the archive that torch's planner loads."""
+    """Returns a safely read value as an archive that torch's planner loads."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -1,7 +1,7 @@
-"""Who reads what of the bytes that several ranks need: areas of stored chunks, dealt out in rounds.
+"""Decides which rank reads which bytes that several ranks need.
 
-Every rank knows what all of them need, so all come to the same division without asking again.
-Imports torch by way of these.
+Areas of stored chunks are dealt out in rounds. Every rank knows the needs of all ranks, so all
+compute the same plan without more messages. Imports torch indirectly.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ckpt_tools.loop.shards import Shard
 from ckpt_tools.ranks.gloo import RankSet
 
 _LEAST_PIECE_BYTES, _PIECE_BYTES = 64 << 10, 4 << 20
-_ROUND_BYTES = 16 << 20  # read by one rank
-_WORTH = 1.25  # times what has to be read once
+_ROUND_BYTES = 16 << 20  # bytes of one rank in a round
+_WORTH = 1.25  # share a read only if it saves this factor
 
 
 class WantedBox(NamedTuple):
-    """Elements that a rank needs for its shard of that number."""
+    """The elements that a rank needs for one of its shards."""
 
     rank: int
     number: int
@@ -31,8 +31,9 @@ class WantedBox(NamedTuple):
 
 
 class SharedArea(NamedTuple):
-    """What is needed of a stored chunk: the smallest box around it, and by whom which part; `dtype`
-    is the type in memory.
+    """The needed area of a stored chunk: its smallest box, and the part for each rank.
+
+    `dtype` is the element type in memory.
     """
 
     entry: TensorEntry
@@ -43,7 +44,7 @@ class SharedArea(NamedTuple):
 
 
 class RoundRead(NamedTuple):
-    """Part of an area that one rank reads in a round, to `start` in its buffer."""
+    """A part of an area that one rank reads in a round, to position `start` of its buffer."""
 
     area: SharedArea
     box: Box
@@ -51,20 +52,20 @@ class RoundRead(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Returns the number of bytes in memory."""
         return self.box.numel * self.area.dtype.itemsize
 
 
-Round = list[list[RoundRead]]  # by the rank that reads
+Round = list[list[RoundRead]]  # one list per reading rank
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Who reads what.
+    """The division of a load: the shards that a rank reads alone, and the shared areas.
 
     Attributes:
         alone: numbers of the shards that this rank reads by itself.
-        areas: what is read together.
+        areas: the areas that ranks read for each other.
         size: number of ranks.
     """
 
@@ -73,8 +74,9 @@ class ReadPlan:
     size: int
 
     def rounds(self) -> Iterator[Round]:
-        """Yields the rounds, the same on every rank; each reads a run of pieces in each, and about
-        as much as the others.
+        """Yields the rounds, the same on every rank.
+
+        In each round every rank reads a run of boxes, and about as many bytes as the others.
         """
         share_nbytes = -(
             -sum(area.box.numel * area.dtype.itemsize for area in self.areas) // self.size
@@ -107,15 +109,15 @@ def divide(
     names: Mapping[str, str],
     gap_nbytes: int,
 ) -> ReadPlan:
-    """Decides what is read together; called by all ranks of the group.
+    """Decides which areas ranks read for each other. All ranks of the group call it.
 
     Args:
         group: the ranks that read together.
         catalog: of the checkpoint.
-        shards: what this rank needs.
-        names: those that are stored under another name.
-        gap_nbytes: holes up to this are read along where a rank reads alone, because that is
-            cheaper than to ask twice.
+        shards: the shards of this rank.
+        names: stored names of shards that have another name.
+        gap_nbytes: a rank that reads alone also reads holes up to this size, because two requests
+            cost more.
     """
     mine = [(names.get(s.fqn, s.fqn), s.dtype.name, s.box) for s in shards]
     wanted: dict[str, list[WantedBox]] = {}
@@ -160,9 +162,7 @@ def _around(boxes: Sequence[Box]) -> Box:
 
 
 def _read_nbytes(box: Box, area: SharedArea, gap_nbytes: int) -> int:
-    """Returns how many bytes are read for a box of a chunk: with what lies between its runs, where
-    the holes are small.
-    """
+    """Returns how many bytes a rank reads for a box of a chunk, small holes included."""
     inner, full, itemsize = (
         box.within(area.chunk.box),
         area.chunk.box.sizes,

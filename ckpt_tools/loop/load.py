@@ -178,9 +178,7 @@ class _Load:
         self, state: MutableMapping[str, Any], group: GlooGroup, request: LoadRequest, jobs: int
     ) -> None:
         self.state, self.group, self.request, self.jobs = state, group, request, jobs
-        self.made: dict[
-            str, torch.Tensor
-        ] = {}  # memory of tensors that the state does not have yet
+        self.made: dict[str, torch.Tensor] = {}  # tensors that the state lacks
         # tensors that the user's functions fit to another shape
         self.by_hand: dict[str, OnMismatch] = {}
         self.values: dict[str, Any] = {}
@@ -189,7 +187,7 @@ class _Load:
     def open(
         self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
     ) -> list[Shard]:
-        """Opens the checkpoint, pairs its names with the state's, and returns the shards to read."""
+        """Opens the checkpoint, pairs its names with the state's, and returns shards to read."""
         source = open_source(path, storage_options)
         self.as_stored = source.catalog
         catalog = renamed(source.catalog, self.request.rename)

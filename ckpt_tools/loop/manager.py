@@ -42,7 +42,7 @@ from ckpt_tools.loop.load import LoadReport, load_into
 from ckpt_tools.loop.match import LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.pack_objects import pack_objects
-from ckpt_tools.loop.save import SaveLayout, SaveReport, agree, offers_of
+from ckpt_tools.loop.save import SaveLayout, SaveReport, agree_layout, offers_of
 from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.signals import SignalWatch
 from ckpt_tools.loop.state_dict import export
@@ -270,7 +270,7 @@ class CheckpointManager:
                 objects, paths = pack_objects(exported, self._group.rank)
                 values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
             offers = offers_of(shards)
-            self._layout = layout = agree(
+            self._layout = layout = agree_layout(
                 self._group, self._layout, offers, tuple(objects), values, paths
             )
             with self._group.phase(f"copy the state for {what}"):

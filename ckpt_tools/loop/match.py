@@ -440,8 +440,8 @@ def _groups_by_parameter(
     A flattened optimizer (torchtitan) keeps the options per parameter.
 
     Returns:
-        For each of our options all stored names; and the names of our groups' lists of parameters,
-        which have nothing stored.
+        All stored names for each option of the state; and the names of the groups' parameter lists,
+        for which nothing is stored.
     """
     alike: dict[str, list[str]] = {}
     settled: set[str] = set()

@@ -1,7 +1,6 @@
-"""The second tier of a run: steps that are complete on the disk, copied to an object store in the
-background.
+"""Copies complete steps of a run from the disk to an object store, in the background.
 
-One process copies, one step at a time, and always the newest that is waiting.
+One process copies one step at a time, and always takes the newest waiting step.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from ckpt_tools.storage import LocalStore
 
 
 class Mirror:
-    """Copies the steps of a run to a URL. A failure is logged, and told by `close`; the next step
-    is another try.
+    """Copies the steps of a run to a URL.
+
+    A failure is logged, and `close` raises it. The next step is tried anyway.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Mirror:
         keep_every: int | None,
         options: Mapping[str, Any] | None,
     ) -> None:
-        """Takes what there is to know; asks the store for nothing yet.
+        """Stores the settings, and does not contact the store yet.
 
         Args:
             url: root of the run in the store.
             every: steps whose number is a multiple of this are copied; all where None.
             keep_last, keep_every: as for the manager.
-            options: of the store, as fsspec takes them.
+            options: options of the store, in fsspec's form.
         """
         self.url, self.every, self.keep_last, self.keep_every, self.options = (
             url.rstrip("/"),
@@ -58,16 +58,17 @@ class Mirror:
         self.resumed: Path | str | None = None
         self._root: Path | None = None
         self._told: set[str] = set()
-        self._is_known = False  # whether the store was looked at
+        self._is_known = False  # whether the store has been listed
         self._waiting: Path | None = None
         self._running: Path | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def start(self, root: Path) -> None:
-        """Has the store looked at in the background: dead jobs' leftovers are removed, and the
-        newest complete step is copied if it is missing, since the job that wrote it may have died
-        before.
+        """Starts a first look at the store in the background.
+
+        It removes the leftovers of dead jobs. It copies the newest complete step if the store lacks
+        it: the job that wrote the step may have died before.
         """
         self._root = root
         with self._lock:
@@ -79,7 +80,7 @@ class Mirror:
             self._thread.start()
 
     def _begin(self) -> None:
-        """Looks at the store for the first time."""
+        """Lists the store for the first time, and removes leftovers."""
         for left in remove_leftovers(self.url, options=self.options):
             log.info("removed what a dead job left: %s", left.url)
         rollback.complete(self.url, self.options)
@@ -99,13 +100,11 @@ class Mirror:
                 self._waiting = Path(wanted[-1].path)
 
     def _has_news(self) -> bool:
-        """Tells whether a rollback has taken effect on the disk that the mirror has not heard
-        of.
-        """
+        """Tells whether a rollback is in effect on the disk but not yet in the mirror."""
         return any(is_in_effect for _, is_in_effect in rollbacks(self._root or ""))
 
     def offer(self, number: int, path: Path) -> None:
-        """Takes a step that has just been committed; one that is still waiting gives way to it."""
+        """Queues a newly committed step; it replaces a step that is still waiting."""
         if self.every and number % self.every:
             return
         with self._lock:
@@ -145,7 +144,7 @@ class Mirror:
             self._retain()
 
     def _copy(self, path: Path) -> None:
-        """Copies a step, and with it what rollbacks on the disk have superseded."""
+        """Copies a step, and sets aside the steps that rollbacks on the disk have superseded."""
         manifest = find(LocalStore(path))
         notes = [
             note
@@ -184,7 +183,7 @@ class Mirror:
             remove_note(path.parent, note, None)
 
     def _retain(self) -> None:
-        """Lets old steps go, but none whose original is pinned; a failure to do so is a warning."""
+        """Removes old steps, but none whose original is pinned. A failure is only a warning."""
         pinned = [
             f"{self.url}/{step.name}" for step in list_steps(self._root or "") if step.is_pinned
         ]
@@ -193,7 +192,7 @@ class Mirror:
             self.resumed = None
 
     def wait(self) -> None:
-        """Waits until nothing is left to copy, and says so after 5 s and then every minute."""
+        """Waits until nothing is left to copy; logs this after 5 s and then every minute."""
         began, wait_s = time.monotonic(), FIRST_WORD_S
         while (thread := self._thread) is not None:
             thread.join(wait_s)

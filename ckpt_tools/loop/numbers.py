@@ -1,7 +1,9 @@
-"""Gives the numbers of a stored optimizer the names of the live optimizer's parameters.
+"""Maps the parameter numbers of a stored optimizer to the live optimizer's names.
 
 `Optimizer.state_dict()` numbers its parameters, and `load_state_dict` pairs them by position. A
-load does the same, and checks the shapes; where the checkpoint has `param_names`, these decide.
+load does the same, and checks the shapes. If the checkpoint has `param_names`, it pairs by them
+instead.
+
 Imports torch.
 
 Source: torch 2.13 `torch/optim/optimizer.py`.
@@ -28,11 +30,11 @@ from ckpt_tools.operations.convert.param_order import LIKE_PARAMETER
 
 @dataclass(slots=True)
 class NamedCatalog:
-    """A catalog in which optimizers have names for numbers.
+    """A catalog whose optimizers have parameter names instead of numbers.
 
     Attributes:
-        catalog: state is stored under names here.
-        params: for each stored list of a group's parameters, the names that it means.
+        catalog: the catalog with names.
+        params: the names for each stored list of a group's parameters.
         notes: one for each optimizer that had numbers.
     """
 
@@ -47,18 +49,17 @@ def name_numbers(
     read_value: Callable[[str], Any],
     wants: Callable[[str], bool],
 ) -> NamedCatalog:
-    """Returns the catalog with names for the numbers of optimizers.
+    """Returns the catalog with names in place of optimizers' numbers.
 
     Args:
         catalog: of the checkpoint.
-        holders: what the live state holds.
+        holders: the modules and optimizers of the live state.
         read_value: reads a stored object by its name.
-        wants: tells whether a name is to be loaded; an optimizer of which nothing is keeps its
-            numbers.
+        wants: tells whether to load a name. An optimizer without wanted names keeps its numbers.
 
     Raises:
-        PlanError: a checkpoint's optimizer has another number of parameters than the live one, or
-            other shapes.
+        PlanError: the stored optimizer and the live one differ in the number of parameters, or in
+            shapes.
     """
     result = NamedCatalog(catalog)
     for path, optimizer in holders.optimizers:
@@ -76,8 +77,9 @@ def name_numbers(
 
 
 def _state(catalog: Catalog, above: str) -> dict[str, tuple[int, str]]:
-    """Returns the number and key of each entry of an optimizer's state, nothing where one has a
-    name.
+    """Returns the number and key of each entry of an optimizer's state.
+
+    Returns nothing if an entry has a name instead of a number.
     """
     found: dict[str, tuple[int, str]] = {}
     for name in (*catalog.tensors, *catalog.objects):
@@ -96,9 +98,7 @@ def _is_wanted(
     names: Sequence[str],
     wants: Callable[[str], bool],
 ) -> bool:
-    """Tells whether any state is to be loaded, by its number or by a name that the number may
-    mean.
-    """
+    """Tells whether any state is wanted, by its number or by a name for that number."""
     keys = {key for _, key in state.values()}
     return any(map(wants, state)) or any(
         wants(f"{prefix}state.{name}.{key}") for name in names for key in keys
@@ -165,9 +165,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def _groups(
     catalog: Catalog, prefix: str, read_value: Callable[[str], Any]
 ) -> tuple[dict[str, list[int]], list[str]]:
-    """Returns the numbers of each group by the name of the list, and the names that the file gives
-    for all of them, if it does.
-    """
+    """Returns each group's numbers by the list's name, and the stored `param_names`, if any."""
     stored: dict[str, list[int]] = {}
     own: list[str] = []
     while (name := f"{prefix}param_groups.{len(stored)}.params") in catalog.objects:
@@ -181,9 +179,7 @@ def _groups(
 
 
 def _as_named(own: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the names of the file as the live optimizer has them, nothing where they are
-    others.
-    """
+    """Returns the live optimizer's names for the stored names; nothing if they differ."""
     bare = {strip_wrappers(name): name for name in names}
     found = [bare.get(strip_wrappers(str(name)), "") for name in own]
     return found if len(set(found)) == len(names) and all(found) else []

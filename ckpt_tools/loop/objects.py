@@ -1,9 +1,8 @@
-"""Plain values of a state in types that load without running code, and back: `encode` and `decode`.
+"""Encodes plain values of a state as types that load without running code, and decodes them.
 
-`torch.load(weights_only=True)` reads numbers, texts, lists, tuples, dicts and tensors. Any other
+`torch.load(weights_only=True)` reads numbers, strings, lists, tuples, dicts and tensors. Any other
 supported type is stored as a dict with the key `__ckpt_tools__`, which names the type;
-`docs/formats/objects.md` lists them. A type that is not supported is refused when it is saved,
-never when it is loaded.
+`docs/formats/objects.md` lists them. A save refuses unsupported types; a load never has to.
 
 Imports torch.
 """
@@ -39,7 +38,7 @@ MAX_DEPTH = 64
 _INT64 = range(-(1 << 63), 1 << 63)
 _SCALARS = frozenset({type(None), bool, float, str})
 _NUMBERS = _SCALARS | {int}
-# torch's own reader knows them
+# torch's own reader supports these
 _NATIVE = (complex, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
 _NUMPY_KINDS = "biufcSUmM?"
 _FACTORIES = {
@@ -50,15 +49,16 @@ Take = Callable[[Any, Key], dict[str, Any]]
 
 
 def place(path: Key) -> str:
-    """Returns how a user writes the place of a value: `state['data']['sampler'][0]`."""
+    """Returns the Python expression for a path of keys: `state['data']['sampler'][0]`."""
     return "state" + "".join(
         f"[{printable(key)!r}]" if isinstance(key, str) else f"[{key}]" for key in path
     )
 
 
 def has_only_scalars(value: Any) -> bool:
-    """Tells whether a list or tuple holds numbers and texts only: a long history is walked by
-    nobody then.
+    """Tells whether a list or tuple holds only numbers and strings.
+
+    Such values, for example a long history, need no walk through their items.
     """
     return isinstance(value, (list, tuple)) and set(map(type, value)) <= _NUMBERS
 
@@ -129,7 +129,7 @@ def encode(value: Any, path: Key, replace: Replace | None = None) -> Any:
     Args:
         value: of the supported types, nested.
         path: its keys from the state's root, for messages.
-        replace: what to put in the place of a tensor; the tensor itself on the CPU where None.
+        replace: returns a replacement for each tensor. Where None, tensors stay, on the CPU.
 
     Raises:
         PlanError: a type is not supported, or containers are nested more than 64 deep.
@@ -152,7 +152,7 @@ def encode(value: Any, path: Key, replace: Replace | None = None) -> Any:
         return {key: encode(item, (*path, key), replace) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
         return replace(value, path) if replace else _tensor(value, path)
-    if kind in _NATIVE and value != b"":  # of no bytes pickle makes a call that torch refuses
+    if kind in _NATIVE and value != b"":  # pickle writes b"" as a call that torch refuses
         return value
     found = next(
         (
@@ -170,7 +170,7 @@ def encode(value: Any, path: Key, replace: Replace | None = None) -> Any:
 def _tagged(
     value: Any, path: Key, replace: Replace | None, name: str, take: Take
 ) -> dict[str, Any]:
-    """Returns the dict with a tag that stands for a value."""
+    """Returns the tagged dict that represents a value."""
     fields = {
         k: v if k == "data" else encode(v, path, replace) for k, v in take(value, path).items()
     }
@@ -254,7 +254,7 @@ def _array(value: Any, path: Key) -> dict[str, Any]:
 
 
 def _raw(data: bytes) -> torch.Tensor | None:
-    """Returns bytes as a tensor, which an archive stores as they are; None for no bytes."""
+    """Returns bytes as a tensor, which an archive stores unchanged; None for no bytes."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
 
 
@@ -340,8 +340,8 @@ def decode(value: Any, tensor: Callable[[str], Any] | None = None) -> Any:
     """Returns the value that `encode` was given.
 
     Args:
-        value: what `encode` returned. Types without a tag stay as they are.
-        tensor: returns the tensor of a name, for values whose tensors are entries of their own.
+        value: a result of `encode`. Types without a tag stay unchanged.
+        tensor: returns the tensor of a name, for values whose tensors are separate entries.
 
     Raises:
         FormatError: a tag is unknown, or its fields are not as `encode` writes them.
@@ -362,7 +362,7 @@ def decode(value: Any, tensor: Callable[[str], Any] | None = None) -> Any:
         return _DECODERS[name]({k: decode(v, tensor) for k, v in value.items() if k != TAG})
     except FormatError:
         raise
-    except Exception as error:  # whatever a malformed field makes a constructor raise
+    except Exception as error:  # a malformed field may make a constructor raise any type
         raise FormatError(
             "an object of the checkpoint is malformed, or written by a newer version:"
             f" {printable(str(name))}: {printable(repr(error))}"
@@ -458,8 +458,6 @@ _DECODERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 @dataclass(slots=True)
 class Structure:
-    """A value whose tensors are entries of their own: the rest of it, encoded, with the entries'
-    names in their places.
-    """
+    """An encoded value whose tensors are separate entries; it has their names instead."""
 
     encoded: Any

@@ -1,4 +1,4 @@
-"""Optimizers by the names of their parameters, and back.
+"""Exports optimizers by the names of their parameters, and loads them back.
 
 torch's state-dict functions know one module with all parameters of an optimizer. Here parameters
 may also belong to several modules, or be tensors in dicts and lists of the state. Imports torch.
@@ -32,8 +32,9 @@ _OWN = ("state", "param_groups")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a parameter's state in a checkpoint; `is_like` tells that it has the shape that
-    the parameter had.
+    """A tensor of a parameter's state in a checkpoint.
+
+    `is_like` means that it has the shape that the parameter had.
     """
 
     shape: tuple[int, ...]
@@ -45,8 +46,12 @@ Stored = Mapping[str, Mapping[str, StoredTensor]]  # by parameter and key
 
 
 class ExportedOptimizer(NamedTuple):
-    """An optimizer's state by name; parameters whose state is memory that nothing has filled yet;
-    those whose state may have any form.
+    """The exported state of an optimizer.
+
+    Attributes:
+        values: the state by name.
+        fresh: parameters whose state is new memory without values.
+        free: parameters whose state may have any form.
     """
 
     values: dict[str, Any]
@@ -55,8 +60,10 @@ class ExportedOptimizer(NamedTuple):
 
 
 class StateOwners(NamedTuple):
-    """What a state holds that an optimizer's parameters may belong to, and the optimizers; each
-    with its place.
+    """The modules and tensors of a state that may own an optimizer's parameters, and the
+    optimizers.
+
+    Each has its path of keys.
     """
 
     modules: Sequence[tuple[Key, nn.Module]]
@@ -65,8 +72,9 @@ class StateOwners(NamedTuple):
 
 
 def is_container(optimizer: Optimizer) -> bool:
-    """Tells whether an optimizer has a state dict of its own form, as torchtitan's
-    OptimizersContainer: it loads that itself.
+    """Tells whether an optimizer has a state dict of its own form, which it loads itself.
+
+    For example torchtitan's OptimizersContainer.
     """
     return (
         type(optimizer).state_dict is not Optimizer.state_dict
@@ -79,9 +87,9 @@ def export_optimizer(
 ) -> ExportedOptimizer:
     """Returns an optimizer's state by parameter name, and the keys that its class adds.
 
-    An optimizer that is loaded, and that has no state for a parameter yet, gets tensors for it as
-    the checkpoint has them. It takes no step for that: a step would call hooks, and could change
-    parameters. FSDP1 alone has torch do so.
+    Before a load, each parameter without state gets tensors like those in the checkpoint. No
+    optimizer step makes them: a step would call hooks, and could change parameters. Only for FSDP1,
+    torch takes such a step.
 
     Raises:
         PlanError: a parameter belongs to nothing in the state.
@@ -124,19 +132,17 @@ def export_optimizer(
 
 
 def _room(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Returns memory for a tensor of a parameter's state: sharded as the parameter is, where it has
-    its shape.
-    """
+    """Returns memory for a tensor of a parameter's state, sharded like a parameter of its shape."""
     if stored.is_like or stored.shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
     return torch.zeros(stored.shape, dtype=stored.dtype, device="cpu")
 
 
 def _export_fsdp1(optimizer: Optimizer, owner: nn.Module, for_loading: bool) -> ExportedOptimizer:
-    """Returns the state of an optimizer of flat parameters, as torch translates it.
+    """Returns the state of an FSDP1 optimizer with flat parameters, as torch translates it.
 
-    torch gives one that has taken no step a state by taking a step of length 0, which would count
-    from then on. So the state is removed again, unless a checkpoint is loaded into it next.
+    If the optimizer has no state yet, torch takes a step of length 0 to create it. That step would
+    be counted. So the state is removed again, unless a load follows.
     """
     is_fresh = not optimizer.state
     exported: dict[str, Any] = dict(get_optimizer_state_dict(owner, optimizer))
@@ -148,7 +154,7 @@ def _export_fsdp1(optimizer: Optimizer, owner: nn.Module, for_loading: bool) -> 
 
 
 def extra_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns what an optimizer's class, or a hook, adds to its state dict."""
+    """Returns the entries that an optimizer's class or a hook adds to its state dict."""
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
     if type(optimizer).state_dict is Optimizer.state_dict and not hooks:
         return {}
@@ -158,9 +164,7 @@ def extra_of(optimizer: Optimizer) -> dict[str, Any]:
 def load_optimizer(
     optimizer: Optimizer, given: Mapping[str, Any], holders: StateOwners, path: Key
 ) -> None:
-    """Loads what `export_optimizer` returned. A parameter whose state is left out is left without
-    any.
-    """
+    """Loads a result of `export_optimizer`. A parameter without state there gets none."""
     extra = {key: value for key, value in given.items() if key not in _OWN}
     state = {"state": {}} | {key: value for key, value in given.items() if key in _OWN}
     owner = _owner(optimizer, holders.modules)
@@ -175,7 +179,7 @@ def load_optimizer(
 
 @contextmanager
 def _adding(optimizer: Optimizer, extra: Mapping[str, Any]) -> Iterator[None]:
-    """Has an optimizer load keys of its own class together with those that torch hands to it."""
+    """Makes an optimizer load the keys of its own class together with those from torch."""
     if not extra:
         yield
         return
@@ -188,7 +192,7 @@ def _adding(optimizer: Optimizer, extra: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _owner(optimizer: Optimizer, modules: Sequence[tuple[Key, nn.Module]]) -> nn.Module | None:
-    """Returns the module that has all parameters of an optimizer, None where there is none."""
+    """Returns the module that has all parameters of an optimizer; None if no module has."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return next(
         (module for _, module in modules if wanted <= {id(p) for p in module.parameters()}), None
@@ -202,13 +206,14 @@ def _is_fsdp1(module: nn.Module) -> bool:
 def _names(
     optimizer: Optimizer, holders: StateOwners, owner: nn.Module | None, path: Key
 ) -> list[str]:
-    """Returns the names of an optimizer's parameters, in its own order: within the module that has
-    all of them, or in the state.
+    """Returns the names of an optimizer's parameters, in its own order.
+
+    Names are relative to the module that has all of them, else to the state.
     """
     known: dict[int, str] = {}
     for at, module in holders.modules if owner is None else [((), owner)]:
         if owner is None and _is_fsdp1(module):
-            # its optimizer is translated by torch, which wants one module with all parameters
+            # torch translates its optimizer, and needs one module with all parameters
             continue
         for name, parameter in module.named_parameters():
             (plain,) = _get_fqns(module, name)
@@ -230,8 +235,9 @@ def _names(
 
 
 def parameter_names(optimizer: Optimizer, holders: StateOwners, path: Key) -> list[str] | None:
-    """Returns the names of an optimizer's parameters in its own order; None where torch translates
-    its state (FSDP1).
+    """Returns the names of an optimizer's parameters in its own order.
+
+    Returns None if torch translates its state (FSDP1).
 
     Raises:
         PlanError: a parameter belongs to nothing in the state.
@@ -255,7 +261,7 @@ def _load_by_name(optimizer: Optimizer, given: Mapping[str, Any], names: Sequenc
 def _options(
     group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns a group with the options that its parameters were saved with.
+    """Returns a group with the saved options of its parameters.
 
     Raises:
         PlanError: they were saved in several groups.

@@ -1,6 +1,4 @@
-"""Other names for what a checkpoint holds: the regular expressions of `resume(rename=…)`, applied
-to its catalog.
-"""
+"""Renames entries of a catalog by the regular expressions of `resume(rename=…)`."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ def renamed(catalog: Catalog, rules: Mapping[str, str]) -> Catalog:
 
     Args:
         catalog: of the checkpoint.
-        rules: what replaces each regular expression, wherever it matches in a name; in order. In an
-            optimizer, names of parameters are meant, not those of options.
+        rules: regular expressions and their replacements, applied in order wherever they match in a
+            name. In an optimizer, they apply to names of parameters, not of options.
 
     Raises:
-        PlanError: a rule matches nothing, or two entries would get one name.
+        PlanError: a rule matches nothing, or two entries would get the same name.
     """
     if not rules:
         return catalog
@@ -40,7 +38,7 @@ def renamed(catalog: Catalog, rules: Mapping[str, str]) -> Catalog:
     def new_path(name: str) -> Key:
         path = catalog.paths.get(name) or (name,)
         if "param_groups" in path:
-            return path  # names of options; `params` has those of parameters
+            return path  # options keep their names; `params` lists the parameters
         new = substitute(name)
         if len(path) > 3 and path[-3] == "state":
             prefix, suffix = f"{join(path[:-2])}.", f".{path[-1]}"
@@ -53,8 +51,9 @@ def renamed(catalog: Catalog, rules: Mapping[str, str]) -> Catalog:
 
 
 def _resplit(path: Key, new: str) -> Key:
-    """Returns a new name as a path that is cut where the old one is: `a.w` stays one key, `a` and
-    `w` stay two.
+    """Splits a new name into a path at the same places as the old one.
+
+    For example, the key `a.w` stays one key, and the keys `a` and `w` stay two.
     """
     head, tail = 0, 0
     while head < len(path) - 1 and new.startswith(f"{join(path[: head + 1])}."):
@@ -65,7 +64,7 @@ def _resplit(path: Key, new: str) -> Key:
         len(join(path[:head])) + bool(head),
         len(new) - (len(join(path[len(path) - tail :])) + 1 if tail else 0),
     )
-    if start > end:  # the rule took away what both ends share
+    if start > end:  # the rule removed text that both ends share
         return tuple(new.split("."))
     middle = new[start:end]
     is_one = any("." in str(key) for key in path[head : len(path) - tail])
@@ -73,10 +72,10 @@ def _resplit(path: Key, new: str) -> Key:
 
 
 def moved(catalog: Catalog, places: Mapping[str, Key]) -> Catalog:
-    """Returns the catalog with each entry at a new place.
+    """Returns the catalog with each entry at a new path.
 
     Raises:
-        PlanError: two entries would get one name.
+        PlanError: two entries would get the same name.
     """
     taken: dict[str, str] = {}
     for name, path in places.items():
@@ -118,8 +117,9 @@ def _check(rules: Mapping[str, str], names: Sequence[str]) -> None:
 
 
 def parameter_renamer(catalog: Catalog, substitute: Callable[[str], str]) -> Callable[[str], str]:
-    """Returns what renames a parameter as an optimizer has it: a rule may be of that name, or of
-    the name in the checkpoint.
+    """Returns a function that renames a parameter as an optimizer names it.
+
+    A rule may match that name, or the name in the checkpoint.
     """
     roots = sorted({name.partition(".")[0] for name in catalog.tensors})
 
@@ -136,7 +136,7 @@ def parameter_renamer(catalog: Catalog, substitute: Callable[[str], str]) -> Cal
 
 
 def substituter(rules: Mapping[str, str]) -> Callable[[str], str]:
-    """Returns what applies rules to a name, in order."""
+    """Returns a function that applies rules to a name, in order."""
     compiled = [(re.compile(pattern), new) for pattern, new in rules.items()]
 
     def substitute(name: str) -> str:

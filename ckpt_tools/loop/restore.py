@@ -1,4 +1,4 @@
-"""Loaded values back into what a training loop keeps: the opposite of `state.export`.
+"""Restores loaded values into a live state: the reverse of `state_dict.export`.
 
 Imports torch.
 """
@@ -40,7 +40,7 @@ from ckpt_tools.loop.state_dict import (
 
 
 def state_of_rank(value: Any, path: Key) -> Any:
-    """Returns this rank's state of what a `PerRank` holds, as plain values."""
+    """Returns the state of a `PerRank`'s value on this rank, as plain values."""
     if is_generator(value):
         return generator_state(value)
     if loads_itself(value):
@@ -54,11 +54,11 @@ def state_of_rank(value: Any, path: Key) -> Any:
 
 
 def set_state_of_rank(value: Any, state: Any, path: Key) -> Any:
-    """Sets the state of what a `PerRank` holds, and returns what it holds then: itself, or the new
-    value of a plain one.
+    """Sets the state of a `PerRank`'s value, and returns the value, or the new one of a plain
+    value.
 
     Raises:
-        PlanError: its containers are others than when it was saved.
+        PlanError: its containers differ from the saved ones.
     """
     if is_generator(value):
         set_generator_state(value, state, path)
@@ -100,13 +100,12 @@ def set_state_of_rank(value: Any, state: Any, path: Key) -> Any:
 def restore(
     state: MutableMapping[str, Any], values: Mapping[str, Any], paths: Mapping[str, Key]
 ) -> None:
-    """Hands values back: modules, optimizers and the like take theirs in place, plain values are
-    put into `state`.
+    """Restores values: objects with their own state load in place, plain values are replaced.
 
     Args:
-        state: as it was given to `export`.
-        values: by flat name. An optimizer's parameter whose state is left out is left without any;
-            for the rest, what is given at all must be given whole.
+        state: as given to `export`.
+        values: values by flat name. An optimizer's parameter without values here gets no state. Any
+            other object must be given completely, or not at all.
         paths: from `export`.
     """
     whole, at = _join_structures(values, {name: paths[name] for name in values})
@@ -116,9 +115,7 @@ def restore(
 def _join_structures(
     values: Mapping[str, Any], paths: Mapping[str, Key]
 ) -> tuple[dict[str, Any], dict[str, Key]]:
-    """Returns values and paths with every `Structure` and its tensors as the one value that they
-    are.
-    """
+    """Returns values and paths in which each `Structure` and its tensors are one value."""
     places = {path[:-1]: name for name, path in paths.items() if path[-1] == STRUCTURE}
     if not places:
         return dict(values), dict(paths)
@@ -137,7 +134,7 @@ def _join_structures(
 
 
 class _Restorer:
-    """Walks a state and what was loaded side by side."""
+    """Walks a state and its loaded values side by side."""
 
     def __init__(self, holders: StateOwners) -> None:
         self.holders = holders

@@ -1,5 +1,6 @@
-"""Removes old steps of a run: which may go, which stay and why, and how one is removed without ever
-showing half of it.
+"""Removes old steps of a run, and decides which steps stay.
+
+A step is removed in one instant: no reader ever sees a part of it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ Options = Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What a `prune` did, or would do.
+    """The result of a `prune`, or of its dry run.
 
     Attributes:
         removed: steps, oldest first.
-        kept: path of each step that the numbers let go and that stays, with the reason.
-        damaged: path of each step that was read, found damaged, and neither counted nor removed,
-            with what is wrong.
+        kept: path of each step that the rules would remove but that stays, with the reason.
+        damaged: path of each step that was read and found damaged, with the problem. Such a step is
+            neither counted nor removed.
         failed: path of each step that could not be removed, with the error.
     """
 
@@ -50,13 +51,14 @@ def removable(
     keep_every: int | None,
     kept: Iterable[Path | str] = (),
 ) -> list[Step]:
-    """Returns the steps that the numbers let go: never one of the newest `keep_last` complete ones,
-    never the only one.
+    """Returns the steps that the rules allow to remove.
+
+    The newest `keep_last` complete steps stay, and so does the only step.
 
     Args:
-        steps: from `list_steps`. Those that are incomplete, superseded or without a manifest, and
-            links, are neither counted nor removed.
-        keep_last: how many of the newest complete ones stay, at least 1; all where None.
+        steps: from `list_steps`. Incomplete and superseded steps, steps without a manifest, and
+            links are neither counted nor removed.
+        keep_last: how many of the newest complete steps stay, at least 1; all where None.
         keep_every: steps whose number is a multiple of this stay for good.
         kept: paths that stay whatever the rules say.
     """
@@ -97,22 +99,22 @@ def prune(
     reads: bool | None = None,
     passed: Container[str] = (),
 ) -> Pruned:
-    """Removes the steps that retention lets go, oldest first, and goes on where one cannot be
-    removed.
+    """Removes the steps that the rules allow to remove, oldest first.
 
-    These stay, whatever the numbers say: a step with a pin, one that a link of the run leads to,
-    one with files that no save wrote, and the first step of a new branch until the old one's steps
+    If one cannot be removed, it continues with the next.
+
+    These stay in any case: a step with a pin, a step that a link of the run leads to, and a step
+    with files that no save wrote. The first step of a new branch stays until the old branch's steps
     have been set aside.
 
     Args:
-        root: of the run, a path or a URL.
+        root: directory of the run, a path or a URL.
         keep_last, keep_every, kept: as for `removable`.
         dry_run: remove nothing.
         options: of the object store, as fsspec takes them.
-        reads: whether the steps that are counted are read first, and the next older one counted for
-            each that is damaged. Where None, only the newest one is read, so that at least one
-            sound step stays.
-        passed: paths of steps that a resume has found to be of no use. They are neither counted nor
+        reads: read the counted steps first, and count the next older step for each damaged one.
+            Where None, only the newest step is read, so that at least one sound step stays.
+        passed: paths of steps that a resume has found unusable. They are neither counted nor
             removed.
 
     Raises:
@@ -156,15 +158,14 @@ def retain(
     told: set[str],
     passed: Container[str] = (),
 ) -> bool:
-    """Prunes beside a training, logs what happens, and returns whether it was possible.
+    """Prunes during training, logs the result, and returns whether it was possible.
 
-    No step is read first: this very run has just written the newest one, and compared its bytes on
-    the way.
+    It reads no step: this run has just written the newest one and compared its bytes.
 
     Args:
         root, kept, options, passed: as for `prune`.
         keep: `keep_last` and `keep_every`.
-        told: what was logged before, which is not repeated.
+        told: messages that were logged before and are not repeated.
     """
     try:
         result = prune(root, *keep, kept, options=options, reads=False, passed=passed)
@@ -189,9 +190,7 @@ def _choose(
     reads: bool | None,
     options: Options,
 ) -> tuple[list[Step], dict[str, str]]:
-    """Returns what the rule lets go of the steps that are sound, and what is wrong with those that
-    are not; see `prune`.
-    """
+    """Returns the sound steps that the rule allows to remove, and the problems of damaged steps."""
     damaged: dict[str, str] = {}
     sound: set[str] = set()
     while True:
@@ -208,7 +207,7 @@ def _choose(
 
 
 def _find_problem(step: Step, options: Options) -> str:
-    """Reads a step whole and returns what is wrong with it, "" for nothing."""
+    """Reads a whole step and returns its problem; "" if it has none."""
     if step.manifest is not None:
         return damage(step)
     try:
@@ -224,7 +223,7 @@ def _find_problem(step: Step, options: Options) -> str:
 
 
 def _links(root: Root) -> list[tuple[str, str]]:
-    """Returns the symbolic links of a run and of its steps, and what they lead to."""
+    """Returns the symbolic links of a run and of its steps, with their targets."""
     if is_url(root):
         return []
     top = os.path.realpath(local_path(root))
@@ -242,7 +241,7 @@ def _links(root: Root) -> list[tuple[str, str]]:
 
 
 def _reason_to_stay(step: Step, links: Sequence[tuple[str, str]]) -> str:
-    """Returns why a step stays whatever the numbers say, "" if it may go."""
+    """Returns why a step must stay; "" if it may be removed."""
     if step.is_pinned:
         return f"it is pinned; ckpt pin --remove {printable(str(step.path))} lets it go"
     own = os.path.join(os.path.realpath(step.path), "") if not is_url(step.path) else ""
@@ -259,8 +258,9 @@ def _reason_to_stay(step: Step, links: Sequence[tuple[str, str]]) -> str:
 
 
 def _foreign_files(step: Step) -> list[str]:
-    """Returns the files of a step that its manifest does not name; in a bucket, parts of other
-    attempts at it are none.
+    """Returns the files of a step that its manifest does not name.
+
+    In a bucket, files of other attempts do not count.
     """
     assert step.manifest is not None
     listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
@@ -278,12 +278,12 @@ def _foreign_files(step: Step) -> list[str]:
 
 
 def pin(path: Path | str, options: Options = None, removes: bool = False) -> bool:
-    """Keeps a step for good, or lets it go again; returns whether that changed anything.
+    """Adds or removes the pin of a step; returns whether that changed anything.
 
     Args:
-        path: of the step, `RUN/step-00000100`, a path or a URL.
+        path: path or URL of the step, `RUN/step-00000100`.
         options: of the object store, as fsspec takes them.
-        removes: lets it go again.
+        removes: remove the pin.
 
     Raises:
         NotACheckpointError: there is no such step.
@@ -315,7 +315,7 @@ def _write_pin(step: Step) -> None:
         write_file(step.store, PIN, text)
         return
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:  # a link or a pipe of that name is an error: nothing is written through it
+    try:  # a link or a pipe of that name is an error: do not write through it
         with os.fdopen(os.open(Path(step.path) / PIN, flags, 0o666), "wb") as file:
             file.write(text)
             os.fsync(file.fileno())
@@ -339,7 +339,7 @@ def _remove_pin(step: Step) -> None:
 
 
 def remove(step: Step) -> None:
-    """Removes a step: first its name, or its index, in one instant, then its bytes.
+    """Removes a step: first its name or index, in one instant, then its bytes.
 
     Raises:
         StorageError: it could not be removed.
@@ -359,7 +359,7 @@ def remove(step: Step) -> None:
 
 
 def remove_files(store: RemoteStore) -> None:
-    """Removes the objects of a step, its index first: from then on it is none.
+    """Removes the objects of a step. Once the index is gone, it is no step any more.
 
     Raises:
         StorageError: it could not be removed.

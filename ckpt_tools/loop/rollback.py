@@ -1,7 +1,7 @@
-"""Leaving a branch of a run: the steps that a rollback superseded get another name, and stay.
+"""Sets aside the steps that a rollback superseded: they get another name, and stay.
 
 `step-00000300` becomes `step-00000300.superseded-1a2b3c4d`: on a disk by a rename, in an object
-store by a copy within the store. Nothing removes them but their owner.
+store by a copy within the store. Only the user removes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def newer_than(steps: Iterable[Step], number: int) -> dict[str, str]:
 
 
 def make_way(root: Root, note: RollbackNote, options: Options) -> None:
-    """Sets aside the old step of the very name that the first new step will have.
+    """Sets aside the old step that has the name of the first new step.
 
     Raises:
         StorageError: it cannot be moved.
@@ -42,20 +42,18 @@ def make_way(root: Root, note: RollbackNote, options: Options) -> None:
 
 
 def complete(root: Root, options: Options, keeps_notes: bool = False) -> None:
-    """Sets aside what rollbacks in effect superseded, and removes the notes of those that never
-    were.
+    """Sets aside the steps superseded by rollbacks in effect; removes the notes of the others.
 
     Args:
         root: of the run, a path or a URL.
         options: of the object store, as fsspec takes them.
-        keeps_notes: the notes are still needed: on a disk, for a mirror that has not heard of the
-            rollback yet.
+        keeps_notes: keep the notes: on a disk, the mirror may still need them.
 
     Raises:
         StorageError: a step cannot be moved; the next call tries again.
     """
     for note, is_in_effect in rollbacks(root, options):
-        if not is_in_effect:  # one job saves at a time: this is a dead one's
+        if not is_in_effect:  # one job saves at a time, so a dead job left this note
             _bring_back(root, note, options)
             remove_note(root, note, options)
             continue
@@ -81,12 +79,12 @@ def _set_aside(root: Root, step: Step, note: RollbackNote, options: Options) -> 
 
 
 def set_aside(root: Root, step: Step, attempt: str, options: Options) -> str:
-    """Gives a step another name, with all that lies in it; returns its new path or URL.
+    """Renames a step with all its files, and returns its new path or URL.
 
     Args:
         root: of the run.
-        step: in it.
-        attempt: id of the one that supersedes it.
+        step: the step.
+        attempt: id of the attempt that supersedes it.
         options: of the object store, as fsspec takes them.
 
     Raises:
@@ -104,14 +102,14 @@ def _move(root: Root, old: str, new: str, options: Options) -> None:
         return
     copy(old, new, storage_options=options)
     source, target = RemoteStore(old, options), RemoteStore(new, options)
-    # deeper than a checkpoint goes
+    # list_deep: also files below the checkpoint's own level
     for name in sorted(source.list_deep().keys() - target.list_deep().keys()):
         source.carry(name, target)
     remove_files(source)
 
 
 def _bring_back(root: Root, note: RollbackNote, options: Options) -> None:
-    """Gives back its name to the step that made way for one that was never committed."""
+    """Restores the name of a step that made way for a save that was never committed."""
     steps = list_steps(root, options, with_superseded=True)
     there = {step.name for step in steps}
     for step in steps:

@@ -1,4 +1,4 @@
-"""Saves a live state: the ranks agree who writes which shards, each writes, and rank 0 commits.
+"""Saves a live state: the ranks assign shards to writers, each writes, and rank 0 commits.
 
 The ranks keep this layout. While no rank's shards change, a save exchanges only a few bytes per
 file and an exclusive-or of the tensors' checksums. The files are those of stock `dcp.save`, and the
@@ -67,7 +67,10 @@ class SaveLayout:
 
 @dataclass(slots=True)
 class SaveReport:
-    """The result of a save: path, bytes of this rank's file, bytes of all files (on rank 0), notes."""
+    """The result of a save.
+
+    `own_nbytes` are the bytes of this rank's file. `nbytes` are those of all files, on rank 0.
+    """
 
     path: str
     own_nbytes: int
@@ -98,7 +101,7 @@ def offers_of(shards: Sequence[Shard]) -> tuple[ShardInfo, ...]:
     return tuple(offers)
 
 
-def agree(
+def agree_layout(
     group: GlooGroup,
     known: SaveLayout | None,
     offers: tuple[ShardInfo, ...],
@@ -125,13 +128,13 @@ def agree(
         objects,
         values,
     )
-    if not group.sum([changed], "agree on the layout")[0]:
+    if not group.sum([changed], "agree_layout on the layout")[0]:
         assert known is not None
         return known
     tasks: list[WriteTask] = []
     head = None
-    gathered = group.gather((offers, objects, dict(paths), values), "agree on the layout")
-    with group.phase("agree on the layout"):
+    gathered = group.gather((offers, objects, dict(paths), values), "agree_layout on the layout")
+    with group.phase("agree_layout on the layout"):
         if group.rank == 0:
             _check_values([g[3] for g in gathered], {offer.fqn for g in gathered for offer in g[0]})
             tasks, head = assign(
@@ -139,7 +142,7 @@ def agree(
                 [g[1] for g in gathered],
                 {k: v for g in reversed(gathered) for k, v in g[2].items()},
             )
-    task = group.scatter(tasks, "agree on the layout")
+    task = group.scatter(tasks, "agree_layout on the layout")
     return SaveLayout(
         offers, objects, values, task, plan_file(group.rank, [offers[i] for i in task.offers]), head
     )
@@ -268,7 +271,7 @@ def _head(
     first: Mapping[str, ShardInfo],
     aliases: Mapping[str, str],
 ) -> MetadataHead:
-    """Plans every rank's file, checks that the shards cover each tensor, and renders the metadata."""
+    """Plans every rank's file, checks that shards cover each tensor, and renders the metadata."""
     placed: dict[str, list[tuple[Box, ItemLocation]]] = {fqn: [] for fqn in first}
     sizes: dict[str, int] = {}
     for rank, (mine, task) in enumerate(zip(offers, tasks, strict=True)):
@@ -320,7 +323,7 @@ def write(
         group: all ranks.
         target: the new checkpoint. It must not exist, unless `overwrite`.
         step: its number, for the manifest.
-        layout: from `agree`.
+        layout: from `agree_layout`.
         memory: the bytes of this rank's shards, in the order of its task.
         objects: this rank's objects as archives, in the layout's order.
         jobs: threads on this rank.

@@ -1,6 +1,6 @@
-"""What of each tensor this rank holds, and its memory as bytes.
+"""Lists the shards of each tensor on this rank, with their memory as bytes.
 
-The one place that knows DTensor, ShardedTensor and plain tensors apart. Imports torch.
+Only this module distinguishes DTensor, ShardedTensor and plain tensors. Imports torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _ALIGNMENT = 64
 
 
 class Shard(NamedTuple):
-    """A piece of a tensor that this rank holds: `tensor` has the elements of `box`, on any device,
-    with any strides.
+    """A part of a tensor that this rank holds.
+
+    `tensor` has the elements of `box`, on any device, with any strides.
     """
 
     fqn: str
@@ -36,13 +37,14 @@ class Shard(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Returns the bytes of the elements."""
         return self.box.numel * self.dtype.itemsize
 
 
 def local_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
-    """Returns this rank's pieces of all tensors, in their order; none for a tensor whose mesh
-    leaves this rank out.
+    """Returns this rank's shards of all tensors, in their order.
+
+    A tensor whose mesh does not include this rank has none.
 
     Raises:
         PlanError: a tensor cannot be stored: partial sums, a sparse or quantized layout, an unknown
@@ -59,8 +61,9 @@ def local_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
 def _pieces(
     fqn: str, value: torch.Tensor, known: dict[Any, Box]
 ) -> Sequence[tuple[Box, torch.Tensor]]:
-    """Returns this rank's parts of a tensor; `known` has the box of every shape, mesh and
-    placements that there were before.
+    """Returns this rank's shards of a tensor, as boxes and local tensors.
+
+    `known` caches the box for each shape, mesh and placements.
     """
     if isinstance(value, ShardedTensor):
         return [
@@ -88,7 +91,7 @@ def _pieces(
 
 
 def _check_own_memory(fqn: str, value: torch.Tensor) -> None:
-    """Refuses a tensor into which nothing can be loaded, because elements of it share memory."""
+    """Refuses a tensor whose elements share memory: nothing could be loaded into it."""
     if value.layout is torch.strided and any(
         step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)
     ):
@@ -120,38 +123,37 @@ def has_bytes(tensor: torch.Tensor) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview | None:
-    """Returns the memory of a tensor's elements; None where it has no such bytes."""
+    """Returns the memory of a tensor's elements; None if `has_bytes` is false."""
     if not has_bytes(tensor):
         return None
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class _Room(NamedTuple):
-    """Host memory for a tensor: as one of its type and shape, and as bytes."""
+    """Host memory for a tensor: as a tensor of its type and shape, and as bytes."""
 
     tensor: torch.Tensor
     memory: memoryview
 
 
 class Stage:
-    """Host memory beside tensors that cannot be written from, or read into, as they lie: made once
-    and used again; pinned for CUDA.
+    """Host memory for tensors that are not row-major host memory themselves.
+
+    It is allocated once and reused. For CUDA it is pinned.
     """
 
     def __init__(self) -> None:
         self._buffer = _pageable(0)
         self._is_pinned = False
-        # the last use's, which as a rule is the next one's
+        # of the last use: the next one usually has the same tensors
         self._kept: tuple[list[tuple[Any, ...]], list[_Room]] = ([], [])
         self._busy: list[torch.cuda.Event] = []
 
     def __reduce__(self) -> tuple[type[Stage], tuple[()]]:
-        return Stage, ()  # another process makes its own
+        return Stage, ()  # another process allocates its own
 
     def live(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-        """Returns the memory of tensors itself where it can be written from as it lies, and copies
-        of the others.
-        """
+        """Returns the memory of tensors; copies of those that are not row-major on the host."""
         views = [as_bytes(t) for t in tensors]
         copies = iter(
             self.copy([t for t, view in zip(tensors, views, strict=True) if view is None])
@@ -159,8 +161,9 @@ class Stage:
         return [next(copies) if view is None else view for view in views]
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-        """Copies tensors side by side, and returns once all of them are there; the views hold until
-        the next use.
+        """Copies tensors and returns when all copies are complete.
+
+        The views are valid until the next use.
         """
         rooms = self._rooms(tensors)
         for room, tensor in zip(rooms, tensors, strict=True):
@@ -171,11 +174,12 @@ class Stage:
 
     @contextmanager
     def fill(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[memoryview]]:
-        """Yields memory in which the elements of tensors are to be put, row-major; what cannot be
-        their own is copied to them at the end.
+        """Yields memory for the row-major elements of tensors.
 
-        Copies to CUDA may still be on their way afterwards: whatever is queued behind them finds
-        them done, and so does `settle`.
+        It is the tensors' own memory where possible. The rest is copied to the tensors at the end.
+
+        Copies to CUDA may still run afterwards. Work that is queued later on the stream runs after
+        them. `settle` waits for them.
         """
         views = [as_bytes(t) for t in tensors]
         away = [t for t, view in zip(tensors, views, strict=True) if view is None]
@@ -187,17 +191,17 @@ class Stage:
         self._leave(away)
 
     def settle(self) -> None:
-        """Waits until no copy to or from this memory is on its way."""
+        """Waits until no copy to or from this memory is running."""
         while self._busy:
             self._busy.pop().synchronize()
 
     def _leave(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Notes which copies are on their way."""
+        """Notes the copies that may still be running."""
         for device in {t.device for t in tensors if t.is_cuda}:
             self._busy.append(torch.cuda.current_stream(device).record_event())
 
     def _rooms(self, tensors: Sequence[torch.Tensor]) -> list[_Room]:
-        """Returns memory for each tensor, of its type and shape, side by side."""
+        """Returns memory for each tensor, of its type and shape, in one buffer."""
         self.settle()
         wants_pin = any(t.is_cuda for t in tensors)
         key = [(t.shape, t.dtype) for t in tensors]
@@ -210,7 +214,7 @@ class Stage:
             )
         )
         if len(self._buffer) < ends[-1] or (wants_pin and not self._is_pinned):
-            # the old one goes before the new one comes
+            # release the old buffer before allocating the new one
             self._kept, self._buffer = ([], []), _pageable(0)
             self._buffer, self._is_pinned = (
                 (_pinned if wants_pin else _pageable)(max(ends[-1], 1)),
@@ -233,21 +237,23 @@ def _pageable(nbytes: int) -> torch.Tensor:
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
-    """Returns pinned memory, of that size, that is given back with the tensor: torch's own takes
-    the next power of two, and keeps it.
+    """Returns pinned memory of that size, which is released with the tensor.
+
+    torch's own pinned memory takes the next power of two, and is never released.
     """
     buffer, runtime = _pageable(nbytes), torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)) == 0:
         weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
-    else:  # copies are slower then; CUDA tells whoever asks next of the error
+    else:  # copies are slower then; the next CUDA call would raise the old error
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
     return buffer
 
 
 def alias_key(shard: Shard) -> Any:
-    """Returns what two shards have in common that are the same memory (tied weights); None for one
-    without memory.
+    """Returns a key that is equal for shards of the same memory (tied weights).
+
+    Returns None for a shard without memory.
     """
     tensor = shard.tensor
     if not shard.nbytes:

@@ -118,8 +118,8 @@ def read_together(
         jobs, memory_bytes: threads, and the budget of their buffers.
 
     Returns:
-        What was done; None on all ranks where bytes were wrong, or lay elsewhere than they were
-        assumed to: each had better read by itself.
+        The counts. None on all ranks if bytes were wrong or were not at the assumed position: then
+        each rank should read by itself.
 
     Raises:
         CheckpointError: it cannot be read; or another rank failed.
@@ -200,8 +200,7 @@ class _Reading:
         return self._future.result()
 
     def prove(self) -> int:
-        """Checks the positions of payloads and compares checksums. Returns the number of proved
-        chunks.
+        """Checks where payloads lie, compares checksums, and returns the number of proved chunks.
 
         This includes chunks that several ranks have read together.
         """
@@ -261,7 +260,7 @@ class _Room:
         self._memory = None if memory is None else np.frombuffer(memory, np.uint8)
 
     def flat(self, box: Box) -> Bytes | None:
-        """Returns the memory of the elements of `box` if it is contiguous host memory, else None."""
+        """Returns the memory of the elements of `box`; None if not contiguous host memory."""
         return None if self._memory is None else _flat(self._memory, self.box, box, self._itemsize)
 
     def take(self, data: Bytes, frame: Box, box: Box) -> None:

@@ -1,7 +1,7 @@
-"""SIGTERM and SIGUSR1, noted for training loops that ask for them.
+"""Notes SIGTERM and SIGUSR1 for training loops that ask for them.
 
-One handler serves all managers of a process. Where nobody asks, and at a second signal, it does
-what would have happened without it. Imports nothing of the package.
+One handler serves all managers of a process. If no loop asks for signals, or a second signal
+arrives, the signal acts as it would without the handler. Imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ckpt_tools.core.logs import log
 
 NOTED = (signal.SIGTERM, signal.SIGUSR1)
-SAME_S = 1.0  # torchrun and Slurm both pass on one signal: a second one so soon is the same
+SAME_S = 1.0  # torchrun and Slurm both forward a signal: a second one so soon is a duplicate
 
 _watches: list[SignalWatch] = []
 _old: dict[int, Any] = {}
@@ -25,7 +25,7 @@ _first: dict[int, float] = {}
 
 
 class SignalWatch:
-    """The signals that one manager has noted.
+    """The last signal that one manager has noted.
 
     Attributes:
         was_asked: whether the training loop has asked for signals yet.
@@ -35,14 +35,14 @@ class SignalWatch:
     def __init__(self) -> None:
         self.was_asked, self.number = False, 0
         if threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may have handlers: signals do then what they always do
+            return  # only the main thread may set handlers, so signals act as usual
         if not _watches:
             _first.clear()
             _old.update({number: signal.signal(number, _handle) for number in NOTED})
         _watches.append(self)
 
     def stop(self) -> None:
-        """Forgets about signals; with the last watch the handlers before come back."""
+        """Stops noting signals; the last watch restores the previous handlers."""
         if self not in _watches:
             return
         _watches.remove(self)
@@ -77,7 +77,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _after_fork() -> None:
-    """Gives a child the handlers from before: nobody in it asks for signals."""
+    """Restores the previous handlers in a forked child, which has no manager."""
     for number, handler in _old.items():
         if signal.getsignal(number) is _handle:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -89,7 +89,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _as_before(number: int, frame: FrameType | None) -> None:
-    """Does what would have happened without this handler."""
+    """Handles a signal as it would be handled without this module."""
     old: Callable[[int, FrameType | None], object] | int | None = _old.get(number)
     if callable(old):
         old(number, frame)

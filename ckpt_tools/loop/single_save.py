@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from ckpt_tools.loop.archives import ReadBack
 from ckpt_tools.loop.pack_objects import pack_objects
-from ckpt_tools.loop.save import SaveReport, agree, offers_of, write
+from ckpt_tools.loop.save import SaveReport, agree_layout, offers_of, write
 from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.state_dict import export
-from ckpt_tools.publish.base import open_destination
+from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.steps import number_in
 from ckpt_tools.ranks.gloo import GlooGroup
 
@@ -64,7 +64,7 @@ def save(
                 objects, paths = pack_objects(exported, group.rank)
                 ReadBack().check(objects)
             values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
-            layout = agree(group, None, offers_of(shards), tuple(objects), values, paths)
+            layout = agree_layout(group, None, offers_of(shards), tuple(objects), values, paths)
             with group.phase("copy the state"):
                 memory = Stage().live([shards[i].tensor for i in layout.task.offers])
         target = open_destination(path, storage_options)

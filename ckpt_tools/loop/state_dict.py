@@ -1,9 +1,8 @@
-"""What a training loop keeps, as names and values: modules, optimizers, anything with `state_dict`,
-plain values.
+"""Exports the state of a training loop as flat names and values.
 
-`export` turns a user's dict into flat names, the same as `dcp.save(get_state_dict(…))` would store.
-FSDP, DDP, `torch.compile` and activation checkpointing never show in a name: torch's own state-dict
-functions take care of that.
+A state has modules, optimizers, other objects with `state_dict`, and plain values. `export` gives
+them the names that `dcp.save(get_state_dict(…))` would store. FSDP, DDP, `torch.compile` and
+activation checkpointing leave no trace in a name: torch's own state-dict functions remove it.
 
 Imports torch.
 """
@@ -44,17 +43,17 @@ from ckpt_tools.loop.optimizers import (
     is_container,
 )
 
-STRUCTURE = "__structure__"  # last key of a value whose tensors are entries of their own
+STRUCTURE = "__structure__"  # last key of a value whose tensors are separate entries
 _RANK = "rank_"
 
 
 class PerRank:
-    """A value of which every rank has its own: a dataloader's position, a random generator.
+    """A value that differs from rank to rank: a dataloader's position, a random generator.
 
-    Its states are stored side by side, and each goes back to its own rank. When the number of ranks
+    The states of all ranks are stored, and each goes back to its own rank. When the number of ranks
     has changed, `on_resize` says what happens: `"refuse"` (an error), `"reset"` (every rank keeps
     what it has, and the report says so), or a function `(states, rank, world_size) -> state` that
-    deals the old ranks' states out again.
+    redistributes the old ranks' states.
     """
 
     def __init__(
@@ -71,8 +70,8 @@ class RngState:
     """The random generators of this rank: Python's, NumPy's, torch's on the CPU and on the current
     CUDA device.
 
-    `{"rng": RngState()}` is stored per rank; on another number of ranks every rank keeps the
-    generators it has.
+    `{"rng": RngState()}` is stored per rank. If the number of ranks changes, every rank keeps its
+    present generators.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class RngState:
 
 
 class PlacedPerRank(NamedTuple):
-    """A `PerRank` of a state, and its place there."""
+    """A `PerRank` of a state, and its path of keys."""
 
     wrapper: PerRank
     path: Key
@@ -112,15 +111,18 @@ class PlacedPerRank(NamedTuple):
 
 @dataclass(slots=True)
 class ExportedState:
-    """A state under flat names: tensors as they live (DTensors and all), other values, and the keys
-    on the way to each.
+    """A state under flat names: live tensors (DTensors included), other values, and their keys.
 
-    `per_rank` has the names under which each rank has a value of its own. `free` has the places of
-    values whose structure may have changed since (a history, a scheduler): what was stored below
-    them is what they become; `plain` has those of them that belong to no module and no optimizer.
-    `kept` names what no checkpoint holds: non-persistent buffers of modules. `roots` has the
-    state's own keys. `fresh` has the places of optimizer state that is memory only, until something
-    is loaded into it.
+    Attributes:
+        tensors, objects: live tensors and other values, by flat name.
+        paths: the path of keys to each name.
+        per_rank: the names under which each rank has its own value.
+        free: paths of values whose structure may have changed since the save, such as a history or
+            a scheduler. They take whatever was stored below them.
+        plain: those of `free` that belong to no module and no optimizer.
+        kept: non-persistent buffers of modules, which no checkpoint holds.
+        roots: the top-level keys of the state.
+        fresh: paths of new optimizer state: memory without values until something is loaded.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -135,7 +137,7 @@ class ExportedState:
 
 
 def join(path: Key) -> str:
-    """Returns the flat name of a place."""
+    """Returns the flat name of a path of keys."""
     return ".".join(map(str, path))
 
 
@@ -159,7 +161,7 @@ def has_state(value: Any) -> bool:
 
 
 def loads_itself(value: Any) -> bool:
-    """Tells whether something of a state is asked for its state, and loads it in place."""
+    """Tells whether a value has its own state and loads it in place."""
     return (
         isinstance(value, (nn.Module, Optimizer, PerRank, RngState))
         or is_generator(value)
@@ -168,7 +170,7 @@ def loads_itself(value: Any) -> bool:
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Tells whether a value is loaded by replacing it: nothing in it loads itself."""
+    """Tells whether a load replaces the value: nothing in it loads itself."""
     if has_only_scalars(value):
         return True
     if isinstance(value, Mapping):
@@ -218,7 +220,7 @@ def _holds_tensor(value: Any, depth: int = 0) -> bool:
 
 @contextmanager
 def calling(method: str, value: Any, path: Key) -> Iterator[None]:
-    """Lets exceptions of a user's own code through, and says of which object they are."""
+    """Adds a note with the object's path to exceptions of the user's own code."""
     try:
         yield
     except CheckpointError:
@@ -232,18 +234,18 @@ def calling(method: str, value: Any, path: Key) -> Iterator[None]:
 
 
 def export(state: Mapping[str, Any], stored: Stored | None = None) -> ExportedState:
-    """Returns a user's state under flat names. The tensors are the live ones: nothing is copied or
-    gathered.
+    """Returns a user's state under flat names.
+
+    The tensors are the live ones: nothing is copied or gathered.
 
     Args:
-        state: dicts, lists and tuples (nested at will) of modules, optimizers, objects with
+        state: dicts, lists and tuples (nested freely) of modules, optimizers, objects with
             `state_dict`, generators, tensors and plain values.
-        stored: what a checkpoint that is loaded next has of the state of each parameter; None for
-            saving.
+        stored: the optimizer state of each parameter in the checkpoint to load; None for a save.
 
     Raises:
-        PlanError: two entries have one name, an optimizer's parameters belong to nothing of the
-            state, or a tensor is on the meta device.
+        PlanError: two entries have the same name, the state lacks an optimizer's parameters, or a
+            tensor is on the meta device.
     """
     if not isinstance(state, Mapping):
         raise PlanError(
@@ -259,9 +261,7 @@ def export(state: Mapping[str, Any], stored: Stored | None = None) -> ExportedSt
 
 
 def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
-    """Refuses containers that hold themselves, and very deep ones: no walk through them would
-    end.
-    """
+    """Refuses containers that contain themselves, and very deep ones, so that each walk ends."""
     if not isinstance(value, (Mapping, list, tuple)):
         return
     if len(above) > MAX_DEPTH or id(value) in above:
@@ -307,9 +307,7 @@ class _Exporter:
             self._visit_value(value, path)
 
     def _free_extra(self, exported: dict[str, Any], path: Key) -> None:
-        """Takes a module's extra state out of what is loaded in place: it becomes what was stored,
-        of whatever form.
-        """
+        """Exempts a module's extra state from loading in place: it may take any stored form."""
         for name in [n for n in exported if n.rpartition(".")[2] == "_extra_state"]:
             self.result.free.append((*path, name))
             self._leaf(exported.pop(name), (*path, name))
@@ -343,8 +341,9 @@ class _Exporter:
             self.emit(value, path)
 
     def emit(self, value: Any, path: Key, is_root: bool = False) -> None:
-        """Names the leaves of what was exported, as DCP does; what DCP would not give back as it
-        was is kept as a `Structure`.
+        """Names the leaves of an exported value, as DCP does.
+
+        A value that DCP would not return unchanged is kept as a `Structure`.
         """
         if isinstance(value, torch.Tensor):
             self.result.tensors[self._name(path)] = value
@@ -389,7 +388,7 @@ class _Exporter:
         """Refuses tensors without memory.
 
         Raises:
-            PlanError: with the call that gives them memory.
+            PlanError: there are such tensors; the hint has the call that gives them memory.
         """
         without = [name for name, tensor in self.result.tensors.items() if tensor.is_meta]
         if without:
@@ -407,7 +406,7 @@ class _Exporter:
 
 
 def _is_walked(value: Mapping[Any, Any]) -> bool:
-    """Tells whether a dict is one level of names."""
+    """Tells whether the keys of a dict become one level of names."""
     return (
         type(value) in (dict, OrderedDict)
         and STRUCTURE not in value
@@ -427,7 +426,7 @@ def _is_walked_list(value: Any) -> bool:
 
 
 def _tied(model: nn.Module, exported: dict[str, Any]) -> dict[str, Any]:
-    """Makes the entries of a tied weight one tensor again, of which FSDP1 hands out a copy each."""
+    """Returns the export with one tensor per tied weight; FSDP1 exports a copy for each name."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         plain = _plain(name)
@@ -445,8 +444,9 @@ def _plain(name: str) -> str:
 
 
 def _tied_in_flat(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yields the names of tied weights in the flat parameters of FSDP1 without `use_orig_params`,
-    each with the first one's name.
+    """Yields each further name of a tied weight with its first name.
+
+    Only for the flat parameters of FSDP1 without `use_orig_params`.
     """
     for name, module in model.named_modules():
         flat = getattr(module, "_flat_param", None)

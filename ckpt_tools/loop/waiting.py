@@ -1,4 +1,4 @@
-"""Waiting for a store: how long outages are sat out, and what a person is told meanwhile."""
+"""Waits for a store during outages, and logs the wait."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def told(error: BaseException) -> str:
 
 
 def pause_of(attempt: int) -> float:
-    """Returns the seconds before another try, after so many have failed."""
+    """Returns the seconds to wait before the next try, after this many failures."""
     return float(min(2.0**attempt, _LONGEST_PAUSE_S))
 
 
 def retry_outage(what: str, call: Callable[[], T], retry_s: float) -> T:
-    """Calls again what fails because a store cannot be reached.
+    """Calls a function, and retries it while the store cannot be reached.
 
     Args:
         what: names it in the log.
-        call: does it.
-        retry_s: seconds from the first failure for which it is tried again.
+        call: the function.
+        retry_s: seconds of retries after the first failure.
 
     Raises:
         StorageError: it failed for another reason, or for too long.
@@ -53,12 +53,12 @@ def retry_outage(what: str, call: Callable[[], T], retry_s: float) -> T:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Tells whether an error is that of a store which cannot be reached."""
+    """Tells whether an error means that a store cannot be reached."""
     return isinstance(error, StorageError) and error.is_transient
 
 
 def result_of(running: Future[T], what: str) -> T:
-    """Waits for a background task, and says so after 5 s and then every minute."""
+    """Waits for a background task; logs this after 5 s and then every minute."""
     began, wait_s = time.monotonic(), FIRST_WORD_S
     while True:
         try:

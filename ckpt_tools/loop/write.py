@@ -1,5 +1,4 @@
-"""A rank's part of a save: its pieces from memory into one `.distcp`; and, on one rank, the commit
-of all parts.
+"""Writes a rank's shards into one `.distcp` file, and commits the files of all ranks on one rank.
 
 Imports nothing of torch.
 """
@@ -30,8 +29,9 @@ _MANIFEST_ROOM_BYTES = 1 << 20
 
 
 class ShardInfo(NamedTuple):
-    """A piece that a rank holds: FQN, type, global shape, box, and the FQN whose memory it shares
-    ("" for none).
+    """The description of a shard: FQN, type, global shape, box.
+
+    `alias` is the FQN of the tensor whose memory it shares, "" for none.
     """
 
     fqn: str
@@ -42,10 +42,9 @@ class ShardInfo(NamedTuple):
 
 
 class FilePlan(NamedTuple):
-    """A rank's file, planned once for as long as its pieces stay the same: objects come behind
-    them.
+    """The plan of a rank's file. It stays valid while the rank's shards stay the same.
 
-    `places` has, piece by piece, its archive.
+    `places` has the position of each shard's archive. Objects come after the shards.
     """
 
     target: Target
@@ -54,13 +53,13 @@ class FilePlan(NamedTuple):
 
 
 class RankFile(NamedTuple):
-    """What a rank wrote.
+    """The description of a rank's written file.
 
     Attributes:
-        nbytes, crc64: of its file.
-        runs: (start, bytes, CRC-64, CRC-32) of the cells of its long pieces.
-        objects: (start, bytes) of its objects.
-        shares: its share of each tensor's fingerprint; the commit does not need it.
+        nbytes, crc64: of the file.
+        runs: (start, bytes, CRC-64, CRC-32) of the cells of long shards.
+        objects: (start, bytes) of each object.
+        shares: the rank's share of each tensor's fingerprint. The commit does not need it.
     """
 
     nbytes: int
@@ -74,9 +73,7 @@ NOTHING = RankFile(0, 0, (), (), {})
 
 
 def plan_file(rank: int, pieces: Sequence[ShardInfo]) -> FilePlan:
-    """Lays a rank's file out, and plans the copies into it from memory in which piece number `i` is
-    the file called `i`.
-    """
+    """Plans a rank's file and the copies into it. In memory, shard number `i` is the file `i`."""
     file = dcp.DataFile(dcp.data_file_name(rank))
     slots: dict[str, list[Slot]] = {}
     chunks: dict[str, list[Chunk]] = {}
@@ -118,9 +115,9 @@ def write_part(
     Args:
         plan: from `plan_file`.
         target: the checkpoint to be.
-        place: where the attempt gathers its files.
-        memory: the bytes of every piece, in the plan's order.
-        objects: archives that go behind the pieces.
+        place: the attempt.
+        memory: the bytes of every shard, in the plan's order.
+        objects: archives that come after the shards.
         jobs: threads.
 
     Raises:
@@ -161,19 +158,19 @@ def commit(
     tensors: Mapping[str, SealedTensor],
     step: int | None,
 ) -> list[str]:
-    """Proves that every rank's file is there, then publishes; returns remarks.
+    """Checks every rank's file, then publishes; returns notes.
 
     Args:
         target: the checkpoint to be.
-        place: where its files are, complete but for manifest and index.
+        place: the attempt. Its files are complete, except for manifest and index.
         index: the contents of `.metadata`.
-        parts: of every rank.
-        tensors: their fingerprints, as far as known.
+        parts: the file of every rank.
+        tensors: the sealed tensors, with known fingerprints.
         step: for the manifest.
 
     Raises:
-        StorageError: a file is not there as its rank wrote it, or the commit failed; nothing is
-            visible then.
+        StorageError: a file is missing or differs from what its rank wrote, or the commit failed.
+            Then nothing is visible.
     """
     files: dict[str, SealedFile] = {}
     found = place.sizes_of(

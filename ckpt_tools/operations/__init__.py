@@ -1,1 +1,1 @@
-"""What a person asks for: one file for each verb."""
+"""The commands' operations: one file per verb."""

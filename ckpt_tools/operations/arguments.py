@@ -1,5 +1,6 @@
-"""Checks the arguments of the public functions: a misspelt keyword must not be ignored, nor a value
-of a wrong type be half used.
+"""Checks the arguments of the public functions.
+
+It refuses misspelt keywords and values of a wrong type before any work starts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 class _Kind(NamedTuple):
-    """What an argument may be, for people, and the test."""
+    """A kind of argument: its description for messages, and its test."""
 
     text: str
     fits: Callable[[Any], bool]
@@ -87,12 +88,12 @@ def checked(options: type | None = None) -> Callable[[Callable[P, T]], Callable[
     """Returns a decorator that checks the arguments of each call.
 
     Args:
-        options: the TypedDict that the function's `**options` are.
+        options: the TypedDict of the function's `**options`.
 
     Raises:
-        TypeError: by the decorated function, for a keyword that it does not have; the nearest one
-            is named.
-        PlanError: by the decorated function, for a value of a wrong type.
+        TypeError: raised by the decorated function for an unknown keyword; the message names the
+            nearest one.
+        PlanError: raised by the decorated function for a value of a wrong type.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

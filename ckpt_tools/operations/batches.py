@@ -1,8 +1,8 @@
-"""Files in batches: what several steps of a check look at is read from an object store once.
+"""Reads files in batches, so that several checks of the same bytes need only one read.
 
-An archive's first and last bytes say where its records lie, and only then can those be compared. On
-a disk the second look costs nothing. In an object store, where small holes are fetched along, it
-would fetch everything again.
+An archive's first and last bytes say where its records lie. Only then can a check compare the
+records. On a disk, the second read costs nothing. In an object store, which also fetches small
+holes, it would fetch everything again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _BATCH_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
-    """Ranges of files, and the archives that lie in them whole.
+    """Ranges of files, and the archives that lie completely in them.
 
     Attributes:
         store: reads them, from memory if they are held.
-        spans: the ranges; those of one file are neighbours.
-        archives: that lie in them.
-        is_held: reading them again costs nothing.
+        spans: the ranges. Ranges of the same file are adjacent.
+        archives: the archives in these ranges.
+        is_held: the bytes are in memory, so a second read costs nothing.
     """
 
     store: Store
@@ -36,7 +36,7 @@ class ReadBatch:
 
 
 class _Group:
-    """Spans that will be one batch."""
+    """Spans of one batch."""
 
     def __init__(self, is_held: bool) -> None:
         self.is_held, self.nbytes = is_held, 0
@@ -52,8 +52,9 @@ class _Group:
 def one_batch(
     store: Store, sizes: Mapping[str, int], archives: Sequence[Extent]
 ) -> Iterator[ReadBatch]:
-    """Yields all files as one batch that is not held: of a disk, or where several processes share
-    the work.
+    """Yields all files as one batch that is not held.
+
+    For a disk, or if several processes share the work.
     """
     yield ReadBatch(
         store, [(name, 0, nbytes) for name, nbytes in sizes.items()], archives, is_held=False
@@ -64,15 +65,15 @@ def cut_batches(
     store: Store, sizes: Mapping[str, int], archives: Sequence[Extent], only_archives: bool = False
 ) -> Iterator[ReadBatch]:
     """Yields the bytes of files, each in one batch of about 32 MiB. The next batch is fetched while
-    one is looked at.
+    one is checked.
 
-    An archive that is larger than a batch is one by itself, which is not held.
+    An archive that is larger than a batch gets its own batch, which is not held.
 
     Args:
         store: an object store.
         sizes: bytes of each file.
-        archives: in them; none is in two batches.
-        only_archives: leave out what lies in no archive.
+        archives: in these files. No archive is split between two batches.
+        only_archives: leave out bytes outside of archives.
     """
     groups = _groups(sizes, archives, only_archives)
     group = next(groups, None)
@@ -120,10 +121,11 @@ def _groups(
 def _spans(
     name: str, nbytes: int, archives: Iterable[Extent]
 ) -> Iterator[tuple[Span, list[Extent], bool]]:
-    """Cuts a file at the edges of archives, and in long runs between them; yields each range with
-    its archives, and whether to hold it.
+    """Cuts a file at the edges of archives, and into long ranges between them.
+
+    Yields each range with its archives, and whether to hold it.
     """
-    begin = end = 0  # of the range that grows
+    begin = end = 0  # of the current range
     inside: list[Extent] = []
     for archive in archives:
         start, stop = archive.start, archive.start + archive.nbytes
@@ -132,7 +134,7 @@ def _spans(
                 yield from _held(name, begin, start, inside)
                 begin, end, inside = stop, stop, []
                 yield (name, start, archive.nbytes), [archive], False
-            else:  # it overlaps another: looked at by itself, in no range of its own
+            else:  # it overlaps another archive: check it by itself, without a range
                 yield (name, start, 0), [archive], False
             continue
         if stop - begin > _BATCH_BYTES:
@@ -146,7 +148,7 @@ def _spans(
 def _held(
     name: str, begin: int, end: int, inside: list[Extent]
 ) -> Iterator[tuple[Span, list[Extent], bool]]:
-    """Yields a range: up to the end of its last archive, and the rest in pieces."""
+    """Yields a range up to the end of its last archive, and the rest in ranges of a batch."""
     stop = max((archive.start + archive.nbytes for archive in inside), default=begin)
     if inside:
         yield (name, begin, stop - begin), inside, True

@@ -1,8 +1,7 @@
-"""Copy: every file of a checkpoint as it is, from disk or store to disk or store; only what is
-missing, committed last.
+"""Copies every file of a checkpoint unchanged, between disks and stores.
 
-A file is carried as an object, so this is one more plan for the same engine; within one S3 the
-store copies by itself.
+It copies only missing files, and commits last. The engine copies each file as an object. Within one
+S3, the store copies on the server.
 """
 
 from __future__ import annotations
@@ -28,32 +27,33 @@ from ckpt_tools.formats.registry import INDEXES, Source, is_ours, open_source
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.verification import Verification
-from ckpt_tools.publish.base import Attempt, Destination, open_destination
-from ckpt_tools.publish.bucket import RemoteAttempt, copies_within
+from ckpt_tools.publish.base import Attempt, CopyTarget, Destination
 from ckpt_tools.publish.check_manifest import hash_files
+from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.leftovers import give_up_uploads
 from ckpt_tools.publish.lock import Lease
 from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name, find, names_in, of_source
-from ckpt_tools.ranks.base import ALONE, Group, agree
+from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, read
 from ckpt_tools.storage.retries import appeared
 from ckpt_tools.transfer.distribute import RankWork, collect, open_files, staged
-from ckpt_tools.transfer.transfer import Options, Path_, Reading, check_apart, no_bar, steps_for
+from ckpt_tools.transfer.options import Options, Path_, Reading, no_bar, num_threads
+from ckpt_tools.transfer.transfer import batches_for, check_apart
 
 _ASKERS = 16
-_MAX_LAST_BYTES = 64 << 20  # of a file that is held in memory to come last
+_MAX_LAST_BYTES = 64 << 20  # largest file that can be held in memory, to be written last
 
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """What a copy did, or with `dry_run` would do.
+    """The result of a copy, or with `dry_run`, its plan.
 
     Attributes:
-        source, destination: from where, to where.
+        source, destination: paths or URLs.
         files: bytes of every file of the checkpoint.
-        kept_nbytes: bytes that were there already, and right.
-        client_nbytes, store_nbytes: bytes that went through this process, and that the store copied
-            by itself.
+        kept_nbytes: bytes that the destination had already, with right checksums.
+        client_nbytes, store_nbytes: bytes that went through this process, and bytes that the store
+            copied on the server.
         notes: remarks.
         seconds: wall-clock time.
         is_dry_run: whether nothing was written.
@@ -78,28 +78,28 @@ def copy(
     to_storage_options: Mapping[str, Any] | None = None,
     **options: Unpack[Options],
 ) -> CopyResult:
-    """Copies a checkpoint as it is. A second run transfers what is missing or differs; nothing is
-    visible before everything is there.
+    """Copies a checkpoint unchanged.
+
+    A second run transfers files that are missing or differ. The checkpoint is visible only when it
+    is complete.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
-        dst: the directory (or file) to be; a path or a URL.
-        to_storage_options: of the destination's store, where they are not the source's.
-        **options: see `Options`; a checkpoint that is there is never replaced, so `overwrite` is
-            refused.
+        dst: the directory (or file) to write; a path or a URL.
+        to_storage_options: options of the destination's store, if they differ from the source's.
+        **options: see `Options`. A copy never replaces a checkpoint, so `overwrite` is refused.
 
     Raises:
-        IntegrityError: the source's bytes are not what its manifest says.
-        CheckpointError: see the tree in `errors`. What has been transferred is kept for the next
-            run.
+        IntegrityError: the source's bytes differ from its manifest.
+        CheckpointError: see the tree in `errors`. Transferred files are kept for the next run.
     """
     began = time.monotonic()
     if options.get("overwrite"):
         raise PlanError(
             "a copy replaces nothing", hint="copy to another place, or remove what is there first"
         )
-    team = options.get("team") or ALONE
-    with team.phase("look at both"):
+    group = options.get("group") or ALONE
+    with group.phase("look at both"):
         source = open_source(src, options.get("storage_options"), lay_beside(options.get("shapes")))
         check_needed(options.get("shapes"), source.catalog)
         to_options = (
@@ -108,11 +108,11 @@ def copy(
         target = open_destination(dst, to_options)
         check_apart(source.path, target.url)
         _check_suffix(source, target.url)
-        work = _Work(source, target, options, to_options, team)
+        work = _Work(source, target, options, to_options, group)
         there = work.look_at(to_options) if target.exists() else "nothing"
     if there == "alike":
         there = "all" if work.is_same_there(to_options) else "another"
-    agree(team, (sorted(work.files.items()), there))
+    check_agreement(group, (sorted(work.files.items()), there))
     if there == "all":
         kept, note = sum(work.files.values()), "it is there already"
         return CopyResult(
@@ -142,14 +142,14 @@ def copy(
             time.monotonic() - began,
             True,
         )
-    with team.phase("look at the room"):
+    with group.phase("look at the room"):
         target.check_room(sum(work.files.values()))
     try:
         notes = work.do()
     except IntegrityError:
-        if source.remote is None or team.size > 1:
+        if source.remote is None or group.size > 1:
             raise
-        source.store.close()  # it may have happened on the way
+        source.store.close()  # bytes may have been damaged on the way: read them again
         notes = work.do()
     source.store.close()
     moved = sum(work.missing.values())
@@ -171,10 +171,10 @@ def copy(
 
 
 def _check_suffix(source: Source, url: str) -> None:
-    """Refuses a name under which a file would not be known again.
+    """Refuses a name with a suffix by which the file's format would not be recognised.
 
     Raises:
-        PlanError: it has another suffix than the source.
+        PlanError: the suffix differs from the source's.
     """
     suffix = os.path.splitext(source.name)[1] if source.is_file else ""
     if (
@@ -189,9 +189,7 @@ def _check_suffix(source: Source, url: str) -> None:
 
 
 class _Work:
-    """One copy, or a process's part of it: which files there are, what their checksums are, and
-    which of them have to move.
-    """
+    """One copy, or one process's part of it: all files, their checksums, and the missing files."""
 
     def __init__(
         self,
@@ -199,14 +197,14 @@ class _Work:
         target: Destination,
         options: Options,
         to_options: Mapping[str, Any] | None,
-        team: Group,
+        group: Group,
     ) -> None:
-        self.source, self.target, self.options, self.to_options, self.team = (
+        self.source, self.target, self.options, self.to_options, self.group = (
             source,
             target,
             options,
             to_options,
-            team,
+            group,
         )
         self.manifest = of_source(source)
         files = {
@@ -241,14 +239,15 @@ class _Work:
         self.is_within = False
 
     def _last_file(self, files: Mapping[str, int]) -> str:
-        """Returns the file that comes last: the index, else a small one without which the rest is
-        no checkpoint; "" for none.
+        """Returns the file to write last; "" for none.
+
+        It is the index, else a small file without which the rest is not a checkpoint.
         """
         found = next((name for name in INDEXES if name in files), "")
         if found or self.source.is_file:
             return found
         if sum(name.rpartition("/")[2] in INDEXES for name in files) > 1:
-            return ""  # each makes its own folder a checkpoint, and only one can be the last
+            return ""  # each makes its own folder a checkpoint, and only one file can be last
         small = sorted(
             (nbytes, name) for name, nbytes in files.items() if nbytes <= _MAX_LAST_BYTES
         )
@@ -268,12 +267,12 @@ class _Work:
 
     @property
     def shown(self) -> dict[str, int]:
-        """The files, under names that people may see."""
+        """Returns the bytes of each file, with secrets removed from the names."""
         return {redacted(name): nbytes for name, nbytes in self.files.items()}
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on what stays behind."""
+        """Returns notes on files that are not copied."""
         store = self.source.folder
         left = (
             []
@@ -301,8 +300,9 @@ class _Work:
 
     @property
     def attempt(self) -> str:
-        """The id under which this very checkpoint is copied, every time: so that one copy knows
-        what another of it has left.
+        """Returns the id of copies of this checkpoint.
+
+        It is the same for every copy, so that a copy recognises the files of an earlier one.
         """
         if self.single:
             return str(uuid.uuid4())
@@ -312,8 +312,10 @@ class _Work:
         return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{last} {sorted(self.data.items())}"))
 
     def look_at(self, options: Mapping[str, Any] | None) -> str:
-        """Tells what is there: "all" of this very checkpoint, files that look "alike", a "part"
-        that is not committed, or "another".
+        """Tells what the destination holds.
+
+        Returns "all" for this checkpoint, "alike" for files of the same sizes, "part" for an
+        uncommitted part, or "another".
         """
         url = self.target.url
         if self.single:
@@ -340,11 +342,11 @@ class _Work:
         return "all" if is_same and find(store) == self.manifest else "another"
 
     def _check_own(self, store: RemoteStore, names: Sequence[str]) -> None:
-        """Refuses to write over objects that this tool did not write, and that are not what is to
-        be there.
+        """Refuses to overwrite objects that this tool did not write and that differ from the
+        source.
 
         Raises:
-            StorageError: there is one.
+            StorageError: there is such an object.
         """
         for name, about in store.about_all(names).items():
             if (
@@ -363,8 +365,9 @@ class _Work:
         return RemoteStore(folder, options) if is_url(folder) else LocalStore(folder or ".")
 
     def is_same_there(self, options: Mapping[str, Any] | None) -> bool:
-        """Reads both and tells whether the destination's files have the same bytes; a store is
-        asked for the checksums that it keeps.
+        """Tells whether the destination's files have the same bytes.
+
+        It reads both sides, but uses the checksums that a store keeps.
         """
         url = self.target.url
         there: Store = (
@@ -384,8 +387,8 @@ class _Work:
                     files,
                     jobs,
                     memory,
-                    lambda nbytes: advance(nbytes * self.team.size),
-                    self.team,
+                    lambda nbytes: advance(nbytes * self.group.size),
+                    self.group,
                 )
                 for store, files in (
                     (self.source.store, self.files),
@@ -397,13 +400,13 @@ class _Work:
     # ---- moving ----------------------------------------------------------------------------------
 
     def do(self) -> list[str]:
-        """Moves what is missing and commits; returns remarks."""
-        team, bar = self.team, self.options.get("progress") or no_bar
-        attempt = team.broadcast(self.attempt, "begin")
+        """Transfers the missing files and commits; returns notes."""
+        group, bar = self.group, self.options.get("progress") or no_bar
+        attempt = group.broadcast(self.attempt, "begin")
         with (
             self._claimed() as claim,
             staged(
-                team,
+                group,
                 self.target,
                 attempt,
                 self.single,
@@ -412,29 +415,29 @@ class _Work:
         ):
             crcs = {self.name(name): crc for name, crc in self.crcs.items()}
             right: set[str] = set()
-            with team.phase("look at what is there"):
-                # the latter says how objects may be written
-                if team.rank == 0 or is_url(self.target.url):
+            with group.phase("look at what is there"):
+                # on a store, `expect` also finds out how objects may be written
+                if group.rank == 0 or is_url(self.target.url):
                     right = place.expect(
                         {self.name(name): nbytes for name, nbytes in self.data.items()}, crcs
                     )
-            right = team.broadcast(right, "what is there")
+            right = group.broadcast(right, "what is there")
             self.missing = {name: nbytes for name, nbytes in self.data.items() if name not in right}
             with bar("copy", sum(self.missing.values())) as advance:
-                # see RemoteStore.can_copy_from
+                # for the reason, see RemoteStore.can_copy_from
                 has_names = not any("%" in name for name in self.missing)
                 within = (
-                    copies_within(place, self.source.remote)
+                    place.copy_target(self.source.remote)
                     if has_names and (self.crcs or not self.single)
                     else None
                 )
                 if within:
                     self.is_within = True
-                    with team.phase("copy"):
+                    with group.phase("copy"):
                         self._within(within, advance)
                 else:
-                    crcs |= self._through(place, lambda nbytes: advance(nbytes * team.size))
-            if team.rank:
+                    crcs |= self._through(place, lambda nbytes: advance(nbytes * group.size))
+            if group.rank:
                 return []
             place.sync()
             if claim is not None:
@@ -443,11 +446,12 @@ class _Work:
 
     @contextmanager
     def _claimed(self) -> Iterator[Lease | None]:
-        """Makes sure that of several copies to one prefix of a bucket one goes on, and that the
-        others have written nothing.
+        """Lets only one of several copies to the same prefix of a bucket continue.
+
+        The others raise before they have written anything.
 
         Raises:
-            StorageError: another copy is at work there, or has just come to its end.
+            StorageError: another copy is running there, or has just finished.
         """
         url = self.target.url
         if not is_url(url) or self.single:
@@ -455,8 +459,8 @@ class _Work:
             return
         claim = None
         try:
-            with self.team.phase("claim the destination"):
-                if self.team.rank == 0:
+            with self.group.phase("claim the destination"):
+                if self.group.rank == 0:
                     claim = Lease(url, self.to_options)
                     if self.look_at(self.to_options) not in ("nothing", "part"):
                         raise appeared(url)
@@ -468,7 +472,7 @@ class _Work:
                 claim.release()
 
     def _last(self, attempt: str, crcs: Mapping[str, int]) -> tuple[Literal | None, Literal | None]:
-        """Returns manifest and index, which come last."""
+        """Returns manifest and index, which are written last."""
         store = self.source.store
         if not self.single:
             seal = Literal(self.seal, 0, read(store, self.seal)) if self.seal else None
@@ -487,26 +491,27 @@ class _Work:
         return Literal(file_name(attempt, self.single), 0, manifest.render()), None
 
     def _through(self, place: Attempt, advance: Callable[[int], None]) -> dict[str, int]:
-        """Moves files through this process, and returns their checksums by their new names, of a
-        team on member 0.
+        """Transfers files through this process, and returns their checksums by their new names.
+
+        In a group, rank 0 gets the checksums of all files.
         """
-        team, checksums = self.team, dict[str, int]()
-        jobs = self.options.get("jobs") or min(8, os.cpu_count() or 1)
+        group, checksums = self.group, dict[str, int]()
+        jobs = num_threads(self.options.get("jobs"))
         tiles = tile_bytes(self.options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
         plan = plan_files(self.missing, self.name)
-        division = RankWork(plan, team, self.target)
+        division = RankWork(plan, group, self.target)
         sink, seals = division.sink(place), RecordCrcWatch(self._records())
         try:
-            open_files(sink, team)
-            steps = steps_for(division.plan, {}, tiles, place.shelf, division.share)
-            with team.phase("copy"):
+            open_files(sink, group)
+            steps = batches_for(division.plan, {}, tiles, place.shelf, division.share)
+            with group.phase("copy"):
                 run(steps, self.source.store, sink, jobs, advance, seals=seals)
-            told = collect(sink, team, seals.hand_over({}))
-            with team.phase("prove"):
+            told = collect(sink, group, seals.hand_over({}))
+            with group.phase("prove"):
                 for parts in told:
                     seals.absorb(parts, {})
                 seals.prove({})
-                if team.rank == 0:
+                if group.rank == 0:
                     checksums = dict(sink.finish())
                 self._prove(checksums)
         except BaseException:
@@ -515,8 +520,9 @@ class _Work:
         return checksums
 
     def _records(self) -> dict[Extent, str]:
-        """Returns the records of archives whose CRC-32 the bytes are compared with on their way,
-        where no manifest has better ones.
+        """Returns the records of archives with a CRC-32, to compare the bytes with during the copy.
+
+        Returns nothing if there is a manifest, because its checksums are better.
 
         Raises:
             IntegrityError: an archive is damaged around its records.
@@ -544,7 +550,7 @@ class _Work:
         return found
 
     def _prove(self, checksums: Mapping[str, int]) -> None:
-        """Compares what was read with what was sealed."""
+        """Compares the checksums of the read bytes with the sealed ones."""
         for name, crc in self.crcs.items():
             if checksums.get(self.name(name), crc) != crc:
                 raise IntegrityError(
@@ -557,18 +563,18 @@ class _Work:
                     ),
                 )
 
-    def _within(self, place: RemoteAttempt, advance: Callable[[int], None]) -> None:
-        """Has the store copy files by itself."""
+    def _within(self, place: CopyTarget, advance: Callable[[int], None]) -> None:
+        """Makes the store copy files on the server."""
         origin = self.source.remote
         assert origin is not None
 
         def one(name: str) -> None:
             place.copy_file(self.name(name), origin, name, self.missing[name])
-            advance(self.missing[name] * self.team.size)
+            advance(self.missing[name] * self.group.size)
 
         with ThreadPoolExecutor(_ASKERS, "ckpt-copy") as pool:
             for done in [
                 pool.submit(one, name)
-                for name in sorted(self.missing)[self.team.rank :: self.team.size]
+                for name in sorted(self.missing)[self.group.rank :: self.group.size]
             ]:
                 done.result()

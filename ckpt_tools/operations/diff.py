@@ -1,13 +1,11 @@
-"""Diff: what two checkpoints hold that is not the same, whatever their formats, layouts, stores and
-world sizes.
+"""Compares two checkpoints of any format, layout, store and world size.
 
-Fingerprints first: where both manifests have the same one, nothing is read. The rest is one plan
-for the engine, with a sink that reads the other side.
+It compares fingerprints first: if both manifests have the same one, nothing is read. The engine
+reads the other tensors, with a sink that reads the second checkpoint.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,15 +33,13 @@ from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.convert.training_state import ObjectReader
 from ckpt_tools.operations.merge_reshard import model_view
 from ckpt_tools.publish.manifest import of_source
-from ckpt_tools.ranks.base import ALONE, agree
+from ckpt_tools.ranks.base import ALONE, check_agreement
+from ckpt_tools.transfer.options import Path_, Reading, no_bar, num_threads
 from ckpt_tools.transfer.prove import sealed_prints
-from ckpt_tools.transfer.transfer import Path_, Reading, no_bar
 
 
 class Change(NamedTuple):
-    """A tensor whose shape or element type is another one in b, or an object of another length in
-    bytes.
-    """
+    """A tensor with another shape or element type in b, or an object with another length."""
 
     fqn: str
     a_shape: tuple[int, ...]
@@ -53,17 +49,17 @@ class Change(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A tensor (or object, as bytes) whose values are not the same.
+    """A tensor (or an object, as bytes) whose values differ.
 
     Attributes:
         fqn: its name.
         numel: its elements.
-        num_different: those that are not the same bits, or not within the tolerance.
-        first: index of the first of them.
-        max_abs: the largest |a - b|; NaN where only one of both is NaN.
+        num_different: number of elements that differ in their bits, or exceed the tolerance.
+        first: index of the first such element.
+        max_abs: the largest |a - b|; NaN if only one of the two is NaN.
         max_rel: the largest |a - b| / max(|a|, |b|).
-        cosine: of the angle between both, None where one is all zeros or not finite.
-        is_object: whether it is no tensor.
+        cosine: cosine of the angle between both; None if one is all zeros or not finite.
+        is_object: whether it is an object, not a tensor.
     """
 
     fqn: str
@@ -78,16 +74,17 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DiffResult:
-    """How two checkpoints differ.
+    """The differences of two checkpoints.
 
     Attributes:
         a, b: their paths.
         only_a, only_b: names that only one of them has.
-        changes: tensors of another shape or dtype; those of another dtype alone are compared by
-            value as well.
-        differences: what has other values.
+        changes: tensors whose shape or dtype differs. If only the dtype differs, the values are
+            compared, too.
+        differences: tensors and objects whose values differ.
         num_equal: tensors and objects whose values are the same.
-        num_by_fingerprint: those of them that two manifests vouch for, so that nothing was read.
+        num_by_fingerprint: how many of them have equal fingerprints in both manifests, so that
+            nothing was read.
         compared_nbytes: bytes of a that were compared.
         notes: remarks.
         seconds: wall-clock time.
@@ -128,24 +125,24 @@ def diff(
 ) -> DiffResult:
     """Compares two checkpoints by names, shapes, types and values.
 
-    Where they have no name in common, they are compared by the names that `merge` would give: the
-    model without its key and wrappers.
+    If they have no name in common, they are compared by the names of `merge`: only the model,
+    without its key and the prefixes of wrappers.
 
     Args:
         a, b: checkpoints, or directories with one below; paths or URLs.
-        select: globs; only what matches one is compared.
-        exclude: globs; what matches one is not compared.
-        atol, rtol: values count as the same where |a - b| <= atol + rtol * |b|; only the same bits
-            do where both are 0.
-        read_all: compare bytes even where both manifests have the same fingerprint.
+        select: globs of names; only entries that match one are compared.
+        exclude: globs of names; entries that match one are not compared.
+        atol, rtol: values are equal if |a - b| <= atol + rtol * |b|. If both are 0, only the same
+            bits are equal.
+        read_all: compare bytes even if both manifests have the same fingerprint.
         **options: see `Reading`.
 
     Raises:
         CheckpointError: one of them cannot be read.
     """
     began = time.monotonic()
-    team = options.get("team") or ALONE
-    with team.phase("look at both"):
+    group = options.get("group") or ALONE
+    with group.phase("look at both"):
         beside = lay_beside(options.get("shapes"))
         one, two = (open_source(path, options.get("storage_options"), beside) for path in (a, b))
         check_needed(options.get("shapes"), one.catalog, two.catalog)
@@ -160,7 +157,9 @@ def diff(
                 f" {some}{' …' if len(unknown) > _SHOWN else ''}"
             )
         alike = _same_objects(one, left, two, right)
-    agree(team, [[(t.fqn, t.shape) for t in view.tensors.values()] for view in (left, right)])
+    check_agreement(
+        group, [[(t.fqn, t.shape) for t in view.tensors.values()] for view in (left, right)]
+    )
     mine, theirs = _entries(left), _entries(right)
     both = [(x, theirs[fqn]) for fqn, x in mine.items() if fqn in theirs]
     changes = [
@@ -202,8 +201,9 @@ def diff(
 
 
 def _same_objects(a: Source, left: Catalog, b: Source, right: Catalog) -> set[str]:
-    """Returns the objects that are the same value, however it was packed: two writers' archives of
-    one number are not the same bytes.
+    """Returns the objects with equal values.
+
+    Their bytes may differ: two writers pack the same number differently.
     """
     mine, theirs = ObjectReader(a.store), ObjectReader(b.store)
     names = [fqn for fqn in left.objects if fqn in right.objects]
@@ -214,7 +214,7 @@ def _same_objects(a: Source, left: Catalog, b: Source, right: Catalog) -> set[st
         try:
             if mine.is_same(left.objects[fqn], theirs, right.objects[fqn]):
                 found.add(fqn)
-        except FormatError:  # its bytes are compared
+        except FormatError:  # the bytes are compared later
             continue
     return found
 
@@ -235,7 +235,7 @@ def _kind(catalog: Catalog, entry: TensorEntry) -> str:
 def _views(
     a: Catalog, b: Catalog, select: Sequence[str], exclude: Sequence[str]
 ) -> tuple[Catalog, Catalog, list[str]]:
-    """Returns both under names that can be compared, and remarks."""
+    """Returns both catalogs under comparable names, and notes."""
     notes = []
     if not {*a.tensors, *a.objects} & {*b.tensors, *b.objects} and a.tensors and b.tensors:
         by_model = model_view(a, False)[0], model_view(b, False)[0]
@@ -265,7 +265,7 @@ def _known_equal(
     right: Catalog,
     pairs: Sequence[tuple[TensorEntry, TensorEntry]],
 ) -> set[str]:
-    """Returns the tensors that have one fingerprint in both manifests, and one type."""
+    """Returns the tensors with the same fingerprint and type in both manifests."""
     alike = [(x, y) for x, y in pairs if x.dtype is y.dtype]
     mine = sealed_prints(of_source(a), a, left, plan_values(x for x, _ in alike))
     theirs = sealed_prints(of_source(b), b, right, plan_values(y for _, y in alike))
@@ -284,26 +284,26 @@ def _compare(
     rtol: float,
     options: Reading,
 ) -> Mapping[str, Tally]:
-    """Reads both sides of each pair, and tallies how they differ."""
-    jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
+    """Reads both sides of each pair, and returns the tallies of their differences."""
+    jobs = num_threads(options.get("jobs"))
     tiles = tile_bytes((options.get("memory_bytes") or DEFAULT_MEMORY_BYTES) // 2, jobs)
-    bar, team = options.get("progress") or no_bar, options.get("team") or ALONE
+    bar, group = options.get("progress") or no_bar, options.get("group") or ALONE
 
     def go(pairs: Sequence[tuple[TensorEntry, TensorEntry]], is_full: bool) -> dict[str, Tally]:
         total, plan = sum(x.nbytes for x, _ in pairs), plan_values(x for x, _ in pairs)
-        share = shares(plan, team.size)[team.rank]
+        share = shares(plan, group.size)[group.rank]
         taken = {t.fqn for t in in_share(plan, share)}
         mine, theirs = (
             [x for x, _ in pairs if x.fqn in taken],
             [y for _, y in pairs if y.fqn in taken],
         )
-        with bar("diff", total) as advance, team.phase("compare"):
+        with bar("diff", total) as advance, group.phase("compare"):
             sink = CompareSink(
                 b.store, plan_values(theirs), b.format.locate(b.store, theirs), atol, rtol, is_full
             )
             steps = schedule(plan, a.format.locate(a.store, mine), *tiles, share)
-            run(sink.pair(steps), a.store, sink, jobs, lambda nbytes: advance(nbytes * team.size))
-        return join_tallies(team.all_gather(sink.tallies, "gather differences"))
+            run(sink.pair(steps), a.store, sink, jobs, lambda nbytes: advance(nbytes * group.size))
+        return join_tallies(group.all_gather(sink.tallies, "gather differences"))
 
     tallies = go(pairs, is_full=False)
     partial = [
@@ -311,12 +311,12 @@ def _compare(
         for x, y in pairs
         if x.fqn in tallies and tallies[x.fqn].num_different and tallies[x.fqn].is_partial
     ]
-    # where some of it is the same, that counts for the angle too
+    # the cosine also needs the equal part of a tensor
     return {**tallies, **(go(partial, is_full=True) if partial else {})}
 
 
 def join_tallies(found: Sequence[Mapping[str, Tally]]) -> dict[str, Tally]:
-    """Returns what several processes have found, each in a part of the tensors."""
+    """Returns the joined tallies of several processes, each of a part of the tensors."""
     joined: dict[str, Tally] = {}
     for tallies in found:
         for fqn, tally in tallies.items():

@@ -1,5 +1,6 @@
-"""Compares files of a Hugging Face cache with what their blobs are named by: SHA-256, or the SHA-1
-that git gives to a small file.
+"""Compares files of a Hugging Face cache with the hashes in the names of their blobs.
+
+A hash is a SHA-256, or git's SHA-1 for a small file.
 
 Source: the layout of huggingface_hub's cache, `snapshots/REVISION/NAME -> ../../blobs/HASH`.
 """
@@ -19,13 +20,13 @@ _BLOCK_BYTES = 4 << 20
 def find_damaged(
     store: LocalStore, files: Iterable[str], jobs: int, advance: Callable[[int], None]
 ) -> dict[str, bool]:
-    """Returns, for each file whose blob is named by a hash, whether its bytes have another one.
+    """Returns for each file with a hash in its blob's name whether its bytes have another hash.
 
     Args:
         store: the directory of the files.
-        files: their names; what is no link to a blob is left out.
-        jobs: how many files are read at a time.
-        advance: is told the bytes as they are read.
+        files: their names. Files that are not links to a blob are left out.
+        jobs: how many files are read at the same time.
+        advance: called with the number of bytes after each read.
     """
     named = {name: blob for name in files if (blob := store.blob_name(name)) and _new_hash(blob, 0)}
     with ThreadPoolExecutor(jobs, "ckpt-hash") as pool:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its metadata alone."""
+"""Summarises a checkpoint from its metadata alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt_tools.publish.steps import is_step_name
 from ckpt_tools.storage import LocalStore, is_url, local_path
 from ckpt_tools.storage.base import Traffic
 
-# as Megatron-Core names them
+# the naming of Megatron-Core
 _KEY_FIRST = re.compile(r"\bstate\.(exp_avg|exp_avg_sq|fp32_param|momentum_buffer)\.")
 _OPTIMIZER = re.compile(r"(^|\.)optim(izer)?s?(_\d+)?\.state(\.|$)")
 
@@ -32,8 +32,9 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """One data file: the rank that wrote it (None where the format does not tell), its bytes, and
-    how much of what it holds.
+    """One data file: the rank that wrote it, its bytes, and its content.
+
+    `rank` is None if the format does not store it.
     """
 
     name: str
@@ -46,14 +47,14 @@ class FileReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `inspect` returns.
+    """The result of `inspect`.
 
     Attributes:
-        path, format, world_size, extras: of the checkpoint, as found.
+        path, format, world_size, extras: of the checkpoint.
         catalog: every tensor with dtype, shape and chunks; every object by name.
         total, by_dtype, by_key: sums, also per element type and per top-level key.
         optimizer_states: sums per name of an optimizer's state: `exp_avg`, `step`, ….
-        files: every data file with what it holds.
+        files: every data file with its content.
     """
 
     path: str
@@ -78,14 +79,14 @@ def inspect(
     storage_options: Mapping[str, Any] | None = None,
     shapes: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Reads a checkpoint's metadata, proves that it is structurally whole, and sums it up.
+    """Reads a checkpoint's metadata, checks that the structure is complete, and summarises it.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
-        storage_options: of the object store, as fsspec takes them; the rest is its own
-            configuration's.
-        shapes: a file of the parameters' shapes, for FSDP1's flat parameters, which lack them; see
-            `lay_beside`.
+        storage_options: of the object store, as fsspec takes them. Others come from the store's own
+            configuration.
+        shapes: a file with the parameters' shapes. FSDP1's flat parameters need it, because they
+            lack shapes; see `lay_beside`.
 
     Raises:
         CheckpointError: see the tree in `errors`.
@@ -130,13 +131,11 @@ def inspect(
 
 
 def _others(src: str | os.PathLike[str], source: Source) -> list[str]:
-    """Returns the other checkpoints that lie where a person has looked: files beside steps, and
-    steps beside files.
-    """
+    """Returns other checkpoints at the given path: files beside steps, and steps beside files."""
     if source.is_file:
         return []
     where = local_path(src).rstrip("/")
-    # one step was found below: are there files?
+    # a step was found below the path: also look for files
     if not is_url(where) and os.path.realpath(where) != os.path.realpath(source.path):
         return [name for name in LocalStore(where).list_files() if suffix_of(name)]
     return [f"{name}/" for name in source.folder.folders() if is_step_name(name)]

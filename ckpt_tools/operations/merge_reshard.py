@@ -1,6 +1,6 @@
-"""Merge and reshard: read a catalog, view it, lay a target out, copy, commit.
+"""Merges and reshards checkpoints: two presets of `transfer.transfer`.
 
-Both are presets of one path, `move.transfer`.
+Both read a catalog, select and rename entries, plan a target, copy, and commit.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert import lora as adapters
 from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.side_files import left_beside
-from ckpt_tools.publish.base import Destination, open_destination
+from ckpt_tools.publish.base import Destination
+from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.storage import is_url
 from ckpt_tools.storage.s3.multipart import MIN_PART_BYTES
+from ckpt_tools.transfer.options import Options, Path_
 from ckpt_tools.transfer.result import TransferResult
-from ckpt_tools.transfer.transfer import Options, Path_, transfer
+from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
 _SHOWN = 12
 
@@ -61,19 +63,19 @@ def merge(
     lora: Path_ | None = None,
     **options: Unpack[Options],
 ) -> TransferResult:
-    """Joins the shards of a model into one safetensors file, ready for inference. (It does not
-    average models.)
+    """Joins the shards of a model into one safetensors file, ready for inference.
+
+    It does not average models.
 
     Args:
         src: a checkpoint, or a directory with one below.
-        dst: the file to write; with `max_shard_bytes` the directory to write shards and an index
-            to.
+        dst: the file to write. With `max_shard_bytes`, the directory for shards and an index.
         select: globs; only tensors whose name, before or after stripping, matches one are taken.
         exclude: globs; tensors whose name, before or after stripping, matches one are left out.
-        dtype: `bf16`, `fp16`, `fp32`, `fp64`, or one of torch's own; nothing is cast where None.
-            Only these four types are cast.
-        keep_dtype: globs of names that stay as they are.
-        max_shard_bytes: upper bound of a shard's payload; a larger tensor stands alone.
+        dtype: `bf16`, `fp16`, `fp32`, `fp64`, or torch's names of these types. Only tensors of
+            these four types are cast. Where None, nothing is cast.
+        keep_dtype: globs of tensors that keep their type.
+        max_shard_bytes: upper bound of a shard's payload. A larger tensor gets its own shard.
         keep_prefix: keep the model's key and wrappers' prefixes in the names.
         lora: a PEFT directory whose LoRA adapter is added to the weights, in float32 arithmetic.
         **options: see `Options`.
@@ -125,17 +127,19 @@ def merge(
     if source.remote is not None and is_url(target.url):
         request = replace(request, small_first=MIN_PART_BYTES)
     result = transfer(
-        "merge",
-        source,
-        catalog,
-        target,
-        safetensors,
-        request,
-        options,
-        left_out=left_out(source.catalog, catalog),
-        stripped=stripped,
-        alter=alter,
-        changes=adapters.version(lora) if lora is not None else "",
+        TransferRequest(
+            "merge",
+            source,
+            catalog,
+            target,
+            safetensors,
+            request,
+            options,
+            left_out=left_out(source.catalog, catalog),
+            stripped=stripped,
+            alter=alter or {},
+            changes=adapters.version(lora) if lora is not None else "",
+        )
     )
     return replace(result, notes=(*result.notes, *notes))
 
@@ -149,15 +153,14 @@ def reshard(
     from_ranks: int | None = None,
     **options: Unpack[Options],
 ) -> TransferResult:
-    """Rewrites a checkpoint as DCP, with the chunks that a job of another number of ranks would
-    have saved.
+    """Rewrites a checkpoint as DCP, with the chunks that a job of `to_ranks` ranks would save.
 
     Args:
-        src: a checkpoint of any format but whole tensors in safetensors, or a directory with one
+        src: a checkpoint of any format except whole tensors in safetensors, or a directory with one
             below.
         dst: the directory to write.
         to_ranks: number of ranks to split for.
-        from_ranks: number of ranks that wrote the source, to be checked.
+        from_ranks: number of ranks that wrote the source. It is checked.
         **options: see `Options`.
 
     Raises:
@@ -188,16 +191,20 @@ def reshard(
     request = Request(
         targets, to_ranks, {o.fqn: o.extent.nbytes for o in catalog.objects.values()}, catalog.paths
     )
-    result = transfer("reshard", source, catalog, _destination(dst, options), dcp, request, options)
+    result = transfer(
+        TransferRequest(
+            "reshard", source, catalog, _destination(dst, options), dcp, request, options
+        )
+    )
     return replace(result, notes=(*result.notes, *unknown_values(catalog), *left_beside(catalog)))
 
 
 def unknown_values(catalog: Catalog, only_model: bool = False) -> list[str]:
-    """Returns notes on values that are not read as they were written.
+    """Returns notes on values of unknown types, which are not read.
 
     Args:
         catalog: of the source.
-        only_model: those of the model alone.
+        only_model: only notes on values of the model.
     """
     prefix = ".".join(find_model(catalog))
     names = [
@@ -234,9 +241,7 @@ def _destination(dst: Path_, options: Options) -> Destination:
 
 
 def model_view(catalog: Catalog, keep_prefix: bool) -> tuple[Catalog, dict[str, int]]:
-    """Returns the model's tensors under their inference names, and how many names lost which
-    prefix.
-    """
+    """Returns the model's tensors under their inference names, and a count per removed prefix."""
     model, prefix = model_only(catalog)
     if keep_prefix:
         cut = len(".".join(prefix)) + 1 if prefix else 0
@@ -253,7 +258,7 @@ def model_view(catalog: Catalog, keep_prefix: bool) -> tuple[Catalog, dict[str, 
 def select_from(
     catalog: Catalog, select: Sequence[str], exclude: Sequence[str], original: Catalog
 ) -> Catalog:
-    """Returns the tensors that globs choose by their new or their stored name."""
+    """Returns the tensors whose new or stored name matches the globs."""
     by_extent = {t.chunks[0].extent: fqn for fqn, t in original.tensors.items() if t.chunks}
     stored = {
         fqn: by_extent.get(t.chunks[0].extent, fqn) if t.chunks else fqn
@@ -272,10 +277,10 @@ def select_from(
 
 
 def check_kept(keep_dtype: Sequence[str], dtype: object, names: Sequence[str]) -> None:
-    """Refuses globs of tensors that keep their type if they mean nothing.
+    """Refuses `keep_dtype` globs that have no effect.
 
     Raises:
-        PlanError: no type is asked for, or a glob matches no name.
+        PlanError: no type to cast to is given, or a glob matches no name.
     """
     if keep_dtype and dtype is None:
         raise PlanError(
@@ -286,11 +291,10 @@ def check_kept(keep_dtype: Sequence[str], dtype: object, names: Sequence[str]) -
 
 
 def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str], bool]) -> DType:
-    """Returns the type that a tensor is to have: `dtype` where it can be cast and is not kept as it
-    is.
+    """Returns the type of a tensor in the target: `dtype` if it can be cast and is not kept.
 
     Raises:
-        PlanError: there is no such type to cast to.
+        PlanError: tensors cannot be cast to this type.
     """
     if dtype is None or not entry.dtype.is_castable or is_kept(entry.fqn):
         return entry.dtype
@@ -303,7 +307,7 @@ def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str],
 
 
 def uncast(entries: Iterable[TensorEntry], dtype: str | None) -> list[str]:
-    """Returns a remark on the tensors of floating-point types that no `dtype` changes."""
+    """Returns a note on tensors of floating-point types that cannot be cast."""
     left = (
         [
             e
@@ -321,9 +325,7 @@ def uncast(entries: Iterable[TensorEntry], dtype: str | None) -> list[str]:
 
 
 def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) -> Request:
-    """Puts tensors into shards in their order; a shard is closed by the tensor that no longer
-    fits.
-    """
+    """Puts tensors into shards in order. A tensor that does not fit starts a new shard."""
     if max_shard_bytes is None:
         return Request(targets, file_name=name)
     numbers, number, filled = [], 0, 0
@@ -346,20 +348,16 @@ def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) 
 
 
 def rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[Box | None]:
-    """Returns what each of `to_ranks` ranks saves of a tensor that `world_size` ranks have saved;
-    see `reshard_boxes`.
-    """
+    """Returns the box that each of `to_ranks` ranks saves of a tensor; see `reshard_boxes`."""
     boxes = kinds_of(entry)
-    # one rank holds everything whole; FSDP would have split it along dim 0
+    # one rank saves whole tensors; FSDP would split them along dim 0
     if world_size == 1 and entry.shape and to_ranks > 1:
         boxes = [split(whole(entry.shape), 0, 2, part) for part in range(2)]
     return reshard_boxes(boxes, entry.shape, to_ranks)
 
 
 def left_out(before: Catalog, after: Catalog, with_objects: bool = True) -> dict[str, int]:
-    """Returns the top-level keys of tensors, and of objects, that were not taken, with their
-    bytes.
-    """
+    """Returns the top-level keys of tensors and objects that were left out, with their bytes."""
     taken = {
         c.extent
         for t in after.tensors.values()

@@ -1,4 +1,4 @@
-"""Salvage: what is whole of a damaged checkpoint, as a new one."""
+"""Writes the undamaged entries of a damaged checkpoint as a new checkpoint."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from ckpt_tools.formats.registry import Request, Source, TargetTensor, whole_ten
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.operations.verification import Verification
-from ckpt_tools.publish.base import open_destination
 from ckpt_tools.publish.check_manifest import Problem
+from ckpt_tools.publish.destinations import open_destination
+from ckpt_tools.transfer.options import Options, Path_
 from ckpt_tools.transfer.result import TransferResult
-from ckpt_tools.transfer.transfer import Options, Path_, transfer
+from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
 
 @dataclass(frozen=True, slots=True)
 class SalvageResult:
-    """What was saved, and what was lost.
+    """The result of `salvage`.
 
     Attributes:
-        written: what the transfer did.
+        written: the result of the transfer.
         lost: names of the tensors and objects that are not in the result.
-        problems: why.
+        problems: the reasons.
     """
 
     written: TransferResult
@@ -38,11 +39,11 @@ class SalvageResult:
 
 @checked(Options)
 def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult:
-    """Writes the tensors and objects of a damaged checkpoint that are whole, as DCP for as many
+    """Writes the undamaged tensors and objects of a checkpoint as DCP, for the same number of
     ranks.
 
-    What is safetensors stays so; so do the tensors of anything else where DST is a .safetensors
-    file.
+    safetensors stays safetensors. If DST is a .safetensors file, the tensors of other formats are
+    written as safetensors, too.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
@@ -51,8 +52,8 @@ def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult
 
     Raises:
         PlanError: nothing is left.
-        FormatError: its index cannot be read, so that nobody knows what lies where.
-        CheckpointError: it cannot be read, or the destination not be written.
+        FormatError: the index is unreadable, so the tensors cannot be located.
+        CheckpointError: it cannot be read, or the destination cannot be written.
     """
     work = Verification(src, options)
     problems, _ = work.compare(quick=False) if work.manifest else work.examine_all(quick=False)
@@ -70,9 +71,8 @@ def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult
     source = Source(work.store.url, work.store, work.format, kept)
     target = open_destination(dst, options.get("storage_options"))
     form = safetensors if work.format is safetensors or target.url.endswith(".safetensors") else dcp
-    written = transfer(
-        "salvage", source, kept, target, form, _request(kept, form is dcp, target.url), options
-    )
+    request = _request(kept, form is dcp, target.url)
+    written = transfer(TransferRequest("salvage", source, kept, target, form, request, options))
     if form is safetensors and kept.objects:
         left = (
             f"{len(kept.objects)} objects stay behind: safetensors holds tensors; give a directory"

@@ -1,6 +1,4 @@
-"""Seal: a manifest for a checkpoint that has none, once everything that can be compared is
-right.
-"""
+"""Adds a manifest to a checkpoint that has none, if all its own checksums are right."""
 
 from __future__ import annotations
 
@@ -28,23 +26,23 @@ from ckpt_tools.publish.check_manifest import Problem
 from ckpt_tools.publish.local import add_file
 from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name, seal_file, seal_tensors
 from ckpt_tools.storage import RemoteStore, read
-from ckpt_tools.transfer.transfer import Path_, Reading
+from ckpt_tools.transfer.options import Path_, Reading
 
-# what is shorter is read once more: every part costs memory
+# shorter payloads are read a second time, because every part costs memory
 _MANY, _LEAST_BYTES, _LEAST_OF_MANY = 100_000, 64 << 10, 1 << 20
-_TRIES = 2  # a bit may have flipped on the way
+_TRIES = 2  # a bit may have flipped on the way: read again
 
 
 @dataclass(frozen=True, slots=True)
 class SealResult:
-    """What was sealed.
+    """The result of `seal`.
 
     Attributes:
         path: the checkpoint.
         manifest: name of the new file.
         files: bytes of every data file.
         num_tensors: how many have a fingerprint now.
-        unknown: files with bytes of which nobody kept a checksum: they are sealed as they are.
+        unknown: files with bytes that have no checksum. They are sealed as they are.
         seconds: wall-clock time.
     """
 
@@ -58,15 +56,15 @@ class SealResult:
 
 @checked(Reading)
 def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
-    """Adds a manifest to a checkpoint that has none. Nothing else is written.
+    """Adds a manifest to a checkpoint that has none. It writes nothing else.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
         **options: see `Reading`.
 
     Raises:
-        PlanError: it has a manifest, or its index is of a kind that no manifest knows.
-        IntegrityError: it is damaged; what is wrong is named.
+        PlanError: it has a manifest already, or manifests do not support its kind of index.
+        IntegrityError: it is damaged; the message names the damage.
         CheckpointError: it cannot be read or written to.
     """
     began = time.monotonic()
@@ -81,7 +79,7 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     index = "" if file else next((name for name in INDEXES if name in folder.list_files()), "")
     if not index and not file:
         raise PlanError(
-            f"only what has one index can be sealed: {printable(work.store.url)}",
+            f"only a checkpoint with one index can be sealed: {printable(work.store.url)}",
             hint="reshard it first",
         )
     sizes = dict(work.catalog.file_sizes)
@@ -96,7 +94,8 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
     )
     if strange:
         raise PlanError(
-            f"files that look like a part of it and are none: {printable(', '.join(strange[:8]))}"
+            "files that look like parts of the checkpoint, but are not:"
+            f" {printable(', '.join(strange[:8]))}"
             f" ({printable(work.store.url)})",
             hint="an older save into the same directory left them: move them away first",
         )
@@ -109,7 +108,7 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         f"{sorted(sizes.items())}"
         f" {crc64nvme(data) if index else found.seal(file, sizes[file]).crc64nvme}"
     )
-    # of two who seal one checkpoint, the second finds the name taken
+    # if two processes seal one checkpoint, the second finds the name taken
     attempt = str(uuid.uuid5(uuid.NAMESPACE_OID, content))
     manifest = Manifest.now(
         attempt,
@@ -146,10 +145,10 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 
 class _Found:
-    """What is found of all files, batch by batch.
+    """The checksums of all files, collected batch by batch.
 
     Attributes:
-        unknown: files with bytes of which nobody kept a checksum.
+        unknown: files with bytes that have no checksum.
     """
 
     def __init__(self, work: Verification, sizes: Mapping[str, int]) -> None:
@@ -224,15 +223,16 @@ class _Found:
                 chunks, first, bisect_left(chunks, start + nbytes, key=lambda item: item[0])
             ):
                 if end > start:
-                    # once, also where it lies in two spans
+                    # a dict: count a chunk in two spans only once
                     found.setdefault(number, {})[chunk] = None
         return [
             replace(self._tensors[number], chunks=tuple(chunks)) for number, chunks in found.items()
         ]
 
     def fingerprints(self) -> dict[str, int]:
-        """Returns the fingerprints of all tensors; those that could not be joined on the way are
-        read once more.
+        """Returns the fingerprints of all tensors.
+
+        Tensors whose parts could not be joined so far are read again.
         """
         for tensor in self._tensors:
             self._prints.noted.sizes[tensor.fqn] = tensor.nbytes
@@ -251,7 +251,7 @@ class _Found:
 
 
 def _cut(extent: Extent, batch: ReadBatch) -> Extent:
-    """Returns what of an extent lies in a batch."""
+    """Returns the part of an extent that lies in a batch."""
     mine = [(start, start + nbytes) for name, start, nbytes in batch.spans if name == extent.file]
     start, stop = max(extent.start, min(mine)[0]), min(extent.start + extent.nbytes, max(mine)[1])
     return extent._replace(start=start, nbytes=stop - start)
@@ -277,10 +277,11 @@ def _cells(
 def _long_pieces(
     tensors: Iterable[TensorEntry], located: Mapping[Extent, Extent], least: int
 ) -> dict[str, list[tuple[Extent, int]]]:
-    """Returns where the chunks of tensors lie, each with the byte of the tensor at which it begins,
-    if all are long and one run of it.
+    """Returns the extents of chunks by file, each with its start byte in the tensor.
 
-    A long one has at least so many bytes.
+    Only for tensors whose chunks are all long, and each a contiguous run of the tensor.
+
+    A long chunk has at least `least` bytes.
     """
     found = {}
     for tensor in tensors:
@@ -306,11 +307,10 @@ def _read_once(
     parts: Iterable[Extent],
     least: int,
 ) -> _Hashed:
-    """Reads a batch, compares all records with what their archives say, and returns the checksums
-    of parts.
+    """Reads a batch, compares all records with their archives, and returns checksums of parts.
 
-    What is sealed is what was compared: the same bytes of one reading, but for records of fewer
-    bytes than `least`, which are read by themselves.
+    One read provides the bytes to compare and to seal. Only records of fewer bytes than `least` are
+    read separately.
     """
     short = {key: record for key, record in records.items() if record.extent.nbytes < least}
     crcs: Mapping[str, int] = (
@@ -327,22 +327,22 @@ def _read_once(
         _refuse(work.compare_records(long, crcs))
         if all(crcs[key] == record.extent.crc32 for key, record in long.items()):
             return hashed
-        batch = replace(batch, store=work.store)  # what is held is wrong
+        batch = replace(batch, store=work.store)  # the bytes in memory are wrong
     raise IntegrityError(
-        f"what is read is not the same each time: {printable(work.store.url)}",
+        f"repeated reads return different bytes: {printable(work.store.url)}",
         hint="look at the disk or the network",
     )
 
 
 class _Hashed:
-    """A batch, read once: both checksums of what lies between two edges.
+    """A batch that is read once: both checksums of each range between two edges.
 
     Attributes:
-        pieces: of each file, in order.
+        pieces: the hashed ranges of each file, in order.
     """
 
     def __init__(self, work: Verification, batch: ReadBatch, parts: Iterable[Extent]) -> None:
-        """Takes the batch, and the parts of it whose checksums will be asked for."""
+        """Reads the batch; `parts` are the extents whose checksums are needed later."""
         edges: dict[str, set[int]] = {}
         for name, start, nbytes in batch.spans:
             edges.setdefault(name, set()).update((start, start + nbytes))

@@ -1,4 +1,4 @@
-"""Says which files that lie beside a job's checkpoint go along, and names those that do not."""
+"""Selects the files beside a job's checkpoint to copy, and names the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_tools.formats import accelerate
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.storage import read
 
-# They go through memory.
+# The files are held in memory.
 _MAX_FILE_BYTES = 64 << 20
 _MAX_TOTAL_BYTES = 1 << 30
 _RANDOM = re.compile(
@@ -22,12 +22,12 @@ _SHOWN = 8
 
 
 class SideFiles(NamedTuple):
-    """Files that go along.
+    """Files to copy with the checkpoint.
 
     Attributes:
         files: the bytes of each by its new name.
-        keys: the values of the catalog that are in them, by their first key.
-        notes: what does not go along, and what changes.
+        keys: first keys of the catalog's values that these files contain.
+        notes: files that are not copied, and changes.
     """
 
     files: dict[str, bytes]
@@ -36,10 +36,10 @@ class SideFiles(NamedTuple):
 
 
 def carried(source: Source, ranks: int) -> SideFiles:
-    """Returns what goes along to a job of so many ranks that reads the same layout.
+    """Returns the files to copy for a job of `ranks` ranks that reads the same layout.
 
-    Each rank has random states of its own: those of ranks that are there go along. A Trainer of one
-    process names the file of its only rank without a number.
+    Each rank has its own random states. Those of ranks that the new job has are copied. A Trainer
+    with one process names the file of its only rank without a number.
     """
     files, keys, left, total = dict[str, bytes](), set[str](), list[str](), 0
     sizes = source.folder.list_files()
@@ -79,9 +79,7 @@ def _renamed(random: re.Match[str], ranks: int) -> str:
 
 
 def left_beside(catalog: Catalog) -> list[str]:
-    """Returns a note that names the files beside a checkpoint, where there are any, for a target
-    that has no place for them.
-    """
+    """Returns a note on the files beside a checkpoint, for targets that cannot hold them."""
     return (
         [f"files beside the checkpoint stay behind: {_some(catalog.beside)}"]
         if catalog.beside

@@ -1,13 +1,11 @@
-"""One look at a checkpoint that may be damaged: against its manifest, or by its structure and the
-CRC-32 of every record of a zip.
+"""Checks a checkpoint against its manifest, or by its structure and the CRC-32 of zip records.
 
-Bytes are read by the engine and hashed; or, quickly, an object store is asked for the checksums
-that it keeps.
+The engine reads and hashes the bytes. A quick check asks an object store for its own checksums
+instead.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -39,25 +37,24 @@ from ckpt_tools.publish.check_manifest import (
 from ckpt_tools.publish.manifest import Manifest, names_in, of_store, parse
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, read
-from ckpt_tools.transfer.transfer import Path_, Reading, no_bar
+from ckpt_tools.transfer.options import Path_, Reading, no_bar, num_threads
 
 
 class RecordCheck(NamedTuple):
-    """A record of an archive, with the CRC-32 that it is to have."""
+    """A record of an archive, with its expected CRC-32."""
 
     extent: Extent
     archive: Extent
 
 
 class Verification:
-    """One look at a checkpoint that may be damaged: its files, its manifest, and its catalog as far
-    as it can be read.
+    """A check of a checkpoint that may be damaged: its files, manifest and readable catalog.
 
     Attributes:
-        store, format: where it was found.
-        remote: the object store that it lies in, None on a disk.
-        manifest: None where there is none.
-        catalog: None where the index cannot be read; not proved whole.
+        store, format: the store and the format of the checkpoint.
+        remote: the object store of the checkpoint; None on a disk.
+        manifest: None if there is none.
+        catalog: None if the index is unreadable. It may have holes.
     """
 
     def __init__(self, src: Path_, options: Reading) -> None:
@@ -94,10 +91,10 @@ class Verification:
                 self._unreadable.append(Problem(index, f"cannot be read: {error}"))
         self.store = Overlay(self.store, self.catalog.made if self.catalog else {})
         self._flaws = list(flaws(self.catalog)) if self.catalog else []
-        self._jobs = options.get("jobs") or min(8, os.cpu_count() or 1)
+        self._jobs = num_threads(options.get("jobs"))
         self._memory = options.get("memory_bytes") or DEFAULT_MEMORY_BYTES
         self._bar = options.get("progress") or no_bar
-        self.team = options.get("team") or ALONE
+        self.group = options.get("group") or ALONE
 
     def _read_catalog(self, form: Format) -> Catalog:
         try:
@@ -110,8 +107,9 @@ class Verification:
         return catalog
 
     def _read_rest(self) -> Catalog | None:
-        """Returns what can be read where some files cannot, each of which says by itself what it
-        holds; None for nothing.
+        """Returns the catalog of the readable files; None if there are none.
+
+        Only for formats in which each file describes its own content.
         """
         read_readable = getattr(self.format, "read_readable", None)
         if read_readable is None:
@@ -130,12 +128,12 @@ class Verification:
 
     @property
     def num_entries(self) -> int:
-        """Tensors and objects."""
+        """Returns the number of tensors and objects."""
         return len(self.catalog.tensors) + len(self.catalog.objects) if self.catalog else 0
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Bytes of every data file that belongs to it."""
+        """Returns the bytes of every data file of the checkpoint."""
         if self.manifest:
             return {name: sealed.nbytes for name, sealed in self.manifest.files.items()}
         return self.catalog.file_sizes if self.catalog else {}
@@ -144,11 +142,11 @@ class Verification:
         """Returns the catalog.
 
         Raises:
-            FormatError: it cannot be read.
+            FormatError: the index is unreadable.
         """
         if self.catalog is None:
             raise FormatError(
-                f"nobody knows what lies where: {self._unreadable[-1]}",
+                f"cannot locate tensors: the index is unreadable: {self._unreadable[-1]}",
                 hint="the index is lost; restore it from a copy",
             )
         return self.catalog
@@ -165,13 +163,11 @@ class Verification:
         )
 
     def structure(self) -> list[Problem]:
-        """Returns what is wrong that needs no data to be read."""
+        """Returns the problems that can be found without reading data."""
         return self._unreadable + self.flaws()
 
     def flaws(self) -> list[Problem]:
-        """Returns what is wrong with the structure: chunks that are missing, out of bounds, or
-        overlap.
-        """
+        """Returns structural problems: chunks that are missing, overlap or are out of bounds."""
         return [
             self._problem(
                 f.file, f.error.args[0].removesuffix(f" (needed by {printable(f.fqn)!r})"), f.fqn
@@ -182,8 +178,10 @@ class Verification:
     # ---- against the manifest --------------------------------------------------------------------
 
     def compare(self, quick: bool) -> tuple[list[Problem], list[str]]:
-        """Compares files with the manifest; returns what is wrong, down to the entries, and the
-        files that could not be compared.
+        """Compares files with the manifest.
+
+        Returns the problems, with the entries they affect, and the files that could not be
+        compared.
         """
         assert self.manifest is not None
         manifest = self.manifest
@@ -204,8 +202,9 @@ class Verification:
         return problems + damaged + found, [name for name in same if crcs.get(name) is None]
 
     def extra(self) -> list[str]:
-        """Returns the files of a sealed directory that no save wrote; those that look like a part
-        of it are problems.
+        """Returns the files of a sealed directory that no save wrote.
+
+        Files that look like a part of the checkpoint are reported as problems instead.
         """
         manifest = self.manifest
         if manifest is None or manifest.index is None:
@@ -218,7 +217,7 @@ class Verification:
         ]
 
     def _ask(self, files: Iterable[str]) -> dict[str, int | None]:
-        """Returns the checksums that a store keeps; a disk keeps none."""
+        """Returns the checksums that an object store keeps; nothing for a disk."""
         return (
             {name: about.crc64 for name, about in self.remote.about_all(files).items()}
             if self.remote
@@ -230,23 +229,27 @@ class Verification:
         with self._bar("verify", sum(files.values())) as advance:
             return {
                 **hash_files(
-                    self.store, files, self._jobs, self._memory, self._scaled(advance), self.team
+                    self.store, files, self._jobs, self._memory, self._scaled(advance), self.group
                 )
             }
 
     def _scaled(self, advance: Callable[[int], None]) -> Callable[[int], None]:
-        """Returns what moves the one bar of a team: the others are about as far."""
-        return lambda nbytes: advance(nbytes * self.team.size)
+        """Returns a function that advances the group's progress bar.
+
+        Only rank 0 shows the bar. It counts each byte once per rank, because all ranks are about
+        equally fast.
+        """
+        return lambda nbytes: advance(nbytes * self.group.size)
 
     def _locate(self, files: set[str]) -> list[Problem]:
-        """Returns which entries the damage in some files hits."""
+        """Returns the entries that the damage in some files affects."""
         if not files or not self.catalog:
             return []
         problems, _ = self._examine(files)
         bad = {p.fqn for p in problems}
         assert self.manifest is not None
         sealed = self.manifest.tensors
-        # no zip, or one without checksums
+        # tensors in no zip archive, or in one without checksums
         others = [t for t in self._whole_tensors(files) if t.fqn in sealed and t.fqn not in bad]
         prints = self.fingerprints(others, self.format.locate(self.store, others))
         for tensor in others:
@@ -263,7 +266,7 @@ class Verification:
         return problems
 
     def _whole_tensors(self, files: set[str] | None = None) -> list[TensorEntry]:
-        """Returns the tensors without structural flaws, in certain files."""
+        """Returns the tensors without structural flaws; only those in `files`, if given."""
         assert self.catalog is not None
         broken = {f.fqn for f in self._flaws}
         return [
@@ -276,22 +279,18 @@ class Verification:
     def fingerprints(
         self, tensors: Sequence[TensorEntry], located: Mapping[Extent, Extent]
     ) -> Mapping[str, int]:
-        """Reads tensors, whose packed payloads are where they were located, and returns their
-        fingerprints.
-        """
+        """Reads tensors and returns their fingerprints. `located` has the positions of payloads."""
         sink = HashSink()
         tiles = tile_bytes(self._memory, self._jobs)
         run_shared(
-            plan_values(tensors), located, tiles, self.store, sink, self._jobs, None, self.team
+            plan_values(tensors), located, tiles, self.store, sink, self._jobs, None, self.group
         )
         return sink.fingerprints.join()
 
     # ---- without ---------------------------------------------------------------------------------
 
     def examine_all(self, quick: bool) -> tuple[list[Problem], list[str]]:
-        """Compares structure and the checksums of zip records; returns what is wrong, and the files
-        with bytes that have no checksum.
-        """
+        """Checks structure and zip records; returns problems, and files without full checksums."""
         problems = self.structure()
         if self.catalog is None:
             return problems, []
@@ -308,16 +307,14 @@ class Verification:
         return problems + found, [] if left and self._is_renamed() else left
 
     def _is_renamed(self) -> bool:
-        """Tells whether this is one file that was renamed, and all its bytes are as the manifest
-        beside its old name says.
-        """
+        """Tells whether this is one renamed file whose bytes match the manifest of its old name."""
         folder, name = folder_of(self.store)
         sizes = folder.list_files() if name else {}
         for note in sizes:
             kind, beside = note_of(note) or ("", "")
             if kind != MANIFEST or not beside or beside in sizes:
                 continue
-            with suppress(FormatError):  # it says nothing of this file
+            with suppress(FormatError):  # a malformed manifest does not describe this file
                 manifest = parse(read(folder, note), note)
                 (file,) = manifest.files.values() if len(manifest.files) == 1 else (None,)
                 if file is None or file.nbytes != sizes[name]:
@@ -340,7 +337,7 @@ class Verification:
         return False
 
     def _compare_blobs(self, files: Sequence[str]) -> dict[str, bool]:
-        """Tells which files of a Hugging Face cache are damaged; a team shares them."""
+        """Tells which files of a Hugging Face cache are damaged; the ranks share the work."""
         folder, _ = folder_of(self.store)
         if not isinstance(folder, LocalStore):
             return {}
@@ -349,18 +346,19 @@ class Verification:
             for name, nbytes in self.store.list_files().items()
             if name in files and folder.blob_name(name)
         }
-        mine = list(sizes)[self.team.rank :: self.team.size]
+        mine = list(sizes)[self.group.rank :: self.group.size]
         with self._bar("verify", sum(sizes.values())) as advance:
             found = find_damaged(folder, mine, self._jobs, self._scaled(advance)) if mine else {}
         return {
             name: bad
-            for part in self.team.all_gather(found, "compare blobs")
+            for part in self.group.all_gather(found, "compare blobs")
             for name, bad in part.items()
         }
 
     def find_unread(self, lost: Container[str]) -> dict[str, str]:
-        """Returns the tensors whose archives hold another kind than the index says, such as a
-        conjugated view, each with what it is.
+        """Returns the tensors whose archives hold another kind than the index says, with the kind.
+
+        For example a conjugated view.
         """
         found = {}
         whole = [tensor for tensor in self._whole_tensors() if tensor.fqn not in lost]
@@ -375,7 +373,7 @@ class Verification:
         return found
 
     def _examine(self, files: set[str]) -> tuple[list[Problem], list[str]]:
-        """Compares the CRC-32 of every record of the archives in some files."""
+        """Compares the CRC-32 of every archive record in some files."""
         problems, unknown = [], set[str]()
         for batch in self.batches(
             {name: nbytes for name, nbytes in self.sizes.items() if name in files},
@@ -392,15 +390,17 @@ class Verification:
     def batches(
         self, sizes: Mapping[str, int], only_archives: bool = False, is_one: bool = False
     ) -> Iterator[ReadBatch]:
-        """Yields the bytes of some files, each once: from an object store in batches that are held
-        in memory.
+        """Yields the bytes of some files, each once.
 
-        Several processes share each look, so all of them would fetch each batch: there, all is one.
+        An object store is read in batches that are held in memory.
+
+        If several processes share the work, each of them would fetch each batch. Then everything is
+        one batch, which is not held.
 
         Args:
             sizes: bytes of each file.
-            only_archives: leave out what lies in no archive.
-            is_one: all in one batch, whatever the store.
+            only_archives: leave out bytes outside of archives.
+            is_one: yield everything as one batch for any store.
         """
         assert self.catalog is not None
         owners = {extent: fqn for fqn, extent in self._items() if extent.file in sizes}
@@ -408,13 +408,14 @@ class Verification:
         archives = shared + [
             e for e, fqn in owners.items() if e.packing != RAW or self._is_object(fqn)
         ]
-        if self.remote is None or self.team.size > 1 or is_one:
+        if self.remote is None or self.group.size > 1 or is_one:
             return one_batch(self.store, sizes, archives)
         return cut_batches(self.store, sizes, archives, only_archives)
 
     def files_without_archives(self, files: set[str]) -> set[str]:
-        """Returns the files, of some, with bytes of tensors that lie in no archive, so that nobody
-        keeps a checksum of them.
+        """Returns those of `files` with bytes of tensors outside of archives.
+
+        Such bytes have no checksum.
         """
         assert self.catalog is not None
         bare = {
@@ -427,8 +428,10 @@ class Verification:
     def look_at_archives(
         self, batch: ReadBatch
     ) -> tuple[list[Problem], set[str], dict[str, RecordCheck]]:
-        """Returns what is wrong around the records of archives, the files of those that have no
-        checksum, and the records whose own is still to be compared.
+        """Checks archives around their records.
+
+        Returns the problems, the files of archives without checksums, and the records whose CRC-32
+        must still be compared.
         """
         problems: list[Problem] = []
         unknown: set[str] = set()
@@ -444,7 +447,7 @@ class Verification:
     def compare_records(
         self, left: Mapping[str, RecordCheck], crcs: Mapping[str, int]
     ) -> list[Problem]:
-        """Returns the records whose CRC-32 is another one than their archive has."""
+        """Returns a problem for each record whose CRC-32 differs from the one in its archive."""
         wrong = {key: record for key, (record, _) in left.items() if crcs[key] != record.crc32}
         if wrong and self.remote is not None:  # it may have happened on the way
             self.store.close()
@@ -457,9 +460,7 @@ class Verification:
         return problems
 
     def _of_entries(self, what: str, where: Extent, archive: Extent) -> list[Problem]:
-        """Returns a problem for each entry that lies in a damaged range, or in the archive if it is
-        its own; else for the file.
-        """
+        """Returns a problem for each entry in a damaged range or archive; else for the file."""
         names = [
             fqn
             for fqn, e in self._items()
@@ -468,7 +469,7 @@ class Verification:
         return [self._problem(where.file, what, fqn, where) for fqn in names or [""]]
 
     def _items(self) -> Iterable[tuple[str, Extent]]:
-        """Yields every extent that lies in its file, with the entry that it belongs to."""
+        """Yields every extent that lies within its file, with the name of its entry."""
         assert self.catalog is not None
         sizes = self.catalog.file_sizes
         for tensor in self.catalog.tensors.values():
@@ -486,8 +487,9 @@ class Verification:
     def hash_ranges(
         self, extents: Mapping[str, Extent], *checksums: Checksum, store: Store | None = None
     ) -> list[Mapping[str, int]]:
-        """Reads ranges of files, from the checkpoint's store if no other is given; returns, for
-        each kind of checksum, theirs by key.
+        """Reads ranges of files; returns for each kind of checksum the values by key.
+
+        It reads from `store`, by default from the checkpoint's.
         """
         sink = HashSink(*checksums)
         with self._bar("verify", sum(e.nbytes for e in extents.values())) as advance:
@@ -500,35 +502,36 @@ class Verification:
                 sink,
                 self._jobs,
                 self._scaled(advance),
-                self.team,
+                self.group,
             )
-        # that of no bytes is 0
+        # the checksum of an empty range is 0
         return [{**dict.fromkeys(extents, 0), **found.join()} for found in sink.found]
 
     # ---- the values ------------------------------------------------------------------------------
 
     def scan(self, lost: set[str]) -> list[Finding]:
-        """Looks at the values of all tensors that can be read."""
-        tensors, team = [t for t in self._whole_tensors() if t.fqn not in lost], self.team
+        """Scans the values of all readable tensors, and returns findings."""
+        tensors, group = [t for t in self._whole_tensors() if t.fqn not in lost], self.group
         plan, sink = plan_values(tensors), ScanSink()
-        share = shares(plan, team.size)[team.rank]
+        share = shares(plan, group.size)[group.rank]
         taken = {t.fqn for t in in_share(plan, share)}
-        with self._bar("scan", sum(t.nbytes for t in tensors)) as advance, team.phase("scan"):
+        with self._bar("scan", sum(t.nbytes for t in tensors)) as advance, group.phase("scan"):
             located = self.format.locate(self.store, [t for t in tensors if t.fqn in taken])
             steps = schedule(plan, located, *tile_bytes(self._memory, self._jobs), share)
             run(steps, self.store, sink, self._jobs, self._scaled(advance))
-        sink.share(team)
+        sink.share(group)
         return sink.findings(tensors)
 
 
 def _extra(manifest: Manifest, files: Iterable[str]) -> list[Problem]:
-    """Returns the files that look like a part of the checkpoint and are none; a single file stands
-    among others.
+    """Returns a problem for each file that looks like a part of the checkpoint but is not.
+
+    A checkpoint in a single file may have other files beside it.
     """
     if manifest.index is None:
         return []
     known = {*manifest.files, manifest.index[0]}
-    # an attempt at another one may be at work
+    # an attempt at another checkpoint may be running
     strange = [n for n in files if is_ours(n) and n not in known and not note_of(n)]
     return [Problem(n, "is no part of this checkpoint") for n in strange]
 

@@ -1,8 +1,8 @@
-"""Verify: is every byte what it was when it was written?
+"""Verifies that every byte of a checkpoint is as it was written.
 
-Against the manifest, where there is one; else by structure, and by the CRC-32 of every record of a
-zip, which torch writes and never compares. Bytes are read by the engine and hashed; or, quickly, an
-object store is asked for the checksums that it keeps.
+It compares with the manifest, if there is one. Otherwise it checks the structure and the CRC-32 of
+every zip record, which torch writes but never compares. The engine reads and hashes the bytes. A
+quick check asks an object store for its own checksums instead.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from ckpt_tools.errors import IntegrityError, PlanError, printable, redacted
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.verification import Verification
 from ckpt_tools.publish.check_manifest import Problem
-from ckpt_tools.ranks.base import ALONE, Group, agree
-from ckpt_tools.transfer.transfer import Path_, Reading
+from ckpt_tools.ranks.base import ALONE, Group, check_agreement
+from ckpt_tools.transfer.options import Path_, Reading
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What a verification found.
+    """The result of `verify`.
 
     Attributes:
         path: the checkpoint.
-        is_sealed: whether it has a manifest; else only what its format itself keeps could be
+        is_sealed: whether it has a manifest. Otherwise only the format's own checksums were
             compared.
-        num_files, nbytes: how many files, and of how many bytes, were compared.
-        num_entries: tensors and objects; 0 where the index cannot be read.
-        problems: what is wrong; whole where empty.
-        lost: names of the entries that cannot be read as they were written.
-        unknown: files whose bytes have no checksum, or none that is known without reading them.
-        unread: tensors of kinds that are not read here, with their kinds: their bytes are compared,
-            what they mean is not known.
-        extra: files in a sealed directory that the manifest does not name; nothing is known of
-            their bytes.
+        num_files, nbytes: number and bytes of the compared files.
+        num_entries: number of tensors and objects; 0 if the index is unreadable.
+        problems: the problems found; empty for a whole checkpoint.
+        lost: names of the damaged or missing entries.
+        unknown: files whose bytes have no checksum, or whose checksum is unknown without a read.
+        unread: tensors of unsupported kinds, with their kinds. Their bytes are compared, but not
+            interpreted.
+        extra: files in a sealed directory that the manifest does not name. Their bytes were not
+            checked.
         notes: remarks.
-        findings: with `deep`, tensors with values that a person should know of.
+        findings: with `deep`, tensors with suspicious values.
         seconds: wall-clock time.
     """
 
@@ -67,33 +67,34 @@ def verify(
     require_manifest: bool = False,
     **options: Unpack[Reading],
 ) -> VerifyResult:
-    """Finds out whether a checkpoint is whole.
+    """Finds out whether a checkpoint is whole, and what is damaged.
 
     Args:
         src: a checkpoint, or a directory with one below; a path or a URL.
         quick: read no data: names, sizes, structure, and the checksums that an object store keeps.
-        deep: also look at the values: NaN, infinity, nothing but zeros, nothing but one value.
-        require_manifest: refuse a checkpoint that has none: only what its format keeps could be
-            compared.
+        deep: also scan the values for NaN, infinity, tensors of only zeros, and tensors of one
+            value.
+        require_manifest: refuse a checkpoint without a manifest, for which only the format's own
+            checksums exist.
         **options: see `Reading`.
 
     Raises:
         NotACheckpointError: there is no checkpoint.
-        IntegrityError: it has no manifest, and one is required.
-        FormatError: its index is malformed, and there is no manifest to say more.
+        IntegrityError: it has no manifest, but one is required.
+        FormatError: the index is malformed, and there is no manifest.
         StorageError: it cannot be read.
     """
     if quick and deep:
         raise PlanError("quick reads no values, and deep looks at them", hint="give one of the two")
-    team: Group = options.get("team") or ALONE
-    with team.phase("open"):
+    group: Group = options.get("group") or ALONE
+    with group.phase("open"):
         work = Verification(src, options)
     if require_manifest and work.manifest is None:
         raise IntegrityError(
             f"it has no manifest that can be read: {printable(redacted(work.store.url))}",
             hint="ckpt seal adds one",
         )
-    agree(team, (sorted(work.sizes.items()), work.manifest))
+    check_agreement(group, (sorted(work.sizes.items()), work.manifest))
     began = time.monotonic()
     problems, unknown = work.compare(quick) if work.manifest else work.examine_all(quick)
     if not problems and not work.num_entries and not (work.catalog and work.catalog.unread):

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal
@@ -32,6 +32,7 @@ from ckpt_tools.formats.base import (
     short_name,
 )
 from ckpt_tools.formats.registry import INDEXES, is_checkpoint_file, is_ours
+from ckpt_tools.publish.base import CopyTarget, UploadNotes
 from ckpt_tools.publish.manifest import find, names_in
 from ckpt_tools.storage import RemoteStore, Store, WritableStore, Writer, read
 from ckpt_tools.storage.retries import appeared
@@ -104,10 +105,13 @@ class RemoteDestination:
             else (store, "")
         )
 
-    def find_try(self, work: str, single: str) -> UploadNotes | None:
-        """Returns the newest try at a piece of work that noted its uploads; `single` is the one
-        file's name, where there is no index.
-        """
+    @property
+    def can_resume(self) -> bool:
+        return self.takes_parts
+
+    names_attempts = True
+
+    def find_uploads(self, work: str, single: str) -> UploadNotes | None:
         store = RemoteStore(self._parent if single else self.url, self._options)
         names = [n for n in store.list_files() if note_of(n) == (UPLOADS, short_name(single))]
         for name in sorted(names, key=lambda n: str(store.modified(n)), reverse=True):
@@ -151,16 +155,6 @@ class RemoteDestination:
         return RemoteAttempt(
             RemoteStore(self._parent if single else self.url, self._options), attempt, False, single
         )
-
-
-class UploadNotes(NamedTuple):
-    """An attempt that noted what it began: its id, its data files, and the id and the mark of the
-    upload of every large one.
-    """
-
-    attempt: str
-    files: Sequence[str]
-    uploads: Mapping[str, tuple[str, str]]
 
 
 def _try(data: bytes, work: str) -> UploadNotes | None:
@@ -241,17 +235,9 @@ class RemoteAttempt:
             None, False, path in self._expected and not there, there, crc, self.attempt, begun=begun
         )
 
-    def begin(
+    def begin_uploads(
         self, work: str, files: Mapping[str, int], earlier: UploadNotes | None
     ) -> Mapping[str, OpenUpload]:
-        """Begins the uploads of all files that are sent in parts, or goes on with those of an
-        earlier try, and notes them for a next one.
-
-        Args:
-            work: what the work is called.
-            files: bytes of every data file that will be there.
-            earlier: the try to go on from.
-        """
         store, s3 = self.store, self.store.s3
         assert s3 is not None
 
@@ -271,6 +257,18 @@ class RemoteAttempt:
         notes = {"work": work, "attempt": self.attempt, "files": list(files), "uploads": uploads}
         store.put(note_name(UPLOADS, self.attempt, self._single), json.dumps(notes).encode())
         return self.begun
+
+    def join_uploads(self, uploads: Mapping[str, OpenUpload]) -> None:
+        self.begun = uploads
+
+    def prepare(self, files: Mapping[str, int]) -> None:
+        """Does nothing: parts of an upload are written as a whole."""
+
+    def share(self, regions: Regions) -> WritableStore:
+        return SharedUploads(self, regions)
+
+    def copy_target(self, origin: RemoteStore | None) -> CopyTarget | None:
+        return self if origin is not None and self.store.can_copy_from(origin) else None
 
     @property
     def kept_nbytes(self) -> int:
@@ -445,21 +443,3 @@ class SharedUploads:
     def begin(self) -> dict[str, str]:
         """Begins what is shared; returns the ids for the others."""
         return {path: upload.begin() for path, upload in self._begun.items()}
-
-
-def shared_files(place: object, regions: Regions) -> WritableStore:
-    """Returns where one of several processes puts its part of the files of a place in an object
-    store.
-    """
-    assert isinstance(place, RemoteAttempt)
-    return SharedUploads(place, regions)
-
-
-def copies_within(place: object, origin: RemoteStore | None) -> RemoteAttempt | None:
-    """Returns the place, if the store can copy to it from another by itself."""
-    is_one = (
-        isinstance(place, RemoteAttempt)
-        and origin is not None
-        and place.store.can_copy_from(origin)
-    )
-    return place if isinstance(place, RemoteAttempt) and is_one else None

@@ -89,7 +89,7 @@ def hash_files(
     jobs: int | None = None,
     memory: int | None = None,
     advance: Callable[[int], None] | None = None,
-    team: Group = ALONE,
+    group: Group = ALONE,
 ) -> dict[str, int]:
     """Reads files and returns their CRC-64/NVME.
 
@@ -98,7 +98,7 @@ def hash_files(
         files: how many bytes each has.
         jobs, memory: threads, and bytes of all buffers; the defaults where None.
         advance: called with bytes done.
-        team: reads a share each, and all of it becomes known to all.
+        group: reads a share each, and all of it becomes known to all.
     """
     jobs, sink = jobs or min(8, os.cpu_count() or 1), HashSink()
     run_shared(
@@ -109,7 +109,7 @@ def hash_files(
         sink,
         jobs,
         advance,
-        team,
+        group,
     )
     return {**dict.fromkeys(files, 0), **sink.fingerprints.join()}  # that of no bytes is 0
 
@@ -122,22 +122,22 @@ def run_shared(
     sink: HashSink,
     jobs: int,
     advance: Callable[[int], None] | None,
-    team: Group,
+    group: Group,
 ) -> None:
-    """Hashes what a plan reads, a share by each member of a team; all fingerprints are then known
+    """Hashes what a plan reads, a share by each member of a group; all fingerprints are then known
     to all.
     """
-    with team.phase("read"):
+    with group.phase("read"):
         run(
-            schedule(plan, located, *tiles, shares(plan, team.size)[team.rank]),
+            schedule(plan, located, *tiles, shares(plan, group.size)[group.rank]),
             store,
             sink,
             jobs,
             advance,
         )
-    if team.size > 1:
+    if group.size > 1:
         for found in sink.found:
-            found.share(team)
+            found.share(group)
 
 
 def first_problem(manifest: Manifest, store: Store, reads_all: bool = False) -> str:

@@ -293,9 +293,9 @@ def _size(store: Store, file: str) -> int:
 
 
 def prove(
-    steps: Sequence[BatchResult], store: Store, tiles: tuple[int, int], jobs: int, team: Group
+    steps: Sequence[BatchResult], store: Store, tiles: tuple[int, int], jobs: int, group: Group
 ) -> FinishedTiles:
-    """Reads again what steps have written, a share by each member of a team, and returns those of
+    """Reads again what steps have written, a share by each member of a group, and returns those of
     which every byte is there.
     """
     pieces = [
@@ -311,7 +311,7 @@ def prove(
     while batch := list(islice(rest, _BATCH)):
         sink = HashSink()
         extents = {str(i): Extent(file, p.start, p.nbytes) for i, (_, file, p) in enumerate(batch)}
-        run_shared(plan_objects(extents), {}, tiles, store, sink, jobs, None, team)
+        run_shared(plan_objects(extents), {}, tiles, store, sink, jobs, None, group)
         found = sink.fingerprints.join()
         wrong |= {n for i, (n, _, p) in enumerate(batch) if found.get(str(i)) != p.crc64}
     return FinishedTiles([step for n, step in enumerate(steps) if n not in wrong])

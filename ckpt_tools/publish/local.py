@@ -146,7 +146,7 @@ def staging(
 
     def clean() -> None:
         if is_tried:
-            _remove_own(path, lock, keeps)
+            _remove_own(path, lock, keeps, target)
         for folder in made if not os.path.lexists(target) else ():
             with suppress(OSError):  # it is not ours alone any more
                 folder.rmdir()
@@ -182,25 +182,32 @@ def staging(
                 release(lock)
 
 
-def _remove_own(path: Path, lock: int, keeps: str) -> None:
+def _remove_own(path: Path, lock: int, keeps: str, target: Path) -> None:
     """Removes a staging directory at the end of an attempt, unless another process holds it by now.
 
     Args:
         path: the directory; after an exchange, what the result has replaced.
         lock: of the attempt, or -1 if a signal came before it.
         keeps: as for `staging`.
+        target: the result.
     """
     with suppress(OSError):
         is_locked = lock >= 0 and os.path.samestat(os.fstat(lock), os.lstat(path))
         own = lock if is_locked else _lock(path)
         try:
-            # without locks nobody knows whose it is
-            is_own = is_locked or (own >= 0 and try_lock(own))
+            # Without locks nobody knows whose it is, unless this attempt has just put it there.
+            is_free = try_lock(own) if own >= 0 and not is_locked else False
+            is_own = is_locked or is_free or (is_free is None and _is_at(lock, target))
             if is_own and (not keeps or not any(path.glob(keeps))):
                 shutil.rmtree(path, ignore_errors=True)
         finally:
             if own >= 0 and not is_locked:
                 release(own)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Tells whether an open directory is now at a path."""
+    return fd >= 0 and os.path.lexists(path) and os.path.samestat(os.fstat(fd), os.lstat(path))
 
 
 def _make_and_lock(path: Path, is_emptied: bool) -> int:

@@ -71,7 +71,7 @@ class _Alone:
 ALONE: Group = _Alone()
 
 
-def agree(team: Group, value: object) -> None:
+def check_agreement(group: Group, value: object) -> None:
     """Makes sure that every rank has the same plan.
 
     Ranks may see different directories under one path.
@@ -80,10 +80,10 @@ def agree(team: Group, value: object) -> None:
         PlanError: the plans differ.
     """
     found = (
-        team.all_gather(
+        group.all_gather(
             hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).digest(), "compare plans"
         )
-        if team.size > 1
+        if group.size > 1
         else [b""]
     )
     if len(set(found)) > 1:

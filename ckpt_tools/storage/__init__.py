@@ -1,4 +1,4 @@
-"""Bytes, and nothing but bytes: where they are kept and how they are read and written."""
+"""Stores: read and write files of bytes, on disks, in memory and in object stores."""
 
 from ckpt_tools.storage.base import (
     Capabilities,

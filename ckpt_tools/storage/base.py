@@ -1,4 +1,4 @@
-"""The contract of a store: named files of bytes under one root.
+"""The protocol of a store: named files of bytes under one root.
 
 A store knows bytes, not formats. Paths are relative, with `/` between segments, and never leave the
 root.
@@ -17,17 +17,17 @@ from urllib.parse import unquote
 
 from ckpt_tools.errors import FormatError, StorageError, printable
 
-Data = bytes | memoryview  # what was read
+Data = bytes | memoryview  # bytes that were read
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do, for the schedule to choose by.
+    """The abilities of a store, by which the schedule decides.
 
     Attributes:
-        can_write_anywhere: a file under construction takes writes at any position, in any order.
-        fetches_ahead: what is announced by `will_read` is fetched in the background, so that small
-            far-apart ranges are worth announcing.
+        can_write_anywhere: a new file accepts writes at any position, in any order.
+        fetches_ahead: ranges announced by `will_read` are fetched in the background. So small
+            ranges far apart should be announced, too.
     """
 
     can_write_anywhere: bool
@@ -36,14 +36,14 @@ class Capabilities:
 
 @dataclass
 class Traffic:
-    """What was asked of a store.
+    """Counts of the requests to a store.
 
     Attributes:
-        requests: how many there were; a package may have repeated some by itself.
-        nbytes, sent_nbytes: of files, that came and that were sent.
-        kinds: requests by kind: LIST, HEAD, GET, PUT, POST, DELETE of an S3, and the operation for
-            other stores.
-        whole: counts the same for several stores.
+        requests: number of requests. The store's package may have repeated some.
+        nbytes, sent_nbytes: bytes of files that were received and sent.
+        kinds: requests by kind. For S3: LIST, HEAD, GET, PUT, POST, DELETE. For other stores: the
+            operation.
+        whole: the total of several stores, which counts these requests, too.
     """
 
     requests: int = 0
@@ -54,7 +54,7 @@ class Traffic:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, kind: str, nbytes: int = 0, sent_nbytes: int = 0) -> None:
-        """Counts a request, with the bytes that it brought and sent."""
+        """Counts a request, with its received and sent bytes."""
         with self.lock:
             self.requests, self.nbytes, self.sent_nbytes = (
                 self.requests + 1,
@@ -70,39 +70,35 @@ ALL_TRAFFIC = Traffic()  # of all object stores of this process
 
 
 class Writer(Protocol):
-    """One file under construction. Several threads may write disjoint ranges at once."""
+    """A new file. Several threads may write disjoint ranges at the same time."""
 
     def write_at(self, start: int, data: memoryview | bytes) -> None:
         """Writes all of `data` at byte `start`.
 
         Raises:
-            StorageError: the store took less; the file is not usable.
+            StorageError: the store accepted fewer bytes; the file is unusable.
         """
         ...
 
     def view(self, start: int, nbytes: int) -> memoryview | None:
-        """Returns the memory of a range if the file lies in memory, to be filled in place; None
-        where it must be written.
-        """
+        """Returns the memory of a range, to fill in place; None if the file is not in memory."""
         ...
 
     def finish(self) -> None:
-        """Makes the bytes durable and closes the file. A failure is final: nothing is tried
-        twice.
-        """
+        """Makes the bytes durable and closes the file. A failure is final: there is no retry."""
         ...
 
     def abort(self) -> None:
-        """Gives the file up and closes it; never raises."""
+        """Discards the file and closes it; never raises."""
         ...
 
 
 class WritableStore(Protocol):
-    """Where new files can be put."""
+    """A store that accepts new files."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this store can do."""
+        """Returns the abilities of this store."""
         ...
 
     def create(self, path: str, nbytes: int) -> Writer:
@@ -117,24 +113,25 @@ class WritableStore(Protocol):
 class Store(WritableStore, Protocol):
     """Files under one root.
 
-    Guarantees: reads see a file as it was at one moment or raise; ranges are half-open; a
-    zero-length range reads nothing and is legal up to the end of the file; a file that is being
-    written is not promised to be visible.
+    Guarantees: a read sees a file as it was at one moment, or raises. Ranges are half-open. A
+    zero-length range reads nothing, and is valid up to the end of the file. A file that is being
+    written may or may not be visible.
     """
 
     @property
     def url(self) -> str:
-        """Where the root is, for messages."""
+        """Returns the path or URL of the root, for messages."""
         ...
 
     @property
     def traffic(self) -> Traffic | None:
-        """What this store was asked for; None where asking costs nothing."""
+        """Returns the counts of requests; None if requests cost nothing."""
         ...
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
-        """Returns the files directly under the root with their sizes in bytes; links and devices
-        that leave it are omitted.
+        """Returns the files directly under the root with their sizes in bytes.
+
+        It omits devices, and links that lead out of the root.
 
         With `below`, also those in the folders directly under it, as `folder/name`.
         """
@@ -157,7 +154,7 @@ class Store(WritableStore, Protocol):
         ...
 
     def version(self, path: str) -> str:
-        """Returns a text that is another one when the file is, "" where that cannot be told."""
+        """Returns an opaque version string that changes when the file changes; "" if unknown."""
         ...
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
@@ -169,34 +166,35 @@ class Store(WritableStore, Protocol):
         ...
 
     def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
-        """Returns the memory of a range if the file lies in memory; None where it must be read."""
+        """Returns the memory of a range; None if the file is not in memory."""
         ...
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
-        """Hints that `(path, start, nbytes)` ranges are wanted soon, and whether no more will be
-        named; may do nothing.
+        """Announces `(path, start, nbytes)` ranges that will be read soon; may do nothing.
+
+        `is_all` means that no more ranges will follow.
         """
         ...
 
     def close(self) -> None:
-        """Releases what the store holds open."""
+        """Closes files and connections."""
         ...
 
 
-# a longer range is compared with the size of its file before memory is allocated
+# longer ranges are checked against the file's size before memory is allocated
 _TRUSTED_BYTES = 1 << 20
-# A whole file is read for its metadata. A `.metadata` of a million chunks has 0.1 GiB.
+# Metadata files are read whole. A `.metadata` of a million chunks has 0.1 GiB.
 MAX_WHOLE_BYTES = 1 << 30
 
 
 def read(store: Store, path: str, start: int = 0, nbytes: int | None = None) -> bytes:
-    """Returns `nbytes` bytes of a file from `start`; all the rest where None.
+    """Returns `nbytes` bytes of a file from `start`; the rest of the file where None.
 
-    A length that comes from a hostile header, or from a sparse file, allocates nothing.
+    A false length from a hostile header or a sparse file allocates no memory.
 
     Raises:
-        StorageError: the file ends before.
-        FormatError: all the rest was asked for, and it is longer than `MAX_WHOLE_BYTES`.
+        StorageError: the file ends too early.
+        FormatError: `nbytes` is None, and the rest is longer than `MAX_WHOLE_BYTES`.
     """
     if nbytes is None:
         nbytes = store.size(path) - start
@@ -217,7 +215,7 @@ def read(store: Store, path: str, start: int = 0, nbytes: int | None = None) -> 
 
 
 def write_file(store: WritableStore, path: str, data: bytes) -> None:
-    """Writes a small file whole and makes it durable."""
+    """Writes a whole small file and makes it durable."""
     writer = store.create(path, len(data))
     try:
         writer.write_at(0, data)
@@ -226,17 +224,17 @@ def write_file(store: WritableStore, path: str, data: bytes) -> None:
         writer.abort()
 
 
-# where a path may begin with a slash
+# schemes whose paths may begin with a slash
 _WITHOUT_HOST = ("memory", "hdfs", "sftp", "ssh", "ftp", "webhdfs", "dbfs")
 _SEGMENT = re.compile(r"[^/\x00]{1,255}")
 
 
 def check_path(path: str, where: str) -> str:
-    """Returns `path` if it names a file within a root and nothing else.
+    """Returns `path` if it names a file within a root.
 
     Raises:
-        StorageError: it is absolute, climbs with `..`, also between backslashes, holds a NUL, or
-            looks like a URL or a drive.
+        StorageError: it is absolute, contains `..` (also between backslashes) or a NUL, or looks
+            like a URL or a drive.
     """
     segments = path.split("/")
     plain = all(_SEGMENT.fullmatch(s) and s != "." and ".." not in s.split("\\") for s in segments)
@@ -254,8 +252,9 @@ def check_path(path: str, where: str) -> str:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Returns a path of the local file system; that of a `file://` URL, whose `%2D` are characters
-    of the name.
+    """Returns a local path, or the path of a `file://` URL.
+
+    It does not decode `%2D` and the like: these are characters of the name.
     """
     where = os.fspath(path)
     slip = re.match(r"(s3a?|gs|gcs|az|abfs|https?|memory|file):/(?!/)", where)
@@ -276,11 +275,12 @@ def local_path(path: str | os.PathLike[str]) -> str:
 
 
 def check_url(url: str) -> None:
-    """Refuses a URL with an empty segment: `s3://bucket//run` and `s3://bucket/run` are two places,
-    and tools disagree which is which.
+    """Refuses a URL with an empty segment.
+
+    `s3://bucket//run` and `s3://bucket/run` differ, but some tools treat them as equal.
 
     Raises:
-        StorageError: it has one, or one that is `.` or `..`, or no bucket.
+        StorageError: it has an empty segment, a segment `.` or `..`, or no bucket.
     """
     scheme, separator, path = url.rpartition("::")[2].partition("://")
     if scheme in ("s3", "s3a", "gs", "gcs") and "@" in path.partition("/")[0]:
@@ -290,7 +290,7 @@ def check_url(url: str) -> None:
         )
     has_host = scheme not in _WITHOUT_HOST
     path = path if has_host else path.removeprefix("/")
-    segments = path.rstrip("/").split("/")  # at the end, any number of them means nothing
+    segments = path.rstrip("/").split("/")  # slashes at the end have no meaning
     if separator and path.strip("/") and any(segment in ("", ".", "..") for segment in segments):
         named = "/".join(segment for segment in segments if segment not in ("", "."))
         clean = url[: len(url) - len(path)] + named
@@ -307,9 +307,7 @@ def check_url(url: str) -> None:
 
 
 def is_url(path: object) -> TypeGuard[str]:
-    """Tells whether a path is one of a store that fsspec opens, and not of the local file
-    system.
-    """
+    """Tells whether a path is a URL for fsspec, and not a local path."""
     return (
         isinstance(path, str)
         and re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None

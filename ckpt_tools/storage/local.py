@@ -1,6 +1,6 @@
-"""The local disk (and whatever is mounted on it) as a store.
+"""The local file system as a store.
 
-Knows file descriptors and nothing of checkpoints.
+It uses file descriptors, and knows nothing about checkpoints.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.base import Capabilities, Writer, check_path
 
 _FLUSH_BYTES = 32 << 20
-_SHORT_BYTES = 8 << 10  # not worth a system call
+_SHORT_BYTES = 8 << 10  # too short to be worth a system call
 _LONG_BYTES = 64 << 20
 _LOOKS = 3
 _SYNC_FILE_RANGE_WRITE = 2
@@ -27,9 +27,7 @@ if _sync_file_range is not None:
 
 
 def failed(operation: str, path: str | Path, error: OSError) -> StorageError:
-    """Returns the StorageError for a failed system call, with a hint where a person can do
-    something.
-    """
+    """Returns the StorageError for a failed system call, with a hint if the user can fix it."""
     hints = {
         errno.ENOSPC: "free some room, or write to another filesystem",
         errno.EDQUOT: "free some of your quota",
@@ -44,19 +42,19 @@ def failed(operation: str, path: str | Path, error: OSError) -> StorageError:
 class LocalStore:
     """Files under one directory.
 
-    Symbolic links are followed only as long as they stay under it. A snapshot in a cache of Hugging
-    Face may also lead to that cache's `blobs`. A link that leads elsewhere is not listed; to open
-    it is an error.
+    It follows symbolic links only if they stay under this directory. Links in a snapshot of a
+    Hugging Face cache may also lead to that cache's `blobs`. A link that leads elsewhere is not
+    listed, and opening it is an error.
     """
 
     capabilities, traffic = Capabilities(can_write_anywhere=True), None
 
     def __init__(self, root: str | Path, follows: str = "") -> None:
-        """Opens nothing yet.
+        """Stores the directory; opens nothing yet.
 
         Args:
             root: the directory.
-            follows: name of one file that is followed wherever it leads, because a person gave its
+            follows: name of one file that is followed wherever it leads, because the user gave its
                 path.
         """
         self.root = Path(os.path.realpath(root))
@@ -121,7 +119,7 @@ class LocalStore:
         del is_all
         for path, start, nbytes in (
             r for r in ranges if r[2] >= _SHORT_BYTES
-        ):  # of a long range, the kernel reads ahead better by itself, once it knows
+        ):  # for a long range, the kernel's own sequential read-ahead is better
             advice = os.POSIX_FADV_WILLNEED if nbytes < _LONG_BYTES else os.POSIX_FADV_SEQUENTIAL
             os.posix_fadvise(self._open(path), start, nbytes, advice)
 
@@ -148,15 +146,14 @@ class LocalStore:
         )
 
     def blob_name(self, path: str) -> str:
-        """Returns the name of the blob that a file of a Hugging Face snapshot leads to, "" for any
-        other file.
-        """
+        """Returns the name of the blob of a Hugging Face snapshot's file; "" for any other file."""
         real = Path(os.path.realpath(os.path.join(self.root, check_path(path, str(self.root)))))
         return real.name if self._blobs is not None and real.parent == self._blobs else ""
 
     def strays(self) -> dict[str, str]:
-        """Returns the links directly under the root that lead out of it or nowhere, which no
-        listing has, and what they lead to.
+        """Returns the links directly under the root that lead out of it or nowhere, with targets.
+
+        Listings omit these links.
         """
         try:
             links = [
@@ -199,14 +196,15 @@ class LocalStore:
         return fd
 
     def _is_within(self, fd: int, full: str) -> bool:
-        """Tells whether what was opened lies where it was looked for: between the look and the
-        opening, a link may have taken its place.
+        """Tells whether an open file lies within the root.
+
+        Between the check of the path and the opening, a link may have replaced the file.
         """
         try:
             real = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:  # no /proc: then the path is looked at once more
+        except OSError:  # without /proc, check the path again
             return self._is_inside(full)
-        # it was replaced meanwhile, and is what was asked for
+        # it was replaced after the opening, so it is the requested file
         is_gone = real.name.endswith(" (deleted)") and not real.exists()
         is_given = bool(self._follows) and full == os.path.join(self.root, self._follows)
         return (
@@ -218,7 +216,7 @@ class LocalStore:
 
 
 def _real_path(path: str) -> Path | None:
-    """Returns where a path leads; None where it changes while it is looked at."""
+    """Returns the real path; None if the path keeps changing."""
     for _ in range(_LOOKS):
         try:
             return Path(os.path.realpath(path))
@@ -228,8 +226,9 @@ def _real_path(path: str) -> Path | None:
 
 
 def _blobs_of(root: Path) -> Path | None:
-    """Returns where the files of a snapshot in a cache of Hugging Face lie: `X/blobs` for
-    `X/snapshots/REVISION` and what is below.
+    """Returns the blobs directory for a snapshot of a Hugging Face cache, else None.
+
+    It is `X/blobs` for `X/snapshots/REVISION` and directories below.
     """
     for place in (root, *root.parents):
         if place.parent.name == "snapshots":
@@ -239,8 +238,9 @@ def _blobs_of(root: Path) -> Path | None:
 
 
 class SharedStore(LocalStore):
-    """A directory in which the files are there, made by another process or an earlier try; this one
-    writes into them as well.
+    """A directory with files that another process or an earlier try has created.
+
+    This process writes into the same files.
     """
 
     def create(self, path: str, nbytes: int) -> Writer:
@@ -275,7 +275,7 @@ class _LocalWriter:
             raise failed("write", self.path, error) from error
         if _sync_file_range is not None and start // _FLUSH_BYTES != at // _FLUSH_BYTES:
             block = start // _FLUSH_BYTES * _FLUSH_BYTES
-            # early, so that the final fsync is short
+            # write back early, so that the final fsync is short
             _sync_file_range(self._fd, block, _FLUSH_BYTES, _SYNC_FILE_RANGE_WRITE)
 
     def view(self, start: int, nbytes: int) -> memoryview | None:

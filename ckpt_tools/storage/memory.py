@@ -1,6 +1,4 @@
-"""Memory as a store: the in-memory implementation of the contract, for shards in RAM and for tests
-of everything above.
-"""
+"""Memory as a store, for shards in RAM and for tests."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from ckpt_tools.storage.base import Capabilities, Writer, check_path
 
 
 class MemoryStore:
-    """Named buffers. A buffer given to it is read in place; one that it creates is a bytearray of
-    its own.
-    """
+    """Named buffers. Given buffers are read in place; new files are bytearrays."""
 
     capabilities, traffic = Capabilities(can_write_anywhere=True), None
 
@@ -71,7 +67,7 @@ class MemoryStore:
         return _MemoryWriter(self, path)
 
     def close(self) -> None:
-        """Keeps the files: they are all there is."""
+        """Does nothing: the files exist only in memory."""
 
     def _view(self, path: str) -> memoryview:
         try:
@@ -99,7 +95,7 @@ class _MemoryWriter:
         return view[start : start + nbytes]
 
     def finish(self) -> None:
-        """Nothing to flush."""
+        """Does nothing: memory needs no flush."""
 
     def abort(self) -> None:
         self._store.files.pop(self._path, None)

@@ -1,4 +1,4 @@
-"""What a look at an object tells. Imports nothing of this package."""
+"""Information on objects in a store. Imports nothing of this package."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 
 class ObjectInfo(NamedTuple):
-    """What is known of an object.
+    """The known properties of an object.
 
     Attributes:
-        crc64: CRC-64/NVME as the store knows it, or as it was noted when it was written; None where
-            nobody knows.
-        is_marked: this tool wrote it, as far as a store keeps marks.
+        crc64: CRC-64/NVME from the store, or from the object's metadata; None if unknown.
+        is_marked: this tool wrote it. False if the store keeps no metadata.
         owner: id of the attempt that wrote it.
     """
 
@@ -21,8 +20,9 @@ class ObjectInfo(NamedTuple):
 
 
 class SmallObject(NamedTuple):
-    """A small object as it was at one moment: contents, version, and its age by the store's clock,
-    None where that is unknown.
+    """A small object at one moment: contents, version, and age.
+
+    The age is by the store's clock; None if unknown.
     """
 
     data: bytes

@@ -1,5 +1,6 @@
-"""A store with some files in memory laid over it: what a reader made of values that stand in
-metadata, or what was to lie beside.
+"""A store with additional files in memory.
+
+These files hold values from metadata, or act as files beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from ckpt_tools.storage.memory import MemoryStore
 
 
 class Overlay:
-    """The inner store, but for files that are there in memory; those are listed only on demand."""
+    """The inner store with files in memory over it. They are listed only with `is_listed`."""
 
     def __init__(self, inner: Store, made: Mapping[str, bytes], is_listed: bool = False) -> None:
         self.inner, self._made = inner, MemoryStore(made, inner.url)

@@ -1,6 +1,4 @@
-"""Fetching ahead: what was announced comes in windows, in parallel and within a budget, before it
-is asked for.
-"""
+"""Fetches announced ranges in advance, in windows, in parallel and within a memory budget."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from ckpt_tools.storage.base import Data
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 from ckpt_tools.storage.windows import MARGIN_BYTES, FetchedRange, Margins
 
-GAP_BYTES = 256 << 10  # a hole that is cheaper to fetch along than to ask twice for
+GAP_BYTES = 256 << 10  # fetching a hole of this size is cheaper than a second request
 WINDOW_BYTES = 8 << 20
-# bytes on their way, and those together with what waits to be read
+# limits in bytes: of running requests; of these and of windows that wait to be read
 ROOMY, FRUGAL = (96 << 20, 128 << 20), (56 << 20, 72 << 20)
-# and more, of a request where no more are to come: connections would be idle otherwise
+# the last windows are split into requests of this size or more, so that no connection is idle
 _LAST_BYTES = 2 << 20
-_BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are looked at together
+_BATCH_BYTES, _BATCH = 32 << 20, 1024  # announced bytes and ranges that are planned together
 
 
 class Prefetcher:
@@ -32,12 +30,16 @@ class Prefetcher:
         size: Callable[[str], int],
         bounds: tuple[int, int] = ROOMY,
     ) -> None:
-        """Takes what starts to fetch a range of a file, what tells the size of one that was
-        announced, and the bounds in bytes.
+        """Stores the functions and bounds.
+
+        Args:
+            fetch: starts to fetch a range of a file.
+            size: returns the size of an announced file.
+            bounds: the limits in bytes, such as `ROOMY`.
         """
         self._fetch, self._size = fetch, size
         self._most_coming, self._most = bounds
-        self._lock = threading.RLock()  # what is begun may have come at once
+        self._lock = threading.RLock()  # reentrant: a fetch may complete at once, in this thread
         self.windows: OrderedDict[tuple[str, int, int], FetchedRange] = OrderedDict()
         self.margins = Margins()
         self.announced: list[Range] = []
@@ -46,7 +48,7 @@ class Prefetcher:
         self._is_all = False
 
     def announce(self, ranges: Iterable[tuple[str, int, int]], is_all: bool) -> None:
-        """Takes ranges that are wanted soon, and whether no more will follow."""
+        """Queues ranges that will be read soon; `is_all` means that no more will follow."""
         with self._lock:
             self._is_all = is_all
             for file, start, nbytes in (r for r in ranges if self.margins.find(*r) is None):
@@ -56,8 +58,9 @@ class Prefetcher:
                 self._start()
 
     def take(self, path: str, start: int, nbytes: int) -> FetchedRange | None:
-        """Returns the window that holds a range, and lets go of it with its last byte; None where
-        it was not announced.
+        """Returns the window of a range; None if the range was not announced.
+
+        The window is released when its last byte is taken.
         """
         with self._lock:
             found = self._find(path, start, nbytes)
@@ -77,7 +80,7 @@ class Prefetcher:
             ):
                 self._waiting.remove(late)
                 if self._is_full():
-                    # announced before, and not read yet
+                    # drop the oldest window, which was not read yet
                     self.windows.popitem(last=False)[1].future.cancel()
                 self._begin(late)
                 found = self._find(path, start, nbytes)
@@ -86,11 +89,11 @@ class Prefetcher:
                 and not found.future.done()
                 and self._announced_nbytes >= WINDOW_BYTES
             ):
-                self._start()  # who has to wait need not wait for the rest of a batch as well
+                self._start()  # the reader waits already: do not wait for a full batch as well
             return found
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Cancels all requests and releases all windows."""
         with self._lock:
             self.announced.clear()
             self._waiting.clear()
@@ -99,19 +102,19 @@ class Prefetcher:
                 self.windows.popitem()[1].future.cancel()
 
     def _start(self) -> None:
-        """Begins to fetch what was announced: the more at once, the more neighbours become one
-        request.
+        """Starts to fetch the announced ranges.
+
+        The more ranges start together, the more neighbours share one request.
         """
         ranges, self.announced, self._announced_nbytes = self.announced, [], 0
         self._waiting += coalesce((r for r in ranges if r.nbytes), GAP_BYTES, WINDOW_BYTES)
         self._begin_waiting()
 
     def _begin_waiting(self) -> None:
-        """Begins windows as long as there is room for them: holes count, so it can be less than was
-        announced.
+        """Starts windows while there is room. Holes count, so some announced ranges may wait.
 
-        Less is on its way than there is room for: what has come and waits for its turn should not
-        keep connections idle.
+        Running requests use less than the whole budget. So windows that wait to be read do not keep
+        connections idle.
         """
         while self._waiting and self._coming_nbytes < self._most_coming and not self._is_full():
             self._begin(self._waiting.pop(0))
@@ -136,7 +139,7 @@ class Prefetcher:
             future.add_done_callback(partial(self._came, nbytes))
 
     def _fetch_in_pieces(self, path: str, start: int, nbytes: int) -> Future[Data]:
-        """Fetches a range by several requests at once."""
+        """Fetches a range with several parallel requests."""
         step = -(-nbytes // max(1, nbytes // _LAST_BYTES))
         parts = [
             self._fetch(path, start + at, min(step, nbytes - at)) for at in range(0, nbytes, step)
@@ -161,7 +164,7 @@ class Prefetcher:
 
 
 def _together(parts: list[Future[Data]]) -> Future[Data]:
-    """Returns what will be the bytes of all parts, or the error of one of them."""
+    """Returns a future with the bytes of all parts, or the error of one of them."""
     whole: Future[Data] = Future()
     left, lock = [len(parts)], threading.Lock()
 
@@ -175,9 +178,9 @@ def _together(parts: list[Future[Data]]) -> Future[Data]:
         try:
             if whole.set_running_or_notify_cancel():
                 whole.set_result(b"".join([part.result() for part in parts]))
-        except BaseException as error:  # noqa: BLE001  # told to whoever asks for it
+        except BaseException as error:  # noqa: BLE001  # the reader of the future gets it
             whole.set_exception(error)
-        parts.clear()  # they know this function, and it them
+        parts.clear()  # breaks a reference cycle: the parts refer to this function
 
     for part in parts:
         part.add_done_callback(came)

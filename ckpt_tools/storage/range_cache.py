@@ -1,6 +1,4 @@
-"""A store of which some ranges are held in memory, so that several looks at them cost one
-request.
-"""
+"""A store with some ranges held in memory, so that several reads cost one request."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ Span = tuple[str, int, int]  # file, start, bytes
 
 
 class RangeCacheStore:
-    """The inner store, but for ranges that were read beforehand."""
+    """The inner store, with ranges that were read in advance."""
 
     def __init__(self, inner: Store, held: Mapping[Span, memoryview]) -> None:
         self.inner, self._held = inner, held
@@ -43,14 +41,14 @@ class RangeCacheStore:
 
 
 def announce(store: Store, spans: Sequence[Span], step: int) -> None:
-    """Tells a store of spans that will be held, in reads of at most `step` bytes."""
+    """Announces spans that will be held, in reads of at most `step` bytes."""
     store.will_read(
         [(file, at, n) for file, start, nbytes in spans for at, n in _cut(start, nbytes, step)]
     )
 
 
 def hold(store: Store, spans: Sequence[Span], step: int) -> RangeCacheStore:
-    """Reads spans into memory, and returns the store with them."""
+    """Reads spans into memory, and returns a store that holds them."""
     held = {}
     for span in spans:
         file, start, nbytes = span

@@ -1,4 +1,4 @@
-"""Joining neighbouring byte ranges into fewer, larger reads. Pure."""
+"""Joins neighbouring byte ranges into fewer, larger reads. No I/O."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def coalesce(ranges: Iterable[Range], max_gap: int, max_nbytes: int) -> Iterator
     """Joins ranges of one file whose gap is at most `max_gap` bytes into windows of at most
     `max_nbytes`.
 
-    A range longer than that becomes a window of its own. Windows come in order of file and start;
-    every range is in exactly one.
+    A longer range gets its own window. Windows are in order of file and start. Every range is in
+    exactly one window.
     """
     group: list[Range] = []
     start = end = 0

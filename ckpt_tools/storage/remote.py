@@ -1,8 +1,7 @@
-"""Object stores and whatever else fsspec knows, as a store: `s3://`, `gs://`, `az://`, `http://`,
-`memory://`.
+"""A store for URLs that fsspec opens: `s3://`, `gs://`, `az://`, `http://`, `memory://`.
 
-Ranges are fetched ahead, as the engine announces them, in parallel and within a budget; nothing is
-kept on the local disk. Credentials, endpoints and the like are fsspec's own business.
+It fetches ranges in advance when the engine announces them, in parallel and within a memory budget.
+It keeps nothing on the local disk. fsspec itself handles credentials and endpoints.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from ckpt_tools.storage.s3.multipart import CLAIM, MARK, OWNER, Upload, UploadOp
 from ckpt_tools.storage.stream import Stream
 from ckpt_tools.storage.web import bounded_client
 
-# imported when something is fetched: `ckpt inspect` of a local path should not wait for it
+# imported with the first fetch, because `ckpt inspect` of a local path should not wait for it
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-_THREADS, _READERS = 16, 8  # of the second kind each keeps memory for what it reads
-# of 1,000 objects each: a root with more than a run below it is listed folder by folder
+_THREADS, _READERS = 16, 8  # each reader keeps memory for the bytes that it reads
+# pages of 1,000 objects. A root with more objects than a run has is listed folder by folder.
 _MAX_PAGES = 20
-# kinds whose packages send a condition with a PUT that is to create
+# protocols whose packages send a condition with a PUT that must create the object
 _CREATE_ONCE = {"az", "abfs", "gs", "gcs"}
 
 
 class RemoteStore:
-    """Objects under one prefix of a store that fsspec opens."""
+    """The objects under one prefix of a store that fsspec opens."""
 
     capabilities = Capabilities(can_write_anywhere=False, fetches_ahead=True)
 
@@ -60,11 +59,11 @@ class RemoteStore:
 
         Args:
             url: such as `s3://bucket/run/step-00000500`.
-            options: as `fsspec.filesystem` takes them; what is left out comes from its own
-                configuration and the environment. With `chained`, wrappers such as
-                `filecache::s3://…` are opened; the options of each are under its protocol then.
-            fs, traffic: of the store that this is a part of.
-            given: name of a file below it that a person gave; it may have a query.
+            options: as `fsspec.filesystem` takes them. Other options come from its own
+                configuration and the environment. With `chained`, it also opens wrappers such as
+                `filecache::s3://…`. Then the options of each wrapper are under its protocol.
+            fs, traffic: file system and counts of the store that contains this one.
+            given: name of a file below the URL that the user gave. It may have a query.
 
         Raises:
             StorageError: the URL is chained, or fsspec has no package for it.
@@ -82,10 +81,10 @@ class RemoteStore:
             )
             raise StorageError(f"a chained URL is not opened: {printable(url)}", hint=hint)
         self.url, self.traffic = url.rstrip("/"), traffic or Traffic(whole=ALL_TRAFFIC)
-        # a wrapper passes on what it does not know, past what it is there for
+        # a wrapper passes unknown calls to the inner store, and so bypasses its own function
         self._is_wrapped = bool(wrappers)
         try:
-            # what was listed once must not stay true for ever
+            # a cached listing would stay in use for ever
             fresh: dict[str, Any] = {"use_listings_cache": False}
             if url.startswith(("http://", "https://")):
                 fresh["get_client"] = bounded_client
@@ -111,7 +110,7 @@ class RemoteStore:
         self._root = self._fs._strip_protocol(inner.rstrip("/"))
         self._sizes: dict[str, int] = {}
         self._modified: dict[str, Any] = {}
-        # of S3 objects: every read asks for the very one that was listed
+        # of S3 objects: every read asks for the listed version
         self._etags: dict[str, str] = {}
         self._folders: list[str] | None = None
         self._tree: dict[str, int] | None = None
@@ -120,7 +119,7 @@ class RemoteStore:
         self.s3 = (
             S3(self._fs, self.traffic) if hasattr(self._fs, "call_s3") and not wrappers else None
         )
-        # which keep memory of what they have read
+        # reader threads keep memory of the bytes that they have read
         has_threads = self.s3 is not None and self.s3.reads_fast(WINDOW_BYTES)
         self._ahead = Prefetcher(self._submit, self.size, FRUGAL if has_threads else ROOMY)
         self.written: dict[str, Upload | Stream] = {}
@@ -133,7 +132,7 @@ class RemoteStore:
 
     def is_file(self) -> bool:
         """Tells whether the root is an object and not a prefix."""
-        if self.s3 is not None:  # a HEAD; s3fs would list as well where there is none
+        if self.s3 is not None:  # a HEAD; if there is no such object, s3fs would also list
             return "/" in self._root and bool(self.s3.head(self.url, self._root))
         info = self._call("look at", "", lambda: self._fs.info(self._root), missing={})
         return bool(info) and info["type"] == "file" and not self._root.endswith("/")
@@ -158,8 +157,8 @@ class RemoteStore:
     def enter_all(self) -> dict[str, RemoteStore]:
         """Returns the stores of all prefixes directly under the root.
 
-        In an S3 they are listed together, with one request per 1,000 objects, so that none of them
-        has to be listed by itself.
+        In S3, they are listed together, with one request per 1,000 objects. So no prefix needs its
+        own listing.
         """
         keys = self._list_tree()
         if keys is None:
@@ -169,7 +168,7 @@ class RemoteStore:
         for path, entry in keys:
             folder, slash, name = path[top:].partition("/")
             if not slash:
-                if folder:  # not the prefix itself, as an empty object
+                if folder:  # skip the prefix itself, which may be an empty object
                     self._note(folder, entry)
                 continue
             if folder not in stores:
@@ -188,8 +187,9 @@ class RemoteStore:
         return stores
 
     def list_deep(self) -> Mapping[str, int]:
-        """Returns all objects below the root, however deep, with their bytes; those that
-        `enter_all` saw, where it made this store.
+        """Returns all objects at any depth below the root, with their bytes.
+
+        If `enter_all` created this store, these are the objects that it listed.
         """
         if self._tree is not None:
             return self._tree
@@ -209,12 +209,13 @@ class RemoteStore:
         }
 
     def carry(self, path: str, to: RemoteStore) -> None:
-        """Has the file system copy an object to the same name in another store of its own."""
+        """Makes the file system copy an object to the same name in another store."""
         self._call("copy", path, lambda: self._fs.cp_file(self._full(path), to._full(path)))
 
     def _list_tree(self) -> list[tuple[str, Mapping[str, Any]]] | None:
-        """Returns bucket and key of all objects below the root; None where that takes too many
-        requests, or the store is no S3.
+        """Returns bucket and key of all objects below the root.
+
+        Returns None if that needs too many requests, or if the store is not S3.
         """
         if self.s3 is None:
             return None
@@ -228,7 +229,7 @@ class RemoteStore:
     def _list(self, folder: str) -> None:
         full = f"{self._root}/{folder}" if folder else self._root
         entries: Iterable[Mapping[str, Any]]
-        if self.s3 is not None:  # s3fs lists the folder above as well, where there is none
+        if self.s3 is not None:  # if there is no such folder, s3fs also lists the folder above
             entries = chain.from_iterable(
                 self.s3.pages(f"{self.url}/{folder}".rstrip("/"), full, delimiter="/")
             )
@@ -241,8 +242,8 @@ class RemoteStore:
             name = posixpath.relpath(entry["name"].rstrip("/"), self._root)
             if entry["type"] == "directory":
                 folders.append(name)
-            # some stores list the prefix itself, as an empty object; a web server's listing tells
-            # no sizes
+            # Some stores list the prefix itself as an empty object. A web server's listing has no
+            # sizes.
             elif name != ".":
                 self._note(
                     name,
@@ -290,7 +291,7 @@ class RemoteStore:
         if window is not None:
             try:
                 data = window.future.result()
-            except BaseException as error:  # asked for again, and told from there
+            except BaseException as error:  # read again below, which raises the error
                 if isinstance(error, (KeyboardInterrupt, SystemExit)):
                     raise
                 data = b""
@@ -308,15 +309,13 @@ class RemoteStore:
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
         ranges = list(ranges)
         for file in {file for file, _, _ in ranges}:
-            # asked now and not when a window begins, which may be on the event loop that would have
-            # to answer
+            # ask now: a window may start on the event loop, which would have to answer the request
+            # itself
             self.size(file)
         self._ahead.announce(ranges, is_all)
 
     def _submit(self, path: str, start: int, nbytes: int) -> Future[Data]:
-        """Starts fetching a range: on the file system's own event loop, or what has none, on a
-        thread.
-        """
+        """Starts to fetch a range, on the file system's event loop, or else on a thread."""
         import asyncio
 
         full, etag = self._full(path), self._etags.get(path)
@@ -351,13 +350,13 @@ class RemoteStore:
         from concurrent.futures import ThreadPoolExecutor
 
         if self._pool is None:
-            # fsspec's caches keep their notes for one thread
+            # fsspec's caches are not safe for several threads
             num = 1 if self._is_wrapped else _READERS if self.s3 else _THREADS
             self._pool = ThreadPoolExecutor(num, "ckpt-get")
         return self._pool.submit(get)
 
     def _fetch(self, path: str, start: int, nbytes: int) -> Data:
-        """Fetches a range, several times where the store fails in a way that may pass."""
+        """Fetches a range, with retries after temporary failures of the store."""
         got = 0
         for attempt in range(ATTEMPTS):
             data: Data = self._call(
@@ -376,7 +375,7 @@ class RemoteStore:
         )
 
     def _call(self, operation: str, path: str, call: Any, missing: Any = None) -> Any:
-        """Calls the file system as `failures.retry` does."""
+        """Calls the file system with the retries of `retries.retry`."""
         count = None if operation == "read" else self.traffic
         return retry(operation, f"{self.url}/{path}" if path else self.url, call, missing, count)
 
@@ -399,9 +398,8 @@ class RemoteStore:
         Args:
             path: its name.
             data: its contents.
-            is_exclusive: only where there is none of that name, as far as the store knows such
-                conditions.
-            replaces: only in the place of this version of it.
+            is_exclusive: only if there is no object of that name. Some stores cannot check this.
+            replaces: replace only this version of the object.
 
         Raises:
             StorageError: another writer was first, or the store refuses.
@@ -434,8 +432,9 @@ class RemoteStore:
             )
 
     def excludes(self, path: str, data: bytes, writer: Upload | Stream | None) -> bool:
-        """Tells whether of two writers of one name the second is refused; tried on an object, which
-        is written again as it is.
+        """Tells whether the store refuses the second of two writers of one name.
+
+        It tries to write an existing object again, with the same contents.
         """
         if self.s3 is None:
             return writer is None and self._creates_once(path, data)
@@ -443,8 +442,9 @@ class RemoteStore:
         return refuses(self.s3, self._full(path), f"{self.url}/{path}", data, is_small)
 
     def _creates_once(self, path: str, data: bytes) -> bool:
-        """Tells whether a second writer of a small object is refused by the store itself; most
-        packages only look before they write.
+        """Tells whether the store itself refuses a second writer of a small object.
+
+        Most packages only check before they write.
         """
         kinds = (
             {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
@@ -458,17 +458,15 @@ class RemoteStore:
         return False
 
     def version(self, path: str) -> str:
-        """Returns the ETag of an object that was listed, "" where there is none."""
+        """Returns the ETag of a listed object; "" if there is none."""
         return self._etags.get(path, "")
 
     def modified(self, path: str) -> Any:
-        """Returns when an object that was listed was written, by the store's clock; None where it
-        does not tell.
-        """
+        """Returns when a listed object was written, by the store's clock; None if unknown."""
         return self._modified.get(path)
 
     def about(self, path: str) -> ObjectInfo:
-        """Asks what is known of an object."""
+        """Asks the store for the properties of an object."""
         if self.s3 is None:
             return ObjectInfo(None, False, "")
         head = self.s3.head(f"{self.url}/{path}", self._full(path))
@@ -481,7 +479,7 @@ class RemoteStore:
         )
 
     def about_all(self, paths: Iterable[str]) -> dict[str, ObjectInfo]:
-        """Asks what is known of several objects, side by side."""
+        """Asks the store for the properties of several objects, in parallel."""
         from concurrent.futures import ThreadPoolExecutor
 
         paths = list(paths)
@@ -489,8 +487,9 @@ class RemoteStore:
             return dict(zip(paths, pool.map(self.about, paths), strict=True))
 
     def look(self, path: str) -> SmallObject | None:
-        """Reads a small object anew, with one request where the store is an S3; None where there is
-        none.
+        """Reads the current version of a small object; None if there is none.
+
+        In S3, this takes one request.
         """
         if self.s3 is not None:
             answer = self.s3.get(f"{self.url}/{path}", self._full(path))
@@ -508,15 +507,13 @@ class RemoteStore:
             raise
 
     def has(self, path: str) -> bool:
-        """Asks anew whether there is an object."""
+        """Asks the store, without a cached listing, whether an object exists."""
         if self.s3 is not None:
             return bool(self.s3.head(f"{self.url}/{path}", self._full(path)))
         return path in self.fresh().list_files()
 
     def sizes_of(self, paths: Sequence[str]) -> dict[str, int]:
-        """Asks anew for the bytes of objects, each by itself; those that are missing are left
-        out.
-        """
+        """Asks the store for the current sizes of objects; leaves out missing ones."""
         if self.s3 is None:
             return {
                 name: nbytes for name, nbytes in self.fresh().list_files().items() if name in paths
@@ -525,7 +522,7 @@ class RemoteStore:
         return {path: int(head["ContentLength"]) for path, head in heads.items() if head}
 
     def now(self) -> dt.datetime | None:
-        """Returns the time by the store's own clock, None where it does not tell."""
+        """Returns the time by the store's own clock; None if the store does not tell it."""
         if self.s3 is None:
             return None
         return server_time(
@@ -535,25 +532,25 @@ class RemoteStore:
         )
 
     def can_copy_from(self, other: RemoteStore, file: str = "") -> bool:
-        """Tells whether both lie in one S3, which can copy a file from the other to this one.
+        """Tells whether both stores are in one S3, which can copy a file on the server.
 
-        Ceph's RadosGW (16.2) decodes a source's name twice: it looks for another object where the
-        name has a `%`, or crashes.
+        Names with `%` are excluded: Ceph's RadosGW (16.2) decodes a source's name twice. It would
+        look for another object, or crash.
         """
         return self.s3 is not None and self._fs is other._fs and "%" not in f"{other._root}/{file}"
 
     @property
     def root(self) -> str:
-        """Bucket and prefix."""
+        """Returns bucket and prefix."""
         return str(self._root)
 
     def fresh(self) -> RemoteStore:
-        """Returns the same store, of which nothing has been looked at yet."""
+        """Returns a new instance of this store, without cached listings."""
         return RemoteStore(self.url, None, self._fs, self.traffic)
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Removes objects, in one request for a thousand of them where the store can; those that
-        are gone already are passed over.
+        """Removes objects, up to 1,000 per request if the store supports that; ignores missing
+        ones.
         """
         full = [self._full(path) for path in paths]
         for at in range(0, len(full), 1000):
@@ -570,7 +567,7 @@ class RemoteStore:
                     if error.is_transient:
                         raise
                     refused = True
-                # RadosGW wants another permission for several at once
+                # RadosGW needs another permission to remove several objects in one request
                 for place in where if refused else ():
                     self.s3.call(
                         "remove",

@@ -1,7 +1,7 @@
 """How several processes write one result: who writes what, who begins and who ends the files, and
 how what was noted comes together.
 
-A process by itself is a team of one.
+A process by itself is a group of one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ckpt_tools.engine.partition import cut_regions, within_regions
 from ckpt_tools.engine.schedule import ALL, in_share, shares
 from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.publish.base import Attempt, Destination
-from ckpt_tools.publish.bucket import SharedUploads, shared_files
+from ckpt_tools.publish.bucket import SharedUploads
 from ckpt_tools.ranks.base import Group
-from ckpt_tools.storage import WritableStore, is_url
+from ckpt_tools.storage import WritableStore
 
 T = TypeVar("T")
 
@@ -32,15 +32,15 @@ class RankWork:
         taken: names of the entries of which this is a part.
     """
 
-    def __init__(self, plan: Plan, team: Group, dst: Destination) -> None:
-        self.on_disk, self._whole = not is_url(dst.url), plan.target
+    def __init__(self, plan: Plan, group: Group, dst: Destination) -> None:
+        self.on_disk, self._whole = not dst.names_attempts, plan.target
         self._regions = (
             None
-            if team.size == 1 or self.on_disk
-            else cut_regions(plan, team.size, dst.takes_parts)[team.rank]
+            if group.size == 1 or self.on_disk
+            else cut_regions(plan, group.size, dst.takes_parts)[group.rank]
         )
         if self._regions is None:
-            self.plan, self.share = plan, shares(plan, team.size)[team.rank]
+            self.plan, self.share = plan, shares(plan, group.size)[group.rank]
             self.taken = {t.fqn for t in in_share(plan, self.share)}
         else:
             self.plan, self.share = within_regions(plan, self._regions), ALL
@@ -48,32 +48,32 @@ class RankWork:
 
     def sink(self, place: Attempt, shelf: WritableStore | None = None) -> WriteSink:
         """Returns what takes this member's part; it goes to the place unless to another shelf."""
-        shared = place.shelf if self._regions is None else shared_files(place, self._regions)
+        shared = place.shelf if self._regions is None else place.share(self._regions)
         return WriteSink(self.plan.target, shelf or shared, whole=self._whole)
 
 
-def open_files(sink: WriteSink, team: Group) -> None:
+def open_files(sink: WriteSink, group: Group) -> None:
     """Creates the files: member 0 first those that others write into, too."""
     ids: Mapping[str, str] = {}
-    with team.phase("create files"):
-        if team.rank == 0:
+    with group.phase("create files"):
+        if group.rank == 0:
             sink.open()
             ids = sink.store.begin() if isinstance(sink.store, SharedUploads) else {}
-    ids = team.broadcast(ids, "uploads")
-    with team.phase("open files"):
-        if team.rank:
+    ids = group.broadcast(ids, "uploads")
+    with group.phase("open files"):
+        if group.rank:
             if isinstance(sink.store, SharedUploads):
                 sink.store.upload_ids = ids
             sink.open()
 
 
-def collect(sink: WriteSink, team: Group, more: T) -> list[T]:
+def collect(sink: WriteSink, group: Group, more: T) -> list[T]:
     """Brings what all have written to member 0, which can finish it then; returns there what the
     others tell besides, else nothing.
     """
-    with team.phase("finish"):
-        mine = sink.hand_over() if team.rank else None
-    handed = team.gather((mine, more), "gather checksums")
+    with group.phase("finish"):
+        mine = sink.hand_over() if group.rank else None
+    handed = group.gather((mine, more), "gather checksums")
     for other, _ in handed:
         if other is not None:
             sink.absorb(other)
@@ -82,7 +82,7 @@ def collect(sink: WriteSink, team: Group, more: T) -> list[T]:
 
 @contextmanager
 def staged(
-    team: Group,
+    group: Group,
     dst: Destination,
     attempt: str,
     single: str,
@@ -94,21 +94,21 @@ def staged(
     given up.
 
     Args:
-        team: all of whom call it.
+        group: all of whom call it.
         dst: where the result is to be.
         attempt, single, overwrite, keeps, heir_of: as for `Destination.stage`.
     """
-    if team.rank:
-        with team.phase("publish"):
-            with team.phase("make room"):
+    if group.rank:
+        with group.phase("publish"):
+            with group.phase("make room"):
                 pass
-            with team.phase("join"):
+            with group.phase("join"):
                 place = dst.join(attempt, single, shares_files=True)
             yield place
         return
-    with team.phase("publish"), dst.stage(attempt, overwrite, single, keeps, heir_of) as place:
-        with team.phase("make room"):
+    with group.phase("publish"), dst.stage(attempt, overwrite, single, keeps, heir_of) as place:
+        with group.phase("make room"):
             pass
-        with team.phase("join"):
+        with group.phase("join"):
             pass
         yield place

@@ -1,4 +1,8 @@
-"""What a transfer leaves behind for a next try, and what it finds of an earlier one: `--resume`."""
+"""Resuming an interrupted operation: what an earlier attempt finished, and what this one leaves.
+
+On a disk, each process keeps a journal of finished batches in the staging directory. In S3, the
+attempt notes its open uploads in a small object, and the store knows the parts.
+"""
 
 from __future__ import annotations
 
@@ -11,112 +15,110 @@ from ckpt_tools.engine.run import BatchResult
 from ckpt_tools.engine.schedule import tile_bytes
 from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError, StorageError
 from ckpt_tools.publish import journal, manifest
-from ckpt_tools.publish.base import Attempt, Destination, LocalAttempt
-from ckpt_tools.publish.bucket import RemoteAttempt, RemoteDestination, UploadNotes
+from ckpt_tools.publish.base import Attempt, Destination, UploadNotes
 from ckpt_tools.ranks.base import Group
-from ckpt_tools.storage import Store, is_url
+from ckpt_tools.storage import Store
 
 
-class ResumeState:
-    """One member's: the journal that it keeps on a disk, always, and what earlier ones tell, where
-    that is wanted.
+class Resume:
+    """The resume state of one process.
+
+    A journal is always kept on a disk. Earlier attempts are only looked for with `--resume`.
 
     Attributes:
-        past: what is there already, on a disk.
-        kept_nbytes: bytes of what is written that were there already.
-        is_done: everything is: the destination is what the work would make.
-        work: what the work is called, "" where it has no name.
-        keeps: for `Destination.stage`: what makes it worth to leave the place to a next try.
+        finished: what an earlier attempt has finished, on a disk.
+        kept_nbytes: bytes of the result that an earlier attempt had written.
+        is_done: the destination already is the result of this work.
+        work: identifies the work, "" if nothing identifies it.
+        keeps: glob of files that make a staging directory worth keeping for the next attempt.
     """
 
-    def __init__(self, team: Group, is_wanted: bool) -> None:
-        self.past, self.keeps = journal.FinishedTiles(()), journal.GLOB if is_wanted else ""
+    def __init__(self, dst: Destination, group: Group, is_wanted: bool) -> None:
+        self.finished, self.keeps = journal.FinishedTiles(()), journal.GLOB if is_wanted else ""
         self.is_done, self.work, self.kept_nbytes = False, "", 0
-        self._team, self._is_wanted = team, is_wanted
+        self._dst, self._group, self._is_wanted = dst, group, is_wanted
         self._refusal: StorageError | None = None
         self._overwrite = False
-        self._earlier: journal.DeadAttempt | None = None
-        self._try: UploadNotes | None = None
+        self._dead: journal.DeadAttempt | None = None
+        self._uploads: UploadNotes | None = None
         self._journal: journal.Journal | None = None
 
-    def check(self, dst: Destination, overwrite: bool) -> None:
-        """Refuses early what cannot be written, or gone on with; of what is there already
-        `look_back` finds out more.
+    def check(self, overwrite: bool) -> None:
+        """Refuses early what cannot be written or resumed; `look_back` learns more of it.
 
         Raises:
-            PlanError: the destination is in an object store that cannot go on with what was begun.
+            PlanError: the store cannot resume.
             StorageError: see `Destination.check`.
         """
-        if self._is_wanted and is_url(dst.url) and not dst.takes_parts:
-            hint = (
-                "leave --resume out, or write to a disk and then ckpt copy, which goes on from"
-                " where it was"
-            )
+        if self._is_wanted and not self._dst.can_resume:
             raise PlanError(
-                "what was begun in this store cannot be gone on with: it is no S3", hint=hint
+                "--resume needs a local path or S3",
+                hint="leave --resume out, or write to a disk and then ckpt copy, which resumes",
             )
         self._overwrite = overwrite
         try:
-            dst.check(overwrite)
+            self._dst.check(overwrite)
         except StorageError as error:
-            if not self._is_wanted or not dst.exists():
+            if not self._is_wanted or not self._dst.exists():
                 raise
             self._refusal = error
 
-    def look_back(
-        self, dst: Destination, operation: str, source: Store, changes: str, plan: Plan
-    ) -> str:
-        """Finds out what the work is called, and an earlier attempt at it, if that is wanted;
-        returns its id if that can be taken over.
+    @property
+    def adopts_id(self) -> bool:
+        """Tells whether this attempt takes the id of an earlier one: files are named after it."""
+        return self._is_wanted and self._dst.names_attempts
+
+    def look_back(self, operation: str, source: Store, changes: str, plan: Plan) -> str:
+        """Identifies the work, and finds an earlier attempt at it if that is wanted.
+
+        Returns:
+            The id of an earlier attempt that this one takes over, "" for none.
 
         Raises:
             StorageError: something else is at the destination.
         """
-        with self._team.phase("look back"):
-            if self._team.rank == 0 and (self._is_wanted or not is_url(dst.url)):
-                self.work = journal.identify(operation, plan, source, changes)
-            if self._team.rank == 0 and self._is_wanted and self.work:
-                self.is_done = self._refusal is not None and _is_made_by(dst, self.work)
-                self._earlier = journal.find(dst.dead(), self.work)
-                single = next(iter(plan.target.file_sizes)) if plan.target.index is None else ""
-                self._try = (
-                    dst.find_try(self.work, single) if isinstance(dst, RemoteDestination) else None
-                )
-            if self._refusal and self._team.rank == 0 and not self.is_done:
-                if self._try is None or not isinstance(dst, RemoteDestination):
-                    raise self._refusal
-                # small files are there as soon as they are written
-                dst.check(self._overwrite, self._try.files)
-        told = (self.work, self._earlier, self._try, self.is_done)
-        self.work, self._earlier, self._try, self.is_done = self._team.broadcast(told, "look back")
-        return self._try.attempt if self._try else ""
+        with self._group.phase("look back"):
+            if self._group.rank == 0:
+                self._find(operation, source, changes, plan)
+        told = (self.work, self._dead, self._uploads, self.is_done)
+        self.work, self._dead, self._uploads, self.is_done = self._group.broadcast(
+            told, "look back"
+        )
+        return self._uploads.attempt if self._uploads else ""
 
-    def adopts(self, dst: Destination) -> bool:
-        """Tells whether an earlier attempt's id is to be this one's, should there be one: in an
-        object store files are named after it.
-        """
-        return self._is_wanted and is_url(dst.url)
+    def _find(self, operation: str, source: Store, changes: str, plan: Plan) -> None:
+        if self._is_wanted or not self._dst.names_attempts:
+            self.work = journal.identify(operation, plan, source, changes)
+        if self._is_wanted and self.work:
+            self.is_done = self._refusal is not None and _is_made_by(self._dst, self.work)
+            self._dead = journal.find(self._dst.dead(), self.work)
+            single = next(iter(plan.target.file_sizes)) if plan.target.index is None else ""
+            self._uploads = self._dst.find_uploads(self.work, single)
+        if self._refusal and not self.is_done:
+            if self._uploads is None:
+                raise self._refusal
+            # small files of the earlier attempt are there already
+            self._dst.check(self._overwrite, self._uploads.files)
 
     @property
-    def heir_of(self) -> Path | None:
-        """The directory of the attempt to go on with."""
-        return self._earlier.path if self._earlier else None
+    def directory(self) -> Path | None:
+        """The staging directory of the attempt to continue."""
+        return self._dead.path if self._dead else None
 
     @property
     def nbytes(self) -> int:
         """Bytes that the earlier attempt occupies."""
-        return self._earlier.nbytes if self._earlier else 0
+        return self._dead.nbytes if self._dead else 0
 
     def cut(self, tiles: tuple[int, int], jobs: int, budget: int) -> tuple[tuple[int, int], int]:
-        """Returns tiles as an earlier attempt has cut them, and how many threads go on with them
-        within a budget.
+        """Returns the tile sizes of the earlier attempt, and how many threads fit the budget then.
 
         Raises:
-            PlanError: not one.
+            PlanError: the budget is too small for one thread.
         """
-        if self._earlier is None:
+        if self._dead is None:
             return tiles, jobs
-        tiles = self._earlier.tiles
+        tiles = self._dead.tiles
         found = next((n for n in range(jobs, 0, -1) if tile_bytes(budget, n)[1] >= tiles[1]), 0)
         if not found:
             raise PlanError(
@@ -128,53 +130,68 @@ class ResumeState:
 
     def begin(
         self,
-        place: Attempt,
-        attempt: str,
+        attempt: Attempt,
         files: Mapping[str, int],
         tiles: tuple[int, int],
         jobs: int,
     ) -> None:
-        """Looks at what is there of the files to be, and starts to take notes."""
-        if isinstance(place, RemoteAttempt) and self._is_wanted and self.work:
-            with self._team.phase("begin uploads"):
-                begun = place.begin(self.work, files, self._try) if self._team.rank == 0 else {}
-            place.begun = self._team.broadcast(begun, "uploads begun")
-        if not isinstance(place, LocalAttempt) or not self.work:
+        """Takes over what the earlier attempt has finished, and begins to note what this one does.
+
+        Args:
+            attempt: this one.
+            files: bytes of every data file that will be there.
+            tiles: tile sizes of this attempt.
+            jobs: threads that read what is there.
+        """
+        if not self.work:
             return
-        if self._earlier:
-            with self._team.phase("look at what is there"):
-                if self._team.rank == 0:
-                    place.go_on(files)
-            with self._team.phase("read journals"):
-                steps = journal.load(place.folder, self.work)
-            self.past = journal.prove(steps, place.files(), tiles, jobs, self._team)
-            self.kept_nbytes = self.past.nbytes
-        name = f"{journal.GLOB[:-1]}{attempt[:8]}.{self._team.rank}"
-        self._journal = journal.Journal(place.folder / name, self.work, tiles)
+        if attempt.folder is None:
+            self._begin_uploads(attempt, files)
+            return
+        if self._dead:
+            with self._group.phase("look at what is there"):
+                if self._group.rank == 0:
+                    attempt.prepare(files)
+            with self._group.phase("read journals"):
+                batches = journal.load(attempt.folder, self.work)
+            self.finished = journal.prove(batches, attempt.files(), tiles, jobs, self._group)
+            self.kept_nbytes = self.finished.nbytes
+        name = f"{journal.GLOB[:-1]}{attempt.attempt[:8]}.{self._group.rank}"
+        self._journal = journal.Journal(attempt.folder / name, self.work, tiles)
+
+    def _begin_uploads(self, attempt: Attempt, files: Mapping[str, int]) -> None:
+        if not self._is_wanted:
+            return
+        begun = {}
+        with self._group.phase("begin uploads"):
+            if self._group.rank == 0:
+                begun = dict(attempt.begin_uploads(self.work, files, self._uploads))
+        attempt.join_uploads(self._group.broadcast(begun, "uploads begun"))
 
     @property
     def note(self) -> Callable[[BatchResult], None] | None:
-        """Takes a finished step."""
+        """Takes a finished batch."""
         return self._journal.note if self._journal else None
 
     def end(self) -> None:
-        """Takes no more notes."""
+        """Closes the journal."""
         if self._journal:
             self._journal.close()
 
     @contextmanager
-    def forgotten_if_wrong(self, place: Attempt) -> Iterator[None]:
-        """Makes sure that nobody goes on from bytes that were read wrong."""
+    def forgotten_if_wrong(self, attempt: Attempt) -> Iterator[None]:
+        """Makes sure that no later attempt continues from bytes that were read wrong."""
         try:
             yield
         except IntegrityError:
-            forget(place)
+            forget(attempt)
             raise
 
 
 def _is_made_by(dst: Destination, work: str) -> bool:
-    """Tells whether what is at a destination is the whole result of a piece of work, by its
-    manifest and the sizes of its files.
+    """Tells whether a destination is the whole result of a piece of work.
+
+    Its manifest and the sizes of its files say so.
     """
     with suppress(CheckpointError):
         store, beside = dst.made()
@@ -188,7 +205,7 @@ def _is_made_by(dst: Destination, work: str) -> bool:
     return False
 
 
-def forget(place: Attempt) -> None:
-    """Makes sure that nobody goes on from what is there."""
-    if place.folder is not None:
-        journal.remove(place.folder)
+def forget(attempt: Attempt) -> None:
+    """Removes the journals of an attempt, so that no later one continues from it."""
+    if attempt.folder is not None:
+        journal.remove(attempt.folder)

@@ -23,7 +23,7 @@ from ckpt_tools.core.plan import Plan, Slot, TensorPlan, plan_copies
 from ckpt_tools.engine.fingerprints import HashedRange
 from ckpt_tools.engine.partition import cut_slot
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.publish.bucket import RemoteAttempt
+from ckpt_tools.publish.base import CopyTarget
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.storage import Capabilities, RemoteStore, Writer
 from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, PART_BYTES, Upload
@@ -70,7 +70,7 @@ class ServerCopy:
         nbytes: bytes that the store copies.
     """
 
-    place: RemoteAttempt
+    place: CopyTarget
     origin: RemoteStore
     parts: Mapping[str, Sequence[UploadPart]]
     rest: Plan
@@ -116,7 +116,7 @@ def plan_within(
     prints: Mapping[str, SealedFingerprint],
     plan: Plan,
     located: Mapping[Extent, Extent],
-    place: RemoteAttempt,
+    place: CopyTarget,
     origin: RemoteStore,
 ) -> ServerCopy | None:
     """Returns what the store can copy by itself, None for nothing.

@@ -1,5 +1,6 @@
-"""Runs Python in a process of its own, for what only transformers can tell. Nothing of the working
-directory is imported there.
+"""Runs Python code in a separate process, for questions that only transformers can answer.
+
+The process imports nothing from the working directory.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ def find_class(names):
 
 
 def run_python(code: str, argument: str) -> subprocess.CompletedProcess[bytes]:
-    """Runs code with one argument. It has no standard input, so that nobody answers a question
-    there.
+    """Runs code with one argument, and without standard input, so that no prompt can block it.
 
-    `-P` and the root directory keep modules of the working directory out, whatever `PYTHONPATH`
-    says of relative places.
+    `-P` and the root directory as working directory exclude modules of the caller's working
+    directory. This also holds for relative paths in `PYTHONPATH`.
     """
     command = [sys.executable, "-P", "-c", FIND_CLASS + code, os.path.abspath(argument)]
     return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, cwd="/")
 
 
 def last_line(done: subprocess.CompletedProcess[bytes]) -> str:
-    """Returns the last line of what a failed process said."""
+    """Returns the last line of a failed process's error output."""
     return (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]

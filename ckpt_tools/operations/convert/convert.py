@@ -1,8 +1,7 @@
-"""Convert: any checkpoint into the layout that something else wants, names and optimizer state
-included.
+"""Converts any checkpoint into the layout of another tool, names and optimizer state included.
 
-Takes a training state apart, renames it, and puts it together for the target; the bytes go the way
-of every copy.
+It takes a training state apart, renames its entries, and assembles them for the target. The
+transfer engine then copies the bytes.
 """
 
 from __future__ import annotations
@@ -83,45 +82,45 @@ from ckpt_tools.operations.merge_reshard import (
     unknown_values,
 )
 from ckpt_tools.operations.side_files import carried, left_beside
-from ckpt_tools.publish.base import open_destination
+from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import read
+from ckpt_tools.transfer.options import Options, Path_
 from ckpt_tools.transfer.result import TransferResult
-from ckpt_tools.transfer.transfer import Options, Path_, transfer
+from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
-_COPIES = ("bit16.",)  # what DeepSpeed keeps of the weights a second time
-_MAX_SHARD_BYTES = 5_000_000_000  # as transformers cuts
+_COPIES = ("bit16.",)  # DeepSpeed's second copy of the weights
+_MAX_SHARD_BYTES = 5_000_000_000  # the default of transformers
 
 
 class Conversion(Options, total=False):
-    """What to change on the way; see `Options` for the rest.
+    """The options of a conversion, in addition to `Options`.
 
     Attributes:
-        ranks: for `dcp`, `accelerate` and `per-rank`, number of ranks to split for; the source's,
-            or 1, where absent.
+        ranks: for `dcp`, `accelerate` and `per-rank`: the number of ranks to split for. If absent,
+            the source's number, or 1.
         dtype, keep_dtype: as for `merge`; the model's tensors only.
-        select: globs; only what matches by its name in the target.
-        exclude: globs; what matches by its name in the target is left out.
+        select: globs of names in the target; only entries that match are written.
+        exclude: globs of names in the target; entries that match are left out.
         rename: `REGEX=REPLACEMENT` each, applied in order to the names of parameters, in the model
             and in optimizers.
-        key_map: a file with renames and transforms, or the name of one that comes along; see
-            `keymap`.
-        settings: the numbers that the map asks for by name; `heads` and `kv_heads` are taken from
-            the config of `base`.
-        param_order: what the numbers of an optimizer mean: `model` where each group has its
-            parameters in the model's order, names in order, or a file of them; see
+        key_map: a file with renames and transforms, or the name of a built-in one; see `key_map`.
+        settings: the named numbers that the map needs. `heads` and `kv_heads` come from the config
+            of `base`.
+        param_order: the parameters that an optimizer's numbers mean. `model`: each group has its
+            parameters in the model's order. Else names in order, or a file of names; see
             `param_order.read_order`.
-        optimizer: one of `FORMS`, how the optimizer goes by names; by parameter with groups where
-            absent.
-        keep_prefix: keep the prefixes of wrappers in names, and for `safetensors` and `hf` the key
-            above the model.
+        optimizer: one of `FORMS`: how optimizer state is named. If absent, by parameter, with
+            groups.
+        keep_prefix: keep the prefixes of wrappers in names. For `safetensors` and `hf`, also keep
+            the key above the model.
         model_only: leave out everything but the model.
-        base: the directory of the model's config, tokenizer and code, which go along for `hf` and
-            `per-rank`.
-        mesh: for `per-rank`, `DEVICE:AXIS` of the job that will load it; the source's, or
-            `cuda:fsdp`, where absent.
+        base: the directory of the model's config, tokenizer and code. For `hf` and `per-rank`,
+            these files are copied.
+        mesh: for `per-rank`: `DEVICE:AXIS` of the job that will load the result. If absent, the
+            source's, or `cuda:fsdp`.
         max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB where absent.
-        check: for `hf`, load the result with transformers in a process of its own and compare.
+        check: for `hf`: load the result with transformers in a separate process, and compare.
     """
 
     ranks: int | None
@@ -148,18 +147,17 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
 
     Args:
         src: a checkpoint of any format that can be read, or a directory with one below.
-        dst: the directory to write; for `safetensors` and `torch` the file.
+        dst: the directory to write; for `safetensors` and `torch`, the file.
         to: one of `TARGETS`.
         **how: see `Conversion`.
 
     Raises:
-        CheckpointError: see the tree in `errors`; nothing is then at `dst` that was not there
-            before.
+        CheckpointError: see the tree in `errors`. Then `dst` is as it was before.
     """
     check_options(to, str(dst), how)
     storage_options = how.get("storage_options")
     source = open_source(src, storage_options, lay_beside(how.get("shapes")))
-    if how.get("param_order") != "model":  # which takes the order of the shapes
+    if how.get("param_order") != "model":  # "model" also uses the shapes file
         check_needed(how.get("shapes"), source.catalog)
     is_model = how.get("model_only") or to in ("safetensors", "hf", "peft")
     given = read_order(how.get("param_order"))
@@ -208,19 +206,21 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     )
     accept = check_loads if how.get("check") else None
     result = transfer(
-        "convert",
-        source.with_made(job.made.files),
-        catalog,
-        open_destination(dst, storage_options, accept),
-        form,
-        request,
-        options,
-        left_out=_dropped(source.catalog, catalog, job.parts),
+        TransferRequest(
+            "convert",
+            source.with_made(job.made.files),
+            catalog,
+            open_destination(dst, storage_options, accept),
+            form,
+            request,
+            options,
+            left_out=_dropped(source.catalog, catalog, job.parts),
+        )
     )
     if to != "accelerate" and not is_model:
         parts.notes.extend(left_beside(source.catalog))
     parts.notes.extend(unknown_values(source.catalog, only_model=bool(is_model)))
-    if accept and not result.is_dry_run and (how.get("team") or ALONE).rank == 0:
+    if accept and not result.is_dry_run and (how.get("group") or ALONE).rank == 0:
         parts.notes.append(
             "transformers loads it: no name missing or unexpected, every tensor as it was written"
         )
@@ -228,8 +228,9 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
 
 
 def _model_order(source: Source) -> ModelOrder:
-    """Returns the order of a model's parameters: that of `--shapes`, or of a state dict;
-    safetensors and DCP do not keep it.
+    """Returns the order of a model's parameters, from `--shapes` or a state dict.
+
+    safetensors and DCP do not keep this order.
     """
     shapes = read_shapes(source.store, source.store.list_files())
     if shapes:
@@ -240,7 +241,7 @@ def _model_order(source: Source) -> ModelOrder:
 
 
 def _renamed(parts: TrainingState, source: Source, how: Conversion) -> TrainingState:
-    """Returns the parts under the names that the target has."""
+    """Returns the training state under the names of the target."""
     if not how.get("keep_prefix"):
         parts = _stripped(parts, has_keys=bool(source.catalog.paths))
     if key_map := how.get("key_map"):
@@ -263,12 +264,12 @@ def _renamed(parts: TrainingState, source: Source, how: Conversion) -> TrainingS
 
 
 def _stripped(parts: TrainingState, has_keys: bool) -> TrainingState:
-    """Returns the parts without the names of wrappers, which are noted.
+    """Returns the training state without the prefixes of wrappers, and notes them.
 
     Args:
-        parts: what there is.
-        has_keys: the format keeps the keys that lead to the model; where names are all there is,
-            `module.` is a wrapper's and no key.
+        parts: the training state.
+        has_keys: the format keeps the keys above the model. If it has only names, `module.` is the
+            prefix of a wrapper and not a key.
     """
     prefix = (
         parts.prefix
@@ -288,7 +289,7 @@ def _stripped(parts: TrainingState, has_keys: bool) -> TrainingState:
 
 
 def _dropped(before: Catalog, after: Catalog, parts: TrainingState) -> dict[str, int]:
-    """Returns the top-level keys of which nothing was taken, with their bytes."""
+    """Returns the top-level keys that are left out completely, with their bytes."""
     kept = {f.partition(".")[0] for f in after.tensors} if parts.optimizers else set()
     return {
         key: nbytes
@@ -298,7 +299,7 @@ def _dropped(before: Catalog, after: Catalog, parts: TrainingState) -> dict[str,
 
 
 def _refuse_unnamed(parts: TrainingState, why: str) -> None:
-    """Refuses optimizers whose numbers mean no one knows what, for something that needs names."""
+    """Refuses optimizers whose parameter numbers have no known names, if names are needed."""
     for optimizer in parts.optimizers:
         if optimizer.is_unnamed:
             raise PlanError(
@@ -312,7 +313,7 @@ def _refuse_unnamed(parts: TrainingState, why: str) -> None:
 
 
 class _Job:
-    """What is to be converted, and into which catalog and request."""
+    """One conversion: its source, and the catalog and request for the target."""
 
     def __init__(
         self, source: Source, parts: TrainingState, how: Conversion, is_model: bool
@@ -324,7 +325,7 @@ class _Job:
         self._model_names: set[str] = set()
 
     def lay_out(self, to: str, dst: str) -> tuple[Catalog, Format, Request]:
-        """Returns what to write from, in which format, and where."""
+        """Returns the catalog to write from, the target's format, and the request."""
         if to in ("safetensors", "hf"):
             return self._model(to, dst)
         if to == "peft":
@@ -336,7 +337,7 @@ class _Job:
         return self._torch(dst) if to == "torch" else self._ranks(to)
 
     def _catalog(self, prefix: tuple[str, ...] | None = None, form: str = "") -> Catalog:
-        """Returns what is to be written, under the target's names."""
+        """Returns the catalog of the entries to write, under the target's names."""
         catalog = put_together(
             self.parts, form or self.how.get("optimizer") or "groups", self.made, prefix
         )
@@ -355,7 +356,7 @@ class _Job:
         return kept
 
     def _unread(self) -> dict[str, str]:
-        """Returns the tensors that are not read, by the names that they would have."""
+        """Returns the tensors of unread kinds, by the names that they would have."""
         unread = (
             model_only(self.source.catalog)[0].unread
             if self.is_model
@@ -373,7 +374,7 @@ class _Job:
         return target_dtype(entry, self.how.get("dtype"), self._is_kept)
 
     def _targets(self, catalog: Catalog) -> list[TargetTensor]:
-        """Returns tensors in one piece, those of the model in the type that was asked for."""
+        """Returns whole tensors, those of the model in the requested type."""
         return [
             whole_tensor(t, self._dtype(t) if t.fqn in self._model_names else None)
             for t in catalog.tensors.values()
@@ -410,7 +411,7 @@ class _Job:
         )
 
     def _adapter(self) -> tuple[Catalog, Format, Request]:
-        """A PEFT directory: the adapter alone, and its config from `base`."""
+        """Plans a PEFT directory: only the adapter, and its config from `base`."""
         base = self.how.get("base")
         if base is None:
             raise PlanError(
@@ -419,7 +420,7 @@ class _Job:
         catalog = self._catalog(())
         catalog = replace(catalog, tensors=adapter_of(catalog.tensors), objects={}, paths={})
         files = {"adapter_config.json": adapter_config(base)}
-        # under PEFT's names
+        # the names are those of PEFT
         targets = [whole_tensor(t, self._dtype(t)) for t in catalog.tensors.values()]
         return (
             catalog,
@@ -447,8 +448,9 @@ class _Job:
         )
 
     def _universal(self) -> tuple[Catalog, Format, Request]:
-        """fp32 weights and moments, a folder a parameter; the first optimizer's groups, and plain
-        values as client state.
+        """Plans fp32 weights and moments with one folder per parameter, groups, and client state.
+
+        The groups are those of the only optimizer. Plain values become the client state.
         """
         if len(self.parts.optimizers) != 1:
             raise PlanError(
@@ -488,7 +490,7 @@ class _Job:
         return replace(catalog, objects={}), deepspeed, request
 
     def _per_rank(self) -> tuple[Catalog, Format, Request]:
-        """A file a rank of the model, of the optimizer by number, and of the scheduler."""
+        """Plans one file per rank for the model, the numbered optimizer, and the scheduler."""
         if len(self.parts.optimizers) > 1:
             raise PlanError(
                 f"verl has one optimizer, got {len(self.parts.optimizers)}", hint="--model-only"
@@ -555,8 +557,9 @@ class _Job:
         )
 
     def _scheduler(self, why: str) -> Any:
-        """Returns the state of the scheduler, None where there is none. What is neither model nor
-        optimizer is gone then, and noted.
+        """Returns the state of the scheduler; None if there is none.
+
+        It removes all entries except the model and the optimizers, and notes those that are lost.
         """
         rest, values, unknown = self._unpacked(
             put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made)
@@ -570,7 +573,7 @@ class _Job:
         return state
 
     def _scalar(self, value: TensorEntry | float) -> float:
-        """Returns a step, which is a number or a float32 tensor without dims."""
+        """Returns an optimizer step, given as a number or a float32 scalar tensor."""
         if not isinstance(value, TensorEntry):
             return float(value)
         found = self.source.format.locate(self.source.store, [value])
@@ -600,9 +603,7 @@ class _Job:
         )
 
     def _for_accelerate(self) -> dict[str, bytes]:
-        """Names optimizers as Accelerate does; returns the file of the scheduler, if there is
-        one.
-        """
+        """Names optimizers as Accelerate does; returns the scheduler's file, if there is one."""
         _refuse_unnamed(self.parts, "Accelerate names the parameters")
         for number, found in enumerate(self.parts.optimizers):
             found.prefix = "optimizer" if number == 0 else f"optimizer_{number}.optimizer"

@@ -1,6 +1,4 @@
-"""What a file a rank needs beyond names: the mesh of the job that will load it, which tensors that
-shards, and what stands beside.
-"""
+"""Finds what per-rank files need beyond names: the mesh, the sharded tensors, the scheduler."""
 
 from __future__ import annotations
 
@@ -30,12 +28,12 @@ def mesh_of(text: str | None, known: str, sharded: Collection[str]) -> TargetMes
     """Returns the mesh of a job with one axis.
 
     Args:
-        text: `DEVICE` or `DEVICE:AXIS`, as the user gave it; None for that of the source.
-        known: what the source says of its mesh, which may have more axes: its last one shards.
-        sharded: names of the tensors that are cut along that axis.
+        text: `DEVICE` or `DEVICE:AXIS`, as the user gave it; None for the source's mesh.
+        known: the mesh that the source names. It may have several axes; the last one shards.
+        sharded: names of the tensors that are sharded along that axis.
 
     Raises:
-        PlanError: the text is none of that.
+        PlanError: the text has another form.
     """
     if text is None:
         device, _, axes = (known or VERL).partition(":")
@@ -50,12 +48,13 @@ def mesh_of(text: str | None, known: str, sharded: Collection[str]) -> TargetMes
 
 
 def find_sharded(model: Mapping[str, TensorEntry], trained: Collection[str]) -> set[str]:
-    """Returns the names of a model's tensors that FSDP2 shards: its parameters, and none of its
-    buffers, which all ranks hold whole.
+    """Returns the names of a model's tensors that FSDP2 shards: its parameters.
 
-    A parameter is what an optimizer has state for, and what was cut. Where a job has cut the
-    others, what it left in one piece is a buffer; of a model in one piece, each tensor of a
-    floating type is taken for a parameter, but for buffers by well-known names.
+    All ranks hold whole buffers.
+
+    A tensor is a parameter if an optimizer has state for it, or if it was sharded. If the saving
+    job sharded any tensor, its whole tensors are buffers. If it sharded none, each tensor of a
+    floating type counts as a parameter, except for buffers with well-known names.
     """
     cut = {
         name
@@ -68,14 +67,15 @@ def find_sharded(model: Mapping[str, TensorEntry], trained: Collection[str]) -> 
             return True
         if not entry.shape or not entry.dtype.is_castable or name.rpartition(".")[2] in _BUFFERS:
             return False
-        return not cut or entry.shape[0] == 1  # a single row cannot be cut
+        return not cut or entry.shape[0] == 1  # a single row cannot be sharded
 
     return {name for name, entry in model.items() if is_parameter(name, entry)}
 
 
 def sharded_state(catalog: Catalog, sharded: Collection[str]) -> set[str]:
-    """Returns the names of all that is sharded in a catalog of `model.NAME` and numbered state:
-    parameters, and what has their shape.
+    """Returns the sharded names in a catalog of `model.NAME` and numbered optimizer state.
+
+    These are parameters, and state of their shape.
     """
     tensors = catalog.tensors
     names = {f"model.{name}" for name in sharded} & tensors.keys()
@@ -86,11 +86,10 @@ def sharded_state(catalog: Catalog, sharded: Collection[str]) -> set[str]:
 
 
 def scheduler_of(values: Mapping[str, Any], paths: Mapping[str, Path]) -> tuple[Any, list[str]]:
-    """Returns a scheduler's state as it saved that, None where there is none, and the keys at the
-    top of the other values.
+    """Returns a scheduler's state (None without one), and the top-level keys of other values.
 
-    DCP keeps nothing of an empty dict, such as LambdaLR has for a function without a state: what
-    has no fields of its own is one.
+    DCP stores nothing for an empty dict, which LambdaLR has for a function without state. So a
+    scheduler without own fields is such a LambdaLR.
     """
     mine: dict[str, Path] = {}
     for above in _SCHEDULERS:

@@ -1,5 +1,6 @@
-"""Shapes of a model's parameters, for files that do not have them: from a JSON file, or of a
-config, by way of transformers.
+"""Gets the shapes of a model's parameters for files that lack them.
+
+They come from a JSON file, or from a model's config with the help of transformers.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ print(json.dumps({name: list(parameter.shape) for name, parameter in model.named
 
 
 def lay_beside(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
-    """Returns the file of shapes that is to be seen beside those of a checkpoint, by its name
-    there; none without a path.
+    """Returns the shapes file to add to a checkpoint's files, by name; nothing without a path.
 
     Args:
-        path: JSON of names and shapes, in the model's order; or the config.json of a model, or its
-            directory, whose parameters transformers then tells in a process of its own, without
-            weights and without code that is not its own.
+        path: JSON of names and shapes, in the model's order. Or a model's config.json, or its
+            directory: then transformers lists the parameters in a separate process. That process
+            loads no weights and runs no code of the model's directory.
 
     Raises:
-        PlanError: it cannot be read, or transformers is not installed or knows no such model.
+        PlanError: the file cannot be read, transformers is not installed, or it does not know the
+            model.
     """
     if path is None:
         return {}
@@ -54,10 +55,10 @@ def lay_beside(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
 
 
 def check_needed(shapes: str | os.PathLike[str] | None, *catalogs: Catalog) -> None:
-    """Refuses a file of shapes that none of these checkpoints needs.
+    """Refuses a shapes file that none of these checkpoints needs.
 
     Raises:
-        PlanError: it was given, and all files have their own shapes.
+        PlanError: the user gave it, but all checkpoints have their own shapes.
     """
     if shapes is not None and not any(catalog.lacks_shapes for catalog in catalogs):
         raise PlanError(
@@ -77,7 +78,8 @@ def _of_config(file: Path) -> bytes:
             else "make the file of shapes where the model can be made"
         )
         raise PlanError(
-            f"--shapes: transformers makes no model of {printable(str(file))}: {printable(last)}",
+            f"--shapes: transformers cannot build a model from {printable(str(file))}:"
+            f" {printable(last)}",
             hint=hint,
         )
     return done.stdout.strip().splitlines()[-1]

@@ -1,5 +1,6 @@
-"""What Hugging Face's loaders want beside the weights: config, tokenizer, code; and weights that
-are tied stored once.
+"""Adds the files that Hugging Face's loaders need beside the weights: config, tokenizer, code.
+
+It also stores tied weights only once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _WEIGHTS = (
     ".index.json",
 )
 _MAX_FILE_BYTES = 256 << 20
-_MAX_TOTAL_BYTES = 1 << 30  # of all files together: they go through memory
+_MAX_TOTAL_BYTES = 1 << 30  # of all files together, because they are held in memory
 _OUTPUTS = ("lm_head.weight", "embed_out.weight")
 _INPUTS = (
     "embed_tokens.weight",
@@ -88,16 +89,17 @@ def read_config(base: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def find_base(src: str) -> str:
-    """Returns the directory that has a model's config beside or within a checkpoint, as a person
-    would give it; DIR where there is none.
+    """Returns the directory with a model's config in or beside a checkpoint, for messages.
+
+    Returns "DIR" if there is none.
     """
-    # verl keeps it in the second
+    # verl keeps it in DIR/huggingface
     folders = () if is_url(src) else (Path(src), Path(src) / "huggingface", Path(src).parent)
     return next((printable(str(f)) for f in folders if (f / "config.json").is_file()), "DIR")
 
 
 def adapter_config(base: str | os.PathLike[str]) -> bytes:
-    """Returns the adapter_config.json of a directory as it is.
+    """Returns the adapter_config.json of a directory unchanged.
 
     Raises:
         PlanError: it has none that can be read.
@@ -114,7 +116,7 @@ def adapter_config(base: str | os.PathLike[str]) -> bytes:
 
 
 def head_counts(base: str | os.PathLike[str]) -> dict[str, int]:
-    """Returns `heads` and `kv_heads` of a model's config, as far as it has them."""
+    """Returns `heads` and `kv_heads` of a model's config, if it has them."""
     config = read_config(base)
     heads = config.get("num_attention_heads")
     found = {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads)}
@@ -124,14 +126,14 @@ def head_counts(base: str | os.PathLike[str]) -> dict[str, int]:
 def base_files(
     base: str | os.PathLike[str], dtypes: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Returns the config of a model's directory, and the bytes of all its files but the weights.
+    """Returns a model's config, and the bytes of all files of its directory except the weights.
 
     Args:
         base: the directory.
-        dtypes: element types of the tensors to be; the most frequent one is put into the config.
+        dtypes: element types of the tensors to write. The most frequent one goes into the config.
 
     Raises:
-        PlanError: it is no directory with a config.json.
+        PlanError: it is not a directory with a config.json.
     """
     folder, config = Path(base), read_config(base)
     floats = [d for d in dtypes if d in ("float32", "float16", "bfloat16", "float64")]
@@ -159,10 +161,10 @@ def base_files(
 
 
 def untie(source: Source, catalog: Catalog, config: Mapping[str, Any], notes: list[str]) -> Catalog:
-    """Returns the catalog without the output weight that a config says is the input embedding's.
+    """Returns the catalog without the output weight, if the config ties it to the input embedding.
 
     Raises:
-        PlanError: the two hold different values, so that a loader that ties them would lose one.
+        PlanError: the two hold different values. A loader that ties them would lose one.
     """
     text = config.get("text_config")
     is_tied = config.get(
@@ -210,11 +212,11 @@ def _are_equal(source: Source, a: TensorEntry, b: TensorEntry) -> bool:
 
 
 def check_loads(folder: str) -> None:
-    """Loads a directory with transformers, in a process of its own.
+    """Loads a directory with transformers in a separate process.
 
     Raises:
         PlanError: transformers is not installed, or cannot load it.
-        IntegrityError: names are missing or unexpected, or a tensor is another than in the files.
+        IntegrityError: names are missing or unexpected, or a tensor differs from the files.
     """
     done = run_python(_CHECK, folder)
     if done.returncode:

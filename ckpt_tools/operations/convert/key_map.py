@@ -1,10 +1,9 @@
-"""Key maps: what one framework calls and lays out differently from another, as a small data file
-and no code.
+"""Applies key maps: data files that describe how two frameworks name and lay out tensors.
 
-A map is JSON with `rename` (pairs of regular expression and replacement, applied in order), `rope`
-(rows of rotary heads that lie in pairs here and in halves there), `split` and `fuse` (one tensor of
-rows, or several) and `unstack` (all layers in one tensor). All of them apply to the model and to
-what the optimizers keep for it. See "Key maps" in docs/convert.md.
+A map is JSON with these rules. `rename` has pairs of regular expression and replacement, applied in
+order. `rope` reorders rows of rotary heads between interleaved pairs and halves. `split` and `fuse`
+cut a tensor by rows, or join several. `unstack` cuts a tensor of all layers. All rules apply to the
+model and to its optimizer state. See "Key maps" in docs/convert.md.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _KEYS = {"about", "rename", "rope", "split", "fuse", "unstack"}
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """A map as its file has it; `settings` are the numbers that it asks for by name."""
+    """A map as its file has it. `settings` has the named numbers that it needs."""
 
     path: str
     rename: Sequence[tuple[re.Pattern[str], str]]
@@ -41,10 +40,10 @@ class KeyMap:
     settings: Mapping[str, int] = field(default_factory=dict)
 
     def number(self, value: object) -> int:
-        """Returns a count that a rule gives as a number, or by the name of a setting.
+        """Returns a count, which a rule gives as a number or as the name of a setting.
 
         Raises:
-            PlanError: nobody set it.
+            PlanError: the setting has no value.
         """
         found = self.settings.get(value) if isinstance(value, str) else value
         if type(found) is not int or found < 1:
@@ -56,12 +55,12 @@ class KeyMap:
 
 
 def own_maps() -> list[str]:
-    """Returns the names of the maps that come along."""
+    """Returns the names of the built-in maps."""
     return sorted(path.stem for path in _OWN.glob("*.json"))
 
 
 def read_map(path: str | os.PathLike[str], settings: Mapping[str, int] | None = None) -> KeyMap:
-    """Reads a map from a file, or one that comes along by its name.
+    """Reads a map from a file, or a built-in one by its name.
 
     Raises:
         PlanError: there is none, or it is malformed.
@@ -93,22 +92,22 @@ _FIELDS = {
 }
 
 
-_LISTS = (("split", "into"), ("fuse", "from"))  # these have several names
+_LISTS = (("split", "into"), ("fuse", "from"))  # rules with several names
 
 
 def _template(pattern: str, text: object) -> str:
-    """Returns a replacement, checked: it refers to no group that its pattern lacks.
+    """Returns a replacement after a check: each of its groups is in the pattern.
 
     Raises:
-        TypeError: it is no text.
-        ValueError: it refers to such a group.
+        TypeError: it is not a string.
+        ValueError: it refers to a missing group.
     """
     if not isinstance(text, str):
-        raise TypeError(f"a replacement is a text, got {text!r}")
+        raise TypeError(f"a replacement: expected a string, got {text!r}")
     found = re.compile(pattern)
     names = {number: name for name, number in found.groupindex.items()}
     groups = [f"(?P<{names[n]}>)" if n in names else "()" for n in range(1, found.groups + 1)]
-    try:  # a pattern with the same groups, which matches the empty text
+    try:  # this pattern has the same groups, and matches the empty string
         re.sub("".join(groups), text, "", count=1)
     except (re.error, IndexError) as error:
         raise ValueError(f"the replacement {text!r} does not fit {pattern!r}: {error}") from None
@@ -132,7 +131,7 @@ def _rule(kind: str, rule: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def apply_map(parts: TrainingState, keys: KeyMap, source: Source) -> TrainingState:
-    """Returns the parts under other names, with tensors split, fused and reordered as a map says.
+    """Returns the training state renamed, split, fused and reordered as a map says.
 
     Raises:
         PlanError: a rule does not fit a tensor.
@@ -162,8 +161,9 @@ Change = Callable[[TensorEntry], TensorEntry]
 
 
 def _raw(parts: TrainingState, keys: KeyMap, source: Source) -> Change:
-    """Returns a function that gives a tensor with its payloads found, so that it can be cut; they
-    are looked for together.
+    """Returns a function that returns a tensor with located payloads, so that it can be cut.
+
+    All payloads are located in one call.
     """
     rules = [rule["match"] for rule in (*keys.unstack, *keys.split, *keys.rope)]
     names = {
@@ -186,8 +186,9 @@ def _layer(raw: Change, index: int, entry: TensorEntry) -> TensorEntry:
 
 
 def _rope_rows(entry: TensorEntry, heads: int, to: str) -> list[RowRange]:
-    """Returns where the rows of rotary heads come from: pairs (Meta's interleaved order) to halves
-    (Hugging Face's), or back.
+    """Returns the source rows of rotary heads, to convert pairs to halves or back.
+
+    Pairs are Meta's interleaved order, halves are Hugging Face's order.
     """
     num_rows = entry.shape[0] if entry.shape else 0
     if num_rows % (2 * heads):
@@ -224,7 +225,7 @@ def _unstack(parts: TrainingState, fqn: str, rule: Mapping[str, Any], raw: Chang
 def _split(
     parts: TrainingState, fqn: str, rule: Mapping[str, Any], keys: KeyMap, raw: Change
 ) -> TrainingState:
-    """Cuts a tensor by rows into parts whose sizes are to each other as `parts` says."""
+    """Cuts a tensor by rows into tensors. `parts` in the rule has their relative sizes."""
     shares = [keys.number(share) for share in rule["parts"]]
     entry = parts.model[fqn]
     num_rows = entry.shape[0] if entry.shape else 0
@@ -245,9 +246,7 @@ def _split(
 
 
 def _replaced(parts: TrainingState, fqn: str, changes: Mapping[str, Change]) -> TrainingState:
-    """Puts one or several tensors in the place of one, in the model and in what optimizers keep for
-    it.
-    """
+    """Replaces a tensor with one or several tensors, in the model and in optimizer state."""
     old = parts.model[fqn]
     _check_new(changes, parts, {fqn})
 
@@ -291,8 +290,9 @@ def _check_new(names: Iterable[str], parts: TrainingState, gone: set[str]) -> No
 
 
 def _fuse(parts: TrainingState, fqn: str, rule: Mapping[str, Any]) -> TrainingState:
-    """Puts tensors one below the other; `fqn` is the first of them, and the rule derives the
-    others' names from its.
+    """Joins tensors by rows.
+
+    `fqn` is the first tensor. The rule derives the names of the others from it.
     """
     names = [rule["match"].sub(name, fqn) for name in rule["from"]]
     missing = [name for name in names if name not in parts.model]

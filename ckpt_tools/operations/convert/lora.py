@@ -1,8 +1,7 @@
-"""LoRA adapters: a PEFT directory read, so that a merge can add it to the weights tile by tile; an
-adapter taken out of a checkpoint.
+"""Reads LoRA adapters for a merge, and extracts an adapter from a checkpoint.
 
-What is added to a weight of shape [out, in] is `scale * B @ A`, B of [out, r] and A of [r, in],
-which are small and stay in memory.
+A merge adds `scale * B @ A` to a weight of shape [out, in], tile by tile. B has shape [out, r] and
+A has [r, in]. Both are small and stay in memory.
 
 Source: peft 0.21 `tuners/lora/config.py`, `layer.py`, `utils/save_and_load.py`; confirmed on
 adapters that it saved and merged.
@@ -41,7 +40,7 @@ _UNSUPPORTED = {
     "use_qalora": "QALoRA",
     "alora_invocation_tokens": "activated LoRA",
 }
-# PEFT subtracts from the weights what these begin with
+# for these, PEFT subtracts the adapter's first values from the weights
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _MAX_ALPHA = 1e9
 _MAX_MODULE_CHARS = 512
@@ -54,17 +53,17 @@ def read_lora(
     model: Catalog,
     storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Alter], list[str]]:
-    """Returns what an adapter adds, by the name of the weight, and remarks on what was not certain.
+    """Returns the changes of an adapter by the name of the weight, and notes on assumptions.
 
     Args:
         folder: a PEFT directory: `adapter_config.json` and `adapter_model.safetensors`; a path or a
             URL.
-        catalog: the weights that it is to be added to.
-        model: all weights of that model.
+        catalog: the weights to change.
+        model: all weights of the model.
         storage_options: of the adapter's object store.
 
     Raises:
-        PlanError: it is of a kind that cannot be merged, or does not fit the weights.
+        PlanError: its kind cannot be merged, or it does not fit the weights.
         FormatError: it is malformed.
     """
     source = open_source(folder, storage_options)
@@ -79,7 +78,7 @@ def _read_lora(
 ) -> tuple[dict[str, Alter], list[str]]:
     config = _config(source)
     sides: dict[str, dict[str, Matrix]] = {}
-    # a job's directory has an optimizer too
+    # the directory of a job also has an optimizer
     adapter = model_only(source.catalog)[0] if source.catalog.paths else source.catalog
     for fqn, entry in adapter.tensors.items():
         match = _PART.fullmatch(fqn)
@@ -123,14 +122,17 @@ def _weight_of(module: str, catalog: Catalog) -> str:
 
 
 class _Layout:
-    """Tells which weights are stored as [in, out] (Conv1D of transformers) and which as [out, in]
+    """Finds out which weights are stored as [in, out] (Conv1D of transformers) or [out, in]
     (Linear).
 
-    The config has one flag, which PEFT sets anew at each module: in a model with both kinds it is
-    that of the last one. A matrix that is not square tells by its shape, and by the length of a
-    bias. A square one is of the kind that others of its name are. Without a bias it is Linear:
-    Conv1D always has one. Else it is taken for Linear, with a note, where nothing is Conv1D and the
-    flag is not set, and refused otherwise.
+    The config has only one flag. PEFT sets it anew at each module, so in a model with both kinds it
+    describes only the last module. These rules decide instead, in this order:
+
+    - A matrix that is not square shows its kind by its shape or its bias.
+    - A square matrix has the same kind as others of its name.
+    - A square matrix without a bias is Linear, because Conv1D always has a bias.
+    - If nothing is Conv1D and the flag is not set, it is taken for Linear, with a note.
+    - Otherwise it is refused.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class _Layout:
         """Tells whether the weight of a module is stored as [in, out].
 
         Raises:
-            PlanError: nobody can tell.
+            PlanError: the files do not show it.
         """
         if module in self._known:
             return self._known[module]
@@ -184,7 +186,7 @@ class _Layout:
 
     @property
     def notes(self) -> list[str]:
-        """What was taken for granted."""
+        """Returns notes on assumptions."""
         if not self._taken:
             return []
         names = printable(", ".join(self._taken[:3])) + (", …" if len(self._taken) > 3 else "")
@@ -196,7 +198,7 @@ class _Layout:
 
 
 def version(folder: str | os.PathLike[str]) -> str:
-    """Returns a text that is another one when an adapter's files are."""
+    """Returns an opaque version string that changes when an adapter's files change."""
     store = open_source(folder).folder
     return " ".join(f"{name} {store.version(name)}" for name in store.list_files())
 
@@ -237,13 +239,13 @@ def _config(source: Source) -> Mapping[str, Any]:
 
 
 def _check_scales(config: Mapping[str, Any]) -> None:
-    """Checks the numbers and patterns from which `_scale` computes.
+    """Checks the numbers and patterns that `_scale` uses.
 
-    A pattern is a regular expression of the file, and some take for ever: so no group is repeated,
-    and at most two other things are.
+    A pattern is a regular expression from the file, and some expressions never finish. So no group
+    may be repeated, and at most two other elements.
 
     Raises:
-        ValueError: a number is not finite, or a pattern is none that PEFT users write.
+        ValueError: a number is not finite, or a pattern is too complex or malformed.
     """
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
@@ -266,8 +268,9 @@ def _check_scales(config: Mapping[str, Any]) -> None:
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Returns alpha / r, or alpha over its root for rank-stabilised LoRA; a pattern may give a
-    module its own alpha.
+    """Returns alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA.
+
+    A pattern may give a module its own alpha.
     """
     patterns = config.get("alpha_pattern") or {}
     alpha = next(
@@ -292,7 +295,7 @@ def _matrix(source: Source, entry: TensorEntry) -> Matrix:
 
 
 def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, is_transposed: bool) -> Alter:
-    """Returns what adds `scale * B @ A` to a box of a weight."""
+    """Returns a function that adds `scale * B @ A` to a box of a weight."""
     if is_transposed:  # the weight is stored [in, out]
         a, b = b.T, a.T
     if (
@@ -313,11 +316,12 @@ def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, is_transposed
 
 
 def refuse_adapters(tensors: Mapping[str, TensorEntry], src: str) -> None:
-    """Refuses a model with adapters inside, for a target whose loader knows none: PEFT has given
-    its tensors other names.
+    """Refuses a model that contains adapters, for targets whose loader cannot read them.
+
+    PEFT has given the tensors of such a model other names.
 
     Raises:
-        PlanError: with one of the names, and the commands that use them.
+        PlanError: the model contains adapters; the hint has the commands that can use them.
     """
     inside = next((fqn for fqn in tensors if _PART.fullmatch(fqn) or ".base_layer." in fqn), None)
     if inside is not None:
@@ -332,8 +336,9 @@ def refuse_adapters(tensors: Mapping[str, TensorEntry], src: str) -> None:
 
 
 def adapter_of(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Returns the tensors of the one adapter that a PEFT model has, as PEFT names them in a file:
-    without the adapter's own name.
+    """Returns the tensors of a PEFT model's only adapter, as PEFT names them in a file.
+
+    These names do not contain the adapter's own name.
 
     Raises:
         PlanError: there is none, or there are several.

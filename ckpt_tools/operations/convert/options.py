@@ -1,4 +1,4 @@
-"""Which options of a conversion go together, and what a rule of names does."""
+"""Checks the options of a conversion, and applies `--rename` rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TARGETS = (
 
 
 def check_options(to: str, dst: str, how: Mapping[str, Any]) -> None:
-    """Refuses what does not go together.
+    """Refuses options that do not fit together or do not fit the target.
 
     Args:
         to: the target, one of `TARGETS`.
@@ -32,7 +32,7 @@ def check_options(to: str, dst: str, how: Mapping[str, Any]) -> None:
         how: see `convert.Conversion`.
 
     Raises:
-        PlanError: what it is.
+        PlanError: the message names the option.
     """
     check, optimizer, ranks = how.get("check"), how.get("optimizer"), how.get("ranks")
     if to not in TARGETS:
@@ -68,7 +68,7 @@ def check_options(to: str, dst: str, how: Mapping[str, Any]) -> None:
 
 
 def _check_unused(to: str, how: Mapping[str, Any]) -> None:
-    """Refuses options that mean nothing for a target."""
+    """Refuses options that have no effect for a target."""
     is_model = how.get("model_only") or to in ("safetensors", "hf", "peft")
     if how.get("settings") and not how.get("key_map"):
         raise PlanError("--set is for a key map: there is no --map")
@@ -102,10 +102,10 @@ def _check_unused(to: str, how: Mapping[str, Any]) -> None:
 
 
 def substitute(rule: str) -> Callable[[str], str]:
-    """Returns what renames by a rule `REGEX=REPLACEMENT`.
+    """Returns a function that renames by a rule `REGEX=REPLACEMENT`.
 
     Raises:
-        PlanError: it is none.
+        PlanError: it is not such a rule.
     """
     pattern, equals, new = rule.partition("=")
     try:

@@ -21,9 +21,9 @@ from ckpt_tools.errors import FormatError, PlanError, StorageError, printable
 from ckpt_tools.storage.small_files import parse_json, read_named
 
 IN_ORDER = "model"
-# torch's own, which no optimizer has
+# buffers of torch's own layers, which no optimizer has
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-LIKE_PARAMETER = (  # state that has its parameter's shape, by torch's optimizers and common others
+LIKE_PARAMETER = (  # state with its parameter's shape, in torch's optimizers and other common ones
     "exp_avg",
     "exp_avg_sq",
     "max_exp_avg_sq",
@@ -45,14 +45,15 @@ LIKE_PARAMETER = (  # state that has its parameter's shape, by torch's optimizer
 
 @dataclass(frozen=True, slots=True)
 class ModelOrder:
-    """Each group has its parameters in the order of the model, which is that of `names`; there are
-    none where it is not known.
+    """The order "model": each group has its parameters in the model's order.
+
+    `names` has this order; it is empty if the order is unknown.
     """
 
     names: tuple[str, ...]
 
 
-Names = Sequence[str] | Mapping[str, Sequence[str]]  # the latter by optimizer
+Names = Sequence[str] | Mapping[str, Sequence[str]]  # a list, or lists by optimizer
 Order = ModelOrder | Names
 
 
@@ -97,14 +98,13 @@ def _checked(value: Any, what: str) -> Sequence[str] | Mapping[str, Sequence[str
 
 
 class NumberedOptimizer:
-    """An optimizer that numbers its parameters: its groups and the shape that each parameter must
-    have, where its state tells.
+    """An optimizer that numbers its parameters: its groups, and the known parameter shapes.
 
     Attributes:
         prefix: the keys above the optimizer, for messages.
         queues: the numbers of each group, in order.
-        given: the file's own names of each group's parameters, None without them.
-        shapes: by number, None where no state has the parameter's shape.
+        given: the file's own names for each group's parameters, None without them.
+        shapes: the shape for each number; None if no state has the parameter's shape.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class NumberedOptimizer:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of all groups."""
+        """Returns the numbers of all groups."""
         return [number for queue in self.queues for number in queue]
 
 
@@ -135,12 +135,12 @@ def _shape(values: Mapping[str, Any]) -> tuple[int, ...] | None:
 def name_parameters(
     optimizer: NumberedOptimizer, model: Mapping[str, TensorEntry], order: Order | None
 ) -> dict[int, str] | None:
-    """Returns the parameter of each number; None where nothing proves it.
+    """Returns the parameter of each number; None if nothing proves the order.
 
     Args:
         optimizer: the numbers.
         model: the tensors that the names may mean.
-        order: what the user says; it goes before all else.
+        order: the user's order, which has priority.
 
     Raises:
         PlanError: the user's order does not fit.
@@ -174,8 +174,9 @@ def name_parameters(
 
 
 def _parameters(model: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of what may be a parameter, in the order of the model. A tied weight is
-    one parameter.
+    """Returns the shapes of possible parameters, in the model's order.
+
+    A tied weight is one parameter.
     """
     first: dict[Any, str] = {}
     for fqn, entry in model.items():
@@ -185,8 +186,9 @@ def _parameters(model: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
 
 
 def _in(model: Mapping[str, TensorEntry], names: Iterable[str]) -> list[str]:
-    """Returns the model's own forms of names, which may have the prefixes of wrappers; names that
-    it lacks are left out.
+    """Returns names as the model has them, with or without the prefixes of wrappers.
+
+    Names that the model lacks are left out.
     """
     bare = {strip_wrappers(fqn): fqn for fqn in model}
     return [
@@ -197,9 +199,7 @@ def _in(model: Mapping[str, TensorEntry], names: Iterable[str]) -> list[str]:
 
 
 def _by_own_names(optimizer: NumberedOptimizer, model: Mapping[str, TensorEntry]) -> dict[int, str]:
-    """Returns the names that the file gives, as an optimizer made of `named_parameters()` saves
-    them.
-    """
+    """Returns the names in the file, which an optimizer made from `named_parameters()` saves."""
     names: dict[int, str] = {}
     for queue, given in zip(optimizer.queues, optimizer.given, strict=True):
         if (
@@ -239,8 +239,9 @@ def _known(
     model: Mapping[str, TensorEntry],
     what: str,
 ) -> dict[int, str]:
-    """Returns names as the model has them; refuses one that is not in the model, comes twice, or
-    has another shape.
+    """Returns names as the model has them.
+
+    It refuses names that are not in the model, occur twice, or have another shape.
     """
     bare = {strip_wrappers(fqn): fqn for fqn in model}
     found: dict[int, str] = {}
@@ -267,11 +268,10 @@ def _known(
 def _in_model_order(
     optimizer: NumberedOptimizer, parameters: Mapping[str, tuple[int, ...]]
 ) -> dict[int, str]:
-    """Pairs each group with the model's parameters in their order, where the shapes leave one way
-    to do so.
+    """Pairs each group with the model's parameters in order, if the shapes allow only one way.
 
     Raises:
-        PlanError: they leave none, or several.
+        PlanError: the shapes allow no way, or several.
     """
     names: dict[int, str] = {}
     for queue in optimizer.queues:
@@ -300,10 +300,9 @@ def _in_model_order(
 def _paired(
     wanted: Sequence[tuple[int, ...] | None], candidates: Sequence[tuple[str, tuple[int, ...]]]
 ) -> list[str] | None:
-    """Returns the first candidates, in order, that have the shapes that are wanted; None where they
-    run out.
+    """Returns the first candidates, in order, with the wanted shapes; None if some are missing.
 
-    A shape of None is any: it pairs only where every candidate is needed.
+    A wanted shape of None fits any shape, but only if every candidate is needed.
     """
     if None in wanted and len(wanted) != len(candidates):
         return None
@@ -317,8 +316,9 @@ def _paired(
 def _by_shape(
     optimizer: NumberedOptimizer, parameters: Mapping[str, tuple[int, ...]]
 ) -> dict[int, str] | None:
-    """Returns the parameter that alone has each number's shape; None where two have one shape, or a
-    shape is unknown.
+    """Returns the only parameter with each number's shape.
+
+    Returns None if two have the same shape, or a shape is unknown.
     """
     ours, theirs = Counter(optimizer.shapes.values()), Counter(parameters.values())
     if any(shape is None or count > 1 or theirs[shape] != 1 for shape, count in ours.items()):

@@ -1,5 +1,4 @@
-"""A training state taken apart, whatever names it goes by: the model, its optimizers, the rest; and
-put together again.
+"""Splits a training state into model, optimizers and the rest, and joins them again.
 
 Optimizer state comes in three namings: by parameter name with groups (torch's
 `get_optimizer_state_dict`, FSDP1, Accelerate, our own), by parameter name throughout (torchtitan),
@@ -50,15 +49,16 @@ _MAX_OBJECT_BYTES, _OPTION_BYTES = 64 << 20, 4096
 
 @dataclass(slots=True)
 class OptimizerState:
-    """One optimizer: `state` by the parameter's name, of tensors and plain values; `groups` with
-    their options and `params`, names.
+    """One optimizer.
 
     Attributes:
+        state: tensors and plain values by the parameter's name.
+        groups: the options of each group, and `params`, the names of its parameters.
         is_numbered: the order of `params` is the optimizer's own, as its numbers gave it.
-        is_unnamed: no one knows what its numbers mean: `state` has them as texts, and `params` has
-            numbers.
-        has_order: `params` are listed as the job listed them. Where each parameter has options of
-            its own, there is no such list.
+        is_unnamed: the parameters of its numbers are unknown. Then `state` has the numbers as
+            strings, and `params` has numbers.
+        has_order: `params` has the job's order. If each parameter has its own options, there is no
+            such order.
     """
 
     prefix: str
@@ -71,12 +71,12 @@ class OptimizerState:
 
 @dataclass(slots=True)
 class TrainingState:
-    """What a checkpoint holds: `model` by the names within it, `prefix` the keys above; the rest
-    under its own names.
+    """The parts of a checkpoint: model, optimizers, and the rest.
 
-    `places` has the keys below the prefix of those of the model's entries that stood in dicts or
-    lists of their own. `untouched` names the optimizers whose state has another form than one value
-    per parameter and key, such as LBFGS's: they are among the rest.
+    `model` has names relative to `prefix`, the keys above the model. The rest has its own names.
+    `places` has the keys below the prefix of model entries that stood in separate dicts or lists.
+    `untouched` names optimizers whose state is not one value per parameter and key, such as
+    LBFGS's: they stay in the rest.
     """
 
     prefix: tuple[str, ...]
@@ -90,10 +90,10 @@ class TrainingState:
     untouched: list[str] = field(default_factory=list)
 
     def renamed(self, new_name: Callable[[str], str]) -> TrainingState:
-        """Returns the same with other names for the parameters, in the model and in the optimizers.
+        """Returns the state with renamed parameters, in the model and in the optimizers.
 
         Raises:
-            PlanError: two would get one name.
+            PlanError: two parameters would get the same name.
         """
         model: dict[str, TensorEntry] = {}
         for old, entry in self.model.items():
@@ -142,17 +142,17 @@ class TrainingState:
 def take_apart(
     catalog: Catalog, store: Store, order: Order | None = None, keeps_order: bool = False
 ) -> TrainingState:
-    """Returns the parts of a checkpoint; reads the options of optimizers, which are small objects.
+    """Returns the parts of a checkpoint. It reads the options of optimizers: small objects.
 
     Args:
         catalog: of the checkpoint.
         store: where its objects lie.
-        order: what the numbers of an optimizer mean; see `read_order`.
-        keeps_order: the format has entries in the order in which the job had them.
+        order: the parameters that an optimizer's numbers mean; see `read_order`.
+        keeps_order: the format keeps entries in the order of the job.
 
     Raises:
         FormatError: an optimizer's options cannot be read.
-        PlanError: `order` does not fit, or nothing needs it.
+        PlanError: `order` does not fit, or no optimizer needs it.
     """
     found = _find(catalog, store)
     mine = {fqn for names in found.values() for fqn in names}
@@ -203,7 +203,7 @@ def check_used(order: Order | None, numbered: Sequence[str]) -> None:
         )
 
 
-Entry = tuple[str, str, Any]  # "state" or "param_groups", what follows, and the tensor or value
+Entry = tuple[str, str, Any]  # kind ("state" or "param_groups"), rest of the name, value
 
 
 def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
@@ -242,8 +242,9 @@ def _find(catalog: Catalog, store: Store) -> dict[str, dict[str, Entry]]:
 def _optimizer(
     prefix: str, entries: Mapping[str, Entry], parts: TrainingState, order: Order | None
 ) -> OptimizerState | None:
-    """Returns an optimizer from its entries; None where they are no optimizer's. What its numbers
-    mean is noted if it is not known.
+    """Returns an optimizer from its entries; None if they do not form one.
+
+    If the parameters of its numbers are unknown, it adds a note.
     """
     state: dict[str, dict[str, Any]] = {}
     numbered: dict[int, dict[str, Any]] = {}
@@ -258,7 +259,7 @@ def _optimizer(
             state.setdefault(name, {})[key] = value
         elif is_number(name):
             numbered.setdefault(int(name), {})[key] = value
-        elif is_number(first) and last.partition(".")[0] == "params":  # a list that was flattened
+        elif is_number(first) and last.partition(".")[0] == "params":  # a flattened list
             numbered.setdefault(int(first), {}).setdefault("params", []).append(value)
         else:
             by_name.setdefault(name, {})[key] = value
@@ -306,8 +307,9 @@ Leaves = list[tuple[Path, object, tuple[Extent, ...]]]
 
 
 class ObjectReader:
-    """Reads objects; small ones that occur many times, as an option does for every parameter, are
-    unpacked once.
+    """Reads objects. Equal small objects are unpacked only once.
+
+    For example, an option of a flattened optimizer occurs for every parameter.
     """
 
     def __init__(self, store: Store) -> None:
@@ -315,11 +317,11 @@ class ObjectReader:
         self._known: dict[bytes, tuple[Leaves, UnreadValues]] = {}
 
     def will_read(self, items: Iterable[BytesEntry]) -> None:
-        """Announces them."""
+        """Announces the objects to the store."""
         self._store.will_read(item.extent[:3] for item in items)
 
     def leaves(self, item: BytesEntry, others: UnreadValues) -> tuple[bytes, Leaves]:
-        """Returns an object's archive, and what is in it, lying there.
+        """Returns an object's archive and its leaves.
 
         Raises:
             FormatError: it is too long to be an object, or malformed.
@@ -358,8 +360,7 @@ class ObjectReader:
         return leaves[0][1]
 
     def is_same(self, item: BytesEntry, others: ObjectReader, other: BytesEntry) -> bool:
-        """Tells whether two objects are the same bytes, or plain values and tensors that are the
-        same.
+        """Tells whether two objects have equal bytes, or equal plain values and tensors.
 
         Raises:
             FormatError: one is malformed, or too long to be an object.
@@ -372,9 +373,7 @@ class ObjectReader:
 
 
 def _flattened(data: bytes, leaves: Leaves) -> list[tuple[Path, str]]:
-    """Returns what an archive holds in a form that can be compared: values and tensors, each as a
-    text.
-    """
+    """Returns the values and tensors of an archive as strings that can be compared."""
     found = []
     for path, value, extents in leaves:
         if isinstance(value, TensorView):
@@ -389,13 +388,14 @@ def _flattened(data: bytes, leaves: Leaves) -> list[tuple[Path, str]]:
 def unpack_objects(
     catalog: Catalog, store: Store, made: InMemoryFile
 ) -> tuple[Catalog, dict[str, Any], list[str]]:
-    """Returns a catalog that has the tensors within its objects for tensors, the plain values, and
-    the names of what is neither.
+    """Returns a catalog with the tensors of its objects, the plain values, and other names.
+
+    The other names are those of leaves that are neither tensors nor plain values.
 
     Args:
-        catalog: its objects are all read.
+        catalog: the catalog; all its objects are read.
         store: where they lie.
-        made: takes the tensors that were found in objects.
+        made: receives the tensors that were found in objects.
 
     Raises:
         FormatError: an object is malformed.
@@ -432,16 +432,16 @@ def unpack_objects(
 def put_together(
     parts: TrainingState, form: str, made: InMemoryFile, prefix: tuple[str, ...] | None = None
 ) -> Catalog:
-    """Returns a catalog of all parts, the optimizers named in one of `FORMS`.
+    """Returns a catalog of all parts, with optimizer state named by one of `FORMS`.
 
     Args:
-        parts: what there is.
-        form: how an optimizer goes by names.
-        made: takes the options.
-        prefix: the keys above the model; those that the parts came with where None.
+        parts: the training state.
+        form: how optimizer state is named.
+        made: receives the options.
+        prefix: the keys above the model; those of `parts` where None.
 
     Raises:
-        PlanError: two entries get one name.
+        PlanError: two entries get the same name.
     """
     above = parts.prefix if prefix is None else prefix
     tensors, objects, paths = dict(parts.tensors), dict(parts.objects), dict(parts.paths)
@@ -457,7 +457,7 @@ def put_together(
             paths[name] = path
             if isinstance(value, TensorEntry):
                 tensors[name] = replace(value, fqn=name)
-            # torch keeps a tensor now
+            # today torch keeps the step as a tensor
             elif path[-1] == "step" and type(value) in (int, float) and 0 <= value < 1 << 53:
                 tensors[name] = made.scalar(name, float(value))
             else:
@@ -466,16 +466,15 @@ def put_together(
 
 
 def in_order(optimizer: OptimizerState, order: Order | None) -> OptimizerState:
-    """Returns an optimizer whose groups list their parameters in the order in which its numbers
-    count them.
+    """Returns an optimizer whose groups list their parameters in the order of the numbers.
 
     Args:
         optimizer: by name.
-        order: what the user says; it is needed where each parameter has options of its own, since
-            nothing else tells the order.
+        order: the user's order. It is needed if each parameter has its own options, because then
+            nothing else shows the order.
 
     Raises:
-        PlanError: nobody knows the order, or what the user says does not fit.
+        PlanError: the order is unknown, or the user's order does not fit.
     """
     if optimizer.has_order or optimizer.is_unnamed:
         return optimizer
@@ -525,7 +524,7 @@ def _named(optimizer: OptimizerState, form: str) -> Iterable[tuple[Path, Any]]:
         options = {
             key: value for key, value in group.items() if key not in ("params", "param_names")
         }
-        # torch's own names of them, under which they may have changed
+        # torch's own names of the parameters, which a rename may have changed
         if "param_names" in group and form != "flat":
             options["param_names"] = (
                 group["param_names"] if optimizer.is_unnamed else list(group["params"])

@@ -1,0 +1,34 @@
+"""Opens the destination of a path or URL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.publish.base import Destination
+from ckpt_tools.publish.bucket import RemoteDestination
+from ckpt_tools.publish.local_destination import LocalDestination
+from ckpt_tools.storage import is_url, local_path
+
+
+def open_destination(
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    accept: Callable[[str], None] | None = None,
+) -> Destination:
+    """Returns the destination of a path or URL.
+
+    Args:
+        path: a path or a URL.
+        options: those of the object store, as fsspec takes them.
+        accept: is called with the complete staging directory, and raises to keep the result from
+            being published. On a disk only.
+    """
+    where = os.fspath(path)
+    return (
+        RemoteDestination(where, options)
+        if is_url(where)
+        else LocalDestination(Path(local_path(where)), accept)
+    )

@@ -1,0 +1,266 @@
+"""A result on a local or shared file system: a path, published by one rename."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePath
+
+from ckpt_tools.core.checksum import crc64nvme, hex64
+from ckpt_tools.core.plan import Literal
+from ckpt_tools.engine.partition import Regions
+from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.formats.base import is_note
+from ckpt_tools.formats.dcp.format import is_data_file
+from ckpt_tools.formats.registry import INDEXES, detect_in, is_checkpoint_file, is_ours
+from ckpt_tools.publish import journal
+from ckpt_tools.publish import local as commit
+from ckpt_tools.publish.base import Attempt, CopyTarget, UploadNotes
+from ckpt_tools.publish.check_manifest import hash_files
+from ckpt_tools.publish.manifest import names_in, read_manifest
+from ckpt_tools.storage import (
+    LocalStore,
+    RemoteStore,
+    SharedStore,
+    Store,
+    WritableStore,
+    read,
+    write_file,
+)
+from ckpt_tools.storage.retries import appeared
+from ckpt_tools.storage.s3.open_uploads import OpenUpload
+
+
+def foreign_files(target: Path) -> list[str]:
+    """Returns what stands at a destination and belongs to no checkpoint: never to be overwritten.
+
+    A manifest may list files of any name, as a config or a tokenizer, but its word is not enough: a
+    file of another kind than data must have the very bytes that were sealed. Of data files, those
+    go that the checkpoint itself has, or that only torch names so.
+    """
+    if target.is_file():
+        folder = LocalStore(target.parent)
+        try:
+            return (
+                []
+                if names_in(folder, target.name) or is_checkpoint_file(folder, target.name)
+                else [target.name]
+            )
+        finally:
+            folder.close()
+    store = LocalStore(target)
+    try:
+        known = _files_of(store)
+        present = [
+            str(path.relative_to(target))
+            for path in sorted(target.rglob("*"))
+            if path.is_symlink() or not path.is_dir()
+        ]
+        return [n for n in present if not (n in known or is_data_file(n) or is_note(n))]
+    finally:
+        store.close()
+
+
+def _files_of(store: LocalStore) -> set[str]:
+    """Returns the files of the checkpoint in a directory: data, index, and all that its manifest
+    lists with the very bytes.
+
+    An index of another format is a stray file of the user. If no checkpoint is readable, each index
+    counts as part of a broken one.
+    """
+    try:
+        form = detect_in(store)[1]
+        known = {*form.read_catalog(store).file_sizes, getattr(form, "INDEX", form.LOOKS_FOR)}
+    except CheckpointError:
+        known = set(INDEXES)
+    for name in names_in(store):
+        with suppress(CheckpointError):  # it vouches for nothing
+            manifest = read_manifest(store, name)
+            sizes = {
+                file: sealed.nbytes
+                for file, sealed in manifest.files.items()
+                if _has_size(store, file, sealed.nbytes)
+            }
+            data = {file for file in sizes if is_ours(file)}
+            crcs = hash_files(
+                store, {file: nbytes for file, nbytes in sizes.items() if file not in data}
+            )
+            known |= data | {
+                file for file, crc in crcs.items() if hex64(crc) == manifest.files[file].crc64nvme
+            }
+            known |= {
+                index[0]
+                for index in [manifest.index]
+                if index and hex64(crc64nvme(read(store, index[0]))) == index[1].crc64nvme
+            }
+    return known
+
+
+def _has_size(store: LocalStore, file: str, nbytes: int) -> bool:
+    try:
+        return store.size(file) == nbytes
+    except StorageError:
+        return False
+
+
+class LocalDestination:
+    """See `Destination`."""
+
+    def __init__(self, path: Path, accept: Callable[[str], None] | None = None) -> None:
+        self.path, self.url, self._accept = path, str(path), accept
+
+    def exists(self) -> bool:
+        return os.path.lexists(self.path)
+
+    def check(self, overwrite: bool, known: Container[str] = ()) -> None:
+        del known
+        commit.check_destination(self.path, overwrite, foreign_files)
+
+    def name(self, file: str, attempt: str) -> str:
+        del attempt
+        return file
+
+    def check_room(self, nbytes: int) -> None:
+        commit.check_room(self.path, nbytes)
+
+    can_resume, names_attempts = True, False
+
+    def find_uploads(self, work: str, single: str) -> UploadNotes | None:
+        del work, single
+        return None
+
+    def dead(self) -> list[Path]:
+        return commit.find_dead(self.path)
+
+    def made(self) -> tuple[Store, str]:
+        return (
+            (LocalStore(self.path), "")
+            if self.path.is_dir()
+            else (LocalStore(self.path.parent), self.path.name)
+        )
+
+    @contextmanager
+    def stage(
+        self,
+        attempt: str,
+        overwrite: bool = False,
+        single: str = "",
+        keeps: str = "",
+        heir_of: Path | None = None,
+    ) -> Iterator[Attempt]:
+        with commit.staging(self.path, attempt, keeps, heir_of) as staging:
+            # another process has published since the first look
+            if self.exists() and not overwrite:
+                raise appeared(self.url)
+            yield LocalAttempt(staging, overwrite, single, self._accept)
+
+    takes_parts = True
+
+    def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Attempt:
+        folder = commit.staging_path(self.path, attempt)
+        if not folder.is_dir():
+            raise StorageError(
+                f"this rank does not see what rank 0 made: {printable(str(folder))}",
+                hint="the directory must be shared by all ranks",
+            )
+        place = LocalAttempt(commit.Staging(attempt, folder, self.path), False, single)
+        if shares_files:
+            place.shelf = SharedStore(folder)
+        return place
+
+
+class LocalAttempt:
+    """See `Attempt`: a staging directory."""
+
+    def __init__(
+        self,
+        staging: commit.Staging,
+        overwrite: bool,
+        single: str,
+        accept: Callable[[str], None] | None = None,
+    ) -> None:
+        self.attempt, self.folder = staging.attempt, staging.path
+        self.shelf = LocalStore(staging.path)
+        self._staging, self._overwrite, self._single, self._accept = (
+            staging,
+            overwrite,
+            single,
+            accept,
+        )
+
+    kept_nbytes = 0
+
+    def files(self) -> Store:
+        return LocalStore(self.shelf.root)
+
+    def sizes(self) -> Mapping[str, int]:
+        return self.shelf.list_files()
+
+    def sizes_of(self, names: Sequence[str]) -> Mapping[str, int]:
+        del names
+        return self.sizes()
+
+    def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
+        there = LocalStore(self.shelf.root).list_files(below=True)
+        found = hash_files(
+            self.files(),
+            {name: n for name, n in there.items() if name in crcs and files.get(name) == n},
+        )
+        right = {name for name, crc in found.items() if crc == crcs[name]}
+        for name in there.keys() - right:
+            (self.shelf.root / name).unlink()
+        return right
+
+    def prepare(self, files: Mapping[str, int]) -> None:
+        own = LocalStore(self.folder)
+        there = {
+            path.relative_to(self.folder).as_posix(): path.stat().st_size
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
+        for name, nbytes in files.items():
+            if there.get(name) != nbytes:
+                (self.folder / name).unlink(missing_ok=True)
+                own.create(name, nbytes).abort()
+        for name in there.keys() - files.keys():
+            if not PurePath(name).match(journal.GLOB):
+                (self.folder / name).unlink()
+        self.shelf = SharedStore(self.folder)
+
+    def share(self, regions: Regions) -> WritableStore:
+        del regions  # every process may write anywhere
+        return self.shelf
+
+    def copy_target(self, origin: RemoteStore | None) -> CopyTarget | None:
+        del origin
+        return None
+
+    def begin_uploads(
+        self, work: str, files: Mapping[str, int], earlier: UploadNotes | None
+    ) -> Mapping[str, OpenUpload]:
+        del work, files, earlier
+        return {}
+
+    def join_uploads(self, uploads: Mapping[str, OpenUpload]) -> None:
+        del uploads
+
+    def sync(self) -> None:
+        for folder in self.shelf.folders():
+            commit.sync_directory(self._staging.path / folder)
+        commit.sync_directory(self._staging.path)
+
+    def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
+        for literal in (manifest, index):
+            if literal is not None:
+                write_file(LocalStore(self.folder), literal.file, literal.data)
+        journal.remove(self.folder)
+        if self._accept is not None:
+            self._accept(str(self.folder))
+        if self._single:
+            commit.publish_file(
+                self._staging, self._single, manifest.file if manifest else "", self._overwrite
+            )
+        else:
+            commit.publish_directory(self._staging, self._overwrite)
+        return []
