@@ -1,14 +1,23 @@
-# make demo: make the environment, install, run the main job end to end.   make test: lint, types and all tests.   make test-cuda: what needs a GPU.
+# make demo        make the environment, install, and run the main job end to end
+# make test        lint, types and all tests but those of peers
+# make test-peers  tests with other programs, each in an environment of its own (.peers)
+# make test-cuda   what needs a GPU
+# make docs        build the documentation site: build/site
+# make dist        build sdist and wheel: build/dist
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
-.PHONY: demo test test-cuda lint bench clean
+.PHONY: demo test test-peers test-cuda lint docs dist bench clean
 
 demo: .venv/ready
 	$(BIN)/python -m training.demo demo
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(PYTEST) --ignore tests/peers
+
+test-peers: .venv/ready
+	$(PYTEST) tests/peers
 
 test-cuda: .venv/ready
 	CKPT_DEVICE=cuda $(BIN)/python -m pytest tests/test_cuda.py tests/dist/test_manager.py -k "not accelerate and not stock_checkpoint and not flattened" tests/training/test_training.py::test_every_option_has_the_losses_of_a_plain_loop
@@ -17,6 +26,13 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/ready
+	$(BIN)/typer ckpt_tools.cli.app utils docs --name ckpt --output docs/reference/command.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --config-file .mkdocs.yml
+
+dist: .venv/ready
+	$(BIN)/python -m build --outdir build/dist .
 
 bench: .venv/ready
 	$(BIN)/python tests/benchmarks/compare.py
@@ -27,4 +43,4 @@ bench: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv demo build *.egg-info
+	rm -rf .venv .peers demo build *.egg-info

@@ -1,5 +1,6 @@
-"""Inspect, merge and reshard PyTorch FSDP checkpoints at the speed of a file copy, without running
-what they contain.
+"""Inspects, merges and reshards PyTorch FSDP checkpoints at the speed of a file copy.
+
+It runs no code from checkpoints.
 
 >>> import ckpt_tools
 >>> ckpt_tools.inspect("run/step-500").world_size
@@ -133,8 +134,9 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports an operation when it is first asked for: `ckpt --help` should not wait for numpy, nor
-    `ckpt merge` for torch.
+    """Imports an operation at its first use.
+
+    `ckpt --help` should not wait for numpy, nor `ckpt merge` for torch.
     """
     if name == "distributed":  # a module; `import ckpt_tools` alone does not load it
         return import_module("ckpt_tools.distributed")
@@ -146,5 +148,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Names what `import *` gives: operations that nobody has asked for yet are there too."""
+    """Returns the names of the package, with operations that are not imported yet."""
     return sorted({*globals(), *__all__})

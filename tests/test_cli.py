@@ -446,9 +446,9 @@ def test_help_says_what_every_argument_is(
 ) -> None:
     text = ckpt(verb, "--help", env=os.environ | {"COLUMNS": "200"}).stdout
     assert (
-        "A run, with its step-"
+        "A run: the directory of step-"
         if verb in ("ls", "latest", "prune")
-        else "A checkpoint, or a directory with one below"
+        else "A checkpoint, or a directory that contains one"
     ) in text
     assert verb not in ("merge", "reshard", "copy") or "dst" in text.lower()
 

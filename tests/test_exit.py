@@ -60,7 +60,7 @@ def test_a_failed_save_that_nobody_asked_about_ends_the_process_with_an_error(
     done = script(FULL + ending, tmp_path)
     assert done.returncode == 1, done.stderr
     assert (
-        "the process ends, and its last save is not there" in done.stderr
+        "the process ends, but its last save failed" in done.stderr
         and "StorageError: " in done.stderr
     )
     assert ("ValueError: mine" in done.stderr) == ("mine" in ending)

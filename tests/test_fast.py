@@ -342,8 +342,8 @@ def test_a_forked_process_reads_too(
 LEFT = """
 import sys
 from tests.servers.servers import Server
-from ckpt_tools.storage import RemoteStore, ahead, remote
-ahead.WINDOW_BYTES, remote.FRUGAL = 1 << 20, (2 << 20, 2 << 20)  # so that some have not begun
+from ckpt_tools.storage import RemoteStore, prefetch, remote
+prefetch.WINDOW_BYTES, remote.FRUGAL = 1 << 20, (2 << 20, 2 << 20)  # so that some have not begun
 store = RemoteStore("s3://fast/run", Server("any", sys.argv[1]).options)
 store.will_read([("big", n << 20, 1 << 20) for n in range(9)], is_all=True)
 """

@@ -145,7 +145,7 @@ def test_shapes_come_from_a_file_or_a_models_config(saved: Path, tmp_path: Path,
     for text, message in (
         ("[1]", "is malformed"),
         ("{", "--shapes: cannot be read"),
-        ('{"model_type": "nothing"}', "transformers makes no model"),
+        ('{"model_type": "nothing"}', "transformers cannot build a model"),
     ):
         (tmp_path / "wrong.json").write_text(text)
         failed = ckpt("inspect", folder, "--shapes", tmp_path / "wrong.json")

@@ -3,8 +3,8 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import ReplicatePlacement as TorchReplicate
-from torch.distributed.tensor import ShardPlacement as TorchShard
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 

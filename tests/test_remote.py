@@ -284,7 +284,7 @@ def test_a_wrapper_is_opened_where_that_is_asked_for(
         sum(p.stat().st_size for p in (tmp_path / "cache").iterdir())
         > (tmp_path / "right.safetensors").stat().st_size
     )
-    with pytest.raises(StorageError, match="a chained URL is only read"):
+    with pytest.raises(StorageError, match="a chained URL is read-only"):
         ckpt_tools.reshard(uploaded, f"filecache::{URL}-two", to_ranks=2, storage_options=options)
     with pytest.raises(StorageError, match="a chained URL is not opened"):
         ckpt_tools.inspect("zip://run::s3://bucket/run.zip", {"chained": True})
@@ -438,7 +438,7 @@ def test_a_web_server_is_read_and_not_written_to(saved: Saved, tmp_path: Path) -
     ckpt_tools.merge(source, tmp_path / "here.safetensors")
     with serving(app) as url:
         ckpt_tools.merge(f"{url}/adamw", tmp_path / "there.safetensors")
-        with pytest.raises(StorageError, match="this kind of store is only read"):
+        with pytest.raises(StorageError, match="this kind of store is read-only"):
             ckpt_tools.merge(source, f"{url}/new.safetensors")
     assert (tmp_path / "there.safetensors").read_bytes() == (
         tmp_path / "here.safetensors"

@@ -57,7 +57,7 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
         assert latest(run).step.number == 300  # nothing is superseded by a wish
         save(checkpoints, 150, 0.5)
         assert latest(run).step.number == 150
-        assert "step-00000150, which goes on from step 100" in caplog.text
+        assert "step-00000150, which continues from step 100" in caplog.text
         save(checkpoints, 200, 0.7)
         save(checkpoints, 300, 0.9)
     assert [(s.number, damage(s)) for s in list_steps(run)] == [

@@ -422,7 +422,7 @@ def test_leftovers_of_an_older_save_are_refused_by_seal(tmp_path: Path) -> None:
             storage_writer=dcp.FileSystemWriter(tmp_path / "s", single_file_per_rank=False),
             no_dist=True,
         )
-    with pytest.raises(PlanError, match="look like a part of it and are none") as caught:
+    with pytest.raises(PlanError, match="look like parts of the checkpoint, but are not") as caught:
         ckpt_tools.seal(tmp_path / "s")
     assert (
         "move them away" in (caught.value.hint or "")

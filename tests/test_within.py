@@ -236,7 +236,7 @@ def test_damage_in_what_a_store_copies_is_found(server: Server, tmp_path: Path, 
         return ckpt_tools.reshard(f"s3://copied/{work}", target, to_ranks=2, **options)
 
     if server.name == "moto":
-        with pytest.raises(StorageError, match="is not what it was to be: expected CRC-64"):
+        with pytest.raises(StorageError, match="differs from what was sent: expected CRC-64"):
             go()
         assert not fs.find(target.removeprefix("s3://")) and not uploads(fs, "copied")
     else:

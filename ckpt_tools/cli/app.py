@@ -292,11 +292,11 @@ def reshard(
 ) -> None:
     """Rewrite a checkpoint as DCP, with the chunks that a job of N ranks would save.
 
-    DCP also reshards when it loads, so a job can continue without this command. Use it when many
-    jobs will load the result, when each rank should read one contiguous range, or to drop files
-    that a job left. It is necessary if a save without collectives (`__{rank}.metadata`) cannot be
-    loaded on another number of ranks. It also turns `torch.save` files, one in all or one per rank,
-    into DCP.
+    DCP reshards by itself when it loads, so a job can continue without this command. Use it when
+    many jobs will load the result, when each rank should read one contiguous range, or to drop
+    files that a job left. It is necessary if a save without collectives (`__{rank}.metadata`)
+    cannot be loaded on another number of ranks. It also turns `torch.save` files, one in all or one
+    per rank, into DCP.
 
     A tensor split along one dimension is split again along it, as DTensor's `Shard` does. A tensor
     split along several dimensions (a 2-D mesh) is split along dim 0. A whole tensor stays whole. If
@@ -490,8 +490,9 @@ def convert(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint of any readable format in another layout, with optimizer state if both
-    have it.
+    """Write a checkpoint of any readable format in another layout.
+
+    Optimizer state is included, if both formats have it.
 
     `dcp` is for dcp.load, torchtitan and CheckpointManager. `hf` is a directory that transformers
     opens. `torch` is one .pt file that torch.load opens with weights_only and mmap. `accelerate`
@@ -548,9 +549,7 @@ def verify(
         bool,
         typer.Option(
             "--deep",
-            help=(
-                "Also scan the values: NaN, infinity, tensors of only zeros or only one value."
-            ),
+            help=("Also scan the values: NaN, infinity, tensors of only zeros or only one value."),
         ),
     ] = False,
     require_manifest: Annotated[
@@ -566,8 +565,9 @@ def verify(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Find out whether a checkpoint is whole, and what is damaged. Exit status 1 if it is not
-    whole.
+    """Find out whether a checkpoint is whole, and what is damaged.
+
+    Exit status 1 if it is not whole.
 
     With a manifest, it checks size and checksum of every file. Without one, it checks the
     structure, and the CRC-32 of every record in `.distcp` files, which torch writes but never

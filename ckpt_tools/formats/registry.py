@@ -1,7 +1,6 @@
-"""The formats, and finding out which one a path is.
+"""Lists the formats, and detects the format of a path.
 
-`open_source` takes what a user types: a checkpoint, a file, or a directory that holds one somewhere
-below.
+`open_source` accepts a checkpoint, a file, or a directory with a checkpoint somewhere below.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from ckpt_tools.formats import accelerate, gguf, npz, safetensors, torch_save
 from ckpt_tools.formats.base import ASIDE, Format, Request, TargetTensor, note_of, whole_tensor
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.deepspeed import zero as deepspeed
+from ckpt_tools.formats.external import external_formats
 from ckpt_tools.formats.per_rank import files as per_rank
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url, local_path
 
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _DIRECTORIES: tuple[Format, ...] = (dcp, accelerate, safetensors, deepspeed, per_rank)
-_ARRAYS = (npz, gguf)  # files that are read where their own path is given
+_ARRAYS = (npz, gguf)  # files that are only read by their own path
 FORMATS: tuple[Format, ...] = (*_DIRECTORIES, torch_save, *_ARRAYS)
 _OF_FILES: dict[str, Format] = {
     safetensors.SUFFIX: safetensors,
@@ -56,14 +56,12 @@ _OF_FILES: dict[str, Format] = {
 }
 _SEARCH_DEPTH = 3
 _MAX_SEEN = 10_000
-_MAX_LISTED = 300  # folders a level, where each costs a request
+_MAX_LISTED = 300  # folders per level, in a store where each costs a request
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened checkpoint: its path or URL, its bytes, its format, and its catalog, proved
-    whole.
-    """
+    """An opened checkpoint: its path or URL, store, format, and complete catalog."""
 
     path: str
     store: Store
@@ -72,7 +70,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The last segment of the path."""
+        """Returns the last segment of the path."""
         return (
             self.path.rstrip("/")
             .rpartition("/")[2]
@@ -81,34 +79,33 @@ class Source:
 
     @property
     def local(self) -> Path | None:
-        """The path on this machine's file system, None for one in an object store."""
+        """Returns the local path; None for a checkpoint in an object store."""
         return None if is_url(self.path) else Path(self.path)
 
     @property
     def is_file(self) -> bool:
-        """Tells whether it was given as one file."""
+        """Tells whether the path is that of one file."""
         return bool(folder_of(self.store)[1])
 
     @property
     def folder(self) -> Store:
-        """Where its files lie, with whatever else there is."""
+        """Returns the store of the directory that contains its files."""
         return folder_of(self.store)[0]
 
     @property
     def remote(self) -> RemoteStore | None:
-        """The object store that it lies in, None for one on a disk."""
+        """Returns the object store of the checkpoint; None for one on a disk."""
         return self.folder if isinstance(self.folder, RemoteStore) else None
 
     def with_made(self, files: Mapping[str, bytes]) -> Source:
-        """Returns the source with other files in memory laid over its own."""
+        """Returns the source with other files in memory over its own."""
         inner = self.store.inner if isinstance(self.store, Overlay) else self.store
         return replace(self, store=Overlay(inner, files) if files else inner)
 
     def assume(self, tensors: Iterable[TensorEntry]) -> dict[Extent, Extent]:
-        """Returns where the payloads of packed extents lie, if they were written as usual; unusual
-        ones are looked for.
+        """Returns the usual positions of packed payloads; unusual ones are located.
 
-        What is assumed has to be compared with `locate` afterwards.
+        The caller must compare the assumed positions with `locate` afterwards.
         """
         tensors = list(tensors)
         guessed = self.format.guess(tensors)
@@ -121,8 +118,9 @@ class Source:
 
 
 class _OneFile:
-    """A store that shows one file of a directory, for a source given as a file; without the query
-    of a signed URL.
+    """A store that shows one file of a directory, for a source given as a file.
+
+    The file's name is without the query of a signed URL.
     """
 
     def __init__(self, inner: Store, name: str, url: str) -> None:
@@ -162,9 +160,7 @@ class _OneFile:
 
 
 def folder_of(store: Store) -> tuple[Store, str]:
-    """Returns where a checkpoint's files lie, with whatever else there is, and its name if it is
-    one file, else "".
-    """
+    """Returns the store of a checkpoint's directory, and the name of its only file or ""."""
     if isinstance(store, Overlay):
         return folder_of(store.inner)
     return (store.inner, store.name) if isinstance(store, _OneFile) else (store, "")
@@ -175,18 +171,18 @@ def detect(
     options: Mapping[str, Any] | None = None,
     beside: Mapping[str, bytes] | None = None,
 ) -> tuple[Store, Format]:
-    """Finds the one checkpoint at or below a path or URL.
+    """Finds the only checkpoint at or below a path or URL.
 
     Args:
         path: a file, or a directory that holds a checkpoint's files or has one below.
         options: of the object store, as fsspec takes them.
-        beside: files that are to be seen as if they lay with the checkpoint's own.
+        beside: files in memory that act as files of the checkpoint.
 
     Returns:
-        The store of its files, whose `url` is where it was found, and its format.
+        The store of its files and its format. The store's `url` is the place of the checkpoint.
 
     Raises:
-        NotACheckpointError: there is none, or there are several; they are listed.
+        NotACheckpointError: there is none, or there are several, which the message lists.
         StorageError: the store cannot be opened or listed.
     """
     where = local_path(path)
@@ -198,7 +194,7 @@ def detect(
 
 
 def detect_in(root: Store) -> tuple[Store, Format]:
-    """Finds the one checkpoint in or below a store, as `detect` does."""
+    """Finds the only checkpoint in or below a store, as `detect` does."""
     here = _recognise(root)
     if here:
         _refuse_strays(root)
@@ -224,8 +220,9 @@ def detect_in(root: Store) -> tuple[Store, Format]:
 
 
 def _refuse_strays(store: Store) -> None:
-    """Refuses a directory in which a part is a link that is not followed: without it, the rest
-    could be read as if it were all.
+    """Refuses a directory in which a checkpoint file is a link that is not followed.
+
+    Without that file, the rest could be read as if it were complete.
     """
     for name, target in store.strays().items() if isinstance(store, LocalStore) else ():
         if is_ours(name) or suffix_of(name):
@@ -237,7 +234,7 @@ def _refuse_strays(store: Store) -> None:
 
 
 def _open_local(path: str) -> tuple[Store, str]:
-    """Returns the store of a directory, or that of a file's directory and the file's name."""
+    """Returns the store of a directory and "", or the store of a file's directory and its name."""
     root = Path(path)
     if not root.exists():
         aside = (
@@ -246,7 +243,7 @@ def _open_local(path: str) -> tuple[Store, str]:
             else None
         )
         hint = (
-            f"an --overwrite that was killed left it as {aside}; the next one puts it back, or: mv"
+            f"a killed --overwrite left it as {aside}; the next one puts it back, or: mv"
             f" {aside} {root}"
             if aside
             else None
@@ -259,7 +256,7 @@ def _open_local(path: str) -> tuple[Store, str]:
     real = Path(os.path.realpath(root))
     if suffix_of(real.name) == suffix_of(root.name):
         return LocalStore(real.parent), real.name
-    return LocalStore(root.parent, root.name), root.name  # the link alone says what it is
+    return LocalStore(root.parent, root.name), root.name  # only the link's name has the suffix
 
 
 def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, str]:
@@ -273,8 +270,8 @@ def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, st
 
 
 def suffix_of(name: str) -> str:
-    """Returns the suffix by which a file's format is known, "" for none."""
-    bare = name.partition("?")[0]  # a query of a signed URL
+    """Returns the suffix that determines a file's format; "" for none."""
+    bare = name.partition("?")[0]  # without the query of a signed URL
     return next(
         (suffix for suffix in _OF_FILES if name.endswith(suffix) or bare.endswith(suffix)), ""
     )
@@ -283,6 +280,9 @@ def suffix_of(name: str) -> str:
 def _file_format(path: str, name: str) -> Format:
     if suffix := suffix_of(name):
         return _OF_FILES[suffix]
+    for form in external_formats():
+        if suffix_matches(form, name):
+            return form
     if name == ".metadata" or name.endswith(".distcp"):
         raise NotACheckpointError(
             f"a part of a checkpoint: {printable(path)}",
@@ -298,7 +298,14 @@ def _recognise(root: Store) -> Format | None:
     files = root.list_files()
     if any(name.startswith("pytorch_model_fsdp_") for name in root.folders()):
         files = root.list_files(below=True)
-    return next((f for f in FORMATS if f.recognise(files)), None)
+    own = next((f for f in FORMATS if f.recognise(files)), None)
+    return own or next((f for f in external_formats() if f.recognise(files)), None)
+
+
+def suffix_matches(form: Format, name: str) -> bool:
+    """Tells whether a format of files, which has a `SUFFIX`, claims a file's name."""
+    suffix = getattr(form, "SUFFIX", "")
+    return bool(suffix) and name.endswith(suffix)
 
 
 def _search(root: Store) -> list[tuple[Store, Format]]:
@@ -317,7 +324,7 @@ def _search(root: Store) -> list[tuple[Store, Format]]:
         for folder in sorted(below[:limit], key=lambda store: _natural(store.url)):
             try:
                 known = _recognise(folder)
-            except StorageError:  # not ours to read
+            except StorageError:  # no permission to read it
                 continue
             if known:
                 found.append((folder, known))
@@ -327,7 +334,7 @@ def _search(root: Store) -> list[tuple[Store, Format]]:
 
 
 def _natural(path: str) -> list[tuple[int, int, str]]:
-    """Orders step-900 before step-10000."""
+    """Returns a sort key that orders step-900 before step-10000."""
     parts: list[tuple[int, int, str]] = []
     word = ""
     for c in f"{path}\0":
@@ -368,8 +375,9 @@ def open_source(
     options: Mapping[str, Any] | None = None,
     beside: Mapping[str, bytes] | None = None,
 ) -> Source:
-    """Opens a checkpoint, reads its metadata, and proves that every tensor is there exactly once;
-    arguments as for `detect`.
+    """Opens a checkpoint, and checks that its chunks cover every tensor exactly once.
+
+    The arguments are those of `detect`.
 
     Raises:
         NotACheckpointError: see `detect`.
@@ -379,7 +387,7 @@ def open_source(
     """
     try:
         return _open(path, options, beside)
-    except (FormatError, CatalogError):  # a bit may have flipped on the way
+    except (FormatError, CatalogError):  # a bit may have flipped on the way: read again
         if not is_url(os.fspath(path)):
             raise
         return _open(path, options, beside)
@@ -398,9 +406,7 @@ def _open(
 
 
 def is_checkpoint_file(folder: Store, name: str) -> bool:
-    """Tells whether a file may be part of what this tool writes, by its name and by what is in
-    it.
-    """
+    """Tells by name and contents whether a file may be part of a checkpoint of this tool."""
     if not is_ours(name):
         return False
     store = _OneFile(folder, name, f"{folder.url}/{name}")
@@ -412,11 +418,10 @@ def is_checkpoint_file(folder: Store, name: str) -> bool:
 
 
 def prove(store: Store) -> None:
-    """Reads the metadata of the checkpoint in or below a store, and proves it whole, as
-    `open_source` does.
+    """Checks the metadata of the checkpoint in or below a store, as `open_source` does.
 
     Raises:
-        CheckpointError: it is malformed, or something is missing.
+        CheckpointError: it is malformed or incomplete.
     """
     inner, form = detect_in(store)
     try:
@@ -432,5 +437,5 @@ _OURS = (".distcp", ".metadata", ".safetensors", ".safetensors.index.json")
 
 
 def is_ours(name: str) -> bool:
-    """Tells whether a file of that name may be part of a checkpoint that this tool writes."""
+    """Tells by its name whether a file may be part of a checkpoint of this tool."""
     return name.endswith(_OURS) or note_of(name) is not None

@@ -125,7 +125,7 @@ def check_loadable(data: bytes, name: str, hint: str | None = None) -> None:
     Args:
         data: the archive.
         name: names the object in messages.
-        hint: what the user can do; the error's own hint where None.
+        hint: advice for the user; the error's own hint if None.
 
     Raises:
         PlanError: it could not be loaded.

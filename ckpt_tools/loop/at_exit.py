@@ -36,7 +36,7 @@ def _close_all() -> None:
         try:
             close()
         except BaseException as error:  # noqa: BLE001  # reported by the exit status
-            log.exception("the process ends, and its last save is not there")
+            log.exception("the process ends, but its last save failed")
             _failed.append(error)
 
 

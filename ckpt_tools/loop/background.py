@@ -153,8 +153,9 @@ class BackgroundWriter:
             )
 
     def write(self, save: PendingSave, group: GlooGroup) -> SaveReport:
-        """Writes and commits a step, and retries while the store cannot be reached. All ranks call
-        it.
+        """Writes and commits a step, and retries while the store cannot be reached.
+
+        All ranks call it.
 
         Raises:
             CheckpointError: it failed; nothing is visible then.

@@ -70,9 +70,7 @@ class Candidates:
         self.passed.add(os.fspath(step))
 
     def _newest(self, damaged: Sequence[Path | str]) -> Latest:
-        """Returns the newest step of root and mirror; of the root alone if the mirror is
-        unreadable.
-        """
+        """Returns the newest step of root and mirror; if the mirror is unreadable, of the root."""
         if not self._mirror_url:
             return latest_of([self.root], damaged, self.options)
         try:

@@ -110,8 +110,8 @@ def load(
         state: for example `{"model": model}`. Plain values in it are replaced.
         storage_options: options of the object store, in fsspec's form. Others come from the store's
             own configuration.
-        process_group: the ranks that load together; all where None. One process where
-            torch.distributed is not initialised.
+        process_group: the ranks that load together; all if None. Without an initialised
+            torch.distributed, this process alone.
         timeout_s: how long ranks wait for each other before the missing one is named.
         select, strict, cast, trust_pickle, rename, on_mismatch: as in `CheckpointManager.resume`.
         read_once: as in `CheckpointManager`.
@@ -384,9 +384,7 @@ def _share(
     jobs: int,
     report: LoadReport,
 ) -> list[Shard]:
-    """Reads shards together with other ranks where this pays; returns those that this rank reads
-    alone.
-    """
+    """Reads shards together with other ranks if this pays; returns the remaining shards."""
     is_remote = source.store.capabilities.fetches_ahead
     if group.size == 1 or not (is_remote if read_once is None else read_once):
         return shards
@@ -632,8 +630,8 @@ def _per_rank(
         raise PlanError(
             what,
             hint=(
-                "PerRank(value, on_resize='reset') keeps each rank's own; a function can deal them"
-                " out again"
+                "PerRank(value, on_resize='reset') keeps each rank's own state; a function can"
+                " redistribute the states"
             ),
         )
     report.notes.append(f"{what}; reset: every rank keeps its own")

@@ -59,7 +59,7 @@ _MAX_STEP = 10**18
 class CheckpointManager:
     """The checkpoints of one run in one directory.
 
-    All ranks create it and call every method in the same order.
+    All ranks create it, and call its methods in the same order with the same arguments.
 
     `save` leaves a committed `root/step-00000500/`: stock DCP files and a manifest. The step does
     not exist before the commit, and it is complete after it. If one rank fails, every rank raises,
@@ -95,15 +95,15 @@ class CheckpointManager:
             root: a directory that all ranks share, made if it is not there; or a URL,
                 `s3://bucket/run`. One job at a time holds it: with a locked file on a disk, with a
                 lease in an object store.
-            keep_last: how many of the newest complete steps stay; all where None.
-            keep_every: steps whose number is a multiple of this stay for good.
+            keep_last: how many of the newest complete steps stay; all if None.
+            keep_every: steps whose number is a multiple of this are never removed.
             asynchronous: copy to host memory and write in the background.
             when_busy: what a save does while the previous one is still being written. `"wait"`
-                waits for it, `"skip"` saves nothing.
-            process_group: the ranks that save together; all where None. One process where
-                torch.distributed is not initialised.
+                waits for it, `"skip"` skips the new one.
+            process_group: the ranks that save together; all if None. Without an initialised
+                torch.distributed, this process alone.
             timeout_s: how long ranks wait for each other before the missing one is named.
-            jobs: threads per rank for writing and reading. Where None: the rank's share of the
+            jobs: threads per rank for writing and reading. If None: the rank's share of the
                 machine's processors, at most 4.
             read_once: whether one rank reads bytes that several ranks need (DDP, HSDP, columns of
                 rows) and sends them to the others. True: among all ranks. False: never. None: only
@@ -114,7 +114,7 @@ class CheckpointManager:
             mirror: a URL to which complete steps are copied in the background; they outlive the
                 machine, and `resume` takes the newest of both. Where it cannot be reached, the
                 steps on the disk are used, with a warning.
-            mirror_every: steps whose number is a multiple of this are copied; all where None.
+            mirror_every: steps whose number is a multiple of this are copied; all if None.
             retry_s: seconds for which a save, a start or a resume is retried while the object store
                 cannot be reached.
             max_failures: the number of background saves in a row whose failure raises. Earlier
@@ -329,8 +329,8 @@ class CheckpointManager:
                 steps get names `step-….superseded-…`. No command or load uses them after that.
             path: load this checkpoint instead, a path or a URL. It may come from another run, stock
                 DCP or torchtitan.
-            select: globs of names to load, such as `["model.*"]`; everything where empty. The rest
-                keeps what it has.
+            select: globs of names to load, such as `["model.*"]`; everything if empty. Other
+                entries keep their values.
             strict: refuse a checkpoint that lacks entries of the state, or has more entries under
                 the same keys.
             cast: let floating-point tensors change their type; nothing is cast unless asked.

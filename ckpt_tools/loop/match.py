@@ -25,7 +25,7 @@ from ckpt_tools.core.catalog import (
 )
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.objects import Key
-from ckpt_tools.loop.optimizers import StoredTensor
+from ckpt_tools.loop.optimizers import StoredState
 from ckpt_tools.loop.shards import alias_key, local_shards
 from ckpt_tools.loop.state_dict import ExportedState, join
 
@@ -124,20 +124,20 @@ def root_of(name: str, paths: Mapping[str, Key]) -> str:
     return str(path[0]) if path else name.partition(".")[0]
 
 
-def stored_state(catalog: Catalog) -> dict[str, dict[str, StoredTensor]]:
+def stored_state(catalog: Catalog) -> dict[str, dict[str, StoredState]]:
     """Returns a checkpoint's optimizer state, by the parameter's plain name and by key."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, entry in catalog.tensors.items():
         if ".state." not in f".{name}":
             shapes.setdefault(strip_wrappers(name), entry.shape)
             shapes.setdefault(strip_wrappers(name.partition(".")[2]), entry.shape)
-    found: dict[str, dict[str, StoredTensor]] = {}
+    found: dict[str, dict[str, StoredState]] = {}
     for name, entry in catalog.tensors.items():
         _, is_state, rest = f".{name}".partition(".state.")
         if is_state:
             fqn, key = strip_wrappers(rest.rpartition(".")[0]), rest.rpartition(".")[2]
             is_like = entry.shape == shapes[fqn] if fqn in shapes else bool(entry.shape)
-            found.setdefault(fqn, {})[key] = StoredTensor(
+            found.setdefault(fqn, {})[key] = StoredState(
                 entry.shape, getattr(torch, entry.dtype.name), is_like
             )
     return found
@@ -224,7 +224,7 @@ def match(exported: ExportedState, catalog: Catalog, request: LoadRequest, where
         )
     if absent or kinds:
         notes.append(
-            f"{len(absent) + len(kinds)} entries are not in the checkpoint and keep what they have:"
+            f"{len(absent) + len(kinds)} entries are not in the checkpoint and keep their values:"
             f" {_some([*absent, *kinds])}"
         )
     notes += _turned(exported, catalog, new, gone, free)
@@ -298,7 +298,8 @@ def _turned(
         if n in exported.objects and n in catalog.tensors and not n.endswith("._extra_state")
     ]
     notes = [
-        f"{printable(n)}: a tensor was stored, and replaces a value that is none" for n in turned
+        f"{printable(n)}: a tensor was stored, and replaces a value that is not a tensor"
+        for n in turned
     ]
     lost: dict[str, list[str]] = {}
     for name in sorted(gone & exported.tensors.keys()):
@@ -359,8 +360,8 @@ def _resized(
 
 def _told(name: str, how: OnMismatch, exported: ExportedState, entry: TensorEntry) -> str:
     what = {
-        "grow": "its elements are loaded, the others keep what they have",
-        "skip": "it keeps what it has",
+        "grow": "its elements are loaded, the others keep their values",
+        "skip": "it keeps its values",
     }
     done = (
         what[how]
@@ -395,7 +396,7 @@ def int_keys(
             kind: Any = type(value)
             values[name] = kind(made)
             notes.append(
-                f"{printable(name)}: its keys were stored as texts, and are integers again"
+                f"{printable(name)}: its keys were stored as strings, and are integers again"
             )
 
 
@@ -572,7 +573,7 @@ def _hint(misfit: _Misfit, strict: bool) -> str:
             )
     if misfit.shapes:
         return (
-            f"say what becomes of other shapes: on_mismatch={{{misfit.shapes[0]!r}: 'grow' or"
+            f"choose how to load other shapes: on_mismatch={{{misfit.shapes[0]!r}: 'grow' or"
             " 'skip'}, or a function"
         )
     if misfit.types and (not strict or not (absent or extra or misfit.kinds)):

@@ -43,7 +43,7 @@ class Mirror:
 
         Args:
             url: root of the run in the store.
-            every: steps whose number is a multiple of this are copied; all where None.
+            every: steps whose number is a multiple of this are copied; all if None.
             keep_last, keep_every: as for the manager.
             options: options of the store, in fsspec's form.
         """
@@ -124,7 +124,7 @@ class Mirror:
                 self.error = (
                     error if isinstance(error, CheckpointError) else StorageError(str(error))
                 )
-                log.warning("the mirror cannot be looked at: %s", told(error))
+                log.warning("the mirror cannot be listed: %s", told(error))
         while True:
             with self._lock:
                 self._running, self._waiting = self._waiting, None
@@ -171,7 +171,7 @@ class Mirror:
         ):
             where = rollback.set_aside(self.url, there, manifest.attempt, self.options)
             log.warning(
-                "%s was saved anew: the copy in the mirror is set aside as %s",
+                "%s was saved again: the copy in the mirror is set aside as %s",
                 printable(str(path)),
                 printable(where),
             )

@@ -129,7 +129,7 @@ def encode(value: Any, path: Key, replace: Replace | None = None) -> Any:
     Args:
         value: of the supported types, nested.
         path: its keys from the state's root, for messages.
-        replace: returns a replacement for each tensor. Where None, tensors stay, on the CPU.
+        replace: returns a replacement for each tensor. If None, tensors stay, on the CPU.
 
     Raises:
         PlanError: a type is not supported, or containers are nested more than 64 deep.

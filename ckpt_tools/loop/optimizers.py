@@ -31,7 +31,7 @@ WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _OWN = ("state", "param_groups")
 
 
-class StoredTensor(NamedTuple):
+class StoredState(NamedTuple):
     """A tensor of a parameter's state in a checkpoint.
 
     `is_like` means that it has the shape that the parameter had.
@@ -42,7 +42,7 @@ class StoredTensor(NamedTuple):
     is_like: bool
 
 
-Stored = Mapping[str, Mapping[str, StoredTensor]]  # by parameter and key
+Stored = Mapping[str, Mapping[str, StoredState]]  # by parameter and key
 
 
 class ExportedOptimizer(NamedTuple):
@@ -60,8 +60,7 @@ class ExportedOptimizer(NamedTuple):
 
 
 class StateOwners(NamedTuple):
-    """The modules and tensors of a state that may own an optimizer's parameters, and the
-    optimizers.
+    """The modules and tensors that may own an optimizer's parameters, and the optimizers.
 
     Each has its path of keys.
     """
@@ -131,7 +130,7 @@ def export_optimizer(
     )
 
 
-def _room(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+def _room(parameter: torch.Tensor, stored: StoredState) -> torch.Tensor:
     """Returns memory for a tensor of a parameter's state, sharded like a parameter of its shape."""
     if stored.is_like or stored.shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
@@ -228,7 +227,7 @@ def _names(
             f" parameter {missing} of {len(parameters)}, {list(parameters[missing].shape)}",
             hint=(
                 "put the module that holds them into the state, or a dict with the tensors"
-                " themselves; FSDP1 wants one module with all"
+                " themselves; FSDP1 needs one module with all"
             ),
         )
     return [known[id(p)] for p in parameters]

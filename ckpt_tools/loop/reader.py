@@ -98,7 +98,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
     Attributes:
         path: path or URL.
         format: name of its format.
-        world_size: number of ranks that saved it, None where the format does not say.
+        world_size: number of ranks that saved it; None if the format does not store it.
     """
 
     def __init__(self, source: Source) -> None:

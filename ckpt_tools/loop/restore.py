@@ -54,8 +54,9 @@ def state_of_rank(value: Any, path: Key) -> Any:
 
 
 def set_state_of_rank(value: Any, state: Any, path: Key) -> Any:
-    """Sets the state of a `PerRank`'s value, and returns the value, or the new one of a plain
-    value.
+    """Sets the state of a `PerRank`'s value, and returns the value.
+
+    A plain value is replaced by the state.
 
     Raises:
         PlanError: its containers differ from the saved ones.

@@ -58,8 +58,8 @@ def removable(
     Args:
         steps: from `list_steps`. Incomplete and superseded steps, steps without a manifest, and
             links are neither counted nor removed.
-        keep_last: how many of the newest complete steps stay, at least 1; all where None.
-        keep_every: steps whose number is a multiple of this stay for good.
+        keep_last: how many of the newest complete steps stay, at least 1; all if None.
+        keep_every: steps whose number is a multiple of this are never removed.
         kept: paths that stay whatever the rules say.
     """
     if keep_last is None:
@@ -113,7 +113,7 @@ def prune(
         dry_run: remove nothing.
         options: of the object store, as fsspec takes them.
         reads: read the counted steps first, and count the next older step for each damaged one.
-            Where None, only the newest step is read, so that at least one sound step stays.
+            If None, only the newest step is read, so that at least one sound step stays.
         passed: paths of steps that a resume has found unusable. They are neither counted nor
             removed.
 

@@ -71,7 +71,7 @@ def complete(root: Root, options: Options, keeps_notes: bool = False) -> None:
 def _set_aside(root: Root, step: Step, note: RollbackNote, options: Options) -> None:
     where = set_aside(root, step, note.attempt, options)
     log.warning(
-        "set aside %s: superseded by %s, which goes on from step %d",
+        "set aside %s: superseded by %s, which continues from step %d",
         printable(where),
         note.step,
         note.resumed,

@@ -28,7 +28,7 @@ def steps(root: Root, *, storage_options: Mapping[str, Any] | None = None) -> li
 def latest(
     root: Root, *, verify: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> Step | None:
-    """Returns the newest complete step of a run, None where there is none.
+    """Returns the newest complete step of a run; None if there is none.
 
     Args:
         root: directory of the run, a path or a URL.
@@ -58,8 +58,8 @@ def prune(
         root: directory of the run, a path or a URL. No job may be saving to it.
         keep_last: how many of the newest complete steps stay, at least 1.
         keep_every: steps whose number is a multiple of this stay too.
-        verify: read the steps that are counted, and count none that is damaged. Where None, only
-            the newest one is read.
+        verify: read the counted steps, and do not count damaged ones. If None, only the newest step
+            is read.
         dry_run: remove nothing, and return what would be removed.
         storage_options: of the object store, as fsspec takes them.
 

@@ -1,6 +1,6 @@
 """Saves a live state: the ranks assign shards to writers, each writes, and rank 0 commits.
 
-The ranks keep this layout. While no rank's shards change, a save exchanges only a few bytes per
+The ranks keep this assignment. While no rank's shards change, a save exchanges only a few bytes per
 file and an exclusive-or of the tensors' checksums. The files are those of stock `dcp.save`, and the
 manifest.
 """
@@ -43,8 +43,9 @@ class WriteTask(NamedTuple):
 
 
 class MetadataHead(NamedTuple):
-    """The metadata without the objects, and the sealed tensors without fingerprints. Only rank 0
-    has it.
+    """The metadata without objects, and the sealed tensors without fingerprints.
+
+    Only rank 0 has it.
     """
 
     template: Template
@@ -128,13 +129,13 @@ def agree_layout(
         objects,
         values,
     )
-    if not group.sum([changed], "agree_layout on the layout")[0]:
+    if not group.sum([changed], "agree on the layout")[0]:
         assert known is not None
         return known
     tasks: list[WriteTask] = []
     head = None
-    gathered = group.gather((offers, objects, dict(paths), values), "agree_layout on the layout")
-    with group.phase("agree_layout on the layout"):
+    gathered = group.gather((offers, objects, dict(paths), values), "agree on the layout")
+    with group.phase("agree on the layout"):
         if group.rank == 0:
             _check_values([g[3] for g in gathered], {offer.fqn for g in gathered for offer in g[0]})
             tasks, head = assign(
@@ -142,7 +143,7 @@ def agree_layout(
                 [g[1] for g in gathered],
                 {k: v for g in reversed(gathered) for k, v in g[2].items()},
             )
-    task = group.scatter(tasks, "agree_layout on the layout")
+    task = group.scatter(tasks, "agree on the layout")
     return SaveLayout(
         offers, objects, values, task, plan_file(group.rank, [offers[i] for i in task.offers]), head
     )

@@ -43,15 +43,15 @@ def save(
         state: modules, optimizers, other objects with `state_dict`, tensors and plain values by
             name, as `CheckpointManager.save` takes them.
         overwrite: replace a checkpoint at that path, once the new one is complete.
-        jobs: threads of this rank; the processors of the machine, at most 4, where None.
+        jobs: threads of this rank; the processors of the machine, at most 4, if None.
         storage_options: of the object store, as fsspec takes them.
-        process_group: the ranks that save together; all where None. One process where
-            torch.distributed is not initialised.
+        process_group: the ranks that save together; all if None. Without an initialised
+            torch.distributed, this process alone.
         timeout_s: how long ranks wait for each other before the missing one is named.
 
     Raises:
         PlanError: the state has something that no load could restore.
-        StorageError: something is there already, or it cannot be written.
+        StorageError: the path exists already, or it cannot be written.
         PeerError: another rank failed; nothing is visible then.
     """
     group = GlooGroup(timeout_s, process_group)

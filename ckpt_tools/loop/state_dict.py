@@ -67,8 +67,9 @@ class PerRank:
 
 
 class RngState:
-    """The random generators of this rank: Python's, NumPy's, torch's on the CPU and on the current
-    CUDA device.
+    """The random generators of this rank.
+
+    These are Python's, NumPy's, and torch's on the CPU and on the current CUDA device.
 
     `{"rng": RngState()}` is stored per rank. If the number of ranks changes, every rank keeps its
     present generators.
@@ -378,8 +379,7 @@ class _Exporter:
                 f"two entries of the state have one name: {printable(name)!r}: {place(other)} and"
                 f" {place(path)}",
                 hint=(
-                    "keys are joined by dots, and numbers as keys are written as texts: choose"
-                    " other keys"
+                    "keys are joined by dots, and numbers as keys become strings: choose other keys"
                 ),
             )
         return name
@@ -393,7 +393,7 @@ class _Exporter:
         without = [name for name, tensor in self.result.tensors.items() if tensor.is_meta]
         if without:
             kept = (
-                ", then give first values to what no checkpoint holds:"
+                ", then initialise the buffers that no checkpoint holds:"
                 f" {', '.join(self.result.kept[:4])}"
                 if self.result.kept
                 else ""

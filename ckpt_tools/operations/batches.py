@@ -64,8 +64,9 @@ def one_batch(
 def cut_batches(
     store: Store, sizes: Mapping[str, int], archives: Sequence[Extent], only_archives: bool = False
 ) -> Iterator[ReadBatch]:
-    """Yields the bytes of files, each in one batch of about 32 MiB. The next batch is fetched while
-    one is checked.
+    """Yields the bytes of files, each byte once, in batches of about 32 MiB.
+
+    The next batch is fetched while one is checked.
 
     An archive that is larger than a batch gets its own batch, which is not held.
 

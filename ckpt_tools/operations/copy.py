@@ -342,8 +342,7 @@ class _Work:
         return "all" if is_same and find(store) == self.manifest else "another"
 
     def _check_own(self, store: RemoteStore, names: Sequence[str]) -> None:
-        """Refuses to overwrite objects that this tool did not write and that differ from the
-        source.
+        """Refuses to overwrite objects of other tools that differ from the source.
 
         Raises:
             StorageError: there is such an object.

@@ -39,8 +39,7 @@ class SalvageResult:
 
 @checked(Options)
 def salvage(src: Path_, dst: Path_, **options: Unpack[Options]) -> SalvageResult:
-    """Writes the undamaged tensors and objects of a checkpoint as DCP, for the same number of
-    ranks.
+    """Writes the undamaged entries of a checkpoint as DCP, for the same number of ranks.
 
     safetensors stays safetensors. If DST is a .safetensors file, the tensors of other formats are
     written as safetensors, too.

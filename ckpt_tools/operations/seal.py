@@ -330,7 +330,7 @@ def _read_once(
         batch = replace(batch, store=work.store)  # the bytes in memory are wrong
     raise IntegrityError(
         f"repeated reads return different bytes: {printable(work.store.url)}",
-        hint="look at the disk or the network",
+        hint="check the disk and the network",
     )
 
 

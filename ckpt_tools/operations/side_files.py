@@ -67,7 +67,7 @@ def carried(source: Source, ranks: int) -> SideFiles:
     if states and (missing := sorted({*range(ranks)} - states)):
         notes.append(
             f"no random states for rank {_some(map(str, missing))}: the source has those of"
-            f" {len(states)}; they begin anew"
+            f" {len(states)}; they start fresh"
         )
     return SideFiles(files, keys, notes)
 

@@ -98,9 +98,7 @@ def verify(
     began = time.monotonic()
     problems, unknown = work.compare(quick) if work.manifest else work.examine_all(quick)
     if not problems and not work.num_entries and not (work.catalog and work.catalog.unread):
-        problems = [
-            Problem("", "it holds no tensor and no object, so there is nothing that could be whole")
-        ]
+        problems = [Problem("", "it holds no tensor and no object, so there is nothing to verify")]
     lost = sorted({p.fqn for p in problems if p.fqn})
     unread = work.catalog.unread if work.catalog else {}
     if work.catalog and not quick and work.remote is None:

@@ -188,7 +188,7 @@ MAX_WHOLE_BYTES = 1 << 30
 
 
 def read(store: Store, path: str, start: int = 0, nbytes: int | None = None) -> bytes:
-    """Returns `nbytes` bytes of a file from `start`; the rest of the file where None.
+    """Returns `nbytes` bytes of a file from `start`; the rest of the file if None.
 
     A false length from a hostile header or a sparse file allocates no memory.
 
@@ -285,7 +285,7 @@ def check_url(url: str) -> None:
     scheme, separator, path = url.rpartition("::")[2].partition("://")
     if scheme in ("s3", "s3a", "gs", "gcs") and "@" in path.partition("/")[0]:
         raise StorageError(
-            f"credentials do not stand in such a URL: {printable(url)}",
+            f"a URL must not contain credentials: {printable(url)}",
             hint="give them by the environment or a file",
         )
     has_host = scheme not in _WITHOUT_HOST

@@ -117,9 +117,8 @@ class LocalStore:
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]], is_all: bool = False) -> None:
         del is_all
-        for path, start, nbytes in (
-            r for r in ranges if r[2] >= _SHORT_BYTES
-        ):  # for a long range, the kernel's own sequential read-ahead is better
+        for path, start, nbytes in (r for r in ranges if r[2] >= _SHORT_BYTES):
+            # for a long range, the kernel's own sequential read-ahead is better
             advice = os.POSIX_FADV_WILLNEED if nbytes < _LONG_BYTES else os.POSIX_FADV_SEQUENTIAL
             os.posix_fadvise(self._open(path), start, nbytes, advice)
 

@@ -25,8 +25,9 @@ class Window(NamedTuple):
 
 
 def coalesce(ranges: Iterable[Range], max_gap: int, max_nbytes: int) -> Iterator[Window]:
-    """Joins ranges of one file whose gap is at most `max_gap` bytes into windows of at most
-    `max_nbytes`.
+    """Joins ranges of one file into windows of at most `max_nbytes` bytes.
+
+    Ranges in a window have gaps of at most `max_gap` bytes.
 
     A longer range gets its own window. Windows are in order of file and start. Every range is in
     exactly one window.

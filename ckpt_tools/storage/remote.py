@@ -427,7 +427,7 @@ class RemoteStore:
     def _check_direct(self) -> None:
         if self._is_wrapped:
             raise StorageError(
-                f"a chained URL is only read: {printable(self.url)}",
+                f"a chained URL is read-only: {printable(self.url)}",
                 hint="write to the store itself",
             )
 
@@ -549,9 +549,7 @@ class RemoteStore:
         return RemoteStore(self.url, None, self._fs, self.traffic)
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Removes objects, up to 1,000 per request if the store supports that; ignores missing
-        ones.
-        """
+        """Removes objects, up to 1,000 per request if possible; ignores missing ones."""
         full = [self._full(path) for path in paths]
         for at in range(0, len(full), 1000):
             batch = full[at : at + 1000]

@@ -1,6 +1,6 @@
-"""What goes wrong with an object store: what is worth another try, and what a person is told.
+"""Retries calls of object stores, and translates their errors.
 
-Every package has exceptions of its own; here they become one StorageError, without secrets.
+Every package has its own exceptions. They become a StorageError with a hint, without secrets.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _HINTS = (
     ),
     (
         ("status=400", "[Errno 22] Bad Request"),
-        "the credentials may have expired: a store says no more to a question about an object",
+        "the credentials may have expired: the store gives no reason",
     ),
     (("Could not connect", "Cannot connect", "Name or service not known"), _UNREACHABLE),
 )
@@ -67,17 +67,17 @@ def retry(
     missing: Any = None,
     traffic: Traffic | None = None,
 ) -> Any:
-    """Calls a store; what may pass is tried again.
+    """Calls a store, with retries after temporary failures.
 
     Args:
         operation: a verb, for messages.
-        url: of what it is done to.
-        call: does it.
-        missing: what to return where there is no such object; an error where None.
+        url: URL of the object, for messages.
+        call: the function.
+        missing: the result if there is no such object. If None, that is an error.
         traffic: counts the calls.
 
     Raises:
-        StorageError: it failed for good, or too often.
+        StorageError: the failure is permanent, or every try failed.
     """
     for attempt in range(ATTEMPTS):
         if traffic is not None:
@@ -105,12 +105,12 @@ def retry(
 
 
 def failure(operation: str, url: str, error: BaseException) -> StorageError:
-    """Returns the error that a person is told of a call that failed for good.
+    """Returns the user's error for a call that finally failed.
 
     Args:
         operation: a verb.
-        url: of what it was done to.
-        error: of the store's package.
+        url: URL of the object.
+        error: the exception of the store's package.
     """
     advice = hint(error)
     text = f"cannot {operation}: {plain(error)} ({printable(url)})"
@@ -129,19 +129,20 @@ def _is_outage(error: BaseException) -> bool:
 
 
 def pause(attempt: int) -> None:
-    """Waits a random while, the longer the more attempts have failed."""
+    """Waits a random time, which grows with the number of failed attempts."""
     time.sleep(delay(attempt))
 
 
 def delay(attempt: int) -> float:
-    """Returns how many seconds to wait after so many failed attempts: a random while, so that not
-    all come back at once.
+    """Returns the seconds to wait after a number of failed attempts.
+
+    The time is random, so that not all clients come back at the same time.
     """
     return float(random.random() * 0.2 * 2**attempt)  # noqa: S311
 
 
 def translated(error: Exception) -> BaseException:
-    """Returns botocore's error as Python's own of that kind, as s3fs does."""
+    """Returns Python's own exception for botocore's error, as s3fs does."""
     from s3fs.errors import translate_boto_error  # type: ignore[import-untyped]
 
     found: BaseException = translate_boto_error(error)
@@ -149,7 +150,7 @@ def translated(error: Exception) -> BaseException:
 
 
 def status(error: BaseException) -> int:
-    """Returns the HTTP status that a store answered with, 0 where unknown."""
+    """Returns the HTTP status of a store's answer; 0 if unknown."""
     answer = getattr(error.__cause__, "response", None) or getattr(error, "response", None) or {}
     return (
         int((answer.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0)
@@ -159,10 +160,10 @@ def status(error: BaseException) -> int:
 
 
 def may_pass(error: Exception) -> bool:
-    """Tells whether asking again may help: the connection broke, or the store was busy."""
+    """Tells whether a retry may help: the connection broke, or the store was busy."""
     text = _text(error)
     if isinstance(error, (PermissionError, ValueError, NotImplementedError)) or hint(error):
-        return False  # s3fs itself has tried an endpoint several times
+        return False  # s3fs itself has already retried
     return isinstance(error, (OSError, TimeoutError, EOFError)) or any(
         word in text
         for word in (
@@ -184,9 +185,7 @@ def hint(error: BaseException) -> str | None:
 
 
 def _text(error: BaseException) -> str:
-    """Returns everything that an error says of its kind; s3fs leaves the store's own code in the
-    cause.
-    """
+    """Returns the type, text and store's code of an error. s3fs keeps the code in the cause."""
     answer = getattr(error.__cause__, "response", None) or {}
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
     code = f"{answer.get('Error', {}).get('Code', '')} status={status}" if status else ""
@@ -194,7 +193,7 @@ def _text(error: BaseException) -> str:
 
 
 def plain(error: BaseException) -> str:
-    """Returns an error's text on one line, what looks like a secret blotted out."""
+    """Returns an error's text on one line, with `***` for text that looks like a secret."""
     text = " ".join(str(error).split())
     if text in ("", "None") or text.endswith("] None"):
         text = _text(error).replace("None", "").strip()
@@ -202,7 +201,7 @@ def plain(error: BaseException) -> str:
 
 
 def appeared(url: str) -> StorageError:
-    """Returns the error for a destination that another writer has taken."""
+    """Returns the error for a destination that another writer has created."""
     return StorageError(
         f"the destination appeared while this was at work: {printable(url)}",
         hint="another writer was first; look at what it wrote",

@@ -1,7 +1,6 @@
-"""Small files beside a checkpoint, and those that a person names: a config, a key map, a list of
-names.
+"""Reads small files beside a checkpoint or named by the user, such as a config or a key map.
 
-Whoever made a directory may have put a device, a pipe or a giant there.
+An untrusted directory may hold a device, a pipe or a huge file instead.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ MAX_JSON_BYTES = 64 << 20
 
 
 def read_named(path: str | os.PathLike[str], most: int = MAX_JSON_BYTES) -> bytes:
-    """Returns a file that a person has named. A link is followed; a device, a pipe, a directory or
-    a longer file is refused.
+    """Returns the contents of a file that the user has named.
+
+    It follows a link, but refuses a device, a pipe, a directory or a longer file.
 
     Args:
-        path: of the local file system.
-        most: bytes that it may have.
+        path: a local path.
+        most: largest number of bytes.
 
     Raises:
-        StorageError: it is another thing than such a file, or cannot be read.
+        StorageError: it is not such a file, or cannot be read.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -48,7 +48,7 @@ def read_named(path: str | os.PathLike[str], most: int = MAX_JSON_BYTES) -> byte
 
 
 def read_beside(folder: str | os.PathLike[str], name: str, most: int = MAX_JSON_BYTES) -> bytes:
-    """Returns a file of a directory. A link that leads out of the directory is refused too.
+    """Returns the contents of a file in a directory; also refuses a link that leads out of it.
 
     Raises:
         StorageError: as for `read_named`.
@@ -69,7 +69,7 @@ def _check_size(nbytes: int, most: int, name: str) -> None:
 
 
 def parse_json(data: bytes) -> Any:
-    """Returns what JSON says.
+    """Returns the value of JSON text.
 
     Raises:
         ValueError: it is malformed, or nested too deep.

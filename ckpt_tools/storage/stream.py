@@ -1,6 +1,4 @@
-"""Writing to any other store that fsspec opens: a file is a stream in order, and appears when it is
-closed.
-"""
+"""Writes to stores other than S3: a file is written in order, and is visible once closed."""
 
 from __future__ import annotations
 
@@ -15,14 +13,15 @@ from ckpt_tools.storage.s3.multipart import UploadOptions
 
 
 class Stream:
-    """One object of any other store, written in order; what comes early waits. It appears when it
-    is closed.
+    """A new object in a store other than S3. It is visible once closed.
+
+    It is written in order, so data that comes early waits in memory.
     """
 
     def __init__(
         self, fs: Any, path: str, url: str, nbytes: int, how: UploadOptions | None = None
     ) -> None:
-        """As for `Upload`; `fs` is any of fsspec's."""
+        """Prepares the stream, with arguments as for `Upload`; `fs` is any fsspec file system."""
         self._fs, self._path, self._url, self.nbytes, self._how = (
             fs,
             path,
@@ -30,7 +29,7 @@ class Stream:
             nbytes,
             how or UploadOptions(),
         )
-        # some stores show what is being written
+        # some stores show files that are still being written
         self._written = f"{path}.{uuid.uuid4().hex[:8]}.part" if self._how.is_held else path
         self._early: dict[int, bytes] = {}
         self._at, self._file, self._is_over, self.is_complete = 0, None, False, False
@@ -53,8 +52,9 @@ class Stream:
         return self._file
 
     def _refuse_other(self) -> None:
-        """Looks whether another writer was first; some stores show our own file as soon as it is
-        opened.
+        """Raises if another writer was first.
+
+        Some stores show our own file as soon as it is opened.
         """
         if self._how.is_exclusive and self._fs.exists(self._path):
             raise appeared(self._url)
@@ -67,7 +67,7 @@ class Stream:
             call()
         except NotImplementedError:
             raise StorageError(
-                f"cannot {operation}: this kind of store is only read ({printable(self._url)})"
+                f"cannot {operation}: this kind of store is read-only ({printable(self._url)})"
             ) from None
         except Exception as error:  # noqa: BLE001  # every package has exceptions of its own
             raise failure(operation, self._url, error) from None
@@ -77,7 +77,7 @@ class Stream:
             self.complete()
 
     def complete(self) -> None:
-        """As `Upload.complete`; another writer is noticed only if it was there before."""
+        """Makes the object visible, as `Upload.complete`; notices only an earlier writer."""
         if self._written != self._path:
             self._refuse_other()
         self._do("write", lambda: self._open().close())
@@ -90,9 +90,9 @@ class Stream:
             return
         self._is_over = True
         file, self._file = self._file, None
-        with suppress(Exception):  # not every kind can
+        with suppress(Exception):  # not every file system can discard
             file.discard()
         with suppress(AttributeError):
-            file.closed = True  # else its end would publish what it has
+            file.closed = True  # otherwise the destructor would publish its contents
         with suppress(Exception):
             self._fs.rm_file(self._written)

@@ -1,4 +1,4 @@
-"""Bodies of bounded length from a web server.
+"""Reads bodies of limited length from a web server.
 
 fsspec reads the whole body of an answer. A server that ignores the range of a request, or that
 sends a compressed body, could fill the memory of its reader.
@@ -16,7 +16,7 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
 async def bounded_client(**settings: Any) -> Any:
-    """Returns an aiohttp session for fsspec, which reads no body beyond what was asked for."""
+    """Returns an aiohttp session for fsspec that reads no more than the requested bytes."""
     import aiohttp
 
     class Bounded(aiohttp.ClientResponse):

@@ -1,6 +1,4 @@
-"""What was fetched ahead of an object store: windows that wait to be read, and the margins around
-and between them.
-"""
+"""Bytes fetched in advance from an object store: windows, and the margins around them."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ MARGIN_BYTES, _MARGINS_BYTES = 4 << 10, 64 << 20
 
 
 class Margins:
-    """What was fetched around and between the ranges that were asked for, as far as there is room.
+    """Fetched bytes around and between the announced ranges, up to a memory limit.
 
-    In a packed format that is what frames the payloads: to be proved later without asking for it
-    again.
+    In a packed format, these bytes frame the payloads. A later check needs them, without another
+    request.
     """
 
     def __init__(self) -> None:
@@ -28,8 +26,9 @@ class Margins:
         self._nbytes, self._lock = 0, threading.Lock()
 
     def keep(self, window: Window, start: int, done: Future[Data]) -> None:
-        """Keeps the holes of a window that was fetched from byte `start`, each with a margin on
-        both sides.
+        """Keeps the holes of a window, each with a margin on both sides.
+
+        The window was fetched from byte `start`.
         """
         if done.cancelled() or done.exception() is not None or self._nbytes > _MARGINS_BYTES:
             return
@@ -52,7 +51,7 @@ class Margins:
             self._nbytes += len(data)
 
     def find(self, path: str, start: int, nbytes: int) -> bytes | None:
-        """Returns a range that was kept."""
+        """Returns a range that was kept, else None."""
         with self._lock:
             at = bisect_right(self._starts.get(path, []), start) - 1
             if at < 0:
@@ -67,7 +66,7 @@ class Margins:
 
 @dataclass
 class FetchedRange:
-    """A range that is being fetched, and how many of its announced bytes nobody has read yet."""
+    """A range that is being fetched. `left` counts its announced bytes that were not read yet."""
 
     start: int
     nbytes: int

@@ -56,7 +56,7 @@ def main() -> None:
         assert torch.equal(got[:5], want) and torch.equal(got[5:], before[5:])
         assert torch.equal(theirs[:5], whole(optimizer.state[model.embed.weight]["exp_avg"])) and torch.equal(theirs[5:], moments[5:])
         assert torch.equal(whole(larger.head.weight), whole(model.head.weight))
-        assert sum("its elements are loaded, the others keep what they have" in note for note in report.notes) == 3, report.notes
+        assert sum("its elements are loaded, the others keep their values" in note for note in report.notes) == 3, report.notes
         assert type(state["pair"]) is tuple and torch.equal(state["pair"][0]["w"], want) and state["pair"][1] == 3
     smaller, _ = make(4, 2)
     ckpt_tools.load(path, {"model": smaller}, on_mismatch={"*embed*": lambda stored, shape: stored[: shape[0]] * 2})

@@ -449,7 +449,7 @@ def test_where_names_cannot_be_exchanged_in_one_step(
             assert "signal" in fault and len(leftovers(tmp_path)) == 2
             aside += 1
             told = run([sys.executable, "-m", "ckpt_tools", "inspect", str(out)])
-            assert told.returncode and "an --overwrite that was killed left it as" in told.stderr
+            assert told.returncode and "a killed --overwrite left it as" in told.stderr
             refused = run(words)
             assert (
                 refused.returncode == 15

@@ -1,11 +1,10 @@
-"""A look at a pickle before it is loaded: only opcodes that writers of checkpoints emit, and
-nothing that could hurt its reader.
+"""Checks a pickle before it is loaded: only safe opcodes that writers of checkpoints emit.
 
-C's unpickler trusts its input. Lengths beyond the input would be allocated, and a tuple as a key of
-a dict is hashed with all that it contains, however deep: a million nested tuples end the process,
-sixty that each hold the one before twice never end. So the opcodes are walked with a stack of
-weights in the place of values: what a tuple holds, expanded, is bounded. What DCP writes by the
-million (an object's beginning, a `torch.Size`) is one step of the walk.
+The C unpickler trusts its input. It would allocate lengths beyond the input. It also hashes a tuple
+as a key of a dict with all its contents at any depth. A million nested tuples end the process.
+Sixty tuples that each hold the previous one twice never end. So this module walks the opcodes with
+a stack of weights instead of values, and limits the expanded contents of a tuple. Runs of opcodes
+that DCP writes by the million (the start of an object, a `torch.Size`) are one step of the walk.
 """
 
 from __future__ import annotations
@@ -15,20 +14,22 @@ import re
 from ckpt_tools.errors import FormatError, UnsafePickleError
 
 MAX_PICKLE_BYTES = 1 << 30
-_MAX_LONG_BYTES = 64  # the state of a generator has 128 bits and more
-# integers of so many bytes: as a dict's keys, alone or in tuples, they can be made to hash alike
+_MAX_LONG_BYTES = 64  # the state of a random generator has 128 bits and more
+# limit of integers with at least so many bytes: an attacker can choose such keys of a dict, alone
+# or in tuples, with equal hashes
 _LONG_BYTES, _MAX_LONGS = 6, 10_000
-# a tuple of floats can be made to hash like any other: a dict with many such keys takes hours
+# an attacker can choose tuples of floats with equal hashes: a dict with many such keys takes hours
 _FLOAT, _MAX_FLOAT_KEYS = 1 + 2**-30, 1_000
-_MAX_WEIGHT = 4096  # of a tuple: elements, with all that they hold; torch's have dozens
-_LIGHT = 6  # at least the weight of a Size of three dims, and of its arguments
+# limit for a tuple: its elements with all their contents; torch's tuples have dozens
+_MAX_WEIGHT = 4096
+_LIGHT = 6  # at least the weight of a Size of three dims with its arguments
 _STOP, _BINFLOAT = ord("."), ord("G")
 _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
-# how many lie above; after a mark for the first two
+# number of values that an opcode takes; for the first two, those after a mark
 _TAKES = {b"u": 0, b"e": 0, b"s": 2, b"a": 1, b"R": 1, b"\x81": 1, b"b": 1}
 _WITH_ARGUMENT = b"hjKMJG"
-# What DCP writes by the million: a Size, and an object whose state has nothing but Sizes, texts,
-# numbers and what was seen before.
+# Runs that DCP writes by the million: a Size, and an object whose state has only Sizes, strings,
+# numbers and remembered values.
 _TEXT = rb"\x8c(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + rb")"
 _LONG = rb"\x8a(?:\x04.{4}|\x05.{5})"
 _SEEN = rb"(?:h.|j....)"
@@ -52,13 +53,12 @@ def scan(data: bytes, where: str, with_persistent_ids: bool = False) -> None:
     """Walks the opcodes of a pickle.
 
     Args:
-        data: the whole pickle and nothing behind it.
+        data: the whole pickle, without any bytes after it.
         where: names the file in messages.
-        with_persistent_ids: whether it may ask for objects by an id.
+        with_persistent_ids: whether it may refer to objects by persistent ids.
 
     Raises:
-        UnsafePickleError: it is built to hurt its reader, or has opcodes without place in a
-            checkpoint.
+        UnsafePickleError: it could harm its reader, or has opcodes that no checkpoint needs.
         FormatError: it is truncated or malformed.
     """
     size = len(data)
@@ -75,8 +75,9 @@ def scan(data: bytes, where: str, with_persistent_ids: bool = False) -> None:
 
 
 class _Walk:
-    """The machine: weights of what is on the stack, of what is remembered, and where marks are.
-    Light things all weigh a little.
+    """The walk: weights of the values on the stack and in the memo, and positions of marks.
+
+    Small values share a few low weights.
     """
 
     def __init__(self, data: bytes, where: str, with_persistent_ids: bool) -> None:
@@ -84,11 +85,11 @@ class _Walk:
         self.stack: list[float] = []
         self.marks: list[int] = []
         self.num_longs = self.num_float_keys = 0
-        self.num_seen = 0  # how many values are remembered by MEMOIZE
-        self.heavy: dict[int, float] = {}  # those of them that weigh something
+        self.num_seen = 0  # number of values remembered by MEMOIZE
+        self.heavy: dict[int, float] = {}  # weights of remembered values that are not light
 
     def run(self) -> None:
-        """Walks to the end."""
+        """Walks to the end of the pickle."""
         data, push, heavy, match = self.data, self.stack.append, self.heavy, _TOKEN.match
         at = 2
         while True:
@@ -113,7 +114,7 @@ class _Walk:
                     )
 
     def _phrase(self, kind: int | None, phrase: bytes) -> None:
-        """Does what DCP writes by the million in one go."""
+        """Processes a whole run of opcodes that DCP writes by the million."""
         opcodes = _ARGUMENTS.sub(b"", phrase)
         self.stack += [1] * opcodes.count(b"ub") if kind == _OBJECTS else [_LIGHT]
         self.num_seen += opcodes.count(b"\x94")
@@ -133,7 +134,7 @@ class _Walk:
         return self._refused(self.data[at : at + 1], at)
 
     def _step(self, opcode: bytes, at: int) -> int:
-        """Does one of the rarer opcodes; returns the position behind it."""
+        """Processes one of the rarer opcodes; returns the position after it."""
         if opcode in _TUPLES:
             self._tuple(len(self.stack) - _TUPLES[opcode])
         elif opcode == b"t":
@@ -156,7 +157,7 @@ class _Walk:
         return at + 1
 
     def _tuple(self, start: int) -> None:
-        """Makes a tuple of what lies above."""
+        """Makes a tuple of the values from position `start` of the stack."""
         if start < 0:
             raise IndexError
         weight = 1 + sum(self.stack[start:])
@@ -168,8 +169,9 @@ class _Walk:
         self.stack[start:] = [weight]
 
     def _remember(self, index: int) -> None:
-        """Notes the weight of the last value; a number is remembered in one way by one protocol, so
-        that they cannot be confused.
+        """Notes the weight of the last value under a memo index.
+
+        A protocol numbers the memo in only one way, so indices cannot be confused.
         """
         if self.stack[-1] > _LIGHT or self.stack[-1] % 1:
             self.heavy[index] = self.stack[-1]
@@ -177,8 +179,9 @@ class _Walk:
             self.heavy.pop(index, None)
 
     def _count_float_keys(self, keys: list[float]) -> None:
-        """Counts the keys of a dict that are tuples with a float in them: the weight of a float is
-        not whole.
+        """Counts the keys of a dict that are tuples with a float.
+
+        The weight of a float is not whole, so neither is that of such a tuple.
         """
         self.num_float_keys += sum(1 for key in keys if key >= 2 and key % 1)
         if self.num_float_keys > _MAX_FLOAT_KEYS:
@@ -188,8 +191,10 @@ class _Walk:
             )
 
     def _take(self, start: int, is_kept: bool, has_keys: bool) -> None:
-        """Gives what lies above to what lies below: a container has its weight then; what is called
-        has that of its arguments.
+        """Adds the weights from position `start` to the value below them.
+
+        A container keeps its own weight as well. The result of a call has only the weight of its
+        arguments.
         """
         weight = sum(self.stack[start:])
         if start < 1:
@@ -200,9 +205,7 @@ class _Walk:
         self.stack[-1] = self.stack[-1] + weight if is_kept else weight
 
     def _with_argument(self, opcode: bytes, at: int) -> int:
-        """Does an opcode that carries a length, an index or a name; returns the position behind
-        it.
-        """
+        """Processes an opcode with a length, an index or a name; returns the position after it."""
         data, number = self.data, self.data[at + 1 : at + 5]
         if opcode == b"q" and data[1] < 4:
             self._remember(int.from_bytes(number[:1], "little"))

@@ -119,7 +119,7 @@ class Conversion(Options, total=False):
             these files are copied.
         mesh: for `per-rank`: `DEVICE:AXIS` of the job that will load the result. If absent, the
             source's, or `cuda:fsdp`.
-        max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB where absent.
+        max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB if absent.
         check: for `hf`: load the result with transformers in a separate process, and compare.
     """
 
@@ -187,8 +187,8 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
                 f"--optimizer {how.get('optimizer')} names the parameters, and the state of"
                 f" {whose!r} is not by parameter",
                 hint=(
-                    "LBFGS and the like keep one state for all: leave --optimizer out, and it goes"
-                    " along as it is"
+                    "LBFGS and the like keep one state for all parameters: leave --optimizer out"
+                    " to copy it unchanged"
                 ),
             )
         _refuse_unnamed(taken, f"--optimizer {how.get('optimizer')} names the parameters")

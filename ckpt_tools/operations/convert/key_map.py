@@ -298,7 +298,7 @@ def _fuse(parts: TrainingState, fqn: str, rule: Mapping[str, Any]) -> TrainingSt
     missing = [name for name in names if name not in parts.model]
     if missing:
         raise PlanError(
-            f"the key map puts tensors together that are not all there: {printable(missing[0])!r}"
+            f"the key map joins tensors, but one is missing: {printable(missing[0])!r}"
             f" beside {printable(fqn)!r}"
         )
     new = rule["match"].sub(rule["into"], fqn)

@@ -122,8 +122,9 @@ def _weight_of(module: str, catalog: Catalog) -> str:
 
 
 class _Layout:
-    """Finds out which weights are stored as [in, out] (Conv1D of transformers) or [out, in]
-    (Linear).
+    """Finds out which weights are stored as [in, out] and which as [out, in].
+
+    transformers' Conv1D stores [in, out], Linear stores [out, in].
 
     The config has only one flag. PEFT sets it anew at each module, so in a model with both kinds it
     describes only the last module. These rules decide instead, in this order:

@@ -58,7 +58,7 @@ def check_options(to: str, dst: str, how: Mapping[str, Any]) -> None:
         )
     if optimizer is not None and optimizer not in FORMS:
         raise PlanError(
-            f"an optimizer goes by names in one of {', '.join(FORMS)}; got {printable(optimizer)!r}"
+            f"--optimizer: expected one of {', '.join(FORMS)}, got {printable(optimizer)!r}"
         )
     if ranks is not None and (ranks < 1 or to not in ("dcp", "accelerate", "per-rank")):
         raise PlanError("--ranks is for --to dcp, accelerate and per-rank, and at least 1")

@@ -438,7 +438,7 @@ def put_together(
         parts: the training state.
         form: how optimizer state is named.
         made: receives the options.
-        prefix: the keys above the model; those of `parts` where None.
+        prefix: the keys above the model; those of `parts` if None.
 
     Raises:
         PlanError: two entries get the same name.

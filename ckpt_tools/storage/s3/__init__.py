@@ -1,1 +1,1 @@
-"""What S3 offers beyond files: conditions, checksums and multipart uploads."""
+"""S3's own features: conditions, checksums and multipart uploads."""

@@ -1,5 +1,6 @@
-"""The S3 API as far as s3fs has no words for it: conditions, checksums, multipart uploads; on
-s3fs's own session and event loop.
+"""Calls of the S3 API that s3fs lacks: conditions, checksums, multipart uploads.
+
+They use s3fs's session and event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ckpt_tools.storage.base import Data, Traffic
 from ckpt_tools.storage.retries import retry, translated
 from ckpt_tools.storage.s3.obstore_client import OBSTORE, WORTH_BYTES, ObstoreClients, reader
 
-_MAX_LISTED = 2_000_000  # an endless listing of a hostile server ends here
+_MAX_LISTED = 2_000_000  # limit for an endless listing of a hostile server
 _KINDS = {
     "list_objects_v2": "LIST",
     "list_multipart_uploads": "LIST",
@@ -55,14 +56,14 @@ _GENERAL_OPTIONS = (
 
 
 def check_options(options: Mapping[str, Any], initialise: Callable[..., None]) -> None:
-    """Refuses options that s3fs does not know: it takes any, and ignores a misspelt one.
+    """Refuses unknown options, because s3fs ignores misspelt ones.
 
     Args:
-        options: of the store.
+        options: options of the store.
         initialise: the `__init__` of its class in fsspec.
 
     Raises:
-        StorageError: it has no such option.
+        StorageError: s3fs has no such option.
     """
     known = [*inspect.signature(initialise).parameters, *_GENERAL_OPTIONS]
     for name in options:
@@ -73,11 +74,12 @@ def check_options(options: Mapping[str, Any], initialise: Callable[..., None]) -
 
 
 class ServerFacts:
-    """What has been learnt of a server, and how much is on its way to it."""
+    """Known facts about a server, and the bytes being sent to it."""
 
     def __init__(self) -> None:
-        self.checks_crc = False  # seen to compare CRC-64/NVME; until then an MD5 goes along
-        # whether it refuses to write over an object: in one request, in many
+        # the server has compared a CRC-64/NVME; until then, an MD5 is sent, too
+        self.checks_crc = False
+        # whether it refuses to overwrite an object: "one" for a PUT, "many" for a multipart upload
         self.excludes: dict[str, bool] = {}
         self.flight = _Flight(_FLIGHT_BYTES)
         self.fast = ObstoreClients()
@@ -87,9 +89,7 @@ _SERVERS: WeakKeyDictionary[Any, ServerFacts] = WeakKeyDictionary()
 
 
 class S3:
-    """The calls of an s3fs file system with conditions and checksums, for which s3fs has no
-    words.
-    """
+    """Calls of an s3fs file system with conditions and checksums, which s3fs does not offer."""
 
     def __init__(self, fs: Any, traffic: Traffic) -> None:
         self.fs, self.traffic = fs, traffic
@@ -100,36 +100,34 @@ class S3:
         return asyncio.run_coroutine_threadsafe(work, self.fs.loop)
 
     def at(self, path: str) -> dict[str, str]:
-        """Returns bucket and key as the API wants them."""
+        """Returns bucket and key as arguments of the API."""
         bucket, key, _ = self.fs.split_path(path)
         return {"Bucket": bucket, "Key": key}
 
     def at_prefix(self, path: str) -> dict[str, str]:
-        """Returns bucket and prefix of everything below a path."""
+        """Returns bucket and prefix of all objects below a path."""
         bucket, key, _ = self.fs.split_path(path)
         return {"Bucket": bucket, "Prefix": f"{key.rstrip('/')}/" if key else ""}
 
     def reads_fast(self, nbytes: int) -> bool:
-        """Tells whether `fetch_fast` is to be called for a range of so many bytes, and not
-        `fetch`.
-        """
+        """Tells whether to call `fetch_fast`, not `fetch`, for a range of `nbytes` bytes."""
         return self._reader == OBSTORE or (self._reader == "" and nbytes >= WORTH_BYTES)
 
     def fetch_fast(self, path: str, start: int, nbytes: int, etag: str | None) -> Data:
-        """Does as `fetch` with the second client, on the thread that calls; and what that does not
-        get, with s3fs.
-        """
+        """Fetches a range with the second client on this thread; if that fails, with s3fs."""
         bucket, key, _ = self.fs.split_path(path)
         data = self.server.fast.get(self.fs, bucket, key, start, nbytes, etag)
         return self.run(self.fetch(path, start, nbytes, etag)).result() if data is None else data
 
     async def fetch(self, path: str, start: int, nbytes: int, etag: str | None) -> Data:
-        """Fetches a range of an object, of one version if told: s3fs's own call takes no condition.
+        """Fetches a range of an object, or of one version of it.
+
+        s3fs's own call accepts no condition.
 
         Args:
             path: bucket and key.
             start, nbytes: the range in bytes.
-            etag: of the version.
+            etag: ETag of the version; any version if None.
         """
         bucket, key, _ = self.fs.split_path(path)
         condition = {"IfMatch": etag} if etag else {}
@@ -148,8 +146,9 @@ class S3:
             response["Body"].close()
 
     async def ask(self, method: str, **kwargs: Any) -> Any:
-        """Calls one operation of the S3 API; a body goes past s3fs, which would send it from its
-        end when it tries again.
+        """Calls one operation of the S3 API.
+
+        A request with a body bypasses s3fs: in a retry, s3fs would send the body from its end.
         """
         self.traffic.add(_KINDS[method], sent_nbytes=len(kwargs.get("Body", b"")))
         if "Body" not in kwargs:
@@ -169,7 +168,7 @@ class S3:
     def call(
         self, operation: str, url: str, method: str, missing: Any = None, **kwargs: Any
     ) -> Any:
-        """Does the same, waits for the answer, and tries again what may pass.
+        """Calls `ask`, waits for the answer, and retries temporary failures.
 
         Raises:
             StorageError: it failed.
@@ -177,9 +176,7 @@ class S3:
         return retry(operation, url, lambda: self.run(self.ask(method, **kwargs)).result(), missing)
 
     def get(self, url: str, path: str) -> dict[str, Any]:
-        """Returns a small object: `Body` as bytes and what the answer says of it; {} where there is
-        none.
-        """
+        """Returns a small object: `Body` as bytes, and the answer's other fields; {} if missing."""
 
         async def fetch() -> dict[str, Any]:
             answer = await self.ask("get_object", **self.at(path))
@@ -191,13 +188,14 @@ class S3:
         return dict(retry("read", url, lambda: self.run(fetch()).result(), missing={}))
 
     def pages(self, url: str, path: str, delimiter: str = "") -> Iterator[list[dict[str, Any]]]:
-        """Yields what lies below a prefix, up to 1,000 entries for each request, as `fsspec` lists
-        it: name, type, size, and S3's own.
+        """Yields the entries below a prefix, up to 1,000 for each request.
+
+        An entry has the fields of fsspec (name, type, size) and those of S3.
 
         Args:
             url: for messages.
             path: bucket and prefix.
-            delimiter: `/` for the objects and folders directly below, "" for all objects.
+            delimiter: `/` for objects and folders directly below, "" for objects at any depth.
         """
         where, more = self.at_prefix(path), dict[str, str]()
         seen, num_listed = set[str](), 0
@@ -227,7 +225,7 @@ class S3:
             ]
             if outside:
                 raise StorageError(
-                    f"a listing names what was not asked for: {printable(outside[0])}"
+                    f"a listing has names outside of its prefix: {printable(outside[0])}"
                     f" ({printable(url)})"
                 )
             num_listed += len(objects)
@@ -243,18 +241,18 @@ class S3:
             more = {"ContinuationToken": token}
 
     def seal(self, data: bytes | bytearray, crc64: int) -> dict[str, str]:
-        """Returns the checksums that go with a body."""
+        """Returns the checksums to send with a body."""
         sums = {"ChecksumCRC64NVME": encoded(crc64.to_bytes(8, "big"))}
         if not self.server.checks_crc:
             sums["ContentMD5"] = encoded(hashlib.md5(data, usedforsecurity=False).digest())
         return sums
 
     def note(self, answer: Any) -> None:
-        """Learns from an answer whether the server compares CRC-64/NVME."""
+        """Notes from an answer whether the server compares CRC-64/NVME."""
         self.server.checks_crc |= "ChecksumCRC64NVME" in answer
 
     def head(self, url: str, path: str) -> dict[str, Any]:
-        """Returns what is known of an object, {} where there is none."""
+        """Returns the properties of an object; {} if there is none."""
         return dict(
             self.call(
                 "look at", url, "head_object", missing={}, **self.at(path), ChecksumMode="ENABLED"
@@ -265,16 +263,16 @@ class S3:
 def next_page(
     answer: Mapping[str, Any], keys: Sequence[str], seen: set[str], url: str
 ) -> tuple[str, ...]:
-    """Returns where the next page of a listing begins.
+    """Returns the token of a listing's next page.
 
     Args:
-        answer: a page that says that there are more.
-        keys: what names the next one in it.
-        seen: where pages have begun; this one is added.
-        url: of the listing, for messages.
+        answer: a page of a listing that is not the last one.
+        keys: the fields with the token of the next page.
+        seen: tokens of earlier pages. This one is added.
+        url: URL of the listing, for messages.
 
     Raises:
-        StorageError: the answer does not say it, or says the same as before: it would never end.
+        StorageError: the token is missing or repeated, so the listing would never end.
     """
     found = tuple(str(answer.get(key) or "") for key in keys)
     token = "\0".join(found)
@@ -289,14 +287,15 @@ def encoded(data: bytes) -> str:
 
 
 def stored_crc64(head: dict[str, Any]) -> int | None:
-    """Returns the CRC-64/NVME of a whole object as the store knows it, None where it does not."""
+    """Returns the store's CRC-64/NVME of a whole object; None if it has none."""
     text = head.get("ChecksumCRC64NVME", "")
     return int.from_bytes(base64.b64decode(text), "big") if text and "-" not in text else None
 
 
 class _Flight:
-    """Bytes that are on their way: a bound on memory. One that is larger than the bound goes
-    alone.
+    """Bytes that are being sent, with a limit on memory.
+
+    A request that is larger than the limit is sent alone.
     """
 
     def __init__(self, limit: int) -> None:
@@ -315,7 +314,5 @@ class _Flight:
 
 
 def server_time(answer: dict[str, Any]) -> dt.datetime:
-    """Returns the store's own time of an answer to any request: this machine's clock may be
-    wrong.
-    """
+    """Returns the server's time of an answer, because this machine's clock may be wrong."""
     return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])

@@ -1,7 +1,7 @@
-"""Writing to S3: parts go up in parallel while the next ones fill, and nothing is visible before
-the last step.
+"""Writes objects to S3. Nothing is visible before the last step.
 
-A file is a multipart upload (one PUT if it is small), with checksums that the server compares.
+A file is a multipart upload, or one PUT if it is small. Parts are sent in parallel while the next
+ones fill. The server compares checksums.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ckpt_tools.storage.s3.open_uploads import OpenUpload, SentPart
 PART_BYTES, MIN_PART_BYTES, MAX_PARTS = 8 << 20, 5 << 20, 10_000
 MARK, CLAIM, OWNER = "ckpt-upload", "ckpt-crc64nvme", "ckpt-attempt"
 _CONFLICT, _EXISTS = 409, 412
-_COPY_WEIGHT = 4 << 20  # of the bytes in flight: so that 16 copies are asked for at a time
+_COPY_WEIGHT = 4 << 20  # counted bytes in flight of a copy, which allow 16 copies at the same time
 
 
 def part_starts(nbytes: int) -> Sequence[int]:
-    """Returns where the parts of a file begin: equal ones, in whole MiB, and 10,000 at most."""
+    """Returns the starts of a file's parts: equal sizes in whole MiB, and at most 10,000 parts."""
     mebibytes = -(-nbytes // (MAX_PARTS << 20))
     return range(0, nbytes, max(PART_BYTES, mebibytes << 20))
 
 
 class _Part:
-    """A part that fills up."""
+    """A part that is being filled."""
 
     def __init__(self, nbytes: int) -> None:
         self.data, self.left = bytearray(nbytes), nbytes
@@ -43,21 +43,21 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class UploadOptions:
-    """What is special about a new object.
+    """Options of a new object.
 
     Attributes:
-        starts: where its parts begin, if not `part_starts`.
+        starts: the starts of its parts, if not those of `part_starts`.
         is_held: `finish` leaves the last step to `complete`.
-        is_exclusive: it appears only where there is none of that name, as far as the store knows
-            such conditions.
-        replaces: it appears only in the place of the object with that ETag.
-        crc64: CRC-64/NVME of the whole, if it is known beforehand: then it is noted with the
-            object.
-        owner: id of the attempt, noted with the object.
-        mine: several processes send parts of it, this one those from one byte on and before
-            another.
-        upload_id: of the upload that another of them has begun, and ends.
-        begun: the upload is to be gone on with, and left to the next try if this one fails.
+        is_exclusive: create the object only if there is none of that name. Some stores cannot check
+            this.
+        replaces: replace only the object with this ETag.
+        crc64: CRC-64/NVME of the whole object, if known in advance. It is stored in the object's
+            metadata.
+        owner: id of the attempt, stored in the object's metadata.
+        mine: the byte range whose parts this process sends, if several processes share the upload.
+        upload_id: id of the upload, if another process begins and completes it.
+        begun: an open upload to continue. If this try fails, the upload stays open for the next
+            one.
     """
 
     starts: Sequence[int] | None = None
@@ -72,7 +72,7 @@ class UploadOptions:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What is noted with the object."""
+        """Returns the metadata of the object."""
         claim = {} if self.crc64 is None else {CLAIM: hex64(self.crc64)}
         return {
             MARK: self.begun.mark if self.begun else uuid.uuid4().hex,
@@ -82,7 +82,7 @@ class UploadOptions:
 
     @property
     def condition(self) -> dict[str, str]:
-        """The condition as the API has it."""
+        """Returns the condition as arguments of the API."""
         return (
             {"IfNoneMatch": "*"}
             if self.is_exclusive
@@ -93,21 +93,19 @@ class UploadOptions:
 
 
 class Upload:
-    """One S3 object under construction. It appears, whole, with `complete`; `finish` includes that
-    unless it is held back.
-    """
+    """A new S3 object. `complete` makes it visible. `finish` calls that, unless `is_held`."""
 
     def __init__(
         self, s3: S3, path: str, url: str, nbytes: int, how: UploadOptions | None = None
     ) -> None:
-        """Begins; asks for nothing yet.
+        """Prepares the upload; sends no request yet.
 
         Args:
-            s3: the calls.
+            s3: the S3 calls.
             path: bucket and key.
             url: for messages.
             nbytes: size of the object.
-            how: whatever is not as usual.
+            how: options of the object.
         """
         how = how or UploadOptions()
         self._s3, self._path, self._url, self.nbytes, self._how = s3, path, url, nbytes, how
@@ -119,20 +117,20 @@ class Upload:
         self._sent: dict[int, SentPart] = {}
         self._running: list[Future[None]] = []
         self._error: BaseException | None = None
-        # of a small object, on its way before anybody asks for its end
+        # the PUT of a small object, which starts before `complete`
         self._put: Future[None] | None = None
         self._upload_id, self._is_over, self.is_complete = (
             how.upload_id or (how.begun.upload_id if how.begun else ""),
             False,
             False,
         )
-        self.kept_nbytes = 0  # that an earlier try has sent
+        self.kept_nbytes = 0  # bytes that an earlier try has sent
         self._expected: int | None = None
         self._lock, self._begin = threading.Lock(), threading.Lock()
 
     @property
     def is_small(self) -> bool:
-        """Tells whether it is one PUT."""
+        """Tells whether the object is written with one PUT."""
         return len(self._starts) <= 1 and not self._upload_id and self._how.mine is None
 
     # ---- filling ---------------------------------------------------------------------------------
@@ -170,7 +168,7 @@ class Upload:
             return self._parts[number]
 
     def _raise_early(self) -> None:
-        """Raises the error of a part that has failed meanwhile."""
+        """Raises the error of a part that has failed in the background."""
         if self._error is not None:
             raise self._failed(self._error) from None
 
@@ -184,11 +182,11 @@ class Upload:
 
     @property
     def mark(self) -> str:
-        """What is noted with the object, by which it is known."""
+        """Returns the mark in the object's metadata that identifies it."""
         return self._metadata[MARK]
 
     def begin(self) -> str:
-        """Begins the multipart upload, once; returns its id."""
+        """Starts the multipart upload, if not yet started; returns its id."""
         with self._begin:
             if not self._upload_id:
                 sums = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
@@ -216,14 +214,14 @@ class Upload:
         self._start(number, len(data), crc, "upload_part", Body=data, **sums)
 
     def copy(self, start: int, nbytes: int, source: str, source_start: int, etag: str) -> None:
-        """Has the store copy a part from another of its objects, if it is the one with that ETag.
+        """Makes the store copy a part from another of its objects.
 
         Args:
-            start: where a part begins.
-            nbytes: its length.
+            start: start of the part.
+            nbytes: bytes of the part.
             source: bucket and key.
-            source_start: from which byte.
-            etag: of the source; an error if it has changed.
+            source_start: first byte of the source.
+            etag: ETag of the source. It is an error if the source has changed.
         """
         self._s3.server.flight.enter(_COPY_WEIGHT)
         self._start(
@@ -237,8 +235,10 @@ class Upload:
         )
 
     def expect(self, crc64: int) -> None:
-        """Takes the checksum of the whole where the store copies parts that nobody here sees: one
-        that knows such checksums compares.
+        """Sets the expected checksum of the whole object.
+
+        Parts that the store copies are not read here. A store that supports such checksums compares
+        it.
         """
         self._expected = crc64
 
@@ -271,10 +271,8 @@ class Upload:
     # ---- the end ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Waits until the store has every part, then makes the object appear unless it is held
-        back.
-        """
-        for future in wait(self._running).done:  # each callback has its turn after this
+        """Waits until the store has every part, then completes the object unless `is_held`."""
+        for future in wait(self._running).done:  # callbacks may still run after this
             self._error = self._error or (None if future.cancelled() else future.exception())
         self._raise_early()
         low, high = (
@@ -290,24 +288,25 @@ class Upload:
                 f" ({printable(self._url)})"
             )
         if self._how.upload_id:
-            self._is_over = True  # who has begun it ends it
+            self._is_over = True  # the process that began the upload completes it
         elif not self._how.is_held:
             self.complete()
 
     @property
     def sent(self) -> dict[int, SentPart]:
-        """The parts that the store has, by their numbers."""
+        """Returns the parts that the store has, by number."""
         return self._sent
 
     def absorb(self, sent: Mapping[int, SentPart]) -> None:
-        """Takes over what another process has sent of the same object."""
+        """Adds the parts that another process has sent of the same object."""
         self._sent |= sent
 
     def complete(self) -> None:
-        """Makes the object appear.
+        """Makes the object visible.
 
         Raises:
-            StorageError: another writer was first, or the store refuses; what was sent is given up.
+            StorageError: another writer was first, or the store refuses. The sent parts are
+                discarded.
         """
         if self._is_over:
             raise StorageError(f"cannot write: it was given up before ({printable(self._url)})")
@@ -320,16 +319,17 @@ class Upload:
             and not self._s3.server.excludes.get("many")
             and self._head()
         ):
-            raise appeared(self._url)  # as late as possible, where the server itself would not look
+            # checked as late as possible, because the server itself does not check
+            raise appeared(self._url)
         for attempt in range(ATTEMPTS):
             work, self._put = self._put or self._start_end(condition), None
             try:
                 work.result()
                 break
-            except Exception as error:  # noqa: BLE001  # what became of it is looked up
+            except Exception as error:  # noqa: BLE001  # the state of the object is checked below
                 try:
                     head = self._head()
-                # the first cause says more: to a question about an object, a store gives no reason
+                # the first error says more: a store gives no reason in its answer to a HEAD
                 except StorageError:
                     raise self._failed(error) from None
                 if head.get("Metadata", {}).get(MARK) == self._metadata[MARK]:
@@ -343,10 +343,10 @@ class Upload:
     def _again(
         self, error: Exception, head: Mapping[str, Any], condition: dict[str, str], is_last: bool
     ) -> dict[str, str]:
-        """Returns the condition for another try, where one may help."""
+        """Returns the condition for another try, or raises if a retry cannot help."""
         replaces = self._how.replaces
         if not is_last and replaces and head.get("ETag") == replaces == condition.get("IfMatch"):
-            return {"IfMatch": replaces.strip('"')}  # RadosGW compares them without the quotes
+            return {"IfMatch": replaces.strip('"')}  # RadosGW compares ETags without the quotes
         if not is_last and (status(error) == _CONFLICT or may_pass(error)):
             return condition
         if status(error) == _EXISTS:
@@ -357,17 +357,17 @@ class Upload:
         return self._s3.head(self._url, self._path)
 
     def _check_expected(self) -> None:
-        """Compares what was sent with what was to be sent, before it appears."""
+        """Compares the sent checksum with the expected one, before the object is visible."""
         crc = crc64nvme(self._parts[0].data) if self._parts else self._crc64()
         if self._how.crc64 not in (None, crc):
             raise IntegrityError(
                 f"bytes were damaged on the way: expected CRC-64 {hex64(self._how.crc64 or 0)}, got"
                 f" {hex64(crc or 0)} ({printable(self._url)})",
-                hint="try again; if it stays so, the source is damaged",
+                hint="try again; if it fails again, the source is damaged",
             )
 
     def _start_end(self, condition: dict[str, str]) -> Future[None]:
-        """Asks for the last step: one PUT with everything, or the end of a multipart upload."""
+        """Starts the last step: one PUT of the whole object, or the end of a multipart upload."""
         if not self.is_small:
             return self._s3.run(self._ask_complete(condition))
         data = self._parts[0].data if self._parts else bytearray()
@@ -405,18 +405,14 @@ class Upload:
         )
 
     def _crc64(self) -> int | None:
-        """Returns the checksum of the whole, None where parts were copied that nobody knows it
-        of.
-        """
+        """Returns the checksum of the whole object; None if that of a copied part is unknown."""
         crcs = [(s.crc64, s.nbytes) for _, s in sorted(self._sent.items())]
         if any(crc is None for crc, _ in crcs):
             return self._expected if self._how.crc64 is None else self._how.crc64
         return join_crc64((crc, nbytes) for crc, nbytes in crcs if crc is not None)
 
     def _prove(self) -> None:
-        """Compares size and, where the store knows it, checksum of what lies there now with what
-        was sent.
-        """
+        """Compares the stored object with the sent one: size, and checksum if the store has it."""
         head = self._head()
         if head.get("Metadata", {}).get(MARK) != self._metadata[MARK]:
             what = "replaced" if head else "removed"
@@ -431,24 +427,24 @@ class Upload:
             told = (f"CRC-64 {hex64(mine)}", f"CRC-64 {hex64(stored)}")
         if told[0] != told[1]:
             with suppress(StorageError):
-                # this writer's, and no other
+                # remove only this writer's object
                 self._s3.call(
                     "remove", self._url, "delete_object", **self._at, IfMatch=head["ETag"]
                 )
             raise StorageError(
-                f"an object is not what it was to be: expected {told[0]}, got {told[1]}"
+                f"a stored object differs from what was sent: expected {told[0]}, got {told[1]}"
                 f" ({printable(self._url)})",
                 hint=self._advice(),
             )
 
     def _advice(self) -> str:
-        """Returns what to do about an object that differs from what was sent."""
+        """Returns the hint for an object that differs from the sent one."""
         if any(sent.crc64 is None for sent in self._sent.values()):
             return (
-                "try again; if it stays so, what the store copied is damaged: run ckpt verify on"
-                " the source"
+                "try again; if it fails again, the source of the store's copy is damaged: run"
+                " ckpt verify on it"
             )
-        return "try again; if it stays so, the store or something on the way to it changes bytes"
+        return "try again; if it fails again, the store or the network changes bytes"
 
     def abort(self) -> None:
         if self._is_over:
@@ -470,12 +466,13 @@ class Upload:
                     UploadId=self._upload_id,
                 )
             except StorageError:
-                return  # `ckpt prune` finds it
+                return  # `ckpt prune` removes it later
 
 
 def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:
-    """Tells whether a server refuses to write over an object when told so; tried on one that may be
-    written again as it is.
+    """Tells whether a server honours the condition not to overwrite an object.
+
+    It tries on an existing object, which may be written again with the same contents.
     """
     kind = "one" if is_small else "many"
     if kind not in s3.server.excludes:
@@ -491,7 +488,7 @@ def refuses(s3: S3, path: str, url: str, data: bytes, is_small: bool) -> bool:
             probe.finish()
             probe._start_end({"IfNoneMatch": "*"}).result()
             s3.server.excludes[kind] = False
-        except Exception as error:  # noqa: BLE001  # a refusal, or nothing is known
+        except Exception as error:  # noqa: BLE001  # a refusal; any other error tells nothing
             if status(error) == _EXISTS:
                 s3.server.excludes[kind] = True
         finally:

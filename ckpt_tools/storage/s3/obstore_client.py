@@ -1,9 +1,8 @@
-"""A second client for reading S3, where the package obstore is installed (the extra `s3-fast`): it
-needs half the time.
+"""A second, faster client to read S3, if the package obstore is installed.
 
-It is told whatever s3fs has made of its options, the configuration and the environment: endpoint,
-region, credentials. What it cannot be told, and whatever fails with it, is asked again by s3fs,
-which knows how to wait and what to tell a person.
+It comes with the extra `s3-fast`, and needs half the time. It gets endpoint, region and credentials
+as s3fs has found them in its options, the configuration and the environment. If a setting cannot be
+passed on, or a request fails, s3fs makes the request: it has the retries and the messages.
 """
 
 from __future__ import annotations
@@ -22,24 +21,26 @@ from typing import Any
 from ckpt_tools.errors import StorageError
 
 S3FS, OBSTORE = "s3fs", "obstore"
-WORTH_BYTES = 64 << 10  # what is smaller does not pay for the import
+WORTH_BYTES = 64 << 10  # smaller reads do not pay for the import
 _SWITCH = "CKPT_S3_CLIENT"
-_MISSES, _REST_S = 4, 30.0  # after so many in a row, s3fs is left alone with it for a while
-# for a whole range, its body included: there is no limit on silence alone, and who ends the process
-# waits for it
+_MISSES, _REST_S = 4, 30.0  # after so many failures in a row, only s3fs is used for this time
+# Timeout for a whole range with its body: obstore has no timeout for silence alone. The end of the
+# process waits for a running request.
 _SECONDS = 30
-# credentials that can be renewed are asked for again; botocore renews them earlier before their end
+# Renewable credentials are fetched again after this time. botocore renews them earlier before their
+# end.
 _FRESH = dt.timedelta(minutes=5)
-# fetched since the last time, and how many times as long as that took
+# bytes fetched since the last trim; pause after a trim, as a multiple of its time
 _TRIM_BYTES, _TRIM_PAUSE = 16 << 20, 20
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")  # and no access point or the like
-_EXPRESS = "--x-s3"  # these buckets want sessions
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")  # plain buckets only, no access points
+_EXPRESS = "--x-s3"  # these buckets need sessions
 
 
 class ObstoreClients:
-    """The clients that go with one s3fs file system."""
+    """The clients for one s3fs file system."""
 
-    process = 0  # the one that has clients: a fork of it would wait for threads that it has not
+    # id of the process that created clients: a fork would wait for threads that it does not have
+    process = 0
 
     def __init__(self) -> None:
         self._clients: dict[str, Any] = {}
@@ -48,17 +49,18 @@ class ObstoreClients:
     def get(
         self, fs: Any, bucket: str, key: str, start: int, nbytes: int, etag: str | None
     ) -> memoryview | None:
-        """Fetches a range of an object, on the thread that calls: what goes on on other ones would
-        outlive the interpreter, and abort it.
+        """Fetches a range of an object on the calling thread.
+
+        Work on other threads would outlive the interpreter, and abort the process.
 
         Args:
             fs: s3fs's file system, always the same one.
             bucket, key: the object.
             start, nbytes: the range in bytes.
-            etag: of the version that is meant; any where None.
+            etag: ETag of the version; any version if None.
 
         Returns:
-            The bytes, as many as there were; None where s3fs has to be asked.
+            The bytes, possibly fewer than `nbytes`; None if s3fs must fetch them.
         """
         if ObstoreClients.process not in (0, os.getpid()) or time.monotonic() < self._rests_until:
             return None
@@ -70,7 +72,7 @@ class ObstoreClients:
             data = memoryview(
                 client.get(key, options={"range": (start, start + nbytes), **condition}).bytes()
             )
-        except BaseException as error:  # a panic of it is no Exception
+        except BaseException as error:  # a panic of obstore is no Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             self._misses += 1
@@ -92,8 +94,9 @@ class ObstoreClients:
 
 
 class _Heap:
-    """The C library's: it keeps what threads have freed for each of them, 100 MiB and more
-    together, unless it is asked to give it back.
+    """The heap of the C library.
+
+    It keeps freed memory for each thread, together 100 MiB and more, until it is trimmed.
     """
 
     def __init__(self) -> None:
@@ -101,8 +104,9 @@ class _Heap:
         self._lock, self._nbytes, self._next = threading.Lock(), 0, 0.0
 
     def note(self, nbytes: int) -> None:
-        """Takes how many bytes have been fetched, and gives back what is free now and then: it
-        takes a few per cent of the time at most.
+        """Counts fetched bytes, and now and then returns free memory to the system.
+
+        This takes at most a few per cent of the time.
         """
         with self._lock:
             self._nbytes += nbytes
@@ -118,10 +122,10 @@ _HEAP = _Heap()
 
 
 def reader() -> str:
-    """Returns which client reads S3: `s3fs`, `obstore`, or "" for obstore where that pays.
+    """Returns the client that reads S3: `s3fs`, `obstore`, or "" for obstore only where it pays.
 
     Raises:
-        StorageError: the environment asks for something else, or for what is not installed.
+        StorageError: the environment names another client, or one that is not installed.
     """
     chosen = os.environ.get(_SWITCH, "")
     if chosen not in ("", S3FS, OBSTORE):
@@ -135,9 +139,7 @@ def reader() -> str:
 
 
 async def _open(fs: Any, bucket: str) -> Any:
-    """Returns a client for a bucket as s3fs would reach it; None where that has something that
-    cannot be told.
-    """
+    """Returns a client for a bucket with s3fs's settings; None if obstore lacks one of them."""
     from botocore import UNSIGNED  # type: ignore[import-untyped]
     from botocore.utils import get_environ_proxies  # type: ignore[import-untyped]
 
@@ -166,7 +168,7 @@ async def _open(fs: Any, bucket: str) -> Any:
 
     make: Any = obstore.store.S3Store
     get = known.meta.service_model.operation_model("GetObject")
-    # botocore knows all styles
+    # botocore supports all styles of endpoints
     there = await known._ruleset_resolver.construct_endpoint(
         get, {"Bucket": bucket, "Key": "k"}, {}
     )

@@ -1,6 +1,4 @@
-"""Uploads that were begun and have not ended: which parts the store has, and how they are known
-again.
-"""
+"""Lists open multipart uploads and their parts, so that another try can continue them."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ from ckpt_tools.storage.s3.client import S3
 
 
 class SentPart(NamedTuple):
-    """A part that the store has; of one that an earlier try has sent it may not tell the
-    CRC-64/NVME.
+    """A part that the store has.
+
+    The store may not report the CRC-64/NVME of a part that an earlier try has sent.
     """
 
     etag: str
@@ -23,8 +22,9 @@ class SentPart(NamedTuple):
     crc64: int | None
 
     def holds(self, data: bytes, crc64: int) -> bool:
-        """Tells whether it has these bytes: by its CRC-64/NVME, else by its ETag, which is an MD5
-        as a rule.
+        """Tells whether the part has these bytes, by its CRC-64/NVME, else by its ETag.
+
+        The ETag is usually an MD5.
         """
         if self.nbytes != len(data) or self.crc64 is not None:
             return self.nbytes == len(data) and self.crc64 == crc64
@@ -32,8 +32,9 @@ class SentPart(NamedTuple):
 
 
 class OpenUpload(NamedTuple):
-    """An upload: its id, the mark that is noted with the object to be, and the parts that the store
-    has, from 0 on.
+    """An open upload: its id, the mark in the new object's metadata, and the sent parts.
+
+    Part numbers start at 0.
     """
 
     upload_id: str
@@ -42,7 +43,7 @@ class OpenUpload(NamedTuple):
 
 
 def list_parts(s3: S3, url: str, path: str, upload_id: str) -> dict[int, SentPart] | None:
-    """Returns the parts of an upload, None where there is no such upload any more."""
+    """Returns the parts of an upload; None if the upload no longer exists."""
     found: dict[int, SentPart] = {}
     after = 0
     while True:

@@ -1,0 +1,36 @@
+"""Formats of other packages, from the entry-point group `ckpt_tools.formats`.
+
+`docs/how-to/add-a-format.md` shows a package that adds one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import printable
+from ckpt_tools.formats.base import Format
+
+GROUP = "ckpt_tools.formats"
+_NAMES = ("NAME", "LOOKS_FOR", "recognise", "read_catalog", "locate", "guess", "lay_out")
+
+
+@cache
+def external_formats() -> tuple[Format, ...]:
+    """Loads the formats that installed packages offer. A broken one is named in the log."""
+    found = (_load(point) for point in sorted(entry_points(group=GROUP), key=lambda p: p.name))
+    return tuple(form for form in found if form is not None)
+
+
+def _load(point: EntryPoint) -> Format | None:
+    try:
+        form = point.load()
+    except Exception as error:  # noqa: BLE001  # the code of another package
+        log.warning("the format %s cannot be loaded: %s", printable(point.value), error)
+        return None
+    missing = [name for name in _NAMES if not hasattr(form, name)]
+    if missing:
+        log.warning("the format %s lacks %s", printable(point.value), ", ".join(missing))
+        return None
+    return form  # type: ignore[no-any-return]

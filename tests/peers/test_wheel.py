@@ -1,0 +1,39 @@
+"""The wheel works in an environment that has nothing else of ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: object, **more: object) -> str:
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, **more)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout)
+
+
+def test_the_wheel_installs_into_an_empty_environment_and_runs(tmp_path: Path) -> None:
+    run(sys.executable, "-m", "build", "--outdir", tmp_path / "dist", ROOT)
+    (wheel,), (sdist,) = (tmp_path / "dist").glob("*.whl"), (tmp_path / "dist").glob("*.tar.gz")
+    assert sdist.stat().st_size > 100_000
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    bin_ = tmp_path / "venv" / "bin"
+    quiet = ("--quiet", "--disable-pip-version-check")
+    run(bin_ / "python", "-m", "pip", "install", *quiet, "-c", ROOT / "constraints.txt", wheel)
+    save_file({"w": torch.arange(6.0)}, tmp_path / "a.safetensors")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    for words in (["inspect"], ["verify"]):
+        run(bin_ / "ckpt", *words, "a.safetensors", cwd=tmp_path, env=environment)
+    run(bin_ / "ckpt", "merge", "a.safetensors", "b.safetensors", cwd=tmp_path, env=environment)
+    assert torch.equal(load_file(tmp_path / "b.safetensors")["w"], torch.arange(6.0))
+    found = run(
+        bin_ / "python", "-c", "import ckpt_tools; print(ckpt_tools.__file__)", cwd=tmp_path
+    )
+    assert str(tmp_path / "venv") in found
