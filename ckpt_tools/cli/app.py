@@ -6,14 +6,13 @@ Only this module turns errors into exit codes. Results go to stdout, progress an
 from __future__ import annotations
 
 import gc
-import io
 import json
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
@@ -41,18 +40,13 @@ from ckpt_tools.cli.options import (
     reading_options,
     size,
 )
-from ckpt_tools.errors import CheckpointError, PlanError, printable, printable_lines
+from ckpt_tools.cli.process import EXIT_STATUS, drop_output, fail, prepare_streams, terminated
+from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.ranks.base import Group, is_launched
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
     from ckpt_tools.transfer.result import TransferResult
-
-EXIT_STATUS = """EXIT STATUS
-
-0 fine · 1 error · 2 wrong usage · 10 not a checkpoint · 11 malformed or unsafe file ·
-12 holes or overlaps · 13 the request does not fit · 14 damaged bytes ·
-15 reading or writing failed · 16 another rank failed · 130 interrupted · 143 terminated"""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -64,10 +58,10 @@ class _Commands(typer.core.TyperGroup):
             sys.stdout.flush()  # flush here: an error can still set the exit status
             return result
         except BrokenPipeError:  # the reader of the pipe has ended; click would exit with 1
-            _drop_output()
+            drop_output()
             raise SystemExit(128 + signal.SIGPIPE) from None
         except KeyboardInterrupt as stop:
-            _fail(
+            fail(
                 "interrupted;"
                 f" {stop.args[0] if stop.args else 'nothing was left at the destination'}",
                 None,
@@ -822,49 +816,6 @@ def _report(result: TransferResult, quiet: bool, as_json: bool) -> None:
         render.show_transfer(result)
 
 
-def _terminated(number: int, frame: Any) -> NoReturn:
-    del frame
-    raise SystemExit(128 + number)
-
-
-def _prepare_streams() -> None:
-    """Makes sure that the standard streams are open, and accept any text.
-
-    The next opened file would get the number of a closed stream (`>&-`). Messages would then be
-    written into that file.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # this takes the lowest free number
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # LC_ALL=C supports only ASCII
-    if not os.environ.get("COLUMNS", "1").isdecimal() or int(os.environ.get("COLUMNS", "1")) < 1:
-        del os.environ["COLUMNS"]
-
-
-def _fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
-    if kind and "--json" in sys.argv[1:]:
-        with suppress(OSError):  # stdout itself may have failed
-            print(json.dumps({"error": kind, "message": message, "hint": hint, "exit_code": code}))
-            sys.stdout.flush()
-    red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{red}error:{plain} {printable_lines(message)}", file=sys.stderr)
-    if hint:
-        print(f"hint: {printable_lines(hint)}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def _drop_output() -> None:
-    """Points stdout to /dev/null: the flush at exit would fail again."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def main(may_share: bool = False) -> None:
     """Runs the command, and turns errors into exit codes.
 
@@ -872,23 +823,23 @@ def main(may_share: bool = False) -> None:
         may_share: share the work with the other processes of torchrun or srun, if it was started by
             one.
     """
-    signal.signal(signal.SIGTERM, _terminated)
-    _prepare_streams()
+    signal.signal(signal.SIGTERM, terminated)
+    prepare_streams()
     gc.disable()  # the process is short-lived, and has no cycles worth collecting
     try:
         with _group(may_share) as group:
             app(prog_name="ckpt", obj=group)
     except CheckpointError as error:
-        _fail(str(error), error.hint, error.exit_code, type(error).__name__)
+        fail(str(error), error.hint, error.exit_code, type(error).__name__)
     except OSError as error:
-        _fail(
+        fail(
             f"{error.strerror or error} ({printable(str(error.filename or ''))})",
             None,
             15,
             type(error).__name__,
         )
     except KeyboardInterrupt:
-        _fail("interrupted", None, 130)
+        fail("interrupted", None, 130)
     finally:
         # the work is done: a late Ctrl-C must not print a traceback
         signal.signal(signal.SIGINT, signal.SIG_IGN)

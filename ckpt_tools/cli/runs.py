@@ -110,9 +110,9 @@ def prune(
     """Remove old steps of a run, and unfinished work of dead jobs.
 
     Unfinished work is directories, objects without an index, and uploads. The newest complete step,
-    incomplete steps, steps of other tools, and all other files in ROOT stay. A step also stays, and
-    is listed, if it is pinned, if a link in ROOT leads to it, or if it holds files that no save
-    wrote. Exit status 15 if a step cannot be removed; the others are removed.
+    incomplete steps, steps of other tools, and all other files in ROOT stay. A step also stays if
+    it is pinned, if a link in ROOT leads to it, or if it holds files that no save wrote. The output
+    lists such steps. Exit status 15 if a step cannot be removed; the others are removed.
     """
     from ckpt_tools.cli import render
     from ckpt_tools.loop.retention import prune as run

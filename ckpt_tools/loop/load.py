@@ -69,8 +69,8 @@ class LoadReport:
     Attributes:
         path: the checkpoint.
         num_tensors, num_objects: how many of the state's entries were loaded.
-        read_nbytes, needed_nbytes, received_nbytes: bytes read; bytes of them that this rank or
-            another one needed; bytes received from other ranks.
+        read_nbytes, needed_nbytes, received_nbytes: bytes that this rank read; those of them that
+            any rank needed; bytes received from other ranks.
         num_proved: chunks that were read in full and whose checksum was right.
         notes: entries that did not carry over and their fate, mapped names, and entries left out.
     """

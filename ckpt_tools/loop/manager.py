@@ -445,7 +445,7 @@ class CheckpointManager:
         """Returns on all ranks the signal that any of them got, SIGTERM or SIGUSR1; 0 if none did.
 
         Call it after each step. Then save with `asynchronous=False` and exit with 128 + the number
-        (143, 138): torchrun and Slurm start the job again, and `resume` continues from that step.
+        (143, 138). torchrun and Slurm start the job again, and `resume` continues from that step.
         """
         self._check_open("preempted")
         number = 0

@@ -103,9 +103,9 @@ def prune(
 
     If one cannot be removed, it continues with the next.
 
-    These stay in any case: a step with a pin, a step that a link of the run leads to, and a step
-    with files that no save wrote. The first step of a new branch stays until the old branch's steps
-    have been set aside.
+    A pinned step stays in any case. So does a step that a link of the run leads to, and one with
+    files that no save wrote. The first step of a new branch stays until the old branch's steps have
+    been set aside.
 
     Args:
         root: directory of the run, a path or a URL.

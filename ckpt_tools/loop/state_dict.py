@@ -50,10 +50,10 @@ _RANK = "rank_"
 class PerRank:
     """A value that differs from rank to rank: a dataloader's position, a random generator.
 
-    The states of all ranks are stored, and each goes back to its own rank. When the number of ranks
-    has changed, `on_resize` says what happens: `"refuse"` (an error), `"reset"` (every rank keeps
-    what it has, and the report says so), or a function `(states, rank, world_size) -> state` that
-    redistributes the old ranks' states.
+    The states of all ranks are stored, and each goes back to its own rank. `on_resize` decides what
+    happens when the number of ranks has changed. `"refuse"` is an error. With `"reset"`, every rank
+    keeps its present state, and the report says so. A function `(states, rank, world_size) ->
+    state` redistributes the old ranks' states.
     """
 
     def __init__(

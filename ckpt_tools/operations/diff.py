@@ -125,8 +125,8 @@ def diff(
 ) -> DiffResult:
     """Compares two checkpoints by names, shapes, types and values.
 
-    If they have no name in common, they are compared by the names of `merge`: only the model,
-    without its key and the prefixes of wrappers.
+    If they have no name in common, the models are compared by the names of `merge`. These names
+    lack the model's key and the prefixes of wrappers.
 
     Args:
         a, b: checkpoints, or directories with one below; paths or URLs.

@@ -33,7 +33,7 @@ class VerifyResult:
         num_entries: number of tensors and objects; 0 if the index is unreadable.
         problems: the problems found; empty for a whole checkpoint.
         lost: names of the damaged or missing entries.
-        unknown: files whose bytes have no checksum, or whose checksum is unknown without a read.
+        unknown: files without a checksum, or with one that is unknown without a read.
         unread: tensors of unsupported kinds, with their kinds. Their bytes are compared, but not
             interpreted.
         extra: files in a sealed directory that the manifest does not name. Their bytes were not

@@ -1,0 +1,61 @@
+"""The process of the command: its standard streams, its signals and its exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from ckpt_tools.errors import printable_lines
+
+EXIT_STATUS = """EXIT STATUS
+
+0 fine · 1 error · 2 wrong usage · 10 not a checkpoint · 11 malformed or unsafe file ·
+12 holes or overlaps · 13 the request does not fit · 14 damaged bytes ·
+15 reading or writing failed · 16 another rank failed · 130 interrupted · 143 terminated"""
+
+
+def terminated(number: int, frame: Any) -> NoReturn:
+    del frame
+    raise SystemExit(128 + number)
+
+
+def prepare_streams() -> None:
+    """Makes sure that the standard streams are open, and accept any text.
+
+    The next opened file would get the number of a closed stream (`>&-`). Messages would then be
+    written into that file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # this takes the lowest free number
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # LC_ALL=C supports only ASCII
+    if not os.environ.get("COLUMNS", "1").isdecimal() or int(os.environ.get("COLUMNS", "1")) < 1:
+        del os.environ["COLUMNS"]
+
+
+def fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
+    if kind and "--json" in sys.argv[1:]:
+        with suppress(OSError):  # stdout itself may have failed
+            print(json.dumps({"error": kind, "message": message, "hint": hint, "exit_code": code}))
+            sys.stdout.flush()
+    red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{red}error:{plain} {printable_lines(message)}", file=sys.stderr)
+    if hint:
+        print(f"hint: {printable_lines(hint)}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def drop_output() -> None:
+    """Points stdout to /dev/null: the flush at exit would fail again."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
