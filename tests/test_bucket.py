@@ -135,7 +135,7 @@ def test_a_checkpoint_there_is_refused_and_replaced_only_when_asked(
         assert ckpt_tools.inspect(target, server.options).total.num_tensors == 3
         assert len(names(fs, "replaced")) == len(before)  # nothing of the old one is left
     fs.pipe("replaced/dcp/notes.txt", b"mine")
-    with pytest.raises(StorageError, match=r"what no checkpoint consists of: notes\.txt"):
+    with pytest.raises(StorageError, match=r"files that --overwrite never replaces: notes\.txt"):
         ckpt_tools.reshard(old, "s3://replaced/dcp", to_ranks=2, overwrite=True, **options)
     with pytest.raises(StorageError, match="the destination lies in the source"):
         ckpt_tools.reshard("s3://replaced/dcp", "s3://replaced/dcp/below", to_ranks=2, **options)

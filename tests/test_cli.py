@@ -206,7 +206,7 @@ def test_a_link_that_leads_out_of_the_checkpoint_is_refused(
         (
             ["reshard", "src", "folder", "--to", "2", "--overwrite"],
             15,
-            "no checkpoint consists of: thesis.txt",
+            "never replaces: thesis.txt",
         ),
         (["reshard", "src", "out", "--to", "2", "--from", "8"], 13, "expected 8, got 1"),
         (["reshard", "src", "out", "--to", "0"], 2, "--to"),

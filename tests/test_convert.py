@@ -658,7 +658,8 @@ def test_what_convert_wrote_can_be_replaced_and_other_files_cannot(
     torch.save({}, tmp_path / "own.pt")
     for to, name in (("torch", "own.pt"), ("hf", "hf")):
         with pytest.raises(
-            ckpt_tools.StorageError, match="holds what no checkpoint consists of|diary.txt|own.pt"
+            ckpt_tools.StorageError,
+            match="holds files that --overwrite never replaces|diary.txt|own.pt",
         ):
             ckpt_tools.convert(path, tmp_path / name, to=to, overwrite=True)
     assert (tmp_path / "hf" / "diary.txt").read_text() == "mine"

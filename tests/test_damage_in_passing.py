@@ -246,3 +246,17 @@ def test_a_square_weight_without_a_bias_follows_no_guess(tmp_path: Path, ckpt: R
     merged = load_file(tmp_path / "o.safetensors")["proj.weight"]
     assert torch.allclose(merged, base + 2 * (b @ a), atol=1e-5)
     shutil.rmtree(adapter)
+
+
+def test_wrong_usage_is_json_too(tmp_path: Path, ckpt: Run) -> None:
+    for words in (["merge", "a"], ["verify", "a", "--nothing"], ["reshard", "a", "b", "--to", "0"]):
+        done = ckpt(*words, "--json", cwd=tmp_path)
+        told = json.loads(done.stdout)
+        assert done.returncode == 2 and told["exit_code"] == 2 and told["error"] == "UsageError"
+
+
+def test_an_empty_folder_of_somebody_keeps_its_step(tmp_path: Path) -> None:
+    saved(tmp_path, [1, 2])
+    (tmp_path / step_name(1) / "hf").mkdir()
+    result = prune(tmp_path, 1)
+    assert not result.removed and "hf/" in next(iter(result.kept.values()))

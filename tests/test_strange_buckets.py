@@ -273,7 +273,7 @@ def test_overwrite_in_a_bucket_replaces_what_we_wrote_and_nothing_else(
         ckpt_tools.merge(source, "s3://replaced/m.safetensors", overwrite=True, **options)
     for name in ("t.pt", "x.safetensors"):
         fs.pipe_file(f"replaced/own/{name}", b"my notes")
-        with pytest.raises(StorageError, match="holds what no checkpoint consists of"):
+        with pytest.raises(StorageError, match="holds files that --overwrite never replaces"):
             (
                 ckpt_tools.merge(source, f"s3://replaced/own/{name}", overwrite=True, **options)
                 if name.startswith("x")
@@ -283,7 +283,7 @@ def test_overwrite_in_a_bucket_replaces_what_we_wrote_and_nothing_else(
             )
         assert fs.cat_file(f"replaced/own/{name}") == b"my notes"
     (tmp_path / "x.safetensors").write_text("my notes")
-    with pytest.raises(StorageError, match="holds files that no checkpoint consists of"):
+    with pytest.raises(StorageError, match="holds files that --overwrite never replaces"):
         ckpt_tools.merge(source, tmp_path / "x.safetensors", overwrite=True)
     ckpt_tools.merge(source, "s3://replaced/sh", max_shard_bytes=400, **options)
     with pytest.raises(StorageError, match="a checkpoint of another kind is there"):

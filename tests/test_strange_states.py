@@ -452,7 +452,9 @@ def test_overwrite_removes_nothing_but_the_checkpoint(
         dcp.save({"w": torch.ones(30)}, checkpoint_id=tmp_path / "dst", no_dist=True)
     (tmp_path / "dst" / "sub").mkdir()
     (tmp_path / "dst" / name).write_bytes(b"the only copy")
-    with pytest.raises(ckpt_tools.StorageError, match="holds files that no checkpoint consists of"):
+    with pytest.raises(
+        ckpt_tools.StorageError, match="holds files that --overwrite never replaces"
+    ):
         ckpt_tools.reshard(tmp_path / "src", tmp_path / "dst", to_ranks=2, overwrite=True)
     assert (tmp_path / "dst" / name).read_bytes() == b"the only copy"
     (tmp_path / "dst" / name).unlink()

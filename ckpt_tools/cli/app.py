@@ -40,7 +40,14 @@ from ckpt_tools.cli.options import (
     reading_options,
     size,
 )
-from ckpt_tools.cli.process import EXIT_STATUS, drop_output, fail, prepare_streams, terminated
+from ckpt_tools.cli.process import (
+    EXIT_STATUS,
+    drop_output,
+    fail,
+    prepare_streams,
+    print_json,
+    terminated,
+)
 from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.ranks.base import Group, is_launched
 from ckpt_tools.version import __version__
@@ -57,6 +64,9 @@ class _Commands(typer.core.TyperGroup):
             result = super().invoke(ctx)
             sys.stdout.flush()  # flush here: an error can still set the exit status
             return result
+        except click.UsageError as error:
+            print_json(error.format_message(), None, error.exit_code, "UsageError")
+            raise
         except BrokenPipeError:  # the reader of the pipe has ended; click would exit with 1
             drop_output()
             raise SystemExit(128 + signal.SIGPIPE) from None

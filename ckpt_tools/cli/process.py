@@ -43,11 +43,17 @@ def prepare_streams() -> None:
         del os.environ["COLUMNS"]
 
 
-def fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
-    if kind and "--json" in sys.argv[1:]:
-        with suppress(OSError):  # stdout itself may have failed
+def print_json(message: str, hint: str | None, code: int, kind: str) -> None:
+    """Prints an error as JSON on stdout, if the command was called with --json."""
+    if "--json" in sys.argv[1:]:
+        with suppress(OSError):  # stdout may be what failed
             print(json.dumps({"error": kind, "message": message, "hint": hint, "exit_code": code}))
             sys.stdout.flush()
+
+
+def fail(message: str, hint: str | None, code: int, kind: str = "") -> NoReturn:
+    if kind:
+        print_json(message, hint, code, kind)
     red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
     print(f"{red}error:{plain} {printable_lines(message)}", file=sys.stderr)
     if hint:

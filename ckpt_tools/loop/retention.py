@@ -20,7 +20,7 @@ from ckpt_tools.operations.verify import verify
 from ckpt_tools.publish.local import sync_directory, trash_path
 from ckpt_tools.publish.manifest import names_in
 from ckpt_tools.publish.steps import Root, Step, damage, find_step, survey
-from ckpt_tools.storage import RemoteStore, is_url, local_path, write_file
+from ckpt_tools.storage import RemoteStore, check_url, is_url, local_path, write_file
 from ckpt_tools.storage.local import failed
 
 _MAX_NAMES = 3
@@ -269,8 +269,10 @@ def _foreign_files(step: Step) -> list[str]:
             n for n in step.store.list_deep() if n not in listed and not is_ours(n) and n != LOCK
         )
     top, found = str(step.path), []
-    for folder, _, names in os.walk(top):
+    for folder, folders, names in os.walk(top):
         found += [os.path.relpath(os.path.join(folder, name), top) for name in names]
+        if folder != top and not names and not folders:
+            found.append(os.path.relpath(folder, top) + "/")  # an empty folder is somebody's too
     return sorted(name for name in found if name not in listed and not note_of(name))
 
 
@@ -290,6 +292,8 @@ def pin(path: Path | str, options: Options = None, removes: bool = False) -> boo
         StorageError: it cannot be written to.
     """
     where = os.fspath(path).rstrip("/")
+    if is_url(where):
+        check_url(where)
     root, _, name = (
         where.rpartition("/")
         if is_url(where)

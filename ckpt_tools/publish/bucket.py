@@ -74,7 +74,7 @@ class RemoteDestination:
         return self._look()[0]
 
     def check(self, overwrite: bool, known: Container[str] = ()) -> None:
-        """See `Destination.check`; `known` are the files of a try that is gone on with."""
+        """See `Destination.check`; `known` are the files of an earlier attempt."""
         exists, foreign = self._look(known)
         if exists and not overwrite:
             advice = (
@@ -83,7 +83,7 @@ class RemoteDestination:
             raise StorageError(f"the destination exists: {printable(self.url)}", hint=advice)
         if foreign:
             raise StorageError(
-                "the destination holds what no checkpoint consists of:"
+                "the destination holds files that --overwrite never replaces:"
                 f" {printable(', '.join(foreign[:5]))} ({printable(self.url)})",
                 hint=(
                     "move it away or choose another destination; --overwrite replaces checkpoints"

@@ -82,7 +82,7 @@ def check_destination(
         )
     if foreign:
         raise StorageError(
-            "the destination holds files that no checkpoint consists of:"
+            "the destination holds files that --overwrite never replaces:"
             f" {printable(', '.join(foreign[:5]))} ({printable(str(target))})",
             hint=(
                 "move them away or choose another destination; --overwrite replaces checkpoints"
@@ -137,7 +137,7 @@ def staging(
         target: the file or directory to be.
         attempt: id of the attempt.
         keeps: what is there is left to the next one if anything in it matches this glob; an earlier
-            try of the same attempt is gone on with, too.
+            try of the same attempt is continued, too.
         heir_of: a dead attempt's staging directory, to be this one's.
     """
     made = [p for p in target.absolute().parents if not os.path.lexists(p)]
