@@ -138,3 +138,17 @@ def test_the_readers_and_writers_of_dcp_keep_their_public_path() -> None:
     from ckpt_tools.distributed import StorageReader, StorageWriter
 
     assert StorageReader.__doc__ and StorageWriter.__doc__
+
+
+def test_the_engine_and_the_core_know_no_object_store() -> None:
+    for path in [*(ROOT / "engine").rglob("*.py"), *(ROOT / "core").rglob("*.py")]:
+        assert not [i for i in own_imports(path) if i.startswith(("storage.s3", "storage.remote"))]
+        assert "RemoteStore" not in path.read_text()
+
+
+def test_nobody_examines_attempts_and_destinations() -> None:
+    """They are protocols with two implementations: ask them."""
+    names = ("LocalAttempt", "RemoteAttempt", "LocalDestination", "RemoteDestination")
+    for path in FILES:
+        if not dotted(path).startswith("publish."):
+            assert not [name for name in names if name in path.read_text()], path

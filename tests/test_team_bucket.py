@@ -228,7 +228,7 @@ def test_regions_tile_every_file_at_parts_and_elements(
 ) -> None:
     plan = a_plan(shapes, dtype)
     ((name, nbytes),) = plan.target.file_sizes.items()
-    regions = cut_regions(plan, count, takes_parts)
+    regions = cut_regions(plan, count, part_starts if takes_parts else None)
     ranges = sorted(
         r[name] for r in regions if name in r and (r[name][0] < r[name][1] or not nbytes)
     )

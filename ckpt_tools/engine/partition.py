@@ -7,32 +7,34 @@ An object store takes files in parts, so there a share consists of parts. This m
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from ckpt_tools.core.box import Box, flat_range_boxes, flat_start
 from ckpt_tools.core.plan import Plan, Slot, Target, TensorPlan, plan_copies
-from ckpt_tools.storage.s3.multipart import part_starts
 
 Regions = Mapping[str, tuple[int, int]]  # by file: bytes `start <= i < stop`
 
 
-def cut_regions(plan: Plan, count: int, takes_parts: bool) -> Sequence[Regions]:
+PartStarts = Callable[[int], Sequence[int]]  # of a file's length: where its parts begin
+
+
+def cut_regions(plan: Plan, count: int, part_starts: PartStarts | None) -> Sequence[Regions]:
     """Cuts the files of a plan's target into `count` shares of about equal bytes.
 
     Args:
         plan: the plan to divide.
         count: number of shares.
-        takes_parts: several processes may send parts of one file. If False, each file belongs to
-            one share.
+        part_starts: where several processes may cut a file. If None, each file belongs to one
+            share.
 
     Returns:
         For each share, its byte range of every file that it writes. A file that contains checksums
         of its own payloads is never cut.
     """
     target = plan.target
-    whole = {t.file for t in target.trailers} if takes_parts else set(target.file_sizes)
+    whole = {t.file for t in target.trailers} if part_starts else set(target.file_sizes)
     slots = _slots_by_file(plan)
     total = sum(target.file_sizes.values())
     edges = [total * (number + 1) // count for number in range(count - 1)]
@@ -41,13 +43,16 @@ def cut_regions(plan: Plan, count: int, takes_parts: bool) -> Sequence[Regions]:
     for file, nbytes in target.file_sizes.items():
         if file in whole and len(target.file_sizes) == 1:
             found[0][file] = (0, nbytes)  # process 0 commits, so it completes the file
-        elif file in whole:
+        elif part_starts is None or file in whole:
             found[bisect_right(edges, start + nbytes // 2)][file] = (0, nbytes)
         else:
             first, last = bisect_right(edges, start), bisect_right(edges, start + nbytes)
             cuts = [
                 0,
-                *(_cut(edge - start, nbytes, slots.get(file, [])) for edge in edges[first:last]),
+                *(
+                    _cut(edge - start, nbytes, slots.get(file, []), part_starts(nbytes))
+                    for edge in edges[first:last]
+                ),
                 nbytes,
             ]
             for number, (low, high) in enumerate(pairwise(cuts), first):
@@ -68,9 +73,8 @@ def _slots_by_file(plan: Plan) -> dict[str, list[tuple[int, int]]]:
     return {file: sorted(found) for file, found in slots.items()}
 
 
-def _cut(wanted: int, nbytes: int, slots: Sequence[tuple[int, int]]) -> int:
+def _cut(wanted: int, nbytes: int, slots: Sequence[tuple[int, int]], starts: Sequence[int]) -> int:
     """Returns the first part start at or after `wanted` that cuts no element; or the file's end."""
-    starts = part_starts(nbytes)
     for start in starts[bisect_right(starts, max(0, wanted - 1)) :]:
         number = bisect_right(slots, (start, 0)) - 1
         if number >= 0 and (start - slots[number][0]) % slots[number][1] == 0:

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,8 +31,7 @@ from ckpt_tools.engine.trailers import (
 )
 from ckpt_tools.errors import StorageError
 from ckpt_tools.storage import MemoryStore, WritableStore, Writer
-from ckpt_tools.storage.s3.multipart import Upload
-from ckpt_tools.storage.s3.open_uploads import SentPart
+from ckpt_tools.storage.base import PartsWriter
 
 Checksum = Callable[[memoryview], int]
 _JOINS = {crc64nvme: join_crc64, crc32: join_crc32}
@@ -47,7 +46,7 @@ class SinkState(NamedTuple):
 
     files: dict[str, HashedRanges]
     prints: TensorHashes
-    sent: Mapping[str, Mapping[int, SentPart]] = MappingProxyType({})
+    sent: Mapping[str, Mapping[int, Any]] = MappingProxyType({})
 
 
 class Sink(Protocol):
@@ -277,7 +276,7 @@ class WriteSink:
                     around += [(trailer.start, trailer.render(crc)) for trailer in behind]
             pieces += [self._put(name, start, data) for start, data in _joined(around)]
             checksums[name] = _join_file(name, pieces, self._whole.file_sizes[name])
-            if name in self._vouched and isinstance(writer := self._writers[name], Upload):
+            if name in self._vouched and isinstance(writer := self._writers[name], PartsWriter):
                 writer.expect(checksums[name])
         self._finish_writers()
         return checksums
@@ -341,7 +340,7 @@ class WriteSink:
         sent = {
             name: writer.sent
             for name, writer in self._writers.items()
-            if isinstance(writer, Upload)
+            if isinstance(writer, PartsWriter)
         }
         return SinkState(files, self.fingerprints.noted, sent)
 
@@ -350,7 +349,7 @@ class WriteSink:
         for name, pieces in handed.files.items():
             self._pieces.setdefault(name, HashedRanges()).extend(pieces)
         for name, sent in handed.sent.items():
-            if isinstance(writer := self._writers.get(name), Upload):
+            if isinstance(writer := self._writers.get(name), PartsWriter):
                 writer.absorb(sent)
         self.fingerprints.absorb(handed.prints)
 

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 from urllib.parse import unquote
 
 from ckpt_tools.errors import FormatError, StorageError, printable
@@ -90,6 +90,24 @@ class Writer(Protocol):
 
     def abort(self) -> None:
         """Discards the file and closes it; never raises."""
+        ...
+
+
+@runtime_checkable
+class PartsWriter(Writer, Protocol):
+    """A writer of a file in parts, which several processes may send."""
+
+    @property
+    def sent(self) -> Mapping[int, Any]:
+        """The parts that the store has, by number."""
+        ...
+
+    def absorb(self, sent: Mapping[int, Any]) -> None:
+        """Adds the parts that another process has sent."""
+        ...
+
+    def expect(self, crc64: int) -> None:
+        """Sets the expected checksum of the whole file, parts that the store copies included."""
         ...
 
 

@@ -19,6 +19,7 @@ from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.bucket import SharedUploads
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import WritableStore
+from ckpt_tools.storage.s3.multipart import part_starts
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class RankWork:
         self._regions = (
             None
             if group.size == 1 or self.on_disk
-            else cut_regions(plan, group.size, dst.takes_parts)[group.rank]
+            else cut_regions(plan, group.size, part_starts if dst.takes_parts else None)[group.rank]
         )
         if self._regions is None:
             self.plan, self.share = plan, shares(plan, group.size)[group.rank]
