@@ -13,7 +13,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools import CheckpointManager, IntegrityError, PlanError, StorageError
+from ckpt_tools import (
+    CheckpointManager,
+    FormatError,
+    IntegrityError,
+    PlanError,
+    StorageError,
+)
+from ckpt_tools.storage import LocalStore, read
 from tests.conftest import torchrun
 from tests.servers.servers import Server
 
@@ -188,3 +195,37 @@ def test_every_type_that_is_returned_has_a_short_repr(tmp_path: Path) -> None:
         assert name in ckpt_tools.__all__ and getattr(ckpt_tools, name) is type(value)
         assert len(repr(value)) < 1500 and name in repr(value), (name, len(repr(value)))
     assert load_file(tmp_path / "c.safetensors").keys() == many.keys()
+
+
+def test_an_adapter_in_a_bucket_takes_the_options_of_its_store(
+    server: Server, tmp_path: Path
+) -> None:
+    fs = server.bucket("adapters")
+    sides = {"A": torch.ones(1, 3), "B": torch.ones(4, 1)}
+    save_file(
+        {f"base_model.model.w.lora_{s}.weight": t for s, t in sides.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    config = '{"peft_type": "LORA", "r": 1, "lora_alpha": 2, "bias": "none"}'
+    (tmp_path / "adapter_config.json").write_text(config)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        fs.put_file(str(tmp_path / name), f"adapters/ad/{name}")
+    save_file({"w.weight": torch.zeros(4, 3)}, tmp_path / "base.safetensors")
+    out = tmp_path / "out.safetensors"
+    adapter = "s3://adapters/ad"
+    ckpt_tools.merge(
+        tmp_path / "base.safetensors", out, lora=adapter, storage_options=server.options
+    )
+    assert torch.equal(load_file(out)["w.weight"], torch.full((4, 3), 2.0))
+
+
+@pytest.mark.parametrize("nbytes", [10**12, (1 << 62) + 5])
+def test_a_read_allocates_no_more_than_its_file_has(nbytes: int, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(100))
+    store = LocalStore(tmp_path)
+    with pytest.raises(StorageError, match="ends early"):
+        read(store, "x", 0, nbytes)
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(FormatError, match="too long"):
+        read(store, "sparse")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,21 +188,25 @@ def test_a_copy_that_is_interrupted_goes_on_where_it_was(tmp_path: Path) -> None
         str(tmp_path / "to" / "new"),
         "--json",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 20
-    while (
-        not list((tmp_path / "to").glob(".tmp.new.*/__1_0.distcp"))
-        and process.poll() is None
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    if process.returncode:  # else it was too quick
-        assert process.returncode == 130 and "the same command continues from there" in error, error
-        assert not (tmp_path / "to" / "new").exists() and list((tmp_path / "to").glob(".tmp.new.*"))
-        again = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert again.returncode == 0 and "kept_nbytes" in again.stdout, again.stderr
+    for _ in range(20):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        while process.poll() is None:
+            if list((tmp_path / "to").glob(".tmp.new.*/__1_0.distcp")):
+                process.send_signal(signal.SIGSTOP)  # it cannot end before the signal comes
+                break
+            time.sleep(0.002)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        _, error = process.communicate(timeout=60)
+        if process.returncode:
+            break
+        shutil.rmtree(tmp_path / "to")
+    assert process.returncode == 130 and "the same command continues from there" in error, error
+    assert not (tmp_path / "to" / "new").exists() and list((tmp_path / "to").glob(".tmp.new.*"))
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0 and "kept_nbytes" in again.stdout, again.stderr
     assert {p.name: p.read_bytes() for p in (tmp_path / "many").iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "to" / "new").iterdir()
     }

@@ -138,7 +138,9 @@ def merge(
             left_out=left_out(source.catalog, catalog),
             stripped=stripped,
             alter=alter or {},
-            changes=adapters.version(lora) if lora is not None else "",
+            changes=(
+                adapters.version(lora, options.get("storage_options")) if lora is not None else ""
+            ),
         )
     )
     return replace(result, notes=(*result.notes, *notes))

@@ -198,10 +198,16 @@ class _Layout:
         return [note]
 
 
-def version(folder: str | os.PathLike[str]) -> str:
-    """Returns an opaque version string that changes when an adapter's files change."""
-    store = open_source(folder).folder
-    return " ".join(f"{name} {store.version(name)}" for name in store.list_files())
+def version(
+    folder: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> str:
+    """Returns an opaque version of an adapter, which changes when its files change."""
+    source = open_source(folder, storage_options)
+    try:
+        files = source.folder.list_files()
+        return " ".join(f"{name} {source.folder.version(name)}" for name in files)
+    finally:
+        source.store.close()
 
 
 def _config(source: Source) -> Mapping[str, Any]:
