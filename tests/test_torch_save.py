@@ -276,3 +276,12 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
         )
         with pytest.raises(CheckpointError, match=message):
             ckpt_tools.inspect(tmp_path)
+
+
+def test_a_list_at_the_top_comes_back_as_a_list(tmp_path: Path) -> None:
+    value = [torch.ones(2), {"a": torch.zeros(1)}, 7]
+    torch.save(value, tmp_path / "a.pt")
+    ckpt_tools.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch")
+    got = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert isinstance(got, list) and len(got) == 3 and got[2] == 7
+    assert torch.equal(got[0], value[0]) and torch.equal(got[1]["a"], value[1]["a"])

@@ -424,6 +424,10 @@ def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
                 )
         if owner.setdefault(_key(path, len(path) - 1, path[-1]), value) is not value:
             raise PlanError(f"two entries have one name: {printable(fqn)!r}")
+    if any(isinstance(key, _Index) for key in root) and all(
+        isinstance(key, _Index) or is_number(key) for key in root
+    ):  # a list at the top, of which some items are tensors with a number as their name
+        root = {_Index(int(key)): value for key, value in root.items()}
     return _with_lists(root)
 
 
