@@ -285,3 +285,17 @@ def test_a_list_at_the_top_comes_back_as_a_list(tmp_path: Path) -> None:
     got = torch.load(tmp_path / "b.pt", weights_only=True)
     assert isinstance(got, list) and len(got) == 3 and got[2] == 7
     assert torch.equal(got[0], value[0]) and torch.equal(got[1]["a"], value[1]["a"])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.ones(2), "one value without a name"),
+        ({"": torch.ones(1), "b": torch.ones(1)}, "an entry with an empty name"),
+        ([torch.ones(1), torch.ones(1)], "a list, whose items"),
+    ],
+)
+def test_a_top_level_without_names_is_told(value: object, words: str, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "a.pt")
+    result = ckpt_tools.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch")
+    assert any(words in note for note in result.notes)

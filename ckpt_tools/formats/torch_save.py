@@ -51,6 +51,7 @@ INDEX = "pytorch_model.bin.index.json"
 LOOKS_FOR = "*.pt, *.pth, *.bin"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 locate, guess = locate_bare, guess_bare
+TOP_LEVEL = "top level"  # key of a remark in `Catalog.extras`
 _MAX_PICKLE_BYTES = 256 << 20
 _TAIL_BYTES = 1536
 _MAX_HOLES = 10_000
@@ -137,12 +138,24 @@ def read_files(
         objects,
         paths if is_nested else {},
         sizes,
-        extras=told(others),
+        extras=told(others) | _top_level(paths.values()),
         archives=archives,
         made=made.files,
         unread=others.unread,
         unknown=others.unknown,
     )
+
+
+def _top_level(paths: Iterable[Path]) -> dict[str, str]:
+    """Returns a remark on a file whose top level is not a dict with names, for `Catalog.extras`."""
+    for path in paths:
+        if not path:
+            return {TOP_LEVEL: "one value without a name, which is called tensor"}
+        if path[0] == "":
+            return {TOP_LEVEL: "an entry with an empty name, which is called tensor"}
+        if type(path[0]) is int:
+            return {TOP_LEVEL: "a list, whose items are called 0, 1, …"}
+    return {}
 
 
 class UnreadValues(Counter[str]):

@@ -217,14 +217,20 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
             left_out=_dropped(source.catalog, catalog, job.parts),
         )
     )
-    if to != "accelerate" and not is_model:
-        parts.notes.extend(left_beside(source.catalog))
-    parts.notes.extend(unknown_values(source.catalog, only_model=bool(is_model)))
+    parts.notes.extend(_notes_on(source.catalog, to, bool(is_model)))
     if accept and not result.is_dry_run and (how.get("group") or ALONE).rank == 0:
         parts.notes.append(
             "transformers loads it: no name missing or unexpected, every tensor as it was written"
         )
     return replace(result, notes=(*result.notes, *parts.notes))
+
+
+def _notes_on(catalog: Catalog, to: str, is_model: bool) -> list[str]:
+    """Returns what a conversion leaves behind of the source, or gives another name."""
+    top = catalog.extras.get(torch_save.TOP_LEVEL)
+    beside = [] if to == "accelerate" or is_model else left_beside(catalog)
+    renamed = [f"the source has {top}"] if top else []
+    return [*renamed, *beside, *unknown_values(catalog, only_model=is_model)]
 
 
 def _model_order(source: Source) -> ModelOrder:
