@@ -180,7 +180,8 @@ def test_of_two_that_replace_one_file_the_manifest_of_the_last_one_stays(tmp_pat
             )
             for n in "ab"
         ]
-        assert [process.wait(60) for process in both] == [0, 0]
+        codes = {process.wait(60) for process in both}
+        assert codes in ({0}, {0, 15})  # one may be told that the other was faster
         result = ckpt_tools.verify(tmp_path / "out.safetensors")
         assert not result.problems and result.is_sealed
         assert len(list(tmp_path.glob("out.safetensors.ckpt.manifest.*"))) == 1
