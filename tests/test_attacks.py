@@ -43,6 +43,7 @@ from ckpt_tools.formats.pickle import plain_values
 from ckpt_tools.formats.pickle import state as state_pickle
 from ckpt_tools.formats.pickle import write as pickle_write
 from ckpt_tools.loop.archives import pack, unpack
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import list_steps
 from ckpt_tools.publish.superseded import RollbackNote
 from ckpt_tools.storage import LocalStore, RemoteStore, read
@@ -879,11 +880,11 @@ def test_a_note_of_a_rollback_by_somebody_else_moves_no_step(tmp_path: Path) -> 
     with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, {"n": step}, asynchronous=False)
-    attempts = {s.name: s.manifest.attempt for s in list_steps(tmp_path) if s.manifest}
+    attempts = {s.name: s.manifest.attempt for s in list_steps(open_root(tmp_path)) if s.manifest}
     note = RollbackNote("x", "aaaaaaaa-0000-4000-8000-000000000000", 1, attempts, True)
     (tmp_path / note.file).write_bytes(note.render())
     os.chown(tmp_path / note.file, 12345, 12345)
-    assert [s.number for s in list_steps(tmp_path)] == [1, 2, 3]
+    assert [s.number for s in list_steps(open_root(tmp_path))] == [1, 2, 3]
     with CheckpointManager(tmp_path, keep_last=None) as checkpoints:
         assert checkpoints.resume({"n": 0}) == 3
 

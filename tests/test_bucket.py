@@ -21,7 +21,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, StorageError
-from ckpt_tools.publish.leftovers import remove_leftovers
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.lock import Lease
 from ckpt_tools.publish.manifest import find
 from ckpt_tools.publish.steps import list_steps
@@ -292,7 +292,7 @@ def test_what_others_wrote_is_never_removed(server: Server, tmp_path: Path) -> N
     )
     with CheckpointManager("s3://others/run", **options) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
-    assert remove_leftovers("s3://others/run", grace_s=-5, options=server.options) == []
+    assert open_root("s3://others/run", server.options).remove_leftovers(grace_s=-5) == []
     assert (
         fs.cat("others/run/step-00000001/x.deadbeef.safetensors")
         == fs.cat("others/run/step-00000001/ckpt.manifest.deadbeef.json")
@@ -478,7 +478,7 @@ def test_a_copy_does_not_replace_what_another_may_be_writing(
     dead = {**lease._me, "pid": 1, "started": "0"}
     # of a copy that was killed
     fs.pipe("shared/run/step-00000001/.ckpt.lock", json.dumps(dead).encode())
-    left = remove_leftovers("s3://shared/run", grace_s=-5, options=server.options)
+    left = open_root("s3://shared/run", server.options).remove_leftovers(grace_s=-5)
     assert len(left) == 3 and names(fs, "shared") == [
         "shared/run/step-00000001/.ckpt.lock",
         "shared/run/step-00000001/notes.txt",
@@ -496,7 +496,7 @@ def test_a_mirror_is_brought_up_to_date_by_the_next_job(server: Server, tmp_path
         tmp_path / "run", mirror="s3://late/run", storage_options=server.options
     ):
         pass  # a job that saves nothing: what the one before could not copy is copied now
-    assert [s.number for s in list_steps("s3://late/run", server.options)] == [1]
+    assert [s.number for s in list_steps(open_root("s3://late/run", server.options))] == [1]
     assert ckpt_tools.diff(
         source, "s3://late/run/step-00000001", read_all=True, storage_options=server.options
     ).is_same
@@ -516,7 +516,7 @@ def test_a_url_with_an_empty_segment_is_refused_by_whatever_takes_one(
         lambda: ckpt_tools.merge(source, f"{url}/m.safetensors", overwrite=True),
         lambda: ckpt_tools.copy(source, url),
         lambda: ckpt_tools.inspect(url),
-        lambda: list_steps(url),
+        lambda: list_steps(open_root(url)),
         lambda: CheckpointManager(url),
         lambda: CheckpointManager(tmp_path / "run", mirror=url),
     ]

@@ -22,7 +22,7 @@ from torch.utils.serialization import config
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager
-from ckpt_tools.publish.leftovers import remove_leftovers
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, latest, list_steps
 from tests.conftest import HERE, torchrun
 from tests.servers.faults import WRITES, faulty
@@ -92,11 +92,11 @@ def test_a_kill_during_an_upload_costs_nothing(server: Server) -> None:
         until(process, f"began {newest + 2}")
         time.sleep(rng.random() * 0.6)
         kill(process)
-    before = list_steps("s3://killed/run", server.options)
+    before = list_steps(open_root("s3://killed/run", server.options))
     assert before and all(damage(step) == "" for step in before)
-    left = remove_leftovers("s3://killed/run", grace_s=-5, options=server.options)
+    left = open_root("s3://killed/run", server.options).remove_leftovers(grace_s=-5)
     assert not uploads(fs, "killed")
-    assert list_steps("s3://killed/run", server.options) == before, left
+    assert list_steps(open_root("s3://killed/run", server.options)) == before, left
     kept = {step.name for step in before}
     # nothing of what was never finished is left
     assert {name.split("/")[2] for name in names(fs, "killed/run")} == {*kept, ".ckpt.lock"}
@@ -151,17 +151,20 @@ def test_a_run_outlives_its_machine_in_a_mirror(server: Server, tmp_path: Path) 
     process = job(server, tmp_path / "run", "s3://mirrored/run")
     until(process, "resumed")
     deadline = time.monotonic() + 60
-    while not list_steps("s3://mirrored/run", server.options) and time.monotonic() < deadline:
+    while (
+        not list_steps(open_root("s3://mirrored/run", server.options))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.2)
     kill(process)
-    newest = latest("s3://mirrored/run", options=server.options).step
+    newest = latest(open_root("s3://mirrored/run", server.options)).step
     assert newest is not None and damage(newest) == ""
     # the same machine: its own disk is newer
     process = job(server, tmp_path / "run", "s3://mirrored/run")
     here = until(process, "resumed").split()
     kill(process)
     assert int(here[1]) >= newest.number and here[2] == "True"
-    newest = latest("s3://mirrored/run", options=server.options).step
+    newest = latest(open_root("s3://mirrored/run", server.options)).step
     assert newest is not None
     process = job(server, tmp_path / "another", "s3://mirrored/run")  # another machine
     assert until(process, "resumed").split()[1:] == [str(newest.number), "True"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps
 from tests.conftest import HERE
 
@@ -31,7 +32,7 @@ def script(body: str, root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def steps(root: Path) -> list[tuple[int, str]]:
-    return [(s.number, damage(s)) for s in list_steps(root)]
+    return [(s.number, damage(s)) for s in list_steps(open_root(root))]
 
 
 @pytest.mark.parametrize("more", ["", "del checkpoints"])

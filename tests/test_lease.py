@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import list_steps
 from tests.conftest import HERE
 from tests.servers.gate import gated
@@ -85,7 +86,7 @@ def test_a_second_job_on_a_bucket_is_refused_and_a_dead_one_s_lease_is_taken_ove
                 CheckpointManager(root, storage_options=server.options)
             assert "close() on it first" in (caught.value.hint or "")
     assert not fs.exists("lease/run/.ckpt.lock")
-    assert [s.number for s in list_steps(root, server.options)] == [1]
+    assert [s.number for s in list_steps(open_root(root, server.options))] == [1]
 
 
 def elsewhere(fs: Any, path: str, turn: int = 0) -> None:
@@ -147,7 +148,7 @@ def test_a_lease_is_renewed_and_a_job_that_lost_it_saves_no_more(
         ):
             checkpoints.save(2, STATE, asynchronous=False)
     assert json.loads(fs.cat_file(path))["id"] == "theirs"  # and it stays theirs
-    assert [s.number for s in list_steps(root, server.options)] == [1]
+    assert [s.number for s in list_steps(open_root(root, server.options))] == [1]
 
 
 def test_a_job_that_was_cut_off_looks_at_its_lease_before_it_saves(
@@ -164,7 +165,7 @@ def test_a_job_that_was_cut_off_looks_at_its_lease_before_it_saves(
             StorageError, match="another job has taken over s3://cutoff/run: host elsewhere, pid 1"
         ):
             checkpoints.save(2, STATE, asynchronous=False)
-    assert [s.number for s in list_steps(root, server.options)] == [1]
+    assert [s.number for s in list_steps(open_root(root, server.options))] == [1]
 
 
 def test_a_job_that_loses_its_lease_while_it_writes_does_not_commit(
@@ -187,7 +188,7 @@ def test_a_job_that_loses_its_lease_while_it_writes_does_not_commit(
             match="another job has taken over s3://overtaken/run: host elsewhere, pid 1",
         ):
             checkpoints.wait()
-    assert list_steps(root, server.options) == []
+    assert list_steps(open_root(root, server.options)) == []
     assert not [path for path in fs.find("overtaken/run") if "/step-" in path]
 
 

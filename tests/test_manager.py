@@ -33,6 +33,7 @@ from ckpt_tools import (
     UnsafePickleError,
 )
 from ckpt_tools.loop.shards import Stage
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import list_steps
 
 
@@ -309,7 +310,7 @@ def test_retention_keeps_the_last_and_those_kept_by_rule(tmp_path: Path) -> None
     with CheckpointManager(tmp_path, keep_last=2, keep_every=4) as checkpoints:
         for step in range(1, 8):
             checkpoints.save(step, {"w": torch.ones(3)})
-    assert [s.number for s in list_steps(tmp_path)] == [4, 6, 7]
+    assert [s.number for s in list_steps(open_root(tmp_path))] == [4, 6, 7]
 
 
 @pytest.mark.parametrize("harm", ["flipped", "short", "no index"])
@@ -344,7 +345,7 @@ def test_a_step_that_was_passed_over_is_saved_again_when_the_job_gets_there(
         nn.init.zeros_(model.weight)
         assert checkpoints.resume(state) == 2
         assert bool((model.weight == 1).all())
-    assert [(s.number, s.problem) for s in list_steps(tmp_path)] == [(1, ""), (2, "")]
+    assert [(s.number, s.problem) for s in list_steps(open_root(tmp_path))] == [(1, ""), (2, "")]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         ".ckpt.lock",
         "step-00000001",
@@ -361,7 +362,7 @@ def test_what_was_resumed_from_stays_until_a_newer_one_is_committed(tmp_path: Pa
         checkpoints.save(4, {"w": torch.ones(3)})
         checkpoints.wait()
         checkpoints.save(5, {"w": torch.ones(3)})
-    assert [s.number for s in list_steps(tmp_path)] == [5]
+    assert [s.number for s in list_steps(open_root(tmp_path))] == [5]
 
 
 # ---- damage and hostile objects ------------------------------------------------------------------
@@ -450,7 +451,7 @@ def test_a_second_save_waits_or_is_skipped(tmp_path: Path) -> None:
         checkpoints.wait()
         assert checkpoints.save(3, state)
     assert skipped
-    assert [s.number for s in list_steps(tmp_path)] == [1, 3]
+    assert [s.number for s in list_steps(open_root(tmp_path))] == [1, 3]
 
 
 def test_memory_is_one_copy_that_is_used_again(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps
 from ckpt_tools.storage.retries import hint, plain
 from tests.servers.gate import Gate, gated
@@ -72,7 +73,7 @@ def test_a_save_in_the_background_sits_an_outage_out_and_training_does_not_wait_
         gate.open()
         checkpoints.wait()
         checkpoints.save(3, state(3.0))
-    assert [(s.number, damage(s)) for s in list_steps(root, server.options)] == [
+    assert [(s.number, damage(s)) for s in list_steps(open_root(root, server.options))] == [
         (1, ""),
         (2, ""),
         (3, ""),
@@ -105,7 +106,7 @@ def test_saves_that_fail_are_warnings_until_so_many_have_failed_in_a_row(
             checkpoints.save(7, state())
         gate.open()
         checkpoints.save(8, state())
-    numbers = [s.number for s in list_steps(root, server.options)]
+    numbers = [s.number for s in list_steps(open_root(root, server.options))]
     assert numbers[-2:] == [3, 8]
 
 
@@ -176,7 +177,7 @@ def test_a_restart_takes_the_newer_step_of_the_disk_while_the_mirror_is_away(
     checkpoints._mirror.wait()
     checkpoints.save(4, state(4.0))
     checkpoints.close()
-    assert [s.number for s in list_steps("s3://far/run", server.options)][-1] == 4
+    assert [s.number for s in list_steps(open_root("s3://far/run", server.options))][-1] == 4
     gate.shut()
     checkpoints = CheckpointManager(tmp_path / "new disk", retry_s=1, **settings)
     with pytest.raises(StorageError, match="cannot list"):

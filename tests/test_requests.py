@@ -15,6 +15,7 @@ from aiohttp import web
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import list_steps
 from tests.conftest import torchrun
 from tests.servers.faults import watched
@@ -45,7 +46,7 @@ def test_a_save_lists_at_most_twice(server: Server) -> None:
             checkpoints.save(step, {"w": torch.ones(3)}, asynchronous=False)
             checkpoints._writer._background().submit(int).result()  # old steps are removed there
             assert kinds(passed)["LIST"] <= 2, [r.path_qs for r, _ in passed]
-    assert [s.number for s in list_steps("s3://lists/run", server.options)] == [4, 5]
+    assert [s.number for s in list_steps(open_root("s3://lists/run", server.options))] == [4, 5]
 
 
 def test_three_ranks_list_no_more_than_one(server: Server) -> None:
@@ -53,7 +54,7 @@ def test_three_ranks_list_no_more_than_one(server: Server) -> None:
     with watched(server.endpoint) as (url, passed):
         torchrun(3, "steps.py", "s3://three/run", "4", **replace(server, endpoint=url).environment)
         count = kinds(passed)
-    assert [s.number for s in list_steps("s3://three/run", server.options)] == [2, 3, 4]
+    assert [s.number for s in list_steps(open_root("s3://three/run", server.options))] == [2, 3, 4]
     # at the start: dead jobs' uploads and objects, unfinished rollbacks
     assert count["LIST"] <= 3 + 2 * 4, count
 
@@ -64,7 +65,9 @@ def test_a_run_of_many_steps_is_listed_at_once(server: Server) -> None:
         fs.pipe_file(f"rows/run/step-{step:08d}/.metadata", b"x")
         fs.pipe_file(f"rows/run/step-{step:08d}/__0_0.distcp", b"x")
     with watched(server.endpoint) as (url, passed):
-        assert len(list_steps("s3://rows/run", replace(server, endpoint=url).options)) == 30
+        assert (
+            len(list_steps(open_root("s3://rows/run", replace(server, endpoint=url).options))) == 30
+        )
     assert kinds(passed)["LIST"] == 1
 
 

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 import ckpt_tools
 from ckpt_tools import PlanError
 from ckpt_tools.publish.bucket import _try
-from ckpt_tools.publish.leftovers import remove_leftovers
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.storage import RemoteStore
 from tests import jobs
 from tests.jobs import LONG, torchrun_command
@@ -219,7 +219,7 @@ def test_other_work_does_not_go_on_with_it(server: Server, source: Path, tmp_pat
         "merge", tmp_path / "src", f"s3://{bucket}/out.safetensors", server, "--jobs", "1"
     )
     interrupt(words, fs, bucket, 4 * PART)
-    assert remove_leftovers(f"s3://{bucket}", options=server.options) == []  # they are young
+    assert open_root(f"s3://{bucket}", server.options).remove_leftovers() == []  # they are young
     # another source, for all that is known
     os.utime(next((tmp_path / "src").glob("*.distcp")), ns=(1, 1))
     assert resumed(words)["kept_nbytes"] == 0
@@ -235,7 +235,7 @@ def test_other_work_does_not_go_on_with_it(server: Server, source: Path, tmp_pat
         before + 4 * PART,
     )
     wait_for_the_clock(server, bucket)
-    left = remove_leftovers(f"s3://{bucket}", 0, options=server.options)
+    left = open_root(f"s3://{bucket}", server.options).remove_leftovers(0)
     assert sorted(item.what for item in left) == ["object", "upload", "upload"]
     assert uploads(fs, bucket) == [] and not any("uploads" in name for name in names(fs, bucket))
 
@@ -249,7 +249,9 @@ def test_an_upload_that_is_gone_is_begun_again(server: Server, source: Path) -> 
     interrupt(words, fs, bucket, 4 * PART)
     assert len(uploads(fs, bucket)) == 3
     wait_for_the_clock(server, bucket)
-    assert len(remove_leftovers(f"s3://{bucket}", 0, options=server.options)) == 4  # the notes too
+    assert (
+        len(open_root(f"s3://{bucket}", server.options).remove_leftovers(0)) == 4
+    )  # the notes too
     assert resumed(words)["kept_nbytes"] == 0
     assert ckpt_tools.diff(
         source / "src", f"s3://{bucket}/two", storage_options=server.options

@@ -16,6 +16,7 @@ import torch
 
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.loop.retention import prune
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, latest, latest_of, list_steps, rollbacks
 from tests.servers.servers import Server
 
@@ -54,21 +55,23 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
             "when a new step is committed, these are set aside: step-00000200, step-00000300"
             in caplog.text
         )
-        assert latest(run).step.number == 300  # nothing is superseded by a wish
+        assert latest(open_root(run)).step.number == 300  # nothing is superseded by a wish
         save(checkpoints, 150, 0.5)
-        assert latest(run).step.number == 150
+        assert latest(open_root(run)).step.number == 150
         assert "step-00000150, which continues from step 100" in caplog.text
         save(checkpoints, 200, 0.7)
         save(checkpoints, 300, 0.9)
-    assert [(s.number, damage(s)) for s in list_steps(run)] == [
+    assert [(s.number, damage(s)) for s in list_steps(open_root(run))] == [
         (100, ""),
         (150, ""),
         (200, ""),
         (300, ""),
     ]
-    aside = [s for s in list_steps(run, with_superseded=True) if s.superseded_by]
+    aside = [s for s in list_steps(open_root(run), with_superseded=True) if s.superseded_by]
     assert [(s.number, damage(s)) for s in aside] == [(200, ""), (300, "")]
-    attempt = next(s.manifest.attempt for s in list_steps(run) if s.number == 150 and s.manifest)
+    attempt = next(
+        s.manifest.attempt for s in list_steps(open_root(run)) if s.number == 150 and s.manifest
+    )
     assert [s.name for s in aside] == [
         f"step-00000{n}.superseded-{attempt[:8]}" for n in (200, 300)
     ]
@@ -77,7 +80,7 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
         checkpoints.resume(state, path=aside[0].path)
     assert state["w"][0] == 200 and value(run) == (300, pytest.approx(0.9))
     # a mirror may come
-    assert [(note.step, is_in_effect) for note, is_in_effect in rollbacks(run)] == [
+    assert [(note.step, is_in_effect) for note, is_in_effect in rollbacks(open_root(run))] == [
         ("step-00000150", True)
     ]
     shown = ckpt("ls", run).stdout
@@ -91,8 +94,8 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
         False,
         True,
     ]
-    assert prune(run, 1).removed and [
-        s.superseded_by != "" for s in list_steps(run, with_superseded=True)
+    assert prune(open_root(run), 1).removed and [
+        s.superseded_by != "" for s in list_steps(open_root(run), with_superseded=True)
     ] == [True, False, True]
 
 
@@ -102,7 +105,9 @@ def test_the_first_new_step_may_have_the_number_of_an_old_one(run: Path) -> None
         save(checkpoints, 200, 0.5)
     assert value(run) == (200, 0.5)
     assert [
-        (s.number, damage(s)) for s in list_steps(run, with_superseded=True) if s.superseded_by
+        (s.number, damage(s))
+        for s in list_steps(open_root(run), with_superseded=True)
+        if s.superseded_by
     ] == [(200, ""), (300, "")]
 
 
@@ -122,7 +127,7 @@ def test_going_back_and_back_again(run: Path) -> None:
             checkpoints.resume({"w": torch.zeros(3)}, step=number)
             save(checkpoints, number + 50, w)
         assert value(run) == (number + 50, w)
-    aside = [s.number for s in list_steps(run, with_superseded=True) if s.superseded_by]
+    aside = [s.number for s in list_steps(open_root(run), with_superseded=True) if s.superseded_by]
     assert aside == [150, 200, 250, 300]
 
 
@@ -150,7 +155,11 @@ def test_a_note_that_was_planted_hides_nothing_but_what_it_names_exactly(run: Pa
     }
     (run / ".ckpt.rollback.12345678.json").write_text(json.dumps(body))
     (run / ".ckpt.rollback.87654321.json").write_text("{")
-    assert value(run) == (300, 300.0) and [s.number for s in list_steps(run)] == [100, 200, 300]
+    assert value(run) == (300, 300.0) and [s.number for s in list_steps(open_root(run))] == [
+        100,
+        200,
+        300,
+    ]
 
 
 def test_overwrite_replaces_a_step_and_saving_the_last_one_again_does_nothing(
@@ -174,7 +183,7 @@ def test_overwrite_replaces_a_step_and_saving_the_last_one_again_does_nothing(
             save(checkpoints, 200, 1.0)
         assert "overwrite=True" in (caught.value.hint or "")
         checkpoints.save(400, {"w": torch.ones(3)}, overwrite=True)
-    assert [s.number for s in list_steps(run)] == [100, 200, 300, 400]
+    assert [s.number for s in list_steps(open_root(run))] == [100, 200, 300, 400]
 
 
 def value_of(run: Path, step: int) -> float:
@@ -196,18 +205,18 @@ def test_a_rollback_in_a_bucket(server: Server) -> None:
             save(checkpoints, step, step)
     with CheckpointManager(root, keep_last=None, storage_options=server.options) as checkpoints:
         checkpoints.resume({"w": torch.zeros(3)}, step=100)
-        assert latest(root, options=server.options).step.number == 300
+        assert latest(open_root(root, server.options)).step.number == 300
         save(checkpoints, 200, 0.5)
-        assert latest(root, options=server.options).step.number == 200
+        assert latest(open_root(root, server.options)).step.number == 200
     assert value(root, storage_options=server.options) == (200, 0.5)
-    steps = list_steps(root, server.options, with_superseded=True)
+    steps = list_steps(open_root(root, server.options), with_superseded=True)
     assert [(s.number, bool(s.superseded_by), damage(s)) for s in steps] == [
         (100, False, ""),
         (200, False, ""),
         (200, True, ""),
         (300, True, ""),
     ]
-    assert rollbacks(root, server.options) == []
+    assert rollbacks(open_root(root, server.options)) == []
 
 
 def test_a_mirror_that_has_not_heard_of_a_rollback_yet_is_not_resumed_from(
@@ -221,14 +230,14 @@ def test_a_mirror_that_has_not_heard_of_a_rollback_yet_is_not_resumed_from(
         for step in (100, 200, 300):
             save(checkpoints, step, step)
             checkpoints._mirror.wait()
-    assert [s.number for s in list_steps(url, options)] == [100, 200, 300]
+    assert [s.number for s in list_steps(open_root(url, options))] == [100, 200, 300]
     with CheckpointManager(
         root, keep_last=None, mirror=url, mirror_every=1000, storage_options=options
     ) as checkpoints:
         checkpoints.resume({"w": torch.zeros(3)}, step=100)
         save(checkpoints, 150, 0.5)  # is not mirrored
-        assert latest_of([root, url], options=options).step.number == 150
-        assert latest(url, options=options).step.number == 300
+        assert latest_of([open_root(root), open_root(url, options)]).step.number == 150
+        assert latest(open_root(url, options)).step.number == 300
     with CheckpointManager(
         root, keep_last=None, mirror=url, storage_options=options
     ) as checkpoints:
@@ -236,14 +245,15 @@ def test_a_mirror_that_has_not_heard_of_a_rollback_yet_is_not_resumed_from(
         assert checkpoints.resume(state) == 150
         checkpoints._mirror.wait()
     assert [
-        (s.number, bool(s.superseded_by)) for s in list_steps(url, options, with_superseded=True)
+        (s.number, bool(s.superseded_by))
+        for s in list_steps(open_root(url, options), with_superseded=True)
     ] == [
         (100, False),
         (150, False),
         (200, True),
         (300, True),
     ]
-    assert rollbacks(root) == rollbacks(url, options) == []
+    assert rollbacks(open_root(root)) == rollbacks(open_root(url, options)) == []
 
 
 def test_a_step_that_only_the_mirror_has_is_gone_back_to(server: Server, tmp_path: Path) -> None:
@@ -261,7 +271,7 @@ def test_a_step_that_only_the_mirror_has_is_gone_back_to(server: Server, tmp_pat
         assert checkpoints.resume(state, step=100) == 100 and state["w"][0] == 100
         save(checkpoints, 150, 0.5)
     assert value(root, mirror=url, storage_options=options) == (150, 0.5)
-    assert latest(url, options=options).step.number == 150
+    assert latest(open_root(url, options)).step.number == 150
 
 
 def test_a_rollback_without_the_mirror_is_known_to_the_next_job_that_has_it(
@@ -279,7 +289,7 @@ def test_a_rollback_without_the_mirror_is_known_to_the_next_job_that_has_it(
         checkpoints.resume({"w": torch.zeros(3)}, step=100)
         save(checkpoints, 150, 0.5)
     assert value(root, mirror=url, storage_options=options) == (150, 0.5)
-    assert rollbacks(root) == [] and latest(url, options=options).step.number == 150
+    assert rollbacks(open_root(root)) == [] and latest(open_root(url, options)).step.number == 150
 
 
 def test_a_step_that_is_replaced_is_replaced_in_the_mirror(server: Server, tmp_path: Path) -> None:

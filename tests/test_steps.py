@@ -17,7 +17,7 @@ from awscrt.checksums import crc64nvme
 
 from ckpt_tools import CheckpointManager, FormatError, StorageError
 from ckpt_tools.loop.retention import removable
-from ckpt_tools.publish.leftovers import remove_leftovers
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import parse
 from ckpt_tools.publish.steps import Step, damage, latest, list_steps, step_name
 
@@ -65,8 +65,8 @@ def test_steps_are_ordered_by_number_and_other_names_are_not_steps(run: Path) ->
         (run / name).mkdir()
     (run / "step-7").write_text("a file")
     (run / "step-99999999999999999999").mkdir()
-    assert numbers(list_steps(run)) == [900, 1000, 10000]
-    assert list_steps(run / "nothing") == []
+    assert numbers(list_steps(open_root(run))) == [900, 1000, 10000]
+    assert list_steps(open_root(run / "nothing")) == []
 
 
 def newest(run: Path) -> Path:
@@ -109,22 +109,24 @@ INCOMPLETE = {
 def test_an_incomplete_step_is_passed_over_with_the_reason(case: str, run: Path) -> None:
     change, reason = INCOMPLETE[case]
     change(newest(run))
-    found = latest(run)
+    found = latest(open_root(run))
     assert found.step is not None and found.step.number == 1000
     assert [path for path, _ in found.passed_over] == [newest(run)]
     assert reason in found.passed_over[0][1]
-    assert numbers(removable(list_steps(run), 1, None)) == [900]  # neither counted nor removed
+    assert numbers(removable(list_steps(open_root(run)), 1, None)) == [
+        900
+    ]  # neither counted nor removed
 
 
 def test_a_damaged_step_is_passed_over_when_every_byte_is_read(run: Path) -> None:
     data = newest(run) / "__0_0.distcp"
     for at in range(0, data.stat().st_size, 97):
         flip(data, at)
-        assert "damaged" in damage(list_steps(run)[-1])
+        assert "damaged" in damage(list_steps(open_root(run))[-1])
         flip(data, at)
     flip(data, 200)
-    assert latest(run).step == list_steps(run)[-1]
-    found = latest(run, verify=True)
+    assert latest(open_root(run)).step == list_steps(open_root(run))[-1]
+    found = latest(open_root(run), verify=True)
     assert found.step is not None and found.step.number == 1000
     assert "checksum" in found.passed_over[0][1]
 
@@ -134,18 +136,21 @@ def test_a_step_that_stands_aside_for_one_that_never_came_is_brought_back(run: P
     step = newest(run)
     aside = run / f".aside.{step.name}.abcdef12"
     step.rename(aside)
-    assert remove_leftovers(run, dry_run=True) == [] and not step.exists()
+    assert open_root(run).remove_leftovers(dry_run=True) == [] and not step.exists()
     # its place is taken: the new one came
     shutil.copytree(aside, run / ".aside.step-00001000.abcdef12")
     held = os.open(aside, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     # at work
-    assert [Path(left.url).name for left in remove_leftovers(run)] == [
+    assert [Path(left.url).name for left in open_root(run).remove_leftovers()] == [
         ".trash.step-00001000.abcdef12"
     ] and aside.exists()
     os.close(held)
-    assert remove_leftovers(run) == [] and not aside.exists()
-    assert latest(run).step == list_steps(run)[-1] and latest(run, verify=True).passed_over == []
+    assert open_root(run).remove_leftovers() == [] and not aside.exists()
+    assert (
+        latest(open_root(run)).step == list_steps(open_root(run))[-1]
+        and latest(open_root(run), verify=True).passed_over == []
+    )
 
 
 MANIFEST = json.dumps(

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError, StorageError
 from ckpt_tools.loop.retention import pin
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import latest, list_steps
 from tests.servers.servers import Server
 from tests.test_bucket import names, save_locally
@@ -65,7 +66,7 @@ def test_a_rollback_sets_aside_the_mirror_s_step_of_the_same_number(
     assert aside.startswith("step-00000020.superseded-")
     for name in ("ckpt.pin", "eval.json", "hf/deep/x.json", "__0_0.distcp"):
         assert f"{aside}/{name}" in there, there
-    assert latest(url, options=server.options).step.number == 20
+    assert latest(open_root(url, server.options)).step.number == 20
     state = {"w": torch.zeros(3), "n": 0}
     ckpt_tools.load(f"{url}/step-00000020", state, storage_options=server.options)
     assert state["w"].tolist() == [1020.0] * 3
@@ -125,7 +126,7 @@ def test_a_rollback_in_a_bucket_takes_folders_along(server: Server) -> None:
         f"folders/run/{aside}/hf/deep/y.json",
         f"folders/run/{aside}/hf/x.json",
     ]
-    assert latest(url, options=server.options).step.number == 20 and not [
+    assert latest(open_root(url, server.options)).step.number == 20 and not [
         n for n in there if "rollback" in n
     ]
 
@@ -158,7 +159,8 @@ with CheckpointManager({root!r}, keep_last=None, storage_options=json.loads(sys.
         state = {"w": torch.zeros(3), "n": 0}
         assert checkpoints.resume(state) == 30
     assert [
-        (s.number, s.superseded_by) for s in list_steps(root, options, with_superseded=True)
+        (s.number, s.superseded_by)
+        for s in list_steps(open_root(root, options), with_superseded=True)
     ] == [(10, ""), (20, ""), (30, "")]
 
 
@@ -168,7 +170,7 @@ def test_files_deep_in_a_step_of_a_bucket_keep_it(server: Server) -> None:
     fs.pipe_file("deep/run/step-00000010/hf/deep/x.json", b"mine")
     done = run_ckpt("prune", url, "--keep-last", "1", **server.environment)
     assert done.returncode == 0 and "holds files that no save wrote: hf/deep/x.json" in done.stdout
-    assert [s.number for s in list_steps(url, server.options)] == [10, 30]
+    assert [s.number for s in list_steps(open_root(url, server.options))] == [10, 30]
 
 
 def test_a_policy_by_objects_alone_is_enough_to_remove(server: Server, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Annotated
 
@@ -11,7 +10,6 @@ import typer
 
 from ckpt_tools.cli.options import Json, Quiet, Root, StorageOption, parse_storage_options
 from ckpt_tools.errors import NotACheckpointError, StorageError, printable
-from ckpt_tools.storage.base import is_url
 
 
 def list_(root: Root, storage_option: StorageOption = None, as_json: Json = False) -> None:
@@ -20,10 +18,12 @@ def list_(root: Root, storage_option: StorageOption = None, as_json: Json = Fals
     Entries that are not steps come last.
     """
     from ckpt_tools.cli import render
+    from ckpt_tools.publish.destinations import open_root
     from ckpt_tools.publish.steps import list_all
 
-    steps, others = list_all(root, parse_storage_options(storage_option))
-    if not steps and not is_url(root) and not os.path.isdir(root):
+    where = open_root(root, parse_storage_options(storage_option))
+    steps, others = list_all(where)
+    if not steps and not where.exists():
         raise NotACheckpointError(f"not a directory: {printable(root)}")
     if as_json:
         print(json.dumps([render.step_as_json(s) for s in steps]))
@@ -46,9 +46,10 @@ def latest(
     Skipped newer steps are listed on stderr with the reason. Exit status 10 if there is no complete
     step.
     """
+    from ckpt_tools.publish.destinations import open_root
     from ckpt_tools.publish.steps import latest as find
 
-    found = find(root, verify, options=parse_storage_options(storage_option))
+    found = find(open_root(root, parse_storage_options(storage_option)), verify)
     for path, reason in found.passed_over:
         print(f"passed over {printable(str(path))}: {reason}", file=sys.stderr)
     if found.step is None:
@@ -116,11 +117,11 @@ def prune(
     """
     from ckpt_tools.cli import render
     from ckpt_tools.loop.retention import prune as run
-    from ckpt_tools.publish.leftovers import remove_leftovers
+    from ckpt_tools.publish.destinations import open_root
 
-    options = parse_storage_options(storage_option)
-    result = run(root, keep_last, keep_every, dry_run=dry_run, options=options, reads=verify)
-    leftovers = remove_leftovers(root, grace_hours * 3600, dry_run, options)
+    where = open_root(root, parse_storage_options(storage_option))
+    result = run(where, keep_last, keep_every, dry_run=dry_run, reads=verify)
+    leftovers = where.remove_leftovers(grace_hours * 3600, dry_run)
     if as_json:
         print(json.dumps(render.pruned_as_json(result, [left.url for left in leftovers], dry_run)))
     elif not quiet:

@@ -93,9 +93,9 @@ class Source:
         return folder_of(self.store)[0]
 
     @property
-    def remote(self) -> RemoteStore | None:
-        """Returns the object store of the checkpoint; None for one on a disk."""
-        return self.folder if isinstance(self.folder, RemoteStore) else None
+    def is_remote(self) -> bool:
+        """Tells whether bytes may be damaged on their way from the store."""
+        return self.store.capabilities.is_remote
 
     def with_made(self, files: Mapping[str, bytes]) -> Source:
         """Returns the source with other files in memory over its own."""
@@ -133,6 +133,8 @@ class _OneFile:
             inner.create,
             inner.close,
         )
+        self.strays, self.blob_name = inner.strays, inner.blob_name
+        self.stored_crcs = inner.stored_crcs
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:
         del below
@@ -224,7 +226,7 @@ def _refuse_strays(store: Store) -> None:
 
     Without that file, the rest could be read as if it were complete.
     """
-    for name, target in store.strays().items() if isinstance(store, LocalStore) else ():
+    for name, target in store.strays().items():
         if is_ours(name) or suffix_of(name):
             raise StorageError(
                 f"a file is a link that leads out of the checkpoint, or nowhere: {printable(name)}"
@@ -312,7 +314,7 @@ def _search(root: Store) -> list[tuple[Store, Format]]:
     """Returns the checkpoints up to three levels down, in the natural order of their names."""
     found: list[tuple[Store, Format]] = []
     level = [root]
-    limit = _MAX_LISTED if root.capabilities.fetches_ahead else _MAX_SEEN
+    limit = _MAX_LISTED if root.capabilities.is_remote else _MAX_SEEN
     for _ in range(_SEARCH_DEPTH):
         below = [
             store.enter(name)

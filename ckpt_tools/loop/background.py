@@ -6,7 +6,6 @@ old steps.
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,13 +23,11 @@ from ckpt_tools.loop.retention import retain
 from ckpt_tools.loop.save import SaveLayout, SaveReport, write
 from ckpt_tools.loop.waiting import is_outage, pause_of, result_of, told
 from ckpt_tools.publish.base import Destination
-from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.publish.manifest import find
 from ckpt_tools.publish.steps import step_name
 from ckpt_tools.publish.superseded import RollbackNote, write_note
 from ckpt_tools.ranks.gloo import GlooGroup
-from ckpt_tools.storage import is_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +72,11 @@ class BackgroundWriter:
         """Stores the manager's settings.
 
         Args:
-            candidates: the root, the options of its store, and the findings of `resume`.
+            candidates: the root, and the findings of `resume`.
             jobs, retry_s, max_failures: as for the manager.
             keep: its keep_last and keep_every.
         """
-        self.candidates, self.root, self.options = candidates, candidates.root, candidates.options
+        self.candidates, self.root = candidates, candidates.root
         self.jobs, self.retry_s, self.max_failures, self.keep = jobs, retry_s, max_failures, keep
         self._told = set()
         self._read_back, self._told = ReadBack(), set[str]()  # warnings on the store, logged once
@@ -91,21 +88,19 @@ class BackgroundWriter:
 
     def target(self, step: int) -> Destination:
         """Returns the destination of a step."""
-        return open_destination(
-            f"{os.fspath(self.root).rstrip('/')}/{step_name(step)}", self.options
-        )
+        return self.root.destination(step_name(step))
 
     def exists(self, step: int) -> bool:
-        """Tells whether a local run has a step that no save may replace.
+        """Tells whether the run has a step that no save may replace.
 
-        An object store is not asked: its commit refuses such a save.
+        Some roots are not asked: their commit refuses such a save.
         """
         is_left = (
             self.candidates.branch is not None and step_name(step) in self.candidates.branch[1]
         )
         target = self.target(step)
         return (
-            not is_url(self.root)
+            not self.root.checks_at_commit
             and not is_left
             and target.url not in self.candidates.passed
             and target.exists()
@@ -139,7 +134,7 @@ class BackgroundWriter:
         if running is None:
             return
         try:
-            result_of(running, f"a save to {printable(str(self.root))}")
+            result_of(running, f"a save to {printable(str(self.root.path))}")
         except CheckpointError as error:
             self._failures += 1
             if is_last or self._failures >= self.max_failures:
@@ -190,8 +185,8 @@ class BackgroundWriter:
                 is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]
                 if self.candidates.branch is not None and not is_there:
                     note = RollbackNote(what, attempts[-1], *self.candidates.branch)
-                    write_note(self.root, note, self.options)
-                    rollback.make_way(self.root, note, self.options)
+                    write_note(self.root, note)
+                    rollback.make_way(self.root, note)
         if group.broadcast(is_there, f"begin {what}"):
             return SaveReport(target.url, 0)
         overwrite = save.overwrite or target.url in self.candidates.passed
@@ -217,7 +212,7 @@ class BackgroundWriter:
         if self.candidates.branch is not None:
             self.candidates.branch = None
             try:
-                rollback.complete(self.root, self.options, keeps_notes=not is_url(self.root))
+                rollback.complete(self.root)
             except (CheckpointError, OSError) as error:
                 log.warning(
                     "could not set aside the steps of the branch before; the next start does: %s",
@@ -234,7 +229,7 @@ class BackgroundWriter:
             *([self.last_save.path] if self.last_save else []),
             *(self.mirror.needed() if self.mirror else []),
         ]
-        if retain(self.root, self.keep, kept, self.options, self._told, self.candidates.passed):
+        if retain(self.root, self.keep, kept, self._told, self.candidates.passed):
             self.resumed = None  # a newer one is committed
 
     def close(self) -> None:

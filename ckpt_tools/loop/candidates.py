@@ -11,8 +11,9 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import IntegrityError, NotACheckpointError, StorageError, printable
 from ckpt_tools.loop import rollback
 from ckpt_tools.loop.waiting import told
+from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Latest, latest_of, list_steps, number_of
-from ckpt_tools.storage import is_url
+from ckpt_tools.storage import place_of
 
 Chosen = tuple[int, Path | str | None]
 
@@ -21,16 +22,23 @@ class Candidates:
     """The steps that a job may resume from.
 
     Attributes:
-        root, options: the run's directory or URL, and the store's options.
+        root: of the run.
         passed: paths of unusable steps. When the job reaches their numbers again, it replaces them.
         branch: a rollback that no save has completed yet: the step resumed from, and the newer
             steps, each with its attempt.
     """
 
     def __init__(
-        self, root: Path | str, mirror_url: str | None, options: Mapping[str, Any] | None
+        self, root: RunRoot, mirror: RunRoot | None, options: Mapping[str, Any] | None
     ) -> None:
-        self.root, self._mirror_url, self.options = root, mirror_url, options
+        """Stores the places of steps.
+
+        Args:
+            root: of the run.
+            mirror: the root to which steps are copied.
+            options: of the store of a path that `resume` gets, as fsspec takes them.
+        """
+        self.root, self._mirror, self._options = root, mirror, options
         self.passed: set[str] = set()
         self.branch: tuple[int, Mapping[str, str]] | None = None
 
@@ -51,15 +59,17 @@ class Candidates:
         """
         self.branch = None
         if path is not None:
-            number = number_of(path)
-            self._leave(number, rollback.newer_than(list_steps(self.root, self.options), number))
-            return number, path if is_url(path) else Path(path)
+            number = number_of(path, self._options)
+            self._leave(number, rollback.newer_than(list_steps(self.root), number))
+            return number, place_of(path)
         if step is not None:
             return step, self._by_number(step)
         choice = self._newest(damaged)
         if damaged and choice.step is None:
             names = ", ".join(os.path.basename(p) for p in damaged)
-            raise IntegrityError(f"every step is damaged: {names} ({printable(str(self.root))})")
+            raise IntegrityError(
+                f"every step is damaged: {names} ({printable(str(self.root.path))})"
+            )
         for passed, reason in choice.passed_over:
             self.pass_over(passed, reason)
         return (choice.step.number, choice.step.path) if choice.step else (0, None)
@@ -71,10 +81,10 @@ class Candidates:
 
     def _newest(self, damaged: Sequence[Path | str]) -> Latest:
         """Returns the newest step of root and mirror; if the mirror is unreadable, of the root."""
-        if not self._mirror_url:
-            return latest_of([self.root], damaged, self.options)
+        if self._mirror is None:
+            return latest_of([self.root], damaged)
         try:
-            return latest_of([self.root, self._mirror_url], damaged, self.options)
+            return latest_of([self.root, self._mirror], damaged)
         except StorageError as error:
             choice = latest_of([self.root], damaged)
             if choice.step is None:
@@ -87,12 +97,12 @@ class Candidates:
 
     def _by_number(self, number: int) -> Path | str:
         """Finds one step in the root, or else in the mirror, and notes the newer steps."""
-        steps = list_steps(self.root, self.options)
+        steps = list_steps(self.root)
         found = next((s for s in steps if s.number == number), None)
         newer = rollback.newer_than(steps, number)
-        if self._mirror_url:
+        if self._mirror is not None:
             try:
-                there = list_steps(self._mirror_url, self.options)
+                there = list_steps(self._mirror)
             except StorageError as error:
                 log.warning("the mirror cannot be read: %s", told(error))
                 there = []
@@ -106,7 +116,7 @@ class Candidates:
         if found is None:
             shown = ", ".join(str(n) for n in sorted({s.number for s in steps})) or "none"
             raise NotACheckpointError(
-                f"no step {number} in {printable(str(self.root))}; there are: {shown}"
+                f"no step {number} in {printable(str(self.root.path))}; there are: {shown}"
             )
         if found.problem:
             raise NotACheckpointError(

@@ -385,7 +385,7 @@ def _share(
     report: LoadReport,
 ) -> list[Shard]:
     """Reads shards together with other ranks if this pays; returns the remaining shards."""
-    is_remote = source.store.capabilities.fetches_ahead
+    is_remote = source.store.capabilities.is_remote
     if group.size == 1 or not (is_remote if read_once is None else read_once):
         return shards
     near = group if read_once else group.of_host()
@@ -503,7 +503,7 @@ def _fill(
     try:
         _read(source, plan, memory, jobs, memory_bytes, report)
     except IntegrityError:
-        if source.remote is None:
+        if not source.is_remote:
             raise
         source.store.close()  # bytes may have been damaged on the way: read everything again
         _read(source, plan, memory, jobs, memory_bytes, report)
@@ -527,7 +527,7 @@ def _read(
         t.fqn: _used(source.catalog.tensors[t.fqn], {c.src for c in t.copies}) for t in plan.tensors
     }
     assumed = source.assume(used.values())
-    is_remote = source.store.capabilities.fetches_ahead
+    is_remote = source.store.capabilities.is_remote
     if not is_remote:  # announced sequential reads are fastest on a disk
         files = {
             c.extent.file

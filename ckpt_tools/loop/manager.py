@@ -47,8 +47,8 @@ from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.signals import SignalWatch
 from ckpt_tools.loop.state_dict import export
 from ckpt_tools.loop.waiting import retry_outage
-from ckpt_tools.publish.leftovers import remove_leftovers
-from ckpt_tools.publish.lock import FileLock, Lease, see_lock
+from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Step, damage, find_step, latest, list_steps, step_name
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import check_url, is_url, local_path
@@ -138,8 +138,10 @@ class CheckpointManager:
             mirror_every=mirror_every,
         )
         # absolute: the job may change its working directory
-        self.root = root if is_url(root) else Path(local_path(root)).absolute()
-        self._options, self._mirror_url = storage_options, mirror
+        self._root = open_root(
+            root if is_url(root) else Path(local_path(root)).absolute(), storage_options
+        )
+        self.root, self._options = self._root.path, storage_options
         self.keep_last, self.keep_every, self.asynchronous, self.when_busy = (
             keep_last,
             keep_every,
@@ -158,12 +160,13 @@ class CheckpointManager:
             GlooGroup(timeout_s, process_group),
         )
         self._stage, self._pid = Stage(), os.getpid()
-        self._candidates = Candidates(self.root, mirror, storage_options)
+        there = open_root(mirror, storage_options) if mirror is not None else None
+        self._candidates = Candidates(self._root, there, storage_options)
         self._writer = BackgroundWriter(
             self._candidates, self._jobs, self.retry_s, max_failures, (keep_last, keep_every)
         )
         try:
-            self._claim(mirror_every)
+            self._claim(there, mirror_every)
         except BaseException:
             self._release()
             raise
@@ -176,36 +179,25 @@ class CheckpointManager:
     _signals: SignalWatch | None = None
     _is_open = True
 
-    def _claim(self, mirror_every: int | None) -> None:
+    def _claim(self, there: RunRoot | None, mirror_every: int | None) -> None:
         with self._group.phase("open the run's directory"):
             if self._group.rank == 0:
                 retry_outage(f"cannot open {self.root}", self._open_root, self.retry_s)
-                if self._mirror_url is not None:
-                    self._mirror = Mirror(
-                        self._mirror_url,
-                        mirror_every,
-                        self.keep_last,
-                        self.keep_every,
-                        self._options,
-                    )
+                if there is not None:
+                    self._mirror = Mirror(there, mirror_every, self.keep_last, self.keep_every)
                     self._writer.mirror = self._mirror
-                    self._mirror.start(Path(self.root))
-        if is_url(self.root):
-            return
-        lock = self._writer.lock
-        mine = lock.written if isinstance(lock, FileLock) else b""
+                    self._mirror.start(self._root)
+        mine = self._writer.lock.written if self._writer.lock is not None else b""
         written = self._group.broadcast(mine, "share the run's directory")
         with self._group.phase("share the run's directory"):
-            see_lock(Path(self.root), written, self._group.rank)
+            self._root.check_shared(written, self._group.rank)
 
     def _open_root(self) -> None:
         if self._writer.lock is None:
-            self._writer.lock = (
-                Lease(self.root, self._options) if is_url(self.root) else FileLock(Path(self.root))
-            )
-        for left in remove_leftovers(self.root, options=self._options):
+            self._writer.lock = self._root.claim()
+        for left in self._root.remove_leftovers():
             log.info("removed what a dead job left: %s", left.url)
-        rollback.complete(self.root, self._options, keeps_notes=not is_url(self.root))
+        rollback.complete(self._root)
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -420,7 +412,9 @@ class CheckpointManager:
             if known or not suspected:
                 return bool(known)
             is_bad = self._group.rank == 0 and bool(
-                damage(find_step(_folder_of(found), os.path.basename(found), self._options))
+                damage(
+                    find_step(open_root(_folder_of(found), self._options), os.path.basename(found))
+                )
             )
             return self._group.broadcast(is_bad, "find out whether the step is damaged")
         except PeerError:
@@ -433,11 +427,11 @@ class CheckpointManager:
 
     def steps(self) -> list[Step]:
         """Returns all steps of the run, complete or not, by number."""
-        return list_steps(self.root, self._options)
+        return list_steps(self._root)
 
     def latest(self) -> Step | None:
         """Returns the newest complete step."""
-        return latest(self.root, options=self._options).step
+        return latest(self._root).step
 
     # ---- signals and the end ---------------------------------------------------------------------
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
@@ -18,10 +16,10 @@ from ckpt_tools.loop import rollback
 from ckpt_tools.loop.retention import retain
 from ckpt_tools.loop.waiting import FIRST_WORD_S, NEXT_WORD_S, told
 from ckpt_tools.operations.copy import copy
-from ckpt_tools.publish.leftovers import remove_leftovers
 from ckpt_tools.publish.manifest import find
-from ckpt_tools.publish.steps import find_step, latest, list_steps, rollbacks
-from ckpt_tools.publish.superseded import remove_note, write_note
+from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.publish.steps import Step, find_step, latest, list_steps, rollbacks
+from ckpt_tools.publish.superseded import RollbackNote, remove_note, write_note
 from ckpt_tools.storage import LocalStore
 
 
@@ -33,30 +31,27 @@ class Mirror:
 
     def __init__(
         self,
-        url: str,
+        there: RunRoot,
         every: int | None,
         keep_last: int | None,
         keep_every: int | None,
-        options: Mapping[str, Any] | None,
     ) -> None:
         """Stores the settings, and does not contact the store yet.
 
         Args:
-            url: root of the run in the store.
+            there: root of the copies in the store.
             every: steps whose number is a multiple of this are copied; all if None.
             keep_last, keep_every: as for the manager.
-            options: options of the store, in fsspec's form.
         """
-        self.url, self.every, self.keep_last, self.keep_every, self.options = (
-            url.rstrip("/"),
+        self.there, self.every, self.keep_last, self.keep_every = (
+            there,
             every,
             keep_last,
             keep_every,
-            options,
         )
         self.error: CheckpointError | None = None
         self.resumed: Path | str | None = None
-        self._root: Path | None = None
+        self._root: RunRoot | None = None
         self._told: set[str] = set()
         self._is_known = False  # whether the store has been listed
         self._waiting: Path | None = None
@@ -64,7 +59,7 @@ class Mirror:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def start(self, root: Path) -> None:
+    def start(self, root: RunRoot) -> None:
         """Starts a first look at the store in the background.
 
         It removes the leftovers of dead jobs. It copies the newest complete step if the store lacks
@@ -81,16 +76,14 @@ class Mirror:
 
     def _begin(self) -> None:
         """Lists the store for the first time, and removes leftovers."""
-        for left in remove_leftovers(self.url, options=self.options):
+        for left in self.there.remove_leftovers():
             log.info("removed what a dead job left: %s", left.url)
-        rollback.complete(self.url, self.options)
+        rollback.complete(self.there)
         self._is_known = True
         wanted = [
-            s
-            for s in list_steps(self._root or "")
-            if not s.problem and not (self.every and s.number % self.every)
+            s for s in self._steps() if not s.problem and not (self.every and s.number % self.every)
         ]
-        there = latest(self.url, options=self.options).step
+        there = latest(self.there).step
         with self._lock:
             if (
                 wanted
@@ -99,9 +92,15 @@ class Mirror:
             ):
                 self._waiting = Path(wanted[-1].path)
 
+    def _steps(self) -> list[Step]:
+        return list_steps(self._root) if self._root is not None else []
+
+    def _rollbacks(self) -> list[tuple[RollbackNote, bool]]:
+        return rollbacks(self._root) if self._root is not None else []
+
     def _has_news(self) -> bool:
         """Tells whether a rollback is in effect on the disk but not yet in the mirror."""
-        return any(is_in_effect for _, is_in_effect in rollbacks(self._root or ""))
+        return any(is_in_effect for _, is_in_effect in self._rollbacks())
 
     def offer(self, number: int, path: Path) -> None:
         """Queues a newly committed step; it replaces a step that is still waiting."""
@@ -148,47 +147,45 @@ class Mirror:
         manifest = find(LocalStore(path))
         notes = [
             note
-            for note, is_in_effect in rollbacks(path.parent)
+            for note, is_in_effect in self._rollbacks()
             if is_in_effect and manifest is not None
         ]
         for note in notes:
             write_note(
-                self.url,
+                self.there,
                 replace(
                     note,
                     step=path.name,
                     attempt=manifest.attempt if manifest else "",
                     is_committed=False,
                 ),
-                self.options,
             )
-        there = find_step(self.url, path.name, self.options)
+        there = find_step(self.there, path.name)
         if (
             there is not None
             and manifest is not None
             and there.manifest is not None
             and there.manifest.attempt != manifest.attempt
         ):
-            where = rollback.set_aside(self.url, there, manifest.attempt, self.options)
+            where = rollback.set_aside(self.there, there, manifest.attempt)
             log.warning(
                 "%s was saved again: the copy in the mirror is set aside as %s",
                 printable(str(path)),
                 printable(where),
             )
-        result = copy(path, f"{self.url}/{path.name}", storage_options=self.options)
+        result = copy(path, self.there.step_path(path.name), storage_options=self.there.options)
         log.info("mirrored %s in %.1f s", result.destination, result.seconds)
         if notes:
-            rollback.complete(self.url, self.options)
+            rollback.complete(self.there)
         for note in notes:
-            remove_note(path.parent, note, None)
+            if self._root is not None:
+                remove_note(self._root, note)
 
     def _retain(self) -> None:
         """Removes old steps, but none whose original is pinned. A failure is only a warning."""
-        pinned = [
-            f"{self.url}/{step.name}" for step in list_steps(self._root or "") if step.is_pinned
-        ]
+        pinned = [self.there.step_path(step.name) for step in self._steps() if step.is_pinned]
         kept = [*([self.resumed] if self.resumed else []), *pinned]
-        if retain(self.url, (self.keep_last, self.keep_every), kept, self.options, self._told):
+        if retain(self.there, (self.keep_last, self.keep_every), kept, self._told):
             self.resumed = None
 
     def wait(self) -> None:
@@ -199,7 +196,7 @@ class Mirror:
             if thread.is_alive():
                 log.warning(
                     "waiting for a step to be mirrored to %s, for %.0f s so far",
-                    printable(self.url),
+                    printable(str(self.there.path)),
                     time.monotonic() - began,
                 )
                 wait_s = NEXT_WORD_S
@@ -214,6 +211,7 @@ class Mirror:
         if self.error is not None:
             error, self.error = self.error, None
             raise StorageError(
-                f"the newest step could not be mirrored to {printable(self.url)}: {told(error)}",
+                "the newest step could not be mirrored to"
+                f" {printable(str(self.there.path))}: {told(error)}",
                 hint="it is complete on the disk: `ckpt copy` it there",
             ) from error

@@ -6,7 +6,6 @@ A step is removed in one instant: no reader ever sees a part of it.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +13,17 @@ from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
-from ckpt_tools.formats.base import LOCK, PIN, note_of
-from ckpt_tools.formats.registry import INDEXES, is_ours
-from ckpt_tools.operations.verify import verify
-from ckpt_tools.publish.local import sync_directory, trash_path
-from ckpt_tools.publish.manifest import names_in
-from ckpt_tools.publish.steps import Root, Step, damage, find_step, survey
-from ckpt_tools.storage import RemoteStore, check_url, is_url, local_path, write_file
-from ckpt_tools.storage.local import failed
+from ckpt_tools.formats.base import note_of
+from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.publish.steps import Step, damage, find_step, survey
+from ckpt_tools.storage import is_url, local_path
 
 _MAX_NAMES = 3
+_PIN_TEXT = (
+    b"This step is pinned: ckpt prune and retention never remove it. Delete this file to let it"
+    b" go.\n"
+)
 Options = Mapping[str, Any] | None
 
 
@@ -90,12 +90,11 @@ def _counts(step: Step) -> bool:
 
 
 def prune(
-    root: Root,
+    root: RunRoot,
     keep_last: int | None,
     keep_every: int | None = None,
     kept: Iterable[Path | str] = (),
     dry_run: bool = False,
-    options: Options = None,
     reads: bool | None = None,
     passed: Container[str] = (),
 ) -> Pruned:
@@ -108,10 +107,9 @@ def prune(
     been set aside.
 
     Args:
-        root: directory of the run, a path or a URL.
+        root: of the run.
         keep_last, keep_every, kept: as for `removable`.
         dry_run: remove nothing.
-        options: of the object store, as fsspec takes them.
         reads: read the counted steps first, and count the next older step for each damaged one.
             If None, only the newest step is read, so that at least one sound step stays.
         passed: paths of steps that a resume has found unusable. They are neither counted nor
@@ -121,29 +119,28 @@ def prune(
         NotACheckpointError: there is no such directory.
         StorageError: it cannot be listed.
     """
-    if not is_url(root) and not os.path.isdir(root):
-        raise NotACheckpointError(f"not a directory: {printable(str(root))}")
-    steps, needed = survey(root, options)
+    if not root.exists():
+        raise NotACheckpointError(f"not a directory: {printable(str(root.path))}")
+    steps, needed = survey(root)
     victims, damaged = _choose(
         [step for step in steps if str(step.path) not in passed],
         lambda counted: removable(counted, keep_last, keep_every, kept),
         keep_last or 1,
         reads,
-        options,
     )
     result = Pruned(damaged=damaged)
-    links = _links(root) if victims else []
+    links = root.links() if victims else []
     for step in victims:
         if reason := (
             "the first step of a new branch"
             if step.name in needed
-            else _reason_to_stay(step, links)
+            else _reason_to_stay(root, step, links)
         ):
             result.kept[str(step.path)] = reason
             continue
         try:
             if not dry_run:
-                remove(step)
+                remove(root, step)
             result.removed.append(step)
         except CheckpointError as error:
             result.failed[str(step.path)] = str(error)
@@ -151,10 +148,9 @@ def prune(
 
 
 def retain(
-    root: Root,
+    root: RunRoot,
     keep: tuple[int | None, int | None],
     kept: Iterable[Path | str],
-    options: Options,
     told: set[str],
     passed: Container[str] = (),
 ) -> bool:
@@ -163,12 +159,12 @@ def retain(
     It reads no step: this run has just written the newest one and compared its bytes.
 
     Args:
-        root, kept, options, passed: as for `prune`.
+        root, kept, passed: as for `prune`.
         keep: `keep_last` and `keep_every`.
         told: messages that were logged before and are not repeated.
     """
     try:
-        result = prune(root, *keep, kept, options=options, reads=False, passed=passed)
+        result = prune(root, *keep, kept, reads=False, passed=passed)
     except (CheckpointError, OSError) as error:
         log.warning("could not remove old steps: %s", error)
         return False
@@ -188,7 +184,6 @@ def _choose(
     rule: Callable[[list[Step]], list[Step]],
     keep_last: int,
     reads: bool | None,
-    options: Options,
 ) -> tuple[list[Step], dict[str, str]]:
     """Returns the sound steps that the rule allows to remove, and the problems of damaged steps."""
     damaged: dict[str, str] = {}
@@ -201,54 +196,23 @@ def _choose(
         step = next((s for s in reversed(doubtful) if str(s.path) not in sound), None)
         if not victims or step is None:
             return victims, damaged
-        if problem := _find_problem(step, options):
+        if problem := damage(step):
             damaged[str(step.path)] = problem
         sound.add(str(step.path))
-
-
-def _find_problem(step: Step, options: Options) -> str:
-    """Reads a whole step and returns its problem; "" if it has none."""
-    if step.manifest is not None:
-        return damage(step)
-    try:
-        problems = verify(
-            step.path, storage_options=options if is_url(step.path) else None
-        ).problems
-    except CheckpointError as error:
-        return str(error)
-    return str(problems[0]) if problems else ""
 
 
 # ---- what stays ----------------------------------------------------------------------------------
 
 
-def _links(root: Root) -> list[tuple[str, str]]:
-    """Returns the symbolic links of a run and of its steps, with their targets."""
-    if is_url(root):
-        return []
-    top = os.path.realpath(local_path(root))
-    try:
-        places = [
-            top,
-            *(entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)),
-        ]
-        links = [
-            entry.path for place in places for entry in os.scandir(place) if entry.is_symlink()
-        ]
-    except OSError as error:
-        raise failed("list", top, error) from error
-    return [(link, os.path.realpath(link)) for link in links]
-
-
-def _reason_to_stay(step: Step, links: Sequence[tuple[str, str]]) -> str:
+def _reason_to_stay(root: RunRoot, step: Step, links: Sequence[tuple[str, str]]) -> str:
     """Returns why a step must stay; "" if it may be removed."""
     if step.is_pinned:
         return f"it is pinned; ckpt pin --remove {printable(str(step.path))} lets it go"
-    own = os.path.join(os.path.realpath(step.path), "") if not is_url(step.path) else ""
-    for link, target in links if own else ():
+    own = os.path.join(os.path.realpath(step.path), "")
+    for link, target in links:
         if os.path.join(target, "").startswith(own) and not link.startswith(own):
             return f"the link {printable(os.path.relpath(link, Path(own).parent))} leads to it"
-    if foreign := _foreign_files(step):
+    if foreign := _foreign_files(root, step):
         more = f" and {len(foreign) - _MAX_NAMES} more" if len(foreign) > _MAX_NAMES else ""
         return (
             "it holds files that no save wrote:"
@@ -257,23 +221,11 @@ def _reason_to_stay(step: Step, links: Sequence[tuple[str, str]]) -> str:
     return ""
 
 
-def _foreign_files(step: Step) -> list[str]:
-    """Returns the files of a step that its manifest does not name.
-
-    In a bucket, files of other attempts do not count.
-    """
+def _foreign_files(root: RunRoot, step: Step) -> list[str]:
+    """Returns the files of a step that its manifest does not name."""
     assert step.manifest is not None
     listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
-    if isinstance(step.store, RemoteStore):
-        return sorted(
-            n for n in step.store.list_deep() if n not in listed and not is_ours(n) and n != LOCK
-        )
-    top, found = str(step.path), []
-    for folder, folders, names in os.walk(top):
-        found += [os.path.relpath(os.path.join(folder, name), top) for name in names]
-        if folder != top and not names and not folders:
-            found.append(os.path.relpath(folder, top) + "/")  # an empty folder is somebody's too
-    return sorted(name for name in found if name not in listed and not note_of(name))
+    return [n for n in root.all_files(step.name) if n not in listed and not note_of(n)]
 
 
 # ---- pins ----------------------------------------------------------------------------------------
@@ -292,82 +244,25 @@ def pin(path: Path | str, options: Options = None, removes: bool = False) -> boo
         StorageError: it cannot be written to.
     """
     where = os.fspath(path).rstrip("/")
-    if is_url(where):
-        check_url(where)
-    root, _, name = (
-        where.rpartition("/")
-        if is_url(where)
-        else os.path.abspath(local_path(where)).rpartition("/")
-    )
-    step = find_step(root, name, options if is_url(where) else None)
+    full = where if is_url(where) else os.path.abspath(local_path(where))
+    folder, _, name = full.rpartition("/")
+    root = open_root(folder, options)
+    step = find_step(root, name)
     if step is None:
         raise NotACheckpointError(
             f"no step of a run: {printable(where)}", hint="a step is named like RUN/step-00000100"
         )
     if step.is_pinned is not removes:
         return False
-    _remove_pin(step) if removes else _write_pin(step)
+    root.unpin(name) if removes else root.pin(name, _PIN_TEXT)
     return True
 
 
-def _write_pin(step: Step) -> None:
-    text = (
-        b"This step is pinned: ckpt prune and retention never remove it. Delete this file to let it"
-        b" go.\n"
-    )
-    if isinstance(step.store, RemoteStore):
-        write_file(step.store, PIN, text)
-        return
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:  # a link or a pipe of that name is an error: do not write through it
-        with os.fdopen(os.open(Path(step.path) / PIN, flags, 0o666), "wb") as file:
-            file.write(text)
-            os.fsync(file.fileno())
-        sync_directory(Path(step.path))
-    except OSError as error:
-        raise failed("pin", step.path, error) from error
-
-
-def _remove_pin(step: Step) -> None:
-    if isinstance(step.store, RemoteStore):
-        step.store.remove([PIN])
-        return
-    try:
-        (Path(step.path) / PIN).unlink(missing_ok=True)
-        sync_directory(Path(step.path))
-    except OSError as error:
-        raise failed("let go of", step.path, error) from error
-
-
-# ---- removal -------------------------------------------------------------------------------------
-
-
-def remove(step: Step) -> None:
+def remove(root: RunRoot, step: Step) -> None:
     """Removes a step: first its name or index, in one instant, then its bytes.
 
     Raises:
         StorageError: it could not be removed.
     """
-    if isinstance(step.store, RemoteStore):
-        remove_files(step.store)
-        return
     assert step.manifest is not None
-    path = Path(step.path)
-    trash = trash_path(path, step.manifest.attempt)
-    try:
-        os.rename(path, trash)
-        sync_directory(path.parent)
-        shutil.rmtree(trash)
-    except OSError as error:
-        raise failed("remove", path, error) from error
-
-
-def remove_files(store: RemoteStore) -> None:
-    """Removes the objects of a step. Once the index is gone, it is no step any more.
-
-    Raises:
-        StorageError: it could not be removed.
-    """
-    files = store.list_deep()
-    for part in ([n for n in files if n in INDEXES], names_in(store), list(files)):
-        store.remove(part)
+    root.remove(step.name, step.manifest.attempt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,10 @@ from ckpt_tools.errors import PlanError
 from ckpt_tools.loop import retention
 from ckpt_tools.loop.retention import Pruned
 from ckpt_tools.publish import steps as run_steps
-from ckpt_tools.publish.steps import Root, Step
+from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.steps import Step
+
+Root = str | os.PathLike[str]
 
 
 def steps(root: Root, *, storage_options: Mapping[str, Any] | None = None) -> list[Step]:
@@ -22,7 +26,7 @@ def steps(root: Root, *, storage_options: Mapping[str, Any] | None = None) -> li
     Raises:
         StorageError: the directory cannot be read.
     """
-    return run_steps.list_steps(root, storage_options)
+    return run_steps.list_steps(open_root(root, storage_options))
 
 
 def latest(
@@ -38,7 +42,7 @@ def latest(
     Raises:
         StorageError: the directory cannot be read.
     """
-    return run_steps.latest(root, verify=verify, options=storage_options).step
+    return run_steps.latest(open_root(root, storage_options), verify=verify).step
 
 
 def prune(
@@ -72,5 +76,5 @@ def prune(
         if value is not None and (type(value) is not int or value < 1):
             raise PlanError(f"{name}: expected at least 1, got {value!r}")
     return retention.prune(
-        root, keep_last, keep_every, dry_run=dry_run, options=storage_options, reads=verify
+        open_root(root, storage_options), keep_last, keep_every, dry_run=dry_run, reads=verify
     )

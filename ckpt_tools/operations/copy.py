@@ -30,11 +30,10 @@ from ckpt_tools.operations.verification import Verification
 from ckpt_tools.publish.base import Attempt, CopyTarget, Destination
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.publish.leftovers import give_up_uploads
-from ckpt_tools.publish.lock import Lease
+from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name, find, names_in, of_source
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
-from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, read
+from ckpt_tools.storage import is_url, read
 from ckpt_tools.storage.retries import appeared
 from ckpt_tools.transfer.distribute import RankWork, collect, open_files, staged
 from ckpt_tools.transfer.options import Options, Path_, Reading, no_bar, num_threads
@@ -108,10 +107,10 @@ def copy(
         target = open_destination(dst, to_options)
         check_apart(source.path, target.url)
         _check_suffix(source, target.url)
-        work = _Work(source, target, options, to_options, group)
-        there = work.look_at(to_options) if target.exists() else "nothing"
+        work = _Work(source, target, options, group)
+        there = work.look_at() if target.exists() else "nothing"
     if there == "alike":
-        there = "all" if work.is_same_there(to_options) else "another"
+        there = "all" if work.is_same_there() else "another"
     check_agreement(group, (sorted(work.files.items()), there))
     if there == "all":
         kept, note = sum(work.files.values()), "it is there already"
@@ -147,7 +146,7 @@ def copy(
     try:
         notes = work.do()
     except IntegrityError:
-        if source.remote is None or group.size > 1:
+        if not source.is_remote or group.size > 1:
             raise
         source.store.close()  # bytes may have been damaged on the way: read them again
         notes = work.do()
@@ -196,14 +195,12 @@ class _Work:
         source: Source,
         target: Destination,
         options: Options,
-        to_options: Mapping[str, Any] | None,
         group: Group,
     ) -> None:
-        self.source, self.target, self.options, self.to_options, self.group = (
+        self.source, self.target, self.options, self.group = (
             source,
             target,
             options,
-            to_options,
             group,
         )
         self.manifest = of_source(source)
@@ -217,7 +214,7 @@ class _Work:
         self.index = self._last_file(files)
         self.seal = next((name for name in files if note_of(name) == (MANIFEST, "")), "")
         self.single = target.url.rpartition("/")[2] if source.is_file else ""
-        if not self.index and not source.is_file and is_url(target.url):
+        if not self.index and not source.is_file and target.needs_index:
             raise PlanError(
                 "an object store would show it before it is whole: no single small file makes it a"
                 f" checkpoint ({printable(source.path)})",
@@ -232,9 +229,8 @@ class _Work:
             if self.manifest
             else {}
         )
-        if self.single and not self.crcs and source.remote is not None:
-            crc = source.remote.about(next(iter(files))).crc64
-            self.crcs = {} if crc is None else {next(iter(files)): crc}
+        if self.single and not self.crcs:
+            self.crcs = dict(source.store.stored_crcs(files))
         self.missing = dict(self.data)
         self.is_within = False
 
@@ -279,11 +275,7 @@ class _Work:
             if self.source.is_file
             else sorted(f"{a}/{b}/" for a in store.folders() for b in store.enter(a).folders())
         )
-        links = (
-            []
-            if self.source.is_file or not isinstance(store, LocalStore)
-            else sorted(store.strays())
-        )
+        links = [] if self.source.is_file else sorted(store.strays())
         notes = (
             [f"folders two levels down stay behind: {printable(', '.join(left[:5]))}"]
             if left
@@ -311,71 +303,48 @@ class _Work:
         last = crc64nvme(read(self.source.store, self.index)) if self.index else self.source.path
         return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{last} {sorted(self.data.items())}"))
 
-    def look_at(self, options: Mapping[str, Any] | None) -> str:
+    def look_at(self) -> str:
         """Tells what the destination holds.
 
         Returns "all" for this checkpoint, "alike" for files of the same sizes, "part" for an
         uncommitted part, or "another".
         """
-        url = self.target.url
-        if self.single:
-            folder = self._single_folder(options)
-            return (
-                "alike"
-                if folder.list_files().get(self.single) == sum(self.files.values())
-                else "another"
-            )
-        store = RemoteStore(url, options) if is_url(url) else LocalStore(url)
+        store, name = self.target.made()
+        if self.single or name:
+            is_alike = store.list_files().get(name) == sum(self.files.values())
+            return "alike" if is_alike and name == self.single else "another"
         files = store.list_files(below=True)
-        if isinstance(store, RemoteStore) and self.index not in files:
+        if self.target.needs_index and self.index not in files:
             others = [name for name in files if name not in self.files and name != LOCK]
-            self._check_own(store, [name for name in files if name in self.files])
-            return (
-                "part"
-                if all(map(is_ours, others))
-                and all(a.is_marked for a in store.about_all(others).values())
-                else "another"
-            )
+            self._check_own([name for name in files if name in self.files])
+            marks = self.target.marks(others) or {}
+            is_ours_alone = all(is_ours(n) and n in marks and marks[n].is_marked for n in others)
+            return "part" if is_ours_alone else "another"
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
         if self.manifest is None:
             return "alike" if is_same and not names_in(store) else "another"
         return "all" if is_same and find(store) == self.manifest else "another"
 
-    def _check_own(self, store: RemoteStore, names: Sequence[str]) -> None:
+    def _check_own(self, names: Sequence[str]) -> None:
         """Refuses to overwrite objects of other tools that differ from the source.
 
         Raises:
             StorageError: there is such an object.
         """
-        for name, about in store.about_all(names).items():
-            if (
-                store.s3 is not None
-                and not about.is_marked
-                and (about.crc64 is None or about.crc64 != self.crcs.get(name))
-            ):
+        for name, about in (self.target.marks(names) or {}).items():
+            if not about.is_marked and (about.crc64 is None or about.crc64 != self.crcs.get(name)):
                 raise StorageError(
                     "the destination has a file of that name, which no copy wrote:"
-                    f" {printable(name)} ({printable(store.url)})",
+                    f" {printable(name)} ({printable(self.target.url)})",
                     hint="choose another destination, or move it away",
                 )
 
-    def _single_folder(self, options: Mapping[str, Any] | None) -> Store:
-        folder = self.target.url.rpartition("/")[0]
-        return RemoteStore(folder, options) if is_url(folder) else LocalStore(folder or ".")
-
-    def is_same_there(self, options: Mapping[str, Any] | None) -> bool:
+    def is_same_there(self) -> bool:
         """Tells whether the destination's files have the same bytes.
 
         It reads both sides, but uses the checksums that a store keeps.
         """
-        url = self.target.url
-        there: Store = (
-            self._single_folder(options)
-            if self.single
-            else RemoteStore(url, options)
-            if is_url(url)
-            else LocalStore(url)
-        )
+        there, _ = self.target.made()
         jobs, memory = self.options.get("jobs"), self.options.get("memory_bytes")
         with (self.options.get("progress") or no_bar)(
             "compare", 2 * sum(self.files.values())
@@ -416,17 +385,17 @@ class _Work:
             right: set[str] = set()
             with group.phase("look at what is there"):
                 # on a store, `expect` also finds out how objects may be written
-                if group.rank == 0 or is_url(self.target.url):
+                if group.rank == 0 or self.target.needs_index:
                     right = place.expect(
                         {self.name(name): nbytes for name, nbytes in self.data.items()}, crcs
                     )
             right = group.broadcast(right, "what is there")
             self.missing = {name: nbytes for name, nbytes in self.data.items() if name not in right}
             with bar("copy", sum(self.missing.values())) as advance:
-                # for the reason, see RemoteStore.can_copy_from
+                # for the reason, see RemoteStore.copy_source
                 has_names = not any("%" in name for name in self.missing)
                 within = (
-                    place.copy_target(self.source.remote)
+                    place.copy_target(self.source.folder)
                     if has_names and (self.crcs or not self.single)
                     else None
                 )
@@ -444,7 +413,7 @@ class _Work:
             return self.notes + place.publish(*self._last(attempt, crcs))
 
     @contextmanager
-    def _claimed(self) -> Iterator[Lease | None]:
+    def _claimed(self) -> Iterator[RootLock | None]:
         """Lets only one of several copies to the same prefix of a bucket continue.
 
         The others raise before they have written anything.
@@ -452,19 +421,16 @@ class _Work:
         Raises:
             StorageError: another copy is running there, or has just finished.
         """
-        url = self.target.url
-        if not is_url(url) or self.single:
-            yield None
-            return
         claim = None
         try:
             with self.group.phase("claim the destination"):
-                if self.group.rank == 0:
-                    claim = Lease(url, self.to_options)
-                    if self.look_at(self.to_options) not in ("nothing", "part"):
-                        raise appeared(url)
+                if self.group.rank == 0 and not self.single:
+                    claim = self.target.claim()
+                if claim is not None:
+                    if self.look_at() not in ("nothing", "part"):
+                        raise appeared(self.target.url)
                     if claim.is_inherited:
-                        give_up_uploads(RemoteStore(url, self.to_options), self.data)
+                        self.target.give_up_uploads(self.data)
             yield claim
         finally:
             if claim is not None:
@@ -564,11 +530,9 @@ class _Work:
 
     def _within(self, place: CopyTarget, advance: Callable[[int], None]) -> None:
         """Makes the store copy files on the server."""
-        origin = self.source.remote
-        assert origin is not None
 
         def one(name: str) -> None:
-            place.copy_file(self.name(name), origin, name, self.missing[name])
+            place.copy_file(self.name(name), name, self.missing[name])
             advance(self.missing[name] * self.group.size)
 
         with ThreadPoolExecutor(_ASKERS, "ckpt-copy") as pool:

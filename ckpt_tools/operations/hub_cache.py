@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ckpt_tools.storage import LocalStore
+from ckpt_tools.storage import Store
 
 _BLOCK_BYTES = 4 << 20
 
 
 def find_damaged(
-    store: LocalStore, files: Iterable[str], jobs: int, advance: Callable[[int], None]
+    store: Store, files: Iterable[str], jobs: int, advance: Callable[[int], None]
 ) -> dict[str, bool]:
     """Returns for each file with a hash in its blob's name whether its bytes have another hash.
 
@@ -42,7 +42,7 @@ def _new_hash(blob: str, nbytes: int) -> Any:
     return hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False) if len(blob) == 40 else None
 
 
-def _digest(store: LocalStore, file: str, blob: str, advance: Callable[[int], None]) -> str:
+def _digest(store: Store, file: str, blob: str, advance: Callable[[int], None]) -> str:
     nbytes, buffer = store.size(file), memoryview(bytearray(_BLOCK_BYTES))
     found = _new_hash(blob, nbytes)
     for start in range(0, nbytes, _BLOCK_BYTES):

@@ -40,8 +40,6 @@ from ckpt_tools.operations.convert.flat_shapes import check_needed, lay_beside
 from ckpt_tools.operations.side_files import left_beside
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
-from ckpt_tools.storage import is_url
-from ckpt_tools.storage.s3.multipart import MIN_PART_BYTES
 from ckpt_tools.transfer.options import Options, Path_
 from ckpt_tools.transfer.result import TransferResult
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
@@ -124,8 +122,8 @@ def merge(
         *uncast(catalog.tensors.values(), dtype),
         *unknown_values(source.catalog, only_model=True),
     ]
-    if source.remote is not None and is_url(target.url):
-        request = replace(request, small_first=MIN_PART_BYTES)
+    if source.is_remote:  # the store may copy the long tensors on the server
+        request = replace(request, small_first=target.min_part_bytes)
     result = transfer(
         TransferRequest(
             "merge",

@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
-from pathlib import Path
 from typing import Unpack
 
 from ckpt_tools.core.box import flat_start, is_flat
@@ -23,9 +22,9 @@ from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.batches import ReadBatch
 from ckpt_tools.operations.verification import RecordCheck, Verification
 from ckpt_tools.publish.check_manifest import Problem
-from ckpt_tools.publish.local import add_file
+from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name, seal_file, seal_tensors
-from ckpt_tools.storage import RemoteStore, read
+from ckpt_tools.storage import read
 from ckpt_tools.transfer.options import Path_, Reading
 
 # shorter payloads are read a second time, because every part costs memory
@@ -121,10 +120,8 @@ def seal(src: Path_, **options: Unpack[Reading]) -> SealResult:
         tensors=seal_tensors(plan_values(tensors), found.fingerprints()),
     )
     name = file_name(attempt, file)
-    if isinstance(folder, RemoteStore):
-        folder.put(name, manifest.render(), is_exclusive=True)
-    else:
-        add_file(Path(folder.url), name, manifest.render(), attempt)
+    place = open_destination(folder.url, options.get("storage_options"))
+    place.add_note(name, manifest.render(), attempt)
     return SealResult(
         redacted(work.store.url),
         name,

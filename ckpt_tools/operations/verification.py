@@ -36,7 +36,7 @@ from ckpt_tools.publish.check_manifest import (
 )
 from ckpt_tools.publish.manifest import Manifest, names_in, of_store, parse
 from ckpt_tools.ranks.base import ALONE
-from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, read
+from ckpt_tools.storage import Overlay, Store, read
 from ckpt_tools.transfer.options import Path_, Reading, no_bar, num_threads
 
 
@@ -52,7 +52,7 @@ class Verification:
 
     Attributes:
         store, format: the store and the format of the checkpoint.
-        remote: the object store of the checkpoint; None on a disk.
+        is_remote: whether bytes may be damaged on their way from the store.
         manifest: None if there is none.
         catalog: None if the index is unreadable. It may have holes.
     """
@@ -66,7 +66,7 @@ class Verification:
         self._unreadable: list[Problem] = []
         self.notes: list[str] = []
         folder, name = folder_of(self.store)
-        self.remote = folder if isinstance(folder, RemoteStore) else None
+        self.is_remote = folder.capabilities.is_remote
         self.manifest: Manifest | None = None
         self.catalog: Catalog | None = None
         try:
@@ -100,7 +100,7 @@ class Verification:
         try:
             catalog = form.read_catalog(self.store)
         except (FormatError, CatalogError):
-            if self.remote is None:
+            if not self.is_remote:
                 raise
             catalog = form.read_catalog(self.store)  # a bit may have flipped on the way
         check_names(catalog)
@@ -194,7 +194,7 @@ class Verification:
         same = {name: s.nbytes for name, s in manifest.files.items() if files.get(name) == s.nbytes}
         crcs = self._ask(same) if quick else self.hash(same)
         damaged = list(compare_bytes(manifest, crcs))
-        if damaged and not quick and self.remote is not None:  # it may have happened on the way
+        if damaged and not quick and self.is_remote:  # it may have happened on the way
             self.store.close()
             crcs |= self.hash({p.file: same[p.file] for p in damaged})
             damaged = list(compare_bytes(manifest, crcs))
@@ -216,13 +216,9 @@ class Verification:
             if name not in known and not is_ours(name) and name != PIN
         ]
 
-    def _ask(self, files: Iterable[str]) -> dict[str, int | None]:
+    def _ask(self, files: Iterable[str]) -> dict[str, int]:
         """Returns the checksums that an object store keeps; nothing for a disk."""
-        return (
-            {name: about.crc64 for name, about in self.remote.about_all(files).items()}
-            if self.remote
-            else {}
-        )
+        return dict(self.store.stored_crcs(files))
 
     def hash(self, files: Mapping[str, int]) -> dict[str, int | None]:
         """Reads files and returns their CRC-64/NVME."""
@@ -339,8 +335,6 @@ class Verification:
     def _compare_blobs(self, files: Sequence[str]) -> dict[str, bool]:
         """Tells which files of a Hugging Face cache are damaged; the ranks share the work."""
         folder, _ = folder_of(self.store)
-        if not isinstance(folder, LocalStore):
-            return {}
         sizes = {
             name: nbytes
             for name, nbytes in self.store.list_files().items()
@@ -408,7 +402,7 @@ class Verification:
         archives = shared + [
             e for e, fqn in owners.items() if e.packing != RAW or self._is_object(fqn)
         ]
-        if self.remote is None or self.group.size > 1 or is_one:
+        if not self.is_remote or self.group.size > 1 or is_one:
             return one_batch(self.store, sizes, archives)
         return cut_batches(self.store, sizes, archives, only_archives)
 
@@ -449,7 +443,7 @@ class Verification:
     ) -> list[Problem]:
         """Returns a problem for each record whose CRC-32 differs from the one in its archive."""
         wrong = {key: record for key, (record, _) in left.items() if crcs[key] != record.crc32}
-        if wrong and self.remote is not None:  # it may have happened on the way
+        if wrong and self.is_remote:  # it may have happened on the way
             self.store.close()
             crcs = {**crcs, **self.hash_ranges(wrong, crc32)[0]}
         problems: list[Problem] = []

@@ -101,7 +101,7 @@ def verify(
         problems = [Problem("", "it holds no tensor and no object, so there is nothing to verify")]
     lost = sorted({p.fqn for p in problems if p.fqn})
     unread = work.catalog.unread if work.catalog else {}
-    if work.catalog and not quick and work.remote is None:
+    if work.catalog and not quick and not work.is_remote:
         unread = {**unread, **work.find_unread(set(lost))}
     findings = work.scan({*lost, *unread}) if deep and work.catalog else []
     work.store.close()

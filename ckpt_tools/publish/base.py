@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ckpt_tools.core.plan import Literal
 from ckpt_tools.engine.partition import Regions
-from ckpt_tools.storage import Capabilities, RemoteStore, Store, WritableStore, Writer
-from ckpt_tools.storage.s3.multipart import UploadOptions
+from ckpt_tools.publish.lock import RootLock
+from ckpt_tools.storage import Capabilities, Store, WritableStore, Writer
+from ckpt_tools.storage.object_info import ObjectInfo
 from ckpt_tools.storage.s3.open_uploads import OpenUpload
 
 
@@ -85,8 +86,8 @@ class Attempt(Protocol):
         """Returns where one of several processes writes its regions of the files."""
         ...
 
-    def copy_target(self, origin: RemoteStore | None) -> CopyTarget | None:
-        """Returns this attempt if its store can copy from `origin` without a client, else None."""
+    def copy_target(self, origin: Store) -> CopyTarget | None:
+        """Returns a target for server-side copies from `origin`; None if the store cannot copy."""
         ...
 
     def prepare(self, files: Mapping[str, int]) -> None:
@@ -132,28 +133,46 @@ class Attempt(Protocol):
         ...
 
 
-class CopyTarget(Protocol):
-    """An attempt in a store that can copy files from another place of the same store."""
+class CopiedRange(NamedTuple):
+    """A range of a new file that the store copies from a file of the source.
 
-    @property
-    def store(self) -> RemoteStore:
-        """Where the files lie."""
-        ...
+    Attributes:
+        start, nbytes: bytes in the new file.
+        file, file_start: where the bytes lie in the source.
+    """
+
+    start: int
+    nbytes: int
+    file: str
+    file_start: int
+
+
+class CopyTarget(Protocol):
+    """An attempt whose store can copy ranges of the source's files on the server."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the store."""
+        """The abilities of the store."""
         ...
 
     def create(self, path: str, nbytes: int) -> Writer:
-        """Starts an object."""
+        """Starts a file of which nothing is copied."""
         ...
 
-    def how(self, path: str) -> UploadOptions:
-        """Returns how an object is written."""
+    def create_copied(
+        self, path: str, nbytes: int, starts: Sequence[int], ranges: Iterable[CopiedRange]
+    ) -> Writer:
+        """Starts a file, and makes the store copy some ranges of it.
+
+        Args:
+            path: its name.
+            nbytes: its bytes.
+            starts: first byte of each part in which the file is sent or copied.
+            ranges: the ranges to copy, each one part.
+        """
         ...
 
-    def copy_file(self, name: str, origin: RemoteStore, file: str, nbytes: int) -> None:
+    def copy_file(self, name: str, file: str, nbytes: int) -> None:
         """Makes the store copy a whole file."""
         ...
 
@@ -205,6 +224,40 @@ class Destination(Protocol):
 
     def name(self, file: str, attempt: str) -> str:
         """Returns the name under which an attempt's data file will lie."""
+        ...
+
+    @property
+    def min_part_bytes(self) -> int:
+        """Returns the least bytes of a copy on the server; 0 if the store never copies."""
+        ...
+
+    @property
+    def needs_index(self) -> bool:
+        """Tells whether a directory is visible file by file, until one last file makes it whole."""
+        ...
+
+    def claim(self) -> RootLock | None:
+        """Claims the destination for one writer; None if a writer needs no claim.
+
+        Raises:
+            StorageError: another writer has it.
+        """
+        ...
+
+    def marks(self, names: Iterable[str]) -> Mapping[str, ObjectInfo] | None:
+        """Returns for files at the destination who wrote them; None if the store does not know."""
+        ...
+
+    def add_note(self, name: str, data: bytes, attempt: str) -> None:
+        """Adds a small file to the checkpoint that exists at the destination.
+
+        Raises:
+            StorageError: a file of that name exists already, or it cannot be written.
+        """
+        ...
+
+    def give_up_uploads(self, names: Container[str]) -> None:
+        """Ends unfinished uploads of some files, which this process alone may write."""
         ...
 
     def check_room(self, nbytes: int) -> None:

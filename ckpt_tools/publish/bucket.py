@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,11 +32,20 @@ from ckpt_tools.formats.base import (
     short_name,
 )
 from ckpt_tools.formats.registry import INDEXES, is_checkpoint_file, is_ours
-from ckpt_tools.publish.base import CopyTarget, UploadNotes
+from ckpt_tools.publish.base import CopiedRange, CopyTarget, UploadNotes
+from ckpt_tools.publish.leftovers import give_up_uploads
+from ckpt_tools.publish.lock import Lease
 from ckpt_tools.publish.manifest import find, names_in
 from ckpt_tools.storage import RemoteStore, Store, WritableStore, Writer, read
+from ckpt_tools.storage.object_info import ObjectInfo
 from ckpt_tools.storage.retries import appeared
-from ckpt_tools.storage.s3.multipart import MAX_PARTS, Upload, UploadOptions, part_starts
+from ckpt_tools.storage.s3.multipart import (
+    MAX_PARTS,
+    MIN_PART_BYTES,
+    Upload,
+    UploadOptions,
+    part_starts,
+)
 from ckpt_tools.storage.s3.open_uploads import OpenUpload, list_parts
 
 _ASKERS = 16
@@ -119,6 +128,28 @@ class RemoteDestination:
             if found is not None and name == note_name(UPLOADS, found.attempt, single):
                 return found
         return None
+
+    needs_index = True
+
+    @property
+    def min_part_bytes(self) -> int:
+        return MIN_PART_BYTES
+
+    def claim(self) -> Lease:
+        return Lease(self.url, self._options)
+
+    def marks(self, names: Iterable[str]) -> Mapping[str, ObjectInfo] | None:
+        store = RemoteStore(self.url, self._options)
+        return store.about_all(names) if store.s3 is not None else None
+
+    def add_note(self, name: str, data: bytes, attempt: str) -> None:
+        del attempt
+        is_file = RemoteStore(self.url, self._options).is_file()
+        folder = RemoteStore(self._parent if is_file else self.url, self._options)
+        folder.put(name, data, is_exclusive=True)
+
+    def give_up_uploads(self, names: Container[str]) -> None:
+        give_up_uploads(RemoteStore(self.url, self._options), names)
 
     def check_room(self, nbytes: int) -> None:
         del nbytes
@@ -267,8 +298,9 @@ class RemoteAttempt:
     def share(self, regions: Regions) -> WritableStore:
         return SharedUploads(self, regions)
 
-    def copy_target(self, origin: RemoteStore | None) -> CopyTarget | None:
-        return self if origin is not None and self.store.can_copy_from(origin) else None
+    def copy_target(self, origin: Store) -> CopyTarget | None:
+        source = self.store.copy_source(origin)
+        return BucketCopies(self, source) if source is not None else None
 
     @property
     def kept_nbytes(self) -> int:
@@ -285,21 +317,6 @@ class RemoteAttempt:
             for n, about in there.items()
             if sizes[n] == files[n] and n in crcs and about.crc64 == crcs[n]
         }
-
-    def copy_file(self, name: str, origin: RemoteStore, file: str, nbytes: int) -> None:
-        """Has the store copy a whole file by itself, from one of the same S3."""
-        starts = range(0, nbytes, max(_COPY_BYTES, -(-nbytes // MAX_PARTS)))
-        upload = self.store.create(name, nbytes, replace(self.how(name), starts=starts))
-        assert isinstance(upload, Upload)
-        for start in starts:
-            upload.copy(
-                start,
-                min(starts.step, nbytes - start),
-                f"{origin.root}/{file}",
-                start,
-                origin.version(file),
-            )
-        upload.finish()
 
     def files(self) -> Store:
         return self.store
@@ -419,6 +436,31 @@ class RemoteAttempt:
         if found is None or found.index is None or found.attempt != self.attempt:
             return False
         return hex64(crc64nvme(read(store, found.index[0]))) == found.index[1].crc64nvme
+
+
+class BucketCopies:
+    """See `CopyTarget`: copies within one S3."""
+
+    def __init__(self, attempt: RemoteAttempt, source: RemoteStore) -> None:
+        self._attempt, self._source = attempt, source
+        self.capabilities = attempt.capabilities
+        self.create = attempt.create
+
+    def create_copied(
+        self, path: str, nbytes: int, starts: Sequence[int], ranges: Iterable[CopiedRange]
+    ) -> Writer:
+        how = replace(self._attempt.how(path), starts=starts)
+        upload = self._attempt.store.create(path, nbytes, how)
+        assert isinstance(upload, Upload)
+        source = self._source
+        for start, size, file, file_start in ranges:
+            upload.copy(start, size, f"{source.root}/{file}", file_start, source.version(file))
+        return upload
+
+    def copy_file(self, name: str, file: str, nbytes: int) -> None:
+        starts = range(0, nbytes, max(_COPY_BYTES, -(-nbytes // MAX_PARTS)))
+        ranges = [CopiedRange(at, min(starts.step, nbytes - at), file, at) for at in starts]
+        self.create_copied(name, nbytes, starts, ranges).finish()
 
 
 class SharedUploads:

@@ -1,4 +1,4 @@
-"""Opens the destination of a path or URL."""
+"""Opens the destination of a path or URL, and the root of a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.bucket import RemoteDestination
+from ckpt_tools.publish.bucket_root import BucketRoot
 from ckpt_tools.publish.local_destination import LocalDestination
-from ckpt_tools.storage import is_url, local_path
+from ckpt_tools.publish.local_root import LocalRoot
+from ckpt_tools.publish.run_root import RunRoot
+from ckpt_tools.storage import check_url, is_url, local_path
 
 
 def open_destination(
@@ -32,3 +35,20 @@ def open_destination(
         if is_url(where)
         else LocalDestination(Path(local_path(where)), accept)
     )
+
+
+def open_root(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> RunRoot:
+    """Returns the root of a run.
+
+    Args:
+        path: a path or a URL.
+        options: of the object store, as fsspec takes them. A directory ignores them.
+
+    Raises:
+        StorageError: the URL has an empty segment.
+    """
+    where = os.fspath(path)
+    if not is_url(where):
+        return LocalRoot(Path(local_path(where)))
+    check_url(where)
+    return BucketRoot(where, options)

@@ -1,62 +1,27 @@
-"""What dead jobs left half-written below the root of a run, and its removal.
-
-On a disk a lock says who is dead. In an object store nothing does: there it is what never got an
-index, and uploads that never ended, of which the newest byte is older than a grace by the store's
-own clock.
-"""
+"""Removes unfinished work of dead jobs from an object store."""
 
 from __future__ import annotations
 
 import datetime as dt
-import os
 from collections.abc import Container, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import LOCK, UPLOADS, note_of
 from ckpt_tools.formats.registry import INDEXES, is_ours
-from ckpt_tools.publish.local import remove_dead
-from ckpt_tools.storage import RemoteStore, is_url
+from ckpt_tools.publish.run_root import Leftover
+from ckpt_tools.storage import RemoteStore
 from ckpt_tools.storage.s3.client import S3, next_page
 
-GRACE_S = 24 * 3600.0
 
+def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[Leftover]:
+    """Removes the unfinished work below a run's prefix. See `RunRoot.remove_leftovers`.
 
-class Leftover(NamedTuple):
-    """A path, or the URL of an object or upload."""
-
-    url: str
-    what: str
-
-
-def remove_leftovers(
-    root: str | os.PathLike[str],
-    grace_s: float = GRACE_S,
-    dry_run: bool = False,
-    options: Mapping[str, Any] | None = None,
-) -> list[Leftover]:
-    """Removes what dead jobs left, and returns it. Uploads that the store does not let this job
-    list stay, with a warning in the log.
-
-    Args:
-        root: of a run, a path or a URL.
-        grace_s: in an object store, seconds for which a job may be silent and not be taken for
-            dead.
-        dry_run: only look.
-        options: of the object store, as fsspec takes them.
-
-    Raises:
-        StorageError: it cannot be listed or removed.
+    Only S3 tells its time, so nothing is removed from other stores.
     """
-    if not is_url(root):
-        return [
-            Leftover(str(path), "directory") for path in remove_dead(Path(root), dry_run=dry_run)
-        ]
-    store = RemoteStore(root, options)
     if store.s3 is None:
-        return []  # no other kind of store tells its time
+        return []
     now = store.now()
     assert now is not None
     before = now - dt.timedelta(seconds=grace_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 
@@ -21,7 +21,6 @@ from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.manifest import names_in, read_manifest
 from ckpt_tools.storage import (
     LocalStore,
-    RemoteStore,
     SharedStore,
     Store,
     WritableStore,
@@ -120,6 +119,22 @@ class LocalDestination:
     def name(self, file: str, attempt: str) -> str:
         del attempt
         return file
+
+    min_part_bytes, needs_index = 0, False
+
+    def claim(self) -> None:
+        """Returns None: the rename of a directory decides between writers."""
+
+    def marks(self, names: Iterable[str]) -> None:
+        """Returns None: files on a disk have no marks."""
+        del names
+
+    def add_note(self, name: str, data: bytes, attempt: str) -> None:
+        folder = self.path if self.path.is_dir() else self.path.parent
+        commit.add_file(folder, name, data, attempt)
+
+    def give_up_uploads(self, names: Container[str]) -> None:
+        """Does nothing: a disk has no uploads."""
 
     def check_room(self, nbytes: int) -> None:
         commit.check_room(self.path, nbytes)
@@ -232,7 +247,7 @@ class LocalAttempt:
         del regions  # every process may write anywhere
         return self.shelf
 
-    def copy_target(self, origin: RemoteStore | None) -> CopyTarget | None:
+    def copy_target(self, origin: Store) -> CopyTarget | None:
         del origin
         return None
 

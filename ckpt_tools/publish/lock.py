@@ -33,6 +33,16 @@ _LOOK_S = 1.0  # between two looks at the lease of another job
 class RootLock(Protocol):
     """The right to save to a root."""
 
+    @property
+    def written(self) -> bytes:
+        """Returns the contents of the lock's file, which the other ranks compare."""
+        ...
+
+    @property
+    def is_inherited(self) -> bool:
+        """Tells whether the holder before died, so that its unfinished work belongs to nobody."""
+        ...
+
     def check(self) -> None:
         """Makes sure that it still holds.
 
@@ -141,6 +151,8 @@ def _check_own(fd: int, path: Path) -> None:
 class FileLock:
     """See `RootLock`: a locked file in the root, which is made if it is not there."""
 
+    is_inherited = False
+
     def __init__(self, root: Path) -> None:
         """Claims a root for this process, as long as it lives.
 
@@ -183,7 +195,6 @@ class FileLock:
 
     @property
     def written(self) -> bytes:
-        """The contents of the file, which the other ranks compare."""
         return os.pread(self._fd, 4096, 0)
 
     def check(self) -> None:
@@ -241,10 +252,10 @@ class Lease:
     Each write of it replaces the very object that was seen before, where the store knows such
     conditions: S3 does.
 
-    Attributes:
-        is_inherited: it was that of a process that died; what that one has left there belongs to
-            nobody.
     """
+
+    written = b""
+    is_inherited = False
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         """Claims a root for this job.
@@ -258,7 +269,7 @@ class Lease:
         """
         self._store = RemoteStore(url, options)
         self._me, self._id, self._turn = _me(), uuid.uuid4().hex, 0
-        self._lost, self.is_inherited = "", False
+        self._lost = ""
         self._stops, self._renews = threading.Event(), threading.Lock()
         self._take()
         self._renewed_at = time.monotonic()

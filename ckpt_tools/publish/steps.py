@@ -19,14 +19,12 @@ from ckpt_tools.formats.base import PIN
 from ckpt_tools.formats.registry import INDEXES, detect_in, prove
 from ckpt_tools.publish.check_manifest import first_problem
 from ckpt_tools.publish.manifest import Manifest, find
+from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.superseded import SUPERSEDED, RollbackNote, read_notes
-from ckpt_tools.storage import LocalStore, RemoteStore, Store, is_url, local_path
-from ckpt_tools.storage.local import failed
+from ckpt_tools.storage import LocalStore, Store, open_store, place_of
 
 _STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?([0-9]{1,18})")
 _LOOKERS = 16  # each waits for a store
-Root = str | os.PathLike[str]
-Options = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,38 +90,38 @@ def step_name(number: int) -> str:
     return f"step-{number:08d}"
 
 
-def list_steps(root: Root, options: Options = None, with_superseded: bool = False) -> list[Step]:
-    """Returns the steps directly under a directory or prefix, by number. Reads names, sizes and
-    manifests, no data.
+def list_steps(root: RunRoot, with_superseded: bool = False) -> list[Step]:
+    """Returns the steps directly under a root, by number.
 
-    In an object store, what was never committed is no step.
+    It reads names, sizes and manifests, and no data.
+
+    In an object store, work that was never committed is not a step.
 
     Args:
-        root: of the run, a path or a URL.
-        options: of the object store, as fsspec takes them.
+        root: of the run.
         with_superseded: also those that a rollback set aside under another name.
 
     Raises:
         StorageError: it cannot be read.
     """
-    return _list(_find(root, options), with_superseded)
+    return _list(_find(root), with_superseded)
 
 
-def survey(root: Root, options: Options = None) -> tuple[list[Step], set[str]]:
+def survey(root: RunRoot) -> tuple[list[Step], set[str]]:
     """Returns `list_steps`, and the names of the steps that notes of unfinished rollbacks wait for.
 
     Raises:
         StorageError: it cannot be read.
     """
-    found = _find(root, options)
+    found = _find(root)
     return _list(found), {note.step for note in found.notes if not note.is_committed}
 
 
 def _list(found: _Found, with_superseded: bool = False) -> list[Step]:
-    is_far = any(isinstance(store, RemoteStore) for _, store in found.steps)
-    with ThreadPoolExecutor(_LOOKERS if is_far else 1, "ckpt-look") as pool:
+    is_remote = any(store.capabilities.is_remote for _, store in found.steps)
+    with ThreadPoolExecutor(_LOOKERS if is_remote else 1, "ckpt-look") as pool:
         steps = [
-            step for step in pool.map(lambda item: look_at(*item), found.steps) if _is_visible(step)
+            step for step in pool.map(lambda item: look_at(*item), found.steps) if found.shows(step)
         ]
         victims = _victims(found)
         steps = [_judged(step, victims) for step in steps]
@@ -137,32 +135,33 @@ def _list(found: _Found, with_superseded: bool = False) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is named like a step under a root, by number; what rollbacks set aside; their notes; and
-    all other names but hidden ones.
+    """The entries of a root.
+
+    Attributes:
+        root: the root.
+        steps: the folders with the name of a step, by number.
+        aside: the folders that rollbacks set aside: number, store, and the step in their place.
+        notes: the notes of rollbacks.
+        others: all other names, without hidden ones.
     """
 
+    root: RunRoot
     steps: list[tuple[int, Store]]
     aside: list[tuple[int, Store, str]]
     notes: list[RollbackNote]
     others: list[str]
 
+    def shows(self, step: Step) -> bool:
+        """Tells whether a folder is shown as a step, complete or not."""
+        return (
+            self.root.lists_unfinished
+            or not step.problem
+            or any(name in INDEXES for name in _open(step).list_files())
+        )
 
-def _find(root: Root, options: Options) -> _Found:
-    run: LocalStore | RemoteStore
-    if is_url(root):
-        run = RemoteStore(root, options)
-        stores: dict[str, Store] = dict(run.enter_all())
-        files = list(run.list_files())
-    else:
-        run = LocalStore(Path(local_path(root)))
-        try:
-            entries = sorted(os.scandir(root), key=lambda e: e.name)
-        except FileNotFoundError:
-            return _Found([], [], [], [])
-        except OSError as error:
-            raise failed("list", os.fspath(root), error) from error
-        files = [e.name for e in entries if e.is_file(follow_symlinks=False)]
-        stores = {e.name: LocalStore(e.path) for e in entries if e.is_dir()}
+
+def _find(root: RunRoot) -> _Found:
+    stores, files = root.entries()
     steps = sorted(
         ((int(m[1]), store) for n, store in stores.items() if (m := _STEP.fullmatch(n))),
         key=lambda item: item[0],
@@ -175,27 +174,27 @@ def _find(root: Root, options: Options) -> _Found:
         for name in (*stores, *files)
         if name not in taken and not name.startswith(".")
     )
-    return _Found(steps, aside, read_notes(run, files), others)
+    return _Found(root, steps, aside, read_notes(root, files), others)
 
 
-def list_all(root: Root, options: Options = None) -> tuple[list[Step], list[str]]:
+def list_all(root: RunRoot) -> tuple[list[Step], list[str]]:
     """Returns all steps, superseded ones too, and the other names under a root: folders end in a
     slash, hidden names are left out.
 
     Raises:
         StorageError: it cannot be read.
     """
-    found = _find(root, options)
+    found = _find(root)
     return _list(found, with_superseded=True), found.others
 
 
-def rollbacks(root: Root, options: Options = None) -> list[tuple[RollbackNote, bool]]:
+def rollbacks(root: RunRoot) -> list[tuple[RollbackNote, bool]]:
     """Returns the notes of rollbacks in a root, and whether each is in effect.
 
     Raises:
         StorageError: it cannot be read.
     """
-    found = _find(root, options)
+    found = _find(root)
     return [(note, _is_in_effect(note, found)) for note in found.notes]
 
 
@@ -231,14 +230,6 @@ def _judged(step: Step, victims: Mapping[tuple[str, str], str]) -> Step:
     return replace(step, superseded_by=by) if by else step
 
 
-def _is_visible(step: Step) -> bool:
-    return (
-        not is_url(step.path)
-        or not step.problem
-        or any(name in INDEXES for name in _open(step).list_files())
-    )
-
-
 def _open(step: Step) -> Store:
     return step.store or LocalStore(step.path)
 
@@ -252,7 +243,7 @@ def look_at(number: int | None, store: Store | Path) -> Step:
         store: its files, or its directory.
     """
     store = LocalStore(store) if isinstance(store, Path) else store
-    path = store.url if is_url(store.url) else Path(store.url)
+    path = place_of(store.url)
     try:
         files = store.list_files()
         manifest = find(store)
@@ -310,18 +301,15 @@ def damage(step: Step | None) -> str:
         store.close()
 
 
-def latest(
-    root: Root, verify: bool = False, skip: Container[Path | str] = (), options: Options = None
-) -> Latest:
+def latest(root: RunRoot, verify: bool = False, skip: Container[Path | str] = ()) -> Latest:
     """Finds the newest step that is complete, by number; those that a rollback superseded are none.
 
     Args:
-        root: of the run, a path or a URL.
+        root: of the run.
         verify: also read every byte, and pass over a step whose checksums are wrong.
         skip: paths that are known to be damaged.
-        options: of the object store, as fsspec takes them.
     """
-    found = _find(root, options)
+    found = _find(root)
     return _latest(found, verify, skip, _victims(found))
 
 
@@ -331,7 +319,7 @@ def _latest(
     passed: list[tuple[Path | str, str]] = []
     for number, store in reversed(found.steps):
         step = _judged(look_at(number, store), victims)
-        if step.path in skip or step.superseded_by or not _is_visible(step):
+        if step.path in skip or step.superseded_by or not found.shows(step):
             continue
         problem = damage(step) if verify else unsound(step)
         if not problem:
@@ -340,45 +328,42 @@ def _latest(
     return Latest(None, passed)
 
 
-def latest_of(
-    roots: Sequence[Root], skip: Container[Path | str] = (), options: Options = None
-) -> Latest:
+def latest_of(roots: Sequence[RunRoot], skip: Container[Path | str] = ()) -> Latest:
     """Finds the newest complete step of several places, the first of them where they are equal;
     arguments as for `latest`.
 
     A rollback that is in effect in one of them is so in all: a mirror may not have heard of it yet.
     """
-    places = [_find(root, options if is_url(root) else None) for root in roots]
+    places = [_find(root) for root in roots]
     victims = {victim: by for found in places for victim, by in _victims(found).items()}
     best = [_latest(found, False, skip, victims) for found in places]
     step = max((b.step for b in best if b.step is not None), key=lambda s: s.number, default=None)
     return Latest(step, [item for b in best for item in b.passed_over])
 
 
-def find_step(root: Root, name: str, options: Options = None) -> Step | None:
-    """Returns the step of that name, None where there is none.
+def find_step(root: RunRoot, name: str) -> Step | None:
+    """Returns the step of that name; None if there is none.
 
     Raises:
         StorageError: the root cannot be read.
     """
-    number, store = next(
-        (
-            (n, s)
-            for n, s in _find(root, options).steps
-            if s.url.rstrip("/").rpartition("/")[2] == name
-        ),
-        (0, None),
-    )
-    step = look_at(number, store) if store is not None else None
-    return step if step is not None and _is_visible(step) else None
+    found = _find(root)
+    for number, store in found.steps:
+        if store.url.rstrip("/").rpartition("/")[2] == name:
+            step = look_at(number, store)
+            return step if found.shows(step) else None
+    return None
 
 
-def number_of(path: Root) -> int:
-    """Returns the step of a checkpoint by its manifest or, where there is none, by the last number
-    in its name; 0 where that has none.
+def number_of(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> int:
+    """Returns the step of a checkpoint by its manifest, else by the last number in its name.
+
+    Returns 0 if neither has one.
+
+    Args:
+        path: a path or a URL.
+        options: of the object store, as fsspec takes them.
     """
-    manifest = (
-        look_at(None, Path(path)).manifest if not is_url(path) and os.path.isdir(path) else None
-    )
+    manifest = look_at(None, open_store(path, options)).manifest
     digits = re.findall(r"\d+", os.path.basename(os.fspath(path).rstrip("/")))
     return int((manifest and manifest.step) or (digits[-1] if digits else 0))

@@ -8,25 +8,16 @@ then on the old steps are neither the newest ones nor counted. They are then giv
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-from ckpt_tools.core.logs import log
-from ckpt_tools.errors import printable
-from ckpt_tools.publish.flock import owner_problem
-from ckpt_tools.publish.local import sync_directory
-from ckpt_tools.storage import LocalStore, RemoteStore, is_url, read, write_file
-from ckpt_tools.storage.local import failed
+from ckpt_tools.publish.run_root import RunRoot
 
 _NOTE = re.compile(r"\.ckpt\.rollback\.[0-9a-f]{8}\.json")
 _MAX_NOTE_BYTES = 4 << 20
 SUPERSEDED = re.compile(r"(.+)\.superseded-([0-9a-f]{8})")
-Options = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,60 +81,30 @@ def _parse(data: bytes) -> RollbackNote | None:
     return None
 
 
-def read_notes(store: LocalStore | RemoteStore, names: Iterable[str]) -> list[RollbackNote]:
+def read_notes(root: RunRoot, names: Iterable[str]) -> list[RollbackNote]:
     """Returns the notes among the files of a root. Malformed files are no notes."""
     found = []
     for name in names:
-        if _NOTE.fullmatch(name) and store.size(name) <= _MAX_NOTE_BYTES and _is_own(store, name):
-            note = _parse(read(store, name))
-            if note is not None and note.file == name:
-                found.append(note)
+        data = root.read_note(name, _MAX_NOTE_BYTES) if _NOTE.fullmatch(name) else None
+        note = _parse(data) if data is not None else None
+        if note is not None and note.file == name:
+            found.append(note)
     return found
 
 
-def _is_own(store: LocalStore | RemoteStore, name: str) -> bool:
-    """Tells whether the job may trust a note: somebody else's could set steps aside.
-
-    In a bucket whoever can write a note can remove the steps as well.
-    """
-    if isinstance(store, RemoteStore):
-        return True
-    path = store.root / name
-    problem = owner_problem(path.lstat(), store.root.stat())
-    if problem:
-        log.warning("a note of a rollback is not used, since %s: %s", problem, printable(str(path)))
-    return not problem
-
-
-def write_note(root: str | os.PathLike[str], note: RollbackNote, options: Options) -> None:
+def write_note(root: RunRoot, note: RollbackNote) -> None:
     """Writes a note, over an older form of it.
 
     Raises:
         StorageError: it could not be written.
     """
-    if is_url(root):
-        RemoteStore(root, options).put(note.file, note.render())
-        return
-    path, new = Path(root) / note.file, Path(root) / f"{note.file}.new"
-    try:
-        new.unlink(missing_ok=True)
-        write_file(LocalStore(Path(root)), new.name, note.render())
-        os.replace(new, path)
-    except OSError as error:
-        raise failed("write", path, error) from error
-    sync_directory(Path(root))
+    root.write_note(note.file, note.render())
 
 
-def remove_note(root: str | os.PathLike[str], note: RollbackNote, options: Options) -> None:
+def remove_note(root: RunRoot, note: RollbackNote) -> None:
     """Removes a note.
 
     Raises:
         StorageError: it could not be removed.
     """
-    if is_url(root):
-        RemoteStore(root, options).remove([note.file])
-        return
-    try:
-        (Path(root) / note.file).unlink(missing_ok=True)
-    except OSError as error:
-        raise failed("remove", Path(root) / note.file, error) from error
+    root.remove_note(note.file)

@@ -1,5 +1,9 @@
 """Stores: read and write files of bytes, on disks, in memory and in object stores."""
 
+import os
+from collections.abc import Mapping
+from typing import Any
+
 from ckpt_tools.storage.base import (
     Capabilities,
     Store,
@@ -9,6 +13,7 @@ from ckpt_tools.storage.base import (
     check_url,
     is_url,
     local_path,
+    place_of,
     read,
     write_file,
 )
@@ -31,6 +36,22 @@ __all__ = [
     "check_url",
     "is_url",
     "local_path",
+    "open_store",
+    "place_of",
     "read",
     "write_file",
 ]
+
+
+def open_store(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
+    """Returns the store of a directory or of a URL.
+
+    Args:
+        path: a path or a URL.
+        options: of the object store, as fsspec takes them. A directory ignores them.
+
+    Raises:
+        StorageError: the URL cannot be opened.
+    """
+    where = os.fspath(path)
+    return RemoteStore(where, options) if is_url(where) else LocalStore(local_path(where))

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 from urllib.parse import unquote
 
@@ -28,10 +29,12 @@ class Capabilities:
         can_write_anywhere: a new file accepts writes at any position, in any order.
         fetches_ahead: ranges announced by `will_read` are fetched in the background. So small
             ranges far apart should be announced, too.
+        is_remote: each request costs a round trip, and bytes may be damaged on their way.
     """
 
     can_write_anywhere: bool
     fetches_ahead: bool = False
+    is_remote: bool = False
 
 
 @dataclass
@@ -161,6 +164,21 @@ class Store(WritableStore, Protocol):
 
     def enter(self, name: str) -> Store:
         """Returns the store of a folder directly under the root."""
+        ...
+
+    def strays(self) -> Mapping[str, str]:
+        """Returns the links directly under the root that lead out of it or nowhere, with targets.
+
+        Listings omit these links.
+        """
+        ...
+
+    def blob_name(self, path: str) -> str:
+        """Returns the name of the blob of a Hugging Face snapshot's file; "" for any other file."""
+        ...
+
+    def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
+        """Returns the CRC-64/NVME of files, as far as the store itself keeps it."""
         ...
 
     def size(self, path: str) -> int:
@@ -322,6 +340,12 @@ def check_url(url: str) -> None:
                 else None
             ),
         )
+
+
+def place_of(path: str | os.PathLike[str]) -> Path | str:
+    """Returns a local path as a `Path`, and a URL unchanged."""
+    where = os.fspath(path)
+    return where if is_url(where) else Path(local_path(where))
 
 
 def is_url(path: object) -> TypeGuard[str]:

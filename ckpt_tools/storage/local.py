@@ -89,6 +89,10 @@ class LocalStore:
     def enter(self, name: str) -> LocalStore:
         return LocalStore(os.path.join(self.url, name))
 
+    def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
+        del paths
+        return {}
+
     def size(self, path: str) -> int:
         return os.fstat(self._open(path)).st_size
 
@@ -145,15 +149,10 @@ class LocalStore:
         )
 
     def blob_name(self, path: str) -> str:
-        """Returns the name of the blob of a Hugging Face snapshot's file; "" for any other file."""
         real = Path(os.path.realpath(os.path.join(self.root, check_path(path, str(self.root)))))
         return real.name if self._blobs is not None and real.parent == self._blobs else ""
 
-    def strays(self) -> dict[str, str]:
-        """Returns the links directly under the root that lead out of it or nowhere, with targets.
-
-        Listings omit these links.
-        """
+    def strays(self) -> Mapping[str, str]:
         try:
             links = [
                 e

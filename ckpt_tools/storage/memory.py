@@ -39,6 +39,17 @@ class MemoryStore:
         }
         return MemoryStore(inner, f"{self.url}/{name}")
 
+    def strays(self) -> Mapping[str, str]:
+        return {}
+
+    def blob_name(self, path: str) -> str:
+        del path
+        return ""
+
+    def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
+        del paths
+        return {}
+
     def size(self, path: str) -> int:
         return len(self._view(path))
 

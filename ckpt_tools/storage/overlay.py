@@ -19,6 +19,8 @@ class Overlay:
         self.url, self.capabilities, self.traffic = inner.url, inner.capabilities, inner.traffic
         self._listed = {name: len(data) for name, data in made.items()} if is_listed else {}
         self.folders, self.enter = inner.folders, inner.enter
+        self.strays, self.blob_name = inner.strays, inner.blob_name
+        self.stored_crcs = inner.stored_crcs
         self.create, self.close = inner.create, inner.close
 
     def list_files(self, below: bool = False) -> Mapping[str, int]:

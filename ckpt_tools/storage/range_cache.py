@@ -22,6 +22,8 @@ class RangeCacheStore:
             inner.create,
             inner.close,
         )
+        self.strays, self.blob_name = inner.strays, inner.blob_name
+        self.stored_crcs = inner.stored_crcs
 
     def view(self, path: str, start: int, nbytes: int) -> memoryview | None:
         for (file, at, length), data in self._held.items():

@@ -18,6 +18,7 @@ from ckpt_tools.storage.base import (
     ALL_TRAFFIC,
     Capabilities,
     Data,
+    Store,
     Traffic,
     check_path,
     check_url,
@@ -45,7 +46,7 @@ _CREATE_ONCE = {"az", "abfs", "gs", "gcs"}
 class RemoteStore:
     """The objects under one prefix of a store that fsspec opens."""
 
-    capabilities = Capabilities(can_write_anywhere=False, fetches_ahead=True)
+    capabilities = Capabilities(can_write_anywhere=False, fetches_ahead=True, is_remote=True)
 
     def __init__(
         self,
@@ -153,6 +154,13 @@ class RemoteStore:
     def enter(self, name: str) -> RemoteStore:
         """Returns the store of a prefix directly under the root."""
         return RemoteStore(f"{self.url}/{name}", None, self._fs, self.traffic)
+
+    def strays(self) -> Mapping[str, str]:
+        return {}
+
+    def blob_name(self, path: str) -> str:
+        del path
+        return ""
 
     def enter_all(self) -> dict[str, RemoteStore]:
         """Returns the stores of all prefixes directly under the root.
@@ -486,6 +494,10 @@ class RemoteStore:
         with ThreadPoolExecutor(_THREADS, "ckpt-ask") as pool:
             return dict(zip(paths, pool.map(self.about, paths), strict=True))
 
+    def stored_crcs(self, paths: Iterable[str]) -> Mapping[str, int]:
+        found = {path: about.crc64 for path, about in self.about_all(paths).items()}
+        return {path: crc for path, crc in found.items() if crc is not None}
+
     def look(self, path: str) -> SmallObject | None:
         """Reads the current version of a small object; None if there is none.
 
@@ -531,13 +543,15 @@ class RemoteStore:
             )
         )
 
-    def can_copy_from(self, other: RemoteStore, file: str = "") -> bool:
-        """Tells whether both stores are in one S3, which can copy a file on the server.
+    def copy_source(self, other: Store) -> RemoteStore | None:
+        """Returns the other store if both are in one S3, which can copy on the server; else None.
 
         Names with `%` are excluded: Ceph's RadosGW (16.2) decodes a source's name twice. It would
         look for another object, or crash.
         """
-        return self.s3 is not None and self._fs is other._fs and "%" not in f"{other._root}/{file}"
+        if self.s3 is None or not isinstance(other, RemoteStore) or self._fs is not other._fs:
+            return None
+        return other if "%" not in other.root else None
 
     @property
     def root(self) -> str:

@@ -23,10 +23,10 @@ from ckpt_tools.core.plan import Plan, Slot, TensorPlan, plan_copies
 from ckpt_tools.engine.fingerprints import HashedRange
 from ckpt_tools.engine.partition import cut_slot
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.publish.base import CopyTarget
+from ckpt_tools.publish.base import CopiedRange, CopyTarget
 from ckpt_tools.publish.manifest import Manifest
-from ckpt_tools.storage import Capabilities, RemoteStore, Writer
-from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, PART_BYTES, Upload
+from ckpt_tools.storage import Capabilities, Writer
+from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, PART_BYTES
 from ckpt_tools.transfer.prove import SealedFingerprint
 
 _MAX_COPY_BYTES = 256 << 20
@@ -62,7 +62,7 @@ class ServerCopy:
     """What a store copies by itself, for one plan.
 
     Attributes:
-        place, origin: where to, and where from.
+        place: where the copies go.
         parts: of every file of which the store copies something.
         rest: the plan of what is left.
         vouched: slots of which it copies something.
@@ -71,7 +71,6 @@ class ServerCopy:
     """
 
     place: CopyTarget
-    origin: RemoteStore
     parts: Mapping[str, Sequence[UploadPart]]
     rest: Plan
     vouched: Sequence[KnownSlot]
@@ -88,22 +87,17 @@ class ServerCopy:
         parts = self.parts.get(path)
         if parts is None:
             return self.place.create(path, nbytes)
-        upload = self.place.store.create(
-            path, nbytes, replace(self.place.how(path), starts=tuple(p.start for p in parts))
-        )
-        assert isinstance(upload, Upload)
-        for part in parts:
-            if part.run is not None:
-                run = part.run
-                at = run.source_start + part.start - run.start
-                upload.copy(
-                    part.start,
-                    part.nbytes,
-                    f"{self.origin.root}/{run.file}",
-                    at,
-                    self.origin.version(run.file),
-                )
-        return upload
+        copied = [
+            CopiedRange(
+                part.start,
+                part.nbytes,
+                part.run.file,
+                part.run.source_start + part.start - part.run.start,
+            )
+            for part in parts
+            if part.run is not None
+        ]
+        return self.place.create_copied(path, nbytes, tuple(p.start for p in parts), copied)
 
     def vouch(self, sink: WriteSink) -> None:
         """Tells a sink that was opened the checksums of what it does not see."""
@@ -117,7 +111,6 @@ def plan_within(
     plan: Plan,
     located: Mapping[Extent, Extent],
     place: CopyTarget,
-    origin: RemoteStore,
 ) -> ServerCopy | None:
     """Returns what the store can copy by itself, None for nothing.
 
@@ -126,8 +119,7 @@ def plan_within(
         prints: the fingerprints that it has, by the plan's names.
         plan: the whole.
         located: where payloads of packed extents are.
-        place: where it goes.
-        origin: the source's store, the same S3 as the place's.
+        place: where the copies go.
     """
     target = plan.target
     slots = _Slots(manifest, prints, {trailer.file for trailer in target.trailers}, located)
@@ -169,9 +161,7 @@ def plan_within(
             copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in rest])
             tensors.append(replace(tensor, slots=rest, copies=tuple(copies)))
     nbytes = sum(p.nbytes for found in parts.values() for p in found if p.run)
-    return ServerCopy(
-        place, origin, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes
-    )
+    return ServerCopy(place, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes)
 
 
 class _Slots:

@@ -105,7 +105,7 @@ def transfer(request: TransferRequest) -> TransferResult:
     try:
         result = Transfer(request).run()
     except (IntegrityError, FormatError):
-        if request.source.remote is None or request.options.get("group") is not None:
+        if not request.source.is_remote or request.options.get("group") is not None:
             raise
         request.source.store.close()
         result = Transfer(request).run()
@@ -219,7 +219,7 @@ class Transfer:
             }
 
     def _may_assume(self) -> bool:
-        is_dear = self.source.store.capabilities.fetches_ahead
+        is_dear = self.source.store.capabilities.is_remote
         return self.request.may_assume and is_dear and not any(map(replicas, self.tensors))
 
     def _locate_payloads(self) -> Mapping[Extent, Extent]:
@@ -280,13 +280,13 @@ class Transfer:
 
     def _plan_server_copy(self, attempt: Attempt) -> ServerCopy | None:
         """Returns what the store of both ends copies without a client, None for nothing."""
-        origin, to = self.source.remote, attempt.copy_target(self.source.remote)
-        if to is None or origin is None or self.sealed is None:
+        to = attempt.copy_target(self.source.folder)
+        if to is None or self.sealed is None:
             return None
         if self.group.size > 1:
             self.notes.append("one process alone would have the store copy by itself what it can")
             return None
-        return plan_within(self.sealed, self.prints, self.plan, self.located, to, origin)
+        return plan_within(self.sealed, self.prints, self.plan, self.located, to)
 
     def _run(self, batches: Iterator[Batch], sink: WriteSink, attempt: Attempt) -> None:
         with self.resume.forgotten_if_wrong(attempt):

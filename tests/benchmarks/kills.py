@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from ckpt_tools import CheckpointManager
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps
 
 NUM_TENSORS, NUMEL = 5, 30_000
@@ -86,7 +87,7 @@ def check_all(root: str) -> int:
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     try:
-        complete = [step for step in list_steps(root) if not step.problem]
+        complete = [step for step in list_steps(open_root(root)) if not step.problem]
         for step in complete:
             got = {"model": state(0)}
             dcp.load(

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_tools
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps, look_at
 from tests.conftest import torchrun
 from tests.dist import device
@@ -76,7 +77,7 @@ def test_the_command_merges_what_the_manager_wrote(case: str, managed: Path, tmp
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_is_sound_and_replicas_are_stored_once(case: str, managed: Path) -> None:
-    steps = list_steps(managed / case)
+    steps = list_steps(open_root(managed / case))
     assert [s.number for s in steps] == [1, 2]
     assert [damage(s) for s in steps] == ["", ""]
     for step in steps:
@@ -90,7 +91,7 @@ def test_every_step_is_sound_and_replicas_are_stored_once(case: str, managed: Pa
 def test_the_fingerprints_of_a_save_are_those_of_whole_tensors(case: str, managed: Path) -> None:
     from awscrt.checksums import crc64nvme
 
-    (step,) = [s for s in list_steps(managed / case) if s.number == 2]
+    (step,) = [s for s in list_steps(open_root(managed / case)) if s.number == 2]
     assert step.manifest is not None
     live = torch.load(managed / f"{case}.pt", weights_only=False)["model"]
     for name, value in live.items():

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.tensor import DTensor
 
 from ckpt_tools import CheckpointError, CheckpointManager, RngState
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps
 from tests.dist.save import Net, fully_shard
 from tests.jobs import EVERY
@@ -193,10 +194,12 @@ def assert_sound(root: Path, at_least: int, must_verify: bool = True) -> int:
     """Every complete step is what its number says, read by stock torch; none is lost. Returns the
     newest.
     """
-    steps = [s for s in list_steps(root) if not s.problem]
+    steps = [s for s in list_steps(open_root(root)) if not s.problem]
     newest = steps[-1].number if steps else 0
     assert newest >= at_least, f"step {at_least} was committed, and now {newest} is the newest"
-    assert not [s for s in list_steps(root) if s.problem], "an incomplete step is visible"
+    assert not [s for s in list_steps(open_root(root)) if s.problem], (
+        "an incomplete step is visible"
+    )
     for step in steps if must_verify else ():
         assert damage(step) == ""
         loaded: dict[str, torch.Tensor] = {}
@@ -493,7 +496,7 @@ def disagree(root: Path) -> None:
             said
         )
         assert "sparse" in said and "well: fine" in said and "step 3 is there already" in said, said
-    assert [s.number for s in list_steps(root)] == [3, 4]
+    assert [s.number for s in list_steps(open_root(root))] == [3, 4]
     print("ranks that disagree: told by all")
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from ckpt_tools import CheckpointManager, load
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, latest, list_steps
 from tests.faults.fleet import Fleet, inject
 
@@ -36,7 +37,7 @@ def go_back(root: Path, tell: Callable[[str], None], go: Path) -> None:
 
 def check(root: Path) -> str:
     """Proves that a run is whole, and returns which branch it is on."""
-    steps = list_steps(root, with_superseded=True)
+    steps = list_steps(open_root(root), with_superseded=True)
     assert all(damage(s) == "" for s in steps if not s.problem), steps
     held = set()
     for step in steps:
@@ -45,7 +46,7 @@ def check(root: Path) -> str:
             load(step.path, state)
             held.add(float(state["w"][0]))
     assert held >= {1.0, 2.0, 3.0}, (held, steps)
-    newest = latest(root).step
+    newest = latest(open_root(root)).step
     assert newest is not None
     is_new = 20.0 in held
     assert newest.number == (2 if is_new else 3), (newest, held)

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.local import bring_back
 from ckpt_tools.publish.steps import latest
 from tests.faults.crashes import Disk, crash, record
@@ -135,7 +136,7 @@ def test_a_run_has_a_newest_step_that_is_right(tmp_path: Path) -> None:
         seen = set[str]()
 
         def check(folder: Path, is_over: bool, number: int = number, seen: set[str] = seen) -> None:
-            found = latest(folder / "run").step if (folder / "run").exists() else None
+            found = latest(open_root(folder / "run")).step if (folder / "run").exists() else None
             name = Path(found.path).name if found else ""
             assert name in ([f"step-{number:08d}"] if is_over else ["", *right][number - 1 :]), (
                 folder,
@@ -157,7 +158,7 @@ def test_what_is_pruned_goes_and_the_newest_stays(tmp_path: Path) -> None:
     disk = run(tmp_path, "-m", "ckpt_tools", "prune", run_folder, "--keep-last", "1")
 
     def check(folder: Path, is_over: bool) -> None:
-        found = latest(folder / "run").step
+        found = latest(open_root(folder / "run")).step
         assert found is not None and Path(found.path).name == "step-00000003"
         assert all(contents(path) == right[path.name] for path in (folder / "run").glob("step-*"))
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 import ckpt_tools
 from ckpt_tools import CheckpointError
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps
 from tests.faults.test_faults import leftovers
 from tests.jobs import EVERY, LONG
@@ -68,7 +69,7 @@ def test_who_reads_while_steps_come_and_go_reads_one_step_or_is_told(tmp_path: P
     process = subprocess.Popen([sys.executable, "-c", SAVING, tmp_path / "run"])
     read, gone = set(), 0
     while process.poll() is None:
-        complete = [step for step in list_steps(tmp_path / "run") if not step.problem]
+        complete = [step for step in list_steps(open_root(tmp_path / "run")) if not step.problem]
         if not complete:
             continue
         values = {"model": {f"w{i}": torch.zeros(20000) for i in range(6)}}
@@ -89,7 +90,10 @@ def test_who_reads_while_steps_come_and_go_reads_one_step_or_is_told(tmp_path: P
         assert got == {float(complete[-1].number)}
         read |= got
     assert process.returncode == 0 and len(read) > 10
-    assert [step.number for step in list_steps(tmp_path / "run")] == [398, 399] and gone < 400
+    assert [step.number for step in list_steps(open_root(tmp_path / "run"))] == [
+        398,
+        399,
+    ] and gone < 400
 
 
 def is_untouched(work: Path) -> bool:
@@ -317,7 +321,7 @@ def prepare(verb: str, work: Path) -> list[str]:
 def is_sound(verb: str, work: Path) -> bool:
     """Whether what is there is what was there before, or what was to be."""
     if verb == "prune":
-        steps = list_steps(work / "out")
+        steps = list_steps(open_root(work / "out"))
         return steps[-1].number == 3 and all(damage(step) == "" for step in steps)
     if verb == "copy":
         return not (work / "out").exists() or ckpt_tools.diff(work / "src", work / "out").is_same

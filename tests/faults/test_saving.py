@@ -18,6 +18,7 @@ import torch
 
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.loop.retention import prune
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps
 from tests.conftest import HERE
 from tests.jobs import LONG, torchrun_command
@@ -76,14 +77,17 @@ def test_a_disk_that_is_full_fails_the_save_and_once_there_is_room_saving_goes_o
                 checkpoints.save(step, state, asynchronous=False)
             with pytest.raises(StorageError, match="no room: expected"):
                 checkpoints.save(4, state, asynchronous=False)
-            assert [(s.number, damage(s)) for s in list_steps(tmp_path)] == [
+            assert [(s.number, damage(s)) for s in list_steps(open_root(tmp_path))] == [
                 (1, ""),
                 (2, ""),
                 (3, ""),
             ]
-            prune(tmp_path, 1)
+            prune(open_root(tmp_path), 1)
             checkpoints.save(5, state)
-        assert [(s.number, damage(s)) for s in list_steps(tmp_path)] == [(3, ""), (5, "")]
+        assert [(s.number, damage(s)) for s in list_steps(open_root(tmp_path))] == [
+            (3, ""),
+            (5, ""),
+        ]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
@@ -155,7 +159,7 @@ def test_a_signal_ends_the_step_saves_it_and_exits_with_its_code(
     if number == signal.SIGUSR1:
         assert "ended with status 138" in output
     assert f"got {number.name}: saved step" in output
-    (step,) = list_steps(tmp_path)
+    (step,) = list_steps(open_root(tmp_path))
     assert damage(step) == "" and step.number == max(losses(tmp_path))
     output = finish(training(2, tmp_path, f"run.steps={step.number + 2}", *SMALL))
     assert f"resumed at step {step.number}" in output

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
+from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import list_steps
 from tests.dist.test_real_jobs import stock_load
 from tests.training.test_training import TINY, command, lines, losses, run, sets
@@ -114,10 +115,10 @@ def test_other_data_of_the_same_length_is_refused_unless_told(
         said.startswith(f"training: the checkpoint was trained on {data}/a.npy (")
         and "set data.may_change = true" in said
     )
-    assert [s.number for s in list_steps(tmp_path / "run")] == [2]
+    assert [s.number for s in list_steps(open_root(tmp_path / "run"))] == [2]
     said = again(first, tmp_path, "run.steps=3", f"data.train={data}/b.npy", "data.may_change=true")
     assert "the checkpoint was trained on" in said and [
-        s.number for s in list_steps(tmp_path / "run")
+        s.number for s in list_steps(open_root(tmp_path / "run"))
     ] == [2, 3]
     shutil.copytree(data, tmp_path / "moved")
     said = again(first, tmp_path / "third", "run.steps=3", f"data.train={tmp_path}/moved/a.npy")
@@ -151,11 +152,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_saves_nothing_of_it(
         and "Traceback" not in said
     )
     last = int(said.split("the loss of step ")[1].split(",")[0])
-    good = list_steps(tmp_path / "run")[-1]
+    good = list_steps(open_root(tmp_path / "run"))[-1]
     assert all(
         bool(torch.isfinite(t).all()) for t in stock_load(good.path, tmp_path)["model"].values()
     )  # a finite loss may have gradients that are not
-    assert max(s.number for s in list_steps(tmp_path / "run")) == last - 1
+    assert max(s.number for s in list_steps(open_root(tmp_path / "run"))) == last - 1
     said = run(*ONE, *sets(*options, "run.stop_at_nan=false", f"run.dir={tmp_path}/on"))
     assert f"warning: the loss of step {last}, or the norm of its gradients, is not finite" in said
     written = [
@@ -518,11 +519,13 @@ def test_a_run_from_an_older_step_is_a_branch_that_is_exported_and_gone_on_with(
     assert all(torch.equal(merged[name], stock[name]) for name in merged)
     said = run(*ONE, *sets(*TINY, *back, f"run.dir={tmp_path}/run"))
     assert "resumed at step 4" in said and "optim.lr = 1e-05, was 0.003" in said
-    assert [s.number for s in list_steps(tmp_path / "run")] == [2, 4, 5]
+    assert [s.number for s in list_steps(open_root(tmp_path / "run"))] == [2, 4, 5]
     assert len(list((tmp_path / "run").glob("*.superseded-*"))) == 2
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
     said = run(*ONE, *sets(*TINY, *back, "run.steps=6", f"run.dir={tmp_path}/run"))
-    assert "resumed at step 5" in said and [s.number for s in list_steps(tmp_path / "run")] == [
+    assert "resumed at step 5" in said and [
+        s.number for s in list_steps(open_root(tmp_path / "run"))
+    ] == [
         2,
         4,
         5,

@@ -1,0 +1,98 @@
+"""A run below a prefix of an object store. See `run_root.RunRoot`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tools.formats.base import LOCK, PIN
+from ckpt_tools.formats.registry import INDEXES, is_ours
+from ckpt_tools.publish.bucket import RemoteDestination
+from ckpt_tools.publish.leftovers import remove_abandoned
+from ckpt_tools.publish.lock import Lease
+from ckpt_tools.publish.manifest import names_in
+from ckpt_tools.publish.run_root import GRACE_S, Leftover, RootEntries
+from ckpt_tools.storage import RemoteStore, read, write_file
+
+
+class BucketRoot:
+    """See `RunRoot`: a prefix. A step is visible while its index exists."""
+
+    lists_unfinished = False
+    checks_at_commit = True
+    keeps_notes = False
+    can_rename = False
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
+        self.path, self.options = url.rstrip("/"), options
+        # the last listing, which spares requests until the next one
+        self._listed: RemoteStore | None = None
+        self._folders: Mapping[str, RemoteStore] = {}
+
+    def _store(self, name: str = "") -> RemoteStore:
+        return RemoteStore(f"{self.path}/{name}" if name else self.path, self.options)
+
+    def exists(self) -> bool:
+        return True
+
+    def step_path(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+    def destination(self, name: str) -> RemoteDestination:
+        return RemoteDestination(self.step_path(name), self.options)
+
+    def entries(self) -> RootEntries:
+        self._listed = store = self._store()
+        self._folders = store.enter_all()
+        return RootEntries(self._folders, list(store.list_files()))
+
+    def claim(self) -> Lease:
+        return Lease(self.path, self.options)
+
+    def check_shared(self, written: bytes, rank: int) -> None:
+        """Does nothing: a store is the same for all ranks."""
+
+    def remove_leftovers(self, grace_s: float = GRACE_S, dry_run: bool = False) -> list[Leftover]:
+        return remove_abandoned(self._store(), grace_s, dry_run)
+
+    def read_note(self, name: str, most: int) -> bytes | None:
+        # who can write a note into a bucket can also remove the steps
+        store = self._listed or self._store()
+        return read(store, name) if store.size(name) <= most else None
+
+    def write_note(self, name: str, data: bytes) -> None:
+        self._store().put(name, data)
+
+    def remove_note(self, name: str) -> None:
+        self._store().remove([name])
+
+    def links(self) -> list[tuple[str, str]]:
+        return []
+
+    def all_files(self, name: str) -> list[str]:
+        store = self._folders.get(name) or self._store(name)
+        return sorted(n for n in store.list_deep() if not is_ours(n) and n != LOCK)
+
+    def pin(self, name: str, text: bytes) -> None:
+        write_file(self._store(name), PIN, text)
+
+    def unpin(self, name: str) -> None:
+        self._store(name).remove([PIN])
+
+    def remove(self, name: str, attempt: str) -> None:
+        del attempt
+        _remove(self._folders.get(name) or self._store(name))
+
+    def rename(self, old: str, new: str) -> None:
+        source, target = self._store(old), self._store(new)
+        # list_deep: also files below the checkpoint's own level
+        for name in sorted(source.list_deep().keys() - target.list_deep().keys()):
+            source.carry(name, target)
+        _remove(source)
+
+
+def _remove(store: RemoteStore) -> None:
+    """Removes the objects of a step. Once the index is gone, it is no step any more."""
+    files = store.list_deep()
+    for part in ([n for n in files if n in INDEXES], names_in(store), list(files)):
+        store.remove(part)

@@ -1,0 +1,154 @@
+"""A run in a directory. See `run_root.RunRoot`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import printable
+from ckpt_tools.formats.base import PIN
+from ckpt_tools.publish.flock import owner_problem
+from ckpt_tools.publish.local import remove_dead, sync_directory, trash_path
+from ckpt_tools.publish.local_destination import LocalDestination
+from ckpt_tools.publish.lock import FileLock, see_lock
+from ckpt_tools.publish.rename import publish_name
+from ckpt_tools.publish.run_root import GRACE_S, Leftover, RootEntries
+from ckpt_tools.storage import LocalStore, read, write_file
+from ckpt_tools.storage.local import failed
+
+
+class LocalRoot:
+    """See `RunRoot`: a directory. A step becomes visible, moves and goes by one rename."""
+
+    options: Mapping[str, Any] | None = None
+    lists_unfinished = True
+    checks_at_commit = False
+    keeps_notes = True
+    can_rename = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def exists(self) -> bool:
+        return self.path.is_dir()
+
+    def step_path(self, name: str) -> Path:
+        return self.path / name
+
+    def destination(self, name: str) -> LocalDestination:
+        return LocalDestination(self.path / name, None)
+
+    def entries(self) -> RootEntries:
+        try:
+            found = sorted(os.scandir(self.path), key=lambda e: e.name)
+        except FileNotFoundError:
+            return RootEntries({}, ())
+        except OSError as error:
+            raise failed("list", self.path, error) from error
+        return RootEntries(
+            {e.name: LocalStore(e.path) for e in found if e.is_dir()},
+            [e.name for e in found if e.is_file(follow_symlinks=False)],
+        )
+
+    def claim(self) -> FileLock:
+        return FileLock(self.path)
+
+    def check_shared(self, written: bytes, rank: int) -> None:
+        see_lock(self.path, written, rank)
+
+    def remove_leftovers(self, grace_s: float = GRACE_S, dry_run: bool = False) -> list[Leftover]:
+        del grace_s
+        return [
+            Leftover(str(path), "directory") for path in remove_dead(self.path, dry_run=dry_run)
+        ]
+
+    def read_note(self, name: str, most: int) -> bytes | None:
+        path = self.path / name
+        problem = owner_problem(path.lstat(), self.path.stat())
+        if problem:  # another user's note could set steps aside
+            log.warning(
+                "a note of a rollback is not used, since %s: %s", problem, printable(str(path))
+            )
+            return None
+        store = LocalStore(self.path)
+        try:
+            return read(store, name) if store.size(name) <= most else None
+        finally:
+            store.close()
+
+    def write_note(self, name: str, data: bytes) -> None:
+        new = self.path / f"{name}.new"
+        try:
+            new.unlink(missing_ok=True)
+            write_file(LocalStore(self.path), new.name, data)
+            os.replace(new, self.path / name)
+        except OSError as error:
+            raise failed("write", self.path / name, error) from error
+        sync_directory(self.path)
+
+    def remove_note(self, name: str) -> None:
+        try:
+            (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise failed("remove", self.path / name, error) from error
+
+    def links(self) -> list[tuple[str, str]]:
+        top = os.path.realpath(self.path)
+        try:
+            folders = [e.path for e in os.scandir(top) if e.is_dir(follow_symlinks=False)]
+            links = [
+                entry.path
+                for place in (top, *folders)
+                for entry in os.scandir(place)
+                if entry.is_symlink()
+            ]
+        except OSError as error:
+            raise failed("list", top, error) from error
+        return [(link, os.path.realpath(link)) for link in links]
+
+    def all_files(self, name: str) -> list[str]:
+        top, found = str(self.path / name), []
+        for folder, folders, names in os.walk(top):
+            found += [os.path.relpath(os.path.join(folder, n), top) for n in names]
+            if folder != top and not names and not folders:
+                found.append(
+                    os.path.relpath(folder, top) + "/"
+                )  # an empty folder is somebody's too
+        return sorted(found)
+
+    def pin(self, name: str, text: bytes) -> None:
+        step = self.path / name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:  # a link or a pipe of that name is an error: do not write through it
+            with os.fdopen(os.open(step / PIN, flags, 0o666), "wb") as file:
+                file.write(text)
+                os.fsync(file.fileno())
+            sync_directory(step)
+        except OSError as error:
+            raise failed("pin", step, error) from error
+
+    def unpin(self, name: str) -> None:
+        step = self.path / name
+        try:
+            (step / PIN).unlink(missing_ok=True)
+            sync_directory(step)
+        except OSError as error:
+            raise failed("let go of", step, error) from error
+
+    def remove(self, name: str, attempt: str) -> None:
+        step = self.path / name
+        trash = trash_path(step, attempt)
+        try:
+            os.rename(step, trash)
+            sync_directory(self.path)
+            shutil.rmtree(trash)
+        except OSError as error:
+            raise failed("remove", step, error) from error
+
+    def rename(self, old: str, new: str) -> None:
+        publish_name(self.path / old, self.path / new)
+        sync_directory(self.path)
