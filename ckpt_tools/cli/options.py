@@ -17,6 +17,7 @@ import typer
 import typer.core
 
 from ckpt_tools.errors import printable
+from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage.base import is_url
 
 if TYPE_CHECKING:
@@ -189,13 +190,13 @@ def check_dtype(dtype: str | None) -> None:
         )
 
 
-def is_first() -> bool:
+def is_first(group: Group | None) -> bool:
     """Tells whether this process prints the report: rank 0, or the only process."""
-    group = click.get_current_context().obj
     return group is None or group.rank == 0
 
 
 def reading_options(
+    group: Group | None,
     jobs: int | None,
     memory: int | None,
     quiet: bool,
@@ -203,7 +204,6 @@ def reading_options(
     shapes: str | None = None,
 ) -> Reading:
     """Returns the options of a command that writes no checkpoint."""
-    group = click.get_current_context().obj
     if group is not None and jobs is None:
         jobs = max(1, min(8, os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return {
@@ -212,11 +212,12 @@ def reading_options(
         "group": group,
         "shapes": shapes,
         "storage_options": parse_storage_options(storage_option),
-        "progress": bar if is_first() and not quiet else None,
+        "progress": bar if is_first(group) and not quiet else None,
     }
 
 
 def make_options(
+    group: Group | None,
     jobs: int | None,
     memory: int | None,
     overwrite: bool,
@@ -228,7 +229,7 @@ def make_options(
 ) -> Options:
     """Returns the options of a command that writes a checkpoint."""
     return {
-        **reading_options(jobs, memory, quiet, storage_option, shapes),
+        **reading_options(group, jobs, memory, quiet, storage_option, shapes),
         "overwrite": overwrite,
         "dry_run": dry_run,
         "resume": resume,

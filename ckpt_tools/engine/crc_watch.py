@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tools.core.box import Copy, CopyTable
@@ -190,17 +191,32 @@ def _taken(copies: Iterable[Copy]) -> dict[int, int]:
     return taken
 
 
-def known_crcs(
-    assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]
-) -> dict[Extent, int]:
-    """Returns the CRC-32 of payloads by their assumed extents.
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of comparing assumed positions of payloads with the real ones.
 
-    Only payloads that lie where they were assumed to lie, and whose writer noted a CRC-32, are
-    included.
+    Attributes:
+        found: the real position of each payload, by its stored extent.
+        moved: stored extents of payloads that were not at the assumed position.
+        crcs: CRC-32 of the other payloads by assumed position, if their writer noted one.
     """
-    same = {
+
+    found: Mapping[Extent, Extent]
+    moved: frozenset[Extent]
+    crcs: Mapping[Extent, int]
+
+
+def compare_positions(
+    assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]
+) -> Comparison:
+    """Compares the positions at which payloads were read with those that the files name.
+
+    Both are by stored extent. The CRC-32 is not part of a position.
+    """
+    moved = frozenset(at for at, e in found.items() if at in assumed and e[:5] != assumed[at][:5])
+    crcs = {
         assumed[at]: extent.crc32
         for at, extent in found.items()
-        if at in assumed and extent[:5] == assumed[at][:5]
+        if at in assumed and at not in moved and extent.crc32 is not None
     }
-    return {extent: crc for extent, crc in same.items() if crc is not None}
+    return Comparison(found, moved, crcs)

@@ -14,10 +14,9 @@ from typing import Any
 
 from ckpt_tools.core.catalog import RAW, Catalog, Extent, TensorEntry, check_names
 from ckpt_tools.core.coverage import check
+from ckpt_tools.engine.crc_watch import Comparison, compare_positions
 from ckpt_tools.errors import (
-    CatalogError,
     CheckpointError,
-    FormatError,
     NotACheckpointError,
     StorageError,
     printable,
@@ -29,6 +28,7 @@ from ckpt_tools.formats.deepspeed import zero as deepspeed
 from ckpt_tools.formats.external import external_formats
 from ckpt_tools.formats.per_rank import files as per_rank
 from ckpt_tools.storage import LocalStore, Overlay, RemoteStore, Store, is_url, local_path
+from ckpt_tools.storage.retries import read_again_if_wrong
 
 __all__ = [
     "FORMATS",
@@ -105,7 +105,7 @@ class Source:
     def assume(self, tensors: Iterable[TensorEntry]) -> dict[Extent, Extent]:
         """Returns the usual positions of packed payloads; unusual ones are located.
 
-        The caller must compare the assumed positions with `locate` afterwards.
+        Call `compare` after the reading.
         """
         tensors = list(tensors)
         guessed = self.format.guess(tensors)
@@ -115,6 +115,16 @@ class Source:
             if any(c.extent.packing != RAW and c.extent not in guessed for c in t.chunks)
         ]
         return {**guessed, **self.format.locate(self.store, unsure)}
+
+    def compare(
+        self, tensors: Iterable[TensorEntry], assumed: Mapping[Extent, Extent]
+    ) -> Comparison:
+        """Locates the payloads of tensors, and compares that with the positions of `assume`.
+
+        Raises:
+            FormatError: a payload cannot be located.
+        """
+        return compare_positions(assumed, self.format.locate(self.store, tensors))
 
 
 class _OneFile:
@@ -387,24 +397,21 @@ def open_source(
         CatalogError: it has holes, overlaps, or files that are missing or short.
         StorageError: it cannot be read.
     """
-    try:
-        return _open(path, options, beside)
-    except (FormatError, CatalogError):  # a bit may have flipped on the way: read again
-        if not is_url(os.fspath(path)):
-            raise
-        return _open(path, options, beside)
-
-
-def _open(
-    path: str | os.PathLike[str],
-    options: Mapping[str, Any] | None,
-    beside: Mapping[str, bytes] | None,
-) -> Source:
     store, form = detect(path, options, beside)
+    catalog = read_again_if_wrong(store, lambda: sound_catalog(store, form))
+    return Source(store.url, Overlay(store, catalog.made) if catalog.made else store, form, catalog)
+
+
+def sound_catalog(store: Store, form: Format) -> Catalog:
+    """Reads a catalog, and checks that its chunks cover every tensor exactly once.
+
+    Raises:
+        CheckpointError: it is malformed or incomplete.
+    """
     catalog = form.read_catalog(store)
     check_names(catalog)
     check(catalog)
-    return Source(store.url, Overlay(store, catalog.made) if catalog.made else store, form, catalog)
+    return catalog
 
 
 def is_checkpoint_file(folder: Store, name: str) -> bool:
@@ -427,9 +434,7 @@ def prove(store: Store) -> None:
     """
     inner, form = detect_in(store)
     try:
-        catalog = form.read_catalog(inner)
-        check_names(catalog)
-        check(catalog)
+        sound_catalog(inner, form)
     finally:
         inner.close()
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
-from ckpt_tools.engine.crc_watch import CrcWatch, known_crcs, read_whole
+from ckpt_tools.engine.crc_watch import CrcWatch, compare_positions, read_whole
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import FillSink
-from ckpt_tools.errors import IntegrityError, PlanError, printable
+from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.pickle.state import plain_path
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.loop.archives import unpack
@@ -58,6 +58,7 @@ from ckpt_tools.publish.manifest import of_source
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import MemoryStore, read
 from ckpt_tools.storage.prefetch import GAP_BYTES
+from ckpt_tools.storage.retries import read_again_if_wrong
 
 _BATCH_BYTES = 64 << 20
 
@@ -500,13 +501,9 @@ def _fill(
         target,
         {s.fqn: s.dtype for s in shards},
     )
-    try:
-        _read(source, plan, memory, jobs, memory_bytes, report)
-    except IntegrityError:
-        if not source.is_remote:
-            raise
-        source.store.close()  # bytes may have been damaged on the way: read everything again
-        _read(source, plan, memory, jobs, memory_bytes, report)
+    read_again_if_wrong(
+        source.store, lambda: _read(source, plan, memory, jobs, memory_bytes, report)
+    )
     report.needed_nbytes += plan.payload_bytes
 
 
@@ -541,25 +538,20 @@ def _read(
     report.read_nbytes += run(
         steps, source.store, FillSink(memory), jobs, looks_ahead=is_remote, seals=seals
     ).read_nbytes
-    found = source.format.locate(source.store, used.values())
-    wrong = {
-        t.fqn
-        for t in used.values()
-        for c in t.chunks
-        if c.extent in found and found[c.extent][:5] != assumed[c.extent][:5]
-    }
-    report.num_proved += seals.prove(known_crcs(assumed, found))
+    real = source.compare(used.values(), assumed)
+    report.num_proved += seals.prove(dict(real.crcs))
+    wrong = {t.fqn for t in used.values() if any(c.extent in real.moved for c in t.chunks)}
     if wrong:
         again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
-        late = CrcWatch(read_whole(again, found))
+        late = CrcWatch(read_whole(again, real.found))
         run(
-            schedule(again, found, *tile_bytes(memory_bytes, jobs)),
+            schedule(again, real.found, *tile_bytes(memory_bytes, jobs)),
             source.store,
             FillSink(memory),
             jobs,
             seals=late,
         )
-        report.num_proved += late.prove(known_crcs(found, found))
+        report.num_proved += late.prove(dict(compare_positions(real.found, real.found).crcs))
 
 
 def _distinct(shards: Sequence[Shard]) -> list[Shard]:

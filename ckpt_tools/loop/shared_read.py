@@ -22,7 +22,7 @@ import torch
 from ckpt_tools.core.box import Box, flat_span, flat_start, row_major_strides
 from ckpt_tools.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
-from ckpt_tools.engine.crc_watch import CrcWatch, RangeCrcs, is_watched, known_crcs
+from ckpt_tools.engine.crc_watch import CrcWatch, RangeCrcs, is_watched
 from ckpt_tools.engine.kernels import Bytes, gather, scatter
 from ckpt_tools.engine.run import Totals, run
 from ckpt_tools.engine.schedule import Batch, Tile, schedule, tile_bytes
@@ -208,13 +208,9 @@ class _Reading:
         parts: list[RangeCrcs] = []
         with self._group.phase("look at what was read"):
             if not self.is_spoiled:
-                found = self._source.format.locate(self._source.store, self._entries)
-                self.is_spoiled = any(
-                    extent[:5] != self._assumed[at][:5]
-                    for at, extent in found.items()
-                    if at in self._assumed
-                )
-                crcs = known_crcs(self._assumed, found)
+                real = self._source.compare(self._entries, self._assumed)
+                self.is_spoiled = bool(real.moved)
+                crcs = dict(real.crcs)
                 parts = self._seals.hand_over(crcs) if self._group.rank else []
         for theirs in self._group.gather(parts, "gather checksums"):
             self._seals.absorb(theirs, crcs)

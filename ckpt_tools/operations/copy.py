@@ -34,7 +34,7 @@ from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name, find, names_in, of_source
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import is_url, read
-from ckpt_tools.storage.retries import appeared
+from ckpt_tools.storage.retries import appeared, read_again_if_wrong
 from ckpt_tools.transfer.distribute import RankWork, collect, open_files, staged
 from ckpt_tools.transfer.options import Options, Path_, Reading, no_bar, num_threads
 from ckpt_tools.transfer.transfer import batches_for, check_apart
@@ -143,13 +143,7 @@ def copy(
         )
     with group.phase("look at the room"):
         target.check_room(sum(work.files.values()))
-    try:
-        notes = work.do()
-    except IntegrityError:
-        if not source.is_remote or group.size > 1:
-            raise
-        source.store.close()  # bytes may have been damaged on the way: read them again
-        notes = work.do()
+    notes = read_again_if_wrong(source.store, work.do, may_retry=group.size == 1)
     source.store.close()
     moved = sum(work.missing.values())
     kept, client, within = (

@@ -37,6 +37,7 @@ from ckpt_tools.publish.check_manifest import (
 from ckpt_tools.publish.manifest import Manifest, names_in, of_store, parse
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import Overlay, Store, read
+from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.options import Path_, Reading, no_bar, num_threads
 
 
@@ -97,12 +98,7 @@ class Verification:
         self.group = options.get("group") or ALONE
 
     def _read_catalog(self, form: Format) -> Catalog:
-        try:
-            catalog = form.read_catalog(self.store)
-        except (FormatError, CatalogError):
-            if not self.is_remote:
-                raise
-            catalog = form.read_catalog(self.store)  # a bit may have flipped on the way
+        catalog = read_again_if_wrong(self.store, lambda: form.read_catalog(self.store))
         check_names(catalog)
         return catalog
 

@@ -9,10 +9,19 @@ import random
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.storage.base import Traffic
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import (
+    CatalogError,
+    FormatError,
+    IntegrityError,
+    StorageError,
+    printable,
+)
+from ckpt_tools.storage.base import Store, Traffic
+
+T = TypeVar("T")
 
 ATTEMPTS = 4
 _SECRET = re.compile(
@@ -206,3 +215,28 @@ def appeared(url: str) -> StorageError:
         f"the destination appeared while this was at work: {printable(url)}",
         hint="another writer was first; look at what it wrote",
     )
+
+
+def read_again_if_wrong(store: Store, read: Callable[[], T], may_retry: bool = True) -> T:
+    """Calls `read`, and a second time if the bytes from a remote store were wrong.
+
+    A bit may have flipped on the way. If the second call succeeds, a warning says so.
+
+    Args:
+        store: the store that `read` reads from.
+        read: raises an IntegrityError, FormatError or CatalogError for wrong bytes.
+        may_retry: whether a second call is possible.
+    """
+    try:
+        return read()
+    except (IntegrityError, FormatError, CatalogError) as error:
+        if not may_retry or not store.capabilities.is_remote:
+            raise
+        store.close()
+        result = read()
+        log.warning(
+            "bytes from %s were wrong at first, and right when read again: %s",
+            printable(store.url),
+            error,
+        )
+        return result

@@ -17,7 +17,7 @@ from ckpt_tools.core.catalog import Catalog, Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.plan import Literal, Plan, plan_transfer
-from ckpt_tools.engine.crc_watch import CrcWatch, known_crcs, read_whole
+from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.run import Alter, Totals, run
 from ckpt_tools.engine.schedule import (
     ALL,
@@ -30,7 +30,7 @@ from ckpt_tools.engine.schedule import (
     tile_bytes,
 )
 from ckpt_tools.engine.sinks import WriteSink
-from ckpt_tools.errors import FormatError, IntegrityError, StorageError, printable, redacted
+from ckpt_tools.errors import StorageError, printable, redacted
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.registry import Request, Source
 from ckpt_tools.publish.base import Attempt, Destination
@@ -46,6 +46,7 @@ from ckpt_tools.publish.manifest import (
 from ckpt_tools.publish.steps import number_in
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import WritableStore, is_url, local_path
+from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.distribute import RankWork, collect, open_files, staged
 from ckpt_tools.transfer.options import Options, no_bar, num_threads
 from ckpt_tools.transfer.prove import (
@@ -102,13 +103,11 @@ def transfer(request: TransferRequest) -> TransferResult:
     Raises:
         CheckpointError: it failed; nothing is visible at the destination.
     """
-    try:
-        result = Transfer(request).run()
-    except (IntegrityError, FormatError):
-        if not request.source.is_remote or request.options.get("group") is not None:
-            raise
-        request.source.store.close()
-        result = Transfer(request).run()
+    result = read_again_if_wrong(
+        request.source.store,
+        lambda: Transfer(request).run(),
+        may_retry=request.options.get("group") is None,
+    )
     return result or _sure(Transfer(replace(request, may_assume=False)).run())
 
 
@@ -206,8 +205,10 @@ class Transfer:
         with self.group.phase("look at what is read"):
             self.dst.check_room(room)
             self.assumes = self._may_assume()
-            self.located = (
-                self.source.assume(self.tensors) if self.assumes else self._locate_payloads()
+            self.located: Mapping[Extent, Extent] = (
+                self.source.assume(self.tensors)
+                if self.assumes
+                else self.source.format.locate(self.source.store, self.tensors)
             )
             prove_copies(
                 self.source, self.request.catalog, self.part, self.located, self.jobs, self.tiles
@@ -221,9 +222,6 @@ class Transfer:
     def _may_assume(self) -> bool:
         is_dear = self.source.store.capabilities.is_remote
         return self.request.may_assume and is_dear and not any(map(replicas, self.tensors))
-
-    def _locate_payloads(self) -> Mapping[Extent, Extent]:
-        return self.source.format.locate(self.source.store, self.tensors)
 
     # ---- copy ------------------------------------------------------------------------------------
 
@@ -316,14 +314,14 @@ class Transfer:
         """
         assert self.sink is not None
         with self.group.phase("look at what was read"):
-            found = self._locate_payloads() if self.assumes else self.located
-        wrong = self.assumes and not _is_as_assumed(self.located, found)
+            real = self.source.compare(self.tensors, self.located) if self.assumes else None
+        wrong = real is not None and bool(real.moved)
         if any(self.group.all_gather(wrong, "compare places")):
             self.sink.abort()
             self.source.store.close()
             forget(attempt)
             return False
-        crcs = known_crcs(self.located, found) if self.assumes else {}
+        crcs = dict(real.crcs) if real is not None else {}
         self.checksums = self._collect(self.sink, crcs, attempt)
         if self.group.rank == 0:
             copied = dict(self.server_copy.fingerprints) if self.server_copy else {}
@@ -432,11 +430,6 @@ def batches_for(
     """Schedules a plan. A store that takes streams gets a few files at a time."""
     plans = [plan] if store.capabilities.can_write_anywhere else by_files(plan, _STREAMS)
     return chain.from_iterable(schedule(part, located, *tiles, share) for part in plans)
-
-
-def _is_as_assumed(assumed: Mapping[Extent, Extent], found: Mapping[Extent, Extent]) -> bool:
-    """Tells whether payloads are where they were read."""
-    return all(extent[:5] == assumed[at][:5] for at, extent in found.items())
 
 
 def check_apart(src: str, dst: str) -> None:
