@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ import click
 import typer
 import typer.core
 
+from ckpt_tools.core.threads import num_threads, ranks_on_host
 from ckpt_tools.errors import printable
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage.base import is_url
@@ -205,7 +205,7 @@ def reading_options(
 ) -> Reading:
     """Returns the options of a command that writes no checkpoint."""
     if group is not None and jobs is None:
-        jobs = max(1, min(8, os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        jobs = num_threads(None, ranks_on_host())
     return {
         "jobs": jobs,
         "memory_bytes": memory,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import Catalog, TensorEntry
 from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
+from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import CrcWatch, compare_positions, read_whole
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
@@ -155,7 +156,7 @@ def load_into(
             does not.
         CheckpointError: it is damaged or cannot be read; or another rank failed.
     """
-    job = _Load(state, group, request, jobs or min(4, max(1, (os.cpu_count() or 1))))
+    job = _Load(state, group, request, num_threads(jobs, is_beside_training=True))
     where = printable(str(path))
     with group.phase(f"open {where}"):
         shards = job.open(path, storage_options)

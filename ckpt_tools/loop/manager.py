@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_tools.core.logs import log
+from ckpt_tools.core.threads import num_threads, ranks_on_host
 from ckpt_tools.errors import (
     CatalogError,
     CheckpointError,
@@ -153,8 +154,7 @@ class CheckpointManager:
             min(retry_s, timeout_s * 0.8),
             max_failures,
         )
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
-        self._jobs = jobs or min(4, max(1, (os.cpu_count() or 1) // ranks_here))
+        self._jobs = num_threads(jobs, ranks_on_host(), is_beside_training=True)
         self._group, self._writers = (
             GlooGroup(timeout_s, process_group),
             GlooGroup(timeout_s, process_group),

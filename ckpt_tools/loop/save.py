@@ -20,7 +20,6 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
-from ckpt_tools.formats.zip.write import wrap
 from ckpt_tools.loop.shards import Shard, alias_key
 from ckpt_tools.loop.write import FilePlan, ShardInfo, commit, plan_file, write_part
 from ckpt_tools.publish.base import Destination
@@ -276,11 +275,10 @@ def _head(
     placed: dict[str, list[tuple[Box, ItemLocation]]] = {fqn: [] for fqn in first}
     sizes: dict[str, int] = {}
     for rank, (mine, task) in enumerate(zip(offers, tasks, strict=True)):
-        file = dcp.DataFile(dcp.data_file_name(rank))
-        for number in task.offers:
-            box = mine[number].box
-            _, place = file.add_chunk(box, wrap(BY_NAME[mine[number].dtype], box.sizes))
-            placed[mine[number].fqn].append((box, place))
+        pieces = [mine[number] for number in task.offers]
+        file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces))
+        for piece, (_, place) in zip(pieces, laid_out, strict=True):
+            placed[piece.fqn].append((piece.box, place))
         sizes[file.name] = file.nbytes
     for fqn, other in aliases.items():
         placed[fqn] = placed[other]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt_tools.core.threads import num_threads
 from ckpt_tools.loop.archives import ReadBack
 from ckpt_tools.loop.pack_objects import pack_objects
 from ckpt_tools.loop.save import SaveReport, agree_layout, offers_of, write
@@ -70,7 +71,7 @@ def save(
         target = open_destination(path, storage_options)
         step = number_in(target.url.rstrip("/").rpartition("/")[2])
         attempt = group.broadcast(str(uuid.uuid4()), "begin")
-        num_jobs = jobs or min(4, os.cpu_count() or 1)
+        num_jobs = num_threads(jobs, is_beside_training=True)
         return write(
             group, target, step, layout, memory, objects, num_jobs, attempt, _nothing, overwrite
         )

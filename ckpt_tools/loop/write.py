@@ -20,7 +20,6 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import StorageError
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation
-from ckpt_tools.formats.zip.write import wrap
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.manifest import Manifest, SealedFile, SealedTensor, file_name, seal_file
 from ckpt_tools.storage import MemoryStore
@@ -74,14 +73,11 @@ NOTHING = RankFile(0, 0, (), (), {})
 
 def plan_file(rank: int, pieces: Sequence[ShardInfo]) -> FilePlan:
     """Plans a rank's file and the copies into it. In memory, shard number `i` is the file `i`."""
-    file = dcp.DataFile(dcp.data_file_name(rank))
+    file, laid_out = dcp.lay_out_rank(rank, ((p.box, BY_NAME[p.dtype]) for p in pieces))
     slots: dict[str, list[Slot]] = {}
     chunks: dict[str, list[Chunk]] = {}
-    places = []
-    for number, piece in enumerate(pieces):
+    for number, (piece, (slot, _)) in enumerate(zip(pieces, laid_out, strict=True)):
         dtype = BY_NAME[piece.dtype]
-        slot, place = file.add_chunk(piece.box, wrap(dtype, piece.box.sizes))
-        places.append(place)
         slots.setdefault(piece.fqn, []).append(slot)
         chunks.setdefault(piece.fqn, []).append(
             Chunk(piece.box, Extent(str(number), 0, piece.box.numel * dtype.itemsize))
@@ -99,7 +95,7 @@ def plan_file(rank: int, pieces: Sequence[ShardInfo]) -> FilePlan:
     steps = schedule(
         plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2)
     )
-    return FilePlan(target, tuple(steps), tuple(places))
+    return FilePlan(target, tuple(steps), tuple(place for _, place in laid_out))
 
 
 def write_part(

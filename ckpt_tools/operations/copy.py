@@ -18,6 +18,7 @@ from typing import Any, Unpack
 from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Literal, plan_files
+from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import RecordCrcWatch
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, tile_bytes
@@ -36,7 +37,7 @@ from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import is_url, read
 from ckpt_tools.storage.retries import appeared, read_again_if_wrong
 from ckpt_tools.transfer.distribute import RankWork, collect, open_files, staged
-from ckpt_tools.transfer.options import Options, Path_, Reading, no_bar, num_threads
+from ckpt_tools.transfer.options import Options, Path_, Reading, no_bar
 from ckpt_tools.transfer.transfer import batches_for, check_apart
 
 _ASKERS = 16

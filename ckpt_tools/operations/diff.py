@@ -23,6 +23,7 @@ from ckpt_tools.core.catalog import (
 )
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import plan_values
+from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.compare import CompareSink, Tally
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
@@ -34,7 +35,7 @@ from ckpt_tools.operations.convert.training_state import ObjectReader
 from ckpt_tools.operations.merge_reshard import model_view
 from ckpt_tools.publish.manifest import of_source
 from ckpt_tools.ranks.base import ALONE, check_agreement
-from ckpt_tools.transfer.options import Path_, Reading, no_bar, num_threads
+from ckpt_tools.transfer.options import Path_, Reading, no_bar
 from ckpt_tools.transfer.prove import sealed_prints
 
 

@@ -14,6 +14,7 @@ from ckpt_tools.core.catalog import RAW, Catalog, Extent, TensorEntry, check_nam
 from ckpt_tools.core.checksum import crc32, hex64
 from ckpt_tools.core.coverage import flaws
 from ckpt_tools.core.plan import plan_objects, plan_values
+from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.scan import Finding, ScanSink
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, in_share, schedule, shares, tile_bytes
@@ -38,7 +39,7 @@ from ckpt_tools.publish.manifest import Manifest, names_in, of_store, parse
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import Overlay, Store, read
 from ckpt_tools.storage.retries import read_again_if_wrong
-from ckpt_tools.transfer.options import Path_, Reading, no_bar, num_threads
+from ckpt_tools.transfer.options import Path_, Reading, no_bar
 
 
 class RecordCheck(NamedTuple):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan, plan_files
+from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, shares, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
@@ -100,7 +100,7 @@ def hash_files(
         advance: called with bytes done.
         group: reads a share each, and all of it becomes known to all.
     """
-    jobs, sink = jobs or min(8, os.cpu_count() or 1), HashSink()
+    jobs, sink = num_threads(jobs), HashSink()
     run_shared(
         plan_files(files),
         {},

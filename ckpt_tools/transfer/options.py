@@ -11,7 +11,6 @@ from ckpt_tools.ranks.base import Group
 
 Path_ = str | os.PathLike[str]
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-_MAX_THREADS = 8  # more gain nothing: the disk or the memory is the limit
 
 
 class Reading(TypedDict, total=False):
@@ -50,11 +49,6 @@ class Options(Reading, total=False):
     overwrite: bool
     dry_run: bool
     resume: bool
-
-
-def num_threads(jobs: int | None) -> int:
-    """Returns the number of threads: as given, else one per processor, and at most 8."""
-    return jobs or min(_MAX_THREADS, os.cpu_count() or 1)
 
 
 def no_bar(label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:

@@ -17,6 +17,7 @@ from ckpt_tools.core.catalog import Catalog, Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import replicas
 from ckpt_tools.core.plan import Literal, Plan, plan_transfer
+from ckpt_tools.core.threads import num_threads
 from ckpt_tools.engine.crc_watch import CrcWatch, read_whole
 from ckpt_tools.engine.run import Alter, Totals, run
 from ckpt_tools.engine.schedule import (
@@ -48,7 +49,7 @@ from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import WritableStore, is_url, local_path
 from ckpt_tools.storage.retries import read_again_if_wrong
 from ckpt_tools.transfer.distribute import RankWork, collect, open_files, staged
-from ckpt_tools.transfer.options import Options, no_bar, num_threads
+from ckpt_tools.transfer.options import Options, no_bar
 from ckpt_tools.transfer.prove import (
     SealedFingerprint,
     prove_copies,

@@ -25,7 +25,7 @@ from ckpt_tools.core.catalog import (
     TensorEntry,
     files_of,
 )
-from ckpt_tools.core.dtypes import by_name
+from ckpt_tools.core.dtypes import DType, by_name
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
 from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, StorageError, printable
 from ckpt_tools.formats.base import Request
@@ -406,6 +406,21 @@ class DataFile:
         )
         self.nbytes = after + wrapping.suffix_nbytes
         return Slot(box, self.name, data), ItemLocation(self.name, start, self.nbytes - start)
+
+
+def lay_out_rank(
+    rank: int, chunks: Iterable[tuple[Box, DType]]
+) -> tuple[DataFile, list[tuple[Slot, ItemLocation]]]:
+    """Lays out the data file of one rank: one archive per chunk, in the given order.
+
+    The layout follows from boxes and types alone. So in a save, rank 0 knows the positions in the
+    files of all ranks without asking.
+
+    Returns:
+        The file, and for each chunk the slot of its bytes and the location of its archive.
+    """
+    file = DataFile(data_file_name(rank))
+    return file, [file.add_chunk(box, wrap(dtype, box.sizes)) for box, dtype in chunks]
 
 
 def is_data_file(name: str) -> bool:
