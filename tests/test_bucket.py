@@ -23,7 +23,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager, IntegrityError, StorageError
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.lock import Lease
-from ckpt_tools.publish.manifest import find
+from ckpt_tools.publish.manifest import find_manifest
 from ckpt_tools.publish.steps import list_steps
 from ckpt_tools.storage import LocalStore, RemoteStore
 from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES, part_starts
@@ -333,7 +333,7 @@ def test_more_files_than_are_written_side_by_side_are_the_same(tmp_path: Path) -
         and len(there) > 24
     )
     sealed = [
-        find(store)
+        find_manifest(store)
         for store in (RemoteStore("memory://grouped/thirty"), LocalStore(tmp_path / "thirty"))
     ]
     assert (

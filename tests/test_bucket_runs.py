@@ -23,7 +23,7 @@ from torch.utils.serialization import config
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import damage, latest, list_steps
+from ckpt_tools.publish.steps import damage, find_latest, list_steps
 from tests.conftest import HERE, torchrun
 from tests.servers.faults import WRITES, faulty
 from tests.servers.servers import Server
@@ -157,14 +157,14 @@ def test_a_run_outlives_its_machine_in_a_mirror(server: Server, tmp_path: Path) 
     ):
         time.sleep(0.2)
     kill(process)
-    newest = latest(open_root("s3://mirrored/run", server.options)).step
+    newest = find_latest(open_root("s3://mirrored/run", server.options)).step
     assert newest is not None and damage(newest) == ""
     # the same machine: its own disk is newer
     process = job(server, tmp_path / "run", "s3://mirrored/run")
     here = until(process, "resumed").split()
     kill(process)
     assert int(here[1]) >= newest.number and here[2] == "True"
-    newest = latest(open_root("s3://mirrored/run", server.options)).step
+    newest = find_latest(open_root("s3://mirrored/run", server.options)).step
     assert newest is not None
     process = job(server, tmp_path / "another", "s3://mirrored/run")  # another machine
     assert until(process, "resumed").split()[1:] == [str(newest.number), "True"]

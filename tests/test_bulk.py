@@ -25,7 +25,7 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.plan import plan_copies
 from ckpt_tools.formats.base import below
 from ckpt_tools.formats.dcp import format as dcp
-from ckpt_tools.formats.dcp.metadata import ItemLocation, TensorMeta, parse, render
+from ckpt_tools.formats.dcp.metadata import ItemLocation, TensorMeta, parse_metadata, render
 from ckpt_tools.formats.dcp.metadata_columns import read_bulk
 from ckpt_tools.storage import LocalStore
 from tests.benchmarks.giants import Llama, build
@@ -34,7 +34,7 @@ from tests.many_chunks import as_torch_gathers, written
 
 def same(data: bytes) -> bool:
     """Compares both readers; tells whether the quick one took it."""
-    plain, found = parse(data, "test"), read_bulk(data, "test")
+    plain, found = parse_metadata(data, "test"), read_bulk(data, "test")
     if found is None:
         return False
     metadata, chunks = found

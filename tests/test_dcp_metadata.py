@@ -17,7 +17,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.errors import CheckpointError, FormatError, UnsafePickleError
-from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, TensorMeta, parse, render
+from ckpt_tools.formats.dcp.metadata import (
+    ItemLocation,
+    Metadata,
+    TensorMeta,
+    parse_metadata,
+    render,
+)
 
 sizes = st.lists(st.integers(0, 2**40), max_size=5).map(tuple)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
@@ -89,7 +95,7 @@ def test_torch_reads_what_is_rendered_as_the_objects_it_would_have_written(ours:
 
 @given(metadatas())
 def test_what_is_rendered_parses_to_the_same(ours: Metadata) -> None:
-    again = parse(render(ours, "id"), "test")
+    again = parse_metadata(render(ours, "id"), "test")
     assert (again.tensors, again.objects, again.paths, again.places) == (
         ours.tensors,
         ours.objects,
@@ -112,7 +118,7 @@ def genuine() -> bytes:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_that_torch_might_use_is_read(protocol: int) -> None:
-    again = parse(pickle.dumps(pickle.loads(genuine()), protocol=protocol), "test")
+    again = parse_metadata(pickle.dumps(pickle.loads(genuine()), protocol=protocol), "test")
     assert again.tensors["w"].shape == (4, 2)
 
 
@@ -130,7 +136,7 @@ def test_paths_of_any_system_and_python_are_read() -> None:
         )
         frame = struct.pack("<Q", len(swapped) - 11)
         assert (
-            parse(swapped[:3] + frame + swapped[11:], "test").extras["checkpoint_id"]
+            parse_metadata(swapped[:3] + frame + swapped[11:], "test").extras["checkpoint_id"]
             == "//train/host/run"
         )
 
@@ -139,7 +145,7 @@ def test_truncation_at_any_byte_is_an_error() -> None:
     data = genuine()
     for nbytes in range(len(data)):
         with pytest.raises(CheckpointError):
-            parse(data[:nbytes], "test")
+            parse_metadata(data[:nbytes], "test")
 
 
 def test_no_single_flipped_bit_does_more_than_raise() -> None:
@@ -149,7 +155,7 @@ def test_no_single_flipped_bit_does_more_than_raise() -> None:
             flipped = bytearray(data)
             flipped[position] ^= 1 << bit
             try:
-                parse(bytes(flipped), "test")
+                parse_metadata(bytes(flipped), "test")
             except CheckpointError:
                 pass
 
@@ -158,7 +164,7 @@ def test_no_single_flipped_bit_does_more_than_raise() -> None:
 @given(st.binary(max_size=200))
 def test_random_bytes_do_no_more_than_raise(data: bytes) -> None:
     with pytest.raises(CheckpointError):
-        parse(b"\x80\x04" + data, "test")
+        parse_metadata(b"\x80\x04" + data, "test")
 
 
 CANARY = "canary-was-here"
@@ -192,7 +198,7 @@ def test_a_global_outside_the_list_is_named_and_never_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnsafePickleError, match=rf"asks for .*{attack.function.__name__}"):
-        parse(pickle.dumps(attack, protocol), "test")
+        parse_metadata(pickle.dumps(attack, protocol), "test")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -224,27 +230,27 @@ def test_opcodes_and_lengths_without_place_in_a_checkpoint_are_refused(
     data: bytes, message: str
 ) -> None:
     with pytest.raises(FormatError, match=message):
-        parse(data, "test")
+        parse_metadata(data, "test")
 
 
 def test_a_hostile_pickle_leaves_no_trace_in_the_next() -> None:
     module = b"\x8c\x25torch.distributed.checkpoint.metadata"
     spoil = frame(module + b"\x8c\x08Metadata\x93}\x8c\x13state_dict_metadata}s\x86b")
     with pytest.raises(CheckpointError):
-        parse(spoil, "test")
-    assert parse(genuine(), "test").tensors["w"].dtype == "float32"
+        parse_metadata(spoil, "test")
+    assert parse_metadata(genuine(), "test").tensors["w"].dtype == "float32"
 
 
 def test_values_of_another_type_are_named() -> None:
     theirs = pickle.loads(genuine())
     theirs.state_dict_metadata["w"].chunks[0].offsets = (0, "x")
     with pytest.raises(FormatError, match="expected an int"):
-        parse(pickle.dumps(theirs), "test")
+        parse_metadata(pickle.dumps(theirs), "test")
     theirs = pickle.loads(genuine())
     theirs.state_dict_metadata["w"].properties.layout = torch.sparse_coo
     with pytest.raises(FormatError, match="torch.sparse_coo"):
-        parse(pickle.dumps(theirs), "test")
+        parse_metadata(pickle.dumps(theirs), "test")
     theirs = pickle.loads(genuine())
     next(iter(theirs.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
     with pytest.raises(FormatError, match="zstd"):
-        parse(pickle.dumps(theirs), "test")
+        parse_metadata(pickle.dumps(theirs), "test")

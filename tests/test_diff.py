@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools import PlanError
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.engine.kernels import decode
+from ckpt_tools.engine.kernels import to_float64
 from tests.test_remote import run_ckpt
 
 Saved = Callable[[int], Path]
@@ -173,7 +173,7 @@ def test_names_shapes_types_and_objects_are_compared(tmp_path: Path) -> None:
 def test_every_code_of_a_small_float_has_torchs_value(name: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     want = codes.view(getattr(torch, name)).to(torch.float32).to(torch.float64)
-    got = torch.from_numpy(decode(codes.numpy(), BY_NAME[name]))
+    got = torch.from_numpy(to_float64(codes.numpy(), BY_NAME[name]))
     assert torch.equal(got.isnan(), want.isnan()) and torch.equal(
         got.nan_to_num(0), want.nan_to_num(0)
     )

@@ -268,4 +268,6 @@ def test_no_global_gets_past_the_list(name: str, how: str) -> None:
         b".",
     ):
         with pytest.raises(UnsafePickleError, match="refused a pickle: it asks for"):
-            dcp_metadata.parse(b"\x80" + bytes([protocol]) + asks(name, how) + rest, "test")
+            dcp_metadata.parse_metadata(
+                b"\x80" + bytes([protocol]) + asks(name, how) + rest, "test"
+            )

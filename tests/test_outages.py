@@ -16,7 +16,7 @@ import torch
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps
-from ckpt_tools.storage.retries import hint, plain
+from ckpt_tools.storage.retries import error_text, hint
 from tests.servers.gate import Gate, gated
 from tests.servers.servers import Server
 from tests.test_lease import until
@@ -243,7 +243,7 @@ def test_an_expired_token_has_a_hint_where_the_store_says_only_400() -> None:
 
 def test_words_that_are_no_secrets_are_shown(server: Server) -> None:
     url = f"{server.endpoint}/bucket?list-type=2&max-keys=1&KeyCount=3&key-marker=a&secret_key=abc&X-Amz-Security-Token=xyz&key=k"
-    shown = plain(OSError(url))
+    shown = error_text(OSError(url))
     assert (
         "max-keys=1&KeyCount=3&key-marker=a" in shown
         and "abc" not in shown

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, NotACheckpointError
-from ckpt_tools.loop.retention import pin, prune, removable
+from ckpt_tools.loop.retention import pin_step, prune_steps, removable
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.manifest import Manifest
 from ckpt_tools.publish.steps import Step, list_steps, step_name
@@ -70,7 +70,7 @@ def flip(path: Path, at: int = 200) -> None:
 
 def test_a_stock_checkpoint_is_a_step_and_never_removed(run: Path) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=run / "step-2", no_dist=True)
-    assert numbers(prune(open_root(run), 1).removed) == [10, 20]
+    assert numbers(prune_steps(open_root(run), 1).removed) == [10, 20]
     assert numbers(list_steps(open_root(run))) == [2, 30]
 
 
@@ -80,7 +80,7 @@ def test_a_linked_step_is_never_removed(
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "kept"
     os.rename(run / step_name(10), elsewhere)
     (run / step_name(10)).symlink_to(elsewhere)
-    assert numbers(prune(open_root(run), 1).removed) == [20]
+    assert numbers(prune_steps(open_root(run), 1).removed) == [20]
     assert elsewhere.is_dir()
 
 
@@ -150,7 +150,7 @@ def test_what_a_link_leads_to_stays(run: Path, ckpt: Run) -> None:
     (run / "step-40").unlink()
     (run / step_name(20)).mkdir()
     (run / step_name(20) / "base").symlink_to(run / step_name(10) / "__0_0.distcp")
-    assert prune(open_root(run), 1).kept == {
+    assert prune_steps(open_root(run), 1).kept == {
         str(run / step_name(10)): f"the link {step_name(20)}/base leads to it"
     }
 
@@ -164,7 +164,7 @@ def test_retention_of_a_training_respects_links_pins_and_foreign_files(
             if step == 1:
                 (tmp_path / "best").symlink_to(step_name(1))
             if step == 2:
-                assert pin(tmp_path / step_name(2))
+                assert pin_step(tmp_path / step_name(2))
             if step == 3:
                 (tmp_path / step_name(3) / "eval.json").write_text("{}")
     assert left(tmp_path) == sorted([".ckpt.lock", "best", *map(step_name, (1, 2, 3, 5))])
@@ -205,7 +205,7 @@ def test_a_pin_keeps_a_step_and_is_shown(run: Path, ckpt: Run) -> None:
         False,
         False,
     ]
-    assert numbers(prune(open_root(run), 1).removed) == [20] and left(run) == [
+    assert numbers(prune_steps(open_root(run), 1).removed) == [20] and left(run) == [
         step_name(10),
         step_name(30),
     ]
@@ -214,10 +214,10 @@ def test_a_pin_keeps_a_step_and_is_shown(run: Path, ckpt: Run) -> None:
     assert refused.returncode == 15 and "ckpt.pin" in refused.stderr
     assert ckpt("pin", run / step_name(10), "--remove").returncode == 0
     assert "was not pinned" in ckpt("pin", run / step_name(10), "--remove").stdout
-    assert numbers(prune(open_root(run), 1).removed) == [10]
+    assert numbers(prune_steps(open_root(run), 1).removed) == [10]
     assert ckpt("pin", run / step_name(10)).returncode == 10 and ckpt("pin", run).returncode == 10
     with pytest.raises(NotACheckpointError, match="no step of a run"):
-        pin(run / "step-77")
+        pin_step(run / "step-77")
 
 
 def test_the_newest_is_read_before_all_others_go(run: Path, ckpt: Run) -> None:
@@ -229,19 +229,22 @@ def test_the_newest_is_read_before_all_others_go(run: Path, ckpt: Run) -> None:
     assert left(run) == [step_name(20), step_name(30)]
     flip(run / step_name(20) / "__0_0.distcp")
     # nothing sound is left to stay
-    assert prune(open_root(run), 1).removed == [] and left(run) == [step_name(20), step_name(30)]
-    assert numbers(prune(open_root(run), 1, reads=False).removed) == [20]
+    assert prune_steps(open_root(run), 1).removed == [] and left(run) == [
+        step_name(20),
+        step_name(30),
+    ]
+    assert numbers(prune_steps(open_root(run), 1, reads=False).removed) == [20]
 
 
 def test_every_step_that_is_counted_is_read_where_asked_for(run: Path) -> None:
     flip(run / step_name(20) / "__0_0.distcp")
     ckpt_tools.reshard(run / step_name(30), run / step_name(5), to_ranks=1)
     # step 5 is a copy without a number of its own: it is neither counted nor removed
-    assert numbers(prune(open_root(run), 2, dry_run=True).removed) == [10]
-    result = prune(open_root(run), 2, reads=True)
+    assert numbers(prune_steps(open_root(run), 2, dry_run=True).removed) == [10]
+    result = prune_steps(open_root(run), 2, reads=True)
     assert not result.removed and list(result.damaged) == [str(run / step_name(20))]
     assert left(run) == [step_name(5), step_name(10), step_name(20), step_name(30)]
-    assert numbers(prune(open_root(run), 1, reads=True).removed) == [10, 20]
+    assert numbers(prune_steps(open_root(run), 1, reads=True).removed) == [10, 20]
 
 
 FOREIGN = {
@@ -262,7 +265,7 @@ def test_a_step_that_nobody_sealed_is_not_counted_and_not_removed(
     """However large its number: it could be planted, so that retention removes all real steps."""
     planted = run / step_name(99)
     FOREIGN[case](planted, run)
-    assert numbers(prune(open_root(run), 1, dry_run=True).removed) == [10, 20]
+    assert numbers(prune_steps(open_root(run), 1, dry_run=True).removed) == [10, 20]
     assert ckpt("prune", run, "--keep-last", 1).returncode == 0
     assert left(run) == [step_name(30), step_name(99)]
     with CheckpointManager(run, keep_last=1) as checkpoints:
@@ -320,7 +323,7 @@ def test_pins_and_foreign_objects_keep_a_step_in_a_bucket(server: Server) -> Non
     assert (
         run_ckpt("pin", f"{url}/{step_name(1)}", "--remove", **server.environment).returncode == 0
     )
-    assert numbers(prune(open_root(url, server.options), 1).removed) == [1]
+    assert numbers(prune_steps(open_root(url, server.options), 1).removed) == [1]
 
 
 def wait_for(mirror: str, step: int) -> None:
@@ -338,5 +341,5 @@ def test_a_mirror_keeps_what_is_pinned_on_the_disk(tmp_path: Path) -> None:
             checkpoints.save(step, {"w": torch.ones(3)}, asynchronous=False)
             wait_for(mirror, step)
             if step == 1:
-                pin(run / step_name(1))
+                pin_step(run / step_name(1))
     assert numbers(list_steps(open_root(mirror))) == numbers(list_steps(open_root(run))) == [1, 3]

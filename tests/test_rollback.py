@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ckpt_tools import CheckpointManager, StorageError
-from ckpt_tools.loop.retention import prune
+from ckpt_tools.loop.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import damage, latest, latest_of, list_steps, rollbacks
+from ckpt_tools.publish.steps import damage, find_latest, latest_of, list_steps, rollbacks
 from tests.servers.servers import Server
 
 Ckpt = Callable[..., Any]
@@ -55,9 +55,9 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
             "when a new step is committed, these are set aside: step-00000200, step-00000300"
             in caplog.text
         )
-        assert latest(open_root(run)).step.number == 300  # nothing is superseded by a wish
+        assert find_latest(open_root(run)).step.number == 300  # nothing is superseded by a wish
         save(checkpoints, 150, 0.5)
-        assert latest(open_root(run)).step.number == 150
+        assert find_latest(open_root(run)).step.number == 150
         assert "step-00000150, which continues from step 100" in caplog.text
         save(checkpoints, 200, 0.7)
         save(checkpoints, 300, 0.9)
@@ -94,7 +94,7 @@ def test_the_first_new_step_supersedes_the_newer_ones_which_stay_under_another_n
         False,
         True,
     ]
-    assert prune(open_root(run), 1).removed and [
+    assert prune_steps(open_root(run), 1).removed and [
         s.superseded_by != "" for s in list_steps(open_root(run), with_superseded=True)
     ] == [True, False, True]
 
@@ -205,9 +205,9 @@ def test_a_rollback_in_a_bucket(server: Server) -> None:
             save(checkpoints, step, step)
     with CheckpointManager(root, keep_last=None, storage_options=server.options) as checkpoints:
         checkpoints.resume({"w": torch.zeros(3)}, step=100)
-        assert latest(open_root(root, server.options)).step.number == 300
+        assert find_latest(open_root(root, server.options)).step.number == 300
         save(checkpoints, 200, 0.5)
-        assert latest(open_root(root, server.options)).step.number == 200
+        assert find_latest(open_root(root, server.options)).step.number == 200
     assert value(root, storage_options=server.options) == (200, 0.5)
     steps = list_steps(open_root(root, server.options), with_superseded=True)
     assert [(s.number, bool(s.superseded_by), damage(s)) for s in steps] == [
@@ -237,7 +237,7 @@ def test_a_mirror_that_has_not_heard_of_a_rollback_yet_is_not_resumed_from(
         checkpoints.resume({"w": torch.zeros(3)}, step=100)
         save(checkpoints, 150, 0.5)  # is not mirrored
         assert latest_of([open_root(root), open_root(url, options)]).step.number == 150
-        assert latest(open_root(url, options)).step.number == 300
+        assert find_latest(open_root(url, options)).step.number == 300
     with CheckpointManager(
         root, keep_last=None, mirror=url, storage_options=options
     ) as checkpoints:
@@ -271,7 +271,7 @@ def test_a_step_that_only_the_mirror_has_is_gone_back_to(server: Server, tmp_pat
         assert checkpoints.resume(state, step=100) == 100 and state["w"][0] == 100
         save(checkpoints, 150, 0.5)
     assert value(root, mirror=url, storage_options=options) == (150, 0.5)
-    assert latest(open_root(url, options)).step.number == 150
+    assert find_latest(open_root(url, options)).step.number == 150
 
 
 def test_a_rollback_without_the_mirror_is_known_to_the_next_job_that_has_it(
@@ -289,7 +289,9 @@ def test_a_rollback_without_the_mirror_is_known_to_the_next_job_that_has_it(
         checkpoints.resume({"w": torch.zeros(3)}, step=100)
         save(checkpoints, 150, 0.5)
     assert value(root, mirror=url, storage_options=options) == (150, 0.5)
-    assert rollbacks(open_root(root)) == [] and latest(open_root(url, options)).step.number == 150
+    assert (
+        rollbacks(open_root(root)) == [] and find_latest(open_root(url, options)).step.number == 150
+    )
 
 
 def test_a_step_that_is_replaced_is_replaced_in_the_mirror(server: Server, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from awscrt.checksums import crc64nvme
 from ckpt_tools import CheckpointManager, FormatError, StorageError
 from ckpt_tools.loop.retention import removable
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.manifest import parse
-from ckpt_tools.publish.steps import Step, damage, latest, list_steps, step_name
+from ckpt_tools.publish.manifest import parse_manifest
+from ckpt_tools.publish.steps import Step, damage, find_latest, list_steps, step_name
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -109,7 +109,7 @@ INCOMPLETE = {
 def test_an_incomplete_step_is_passed_over_with_the_reason(case: str, run: Path) -> None:
     change, reason = INCOMPLETE[case]
     change(newest(run))
-    found = latest(open_root(run))
+    found = find_latest(open_root(run))
     assert found.step is not None and found.step.number == 1000
     assert [path for path, _ in found.passed_over] == [newest(run)]
     assert reason in found.passed_over[0][1]
@@ -125,8 +125,8 @@ def test_a_damaged_step_is_passed_over_when_every_byte_is_read(run: Path) -> Non
         assert "damaged" in damage(list_steps(open_root(run))[-1])
         flip(data, at)
     flip(data, 200)
-    assert latest(open_root(run)).step == list_steps(open_root(run))[-1]
-    found = latest(open_root(run), verify=True)
+    assert find_latest(open_root(run)).step == list_steps(open_root(run))[-1]
+    found = find_latest(open_root(run), verify=True)
     assert found.step is not None and found.step.number == 1000
     assert "checksum" in found.passed_over[0][1]
 
@@ -148,8 +148,8 @@ def test_a_step_that_stands_aside_for_one_that_never_came_is_brought_back(run: P
     os.close(held)
     assert open_root(run).remove_leftovers() == [] and not aside.exists()
     assert (
-        latest(open_root(run)).step == list_steps(open_root(run))[-1]
-        and latest(open_root(run), verify=True).passed_over == []
+        find_latest(open_root(run)).step == list_steps(open_root(run))[-1]
+        and find_latest(open_root(run), verify=True).passed_over == []
     )
 
 
@@ -197,20 +197,23 @@ def changed(old: bytes, new: bytes) -> bytes:
 
 def test_checksums_of_payloads_are_taken_along() -> None:
     data = with_runs([[0, 2, "1" * 16, "3" * 8], [2, 1, "2" * 16, "4" * 8]])
-    assert parse(data, "here").files == {
+    assert parse_manifest(data, "here").files == {
         "f": (3, "0" * 16, ((0, 2, "1" * 16, "3" * 8), (2, 1, "2" * 16, "4" * 8)))
     }
-    assert parse(parse(data, "here").render(), "here").files == parse(data, "here").files
+    assert (
+        parse_manifest(parse_manifest(data, "here").render(), "here").files
+        == parse_manifest(data, "here").files
+    )
 
 
 def test_runs_without_crc32_are_of_no_use() -> None:
-    assert parse(with_runs([[0, 2, "1" * 16], [2, 1, "2" * 16]]), "here").files == {
+    assert parse_manifest(with_runs([[0, 2, "1" * 16], [2, 1, "2" * 16]]), "here").files == {
         "f": (3, "0" * 16, ())
     }
 
 
 def test_the_manifest_of_these_tests_is_a_right_one() -> None:
-    assert parse(signed(MANIFEST), "here").step == 3
+    assert parse_manifest(signed(MANIFEST), "here").step == 3
 
 
 @pytest.mark.parametrize(
@@ -246,12 +249,12 @@ def test_the_manifest_of_these_tests_is_a_right_one() -> None:
 )
 def test_a_malformed_manifest_is_one_clear_error(data: bytes) -> None:
     with pytest.raises(FormatError):
-        parse(data, "ckpt.manifest.00000000.json")
+        parse_manifest(data, "ckpt.manifest.00000000.json")
 
 
 def test_a_manifest_survives_rendering(template: Path) -> None:
     text = manifest_of(template / step_name(900)).read_bytes()
-    assert parse(text, "m").render() == text
+    assert parse_manifest(text, "m").render() == text
 
 
 # ---- one job at a time ---------------------------------------------------------------------------

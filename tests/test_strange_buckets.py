@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError, StorageError
-from ckpt_tools.loop.retention import pin
+from ckpt_tools.loop.retention import pin_step
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import latest, list_steps
+from ckpt_tools.publish.steps import find_latest, list_steps
 from tests.servers.servers import Server
 from tests.test_bucket import names, save_locally
 from tests.test_permissions import deny
@@ -55,7 +55,7 @@ def test_a_rollback_sets_aside_the_mirror_s_step_of_the_same_number(
 ) -> None:
     fs, url = server.bucket("mirrored"), f"s3://mirrored/run{is_kept}"
     run(tmp_path / "run", [10, 20, 30], server, url)
-    pin(f"{url}/step-00000020", server.options)
+    pin_step(f"{url}/step-00000020", server.options)
     fs.pipe_file(f"{url}/step-00000020/eval.json", b"mine")
     fs.pipe_file(f"{url}/step-00000020/hf/deep/x.json", b"mine too")
     if not is_kept:
@@ -66,7 +66,7 @@ def test_a_rollback_sets_aside_the_mirror_s_step_of_the_same_number(
     assert aside.startswith("step-00000020.superseded-")
     for name in ("ckpt.pin", "eval.json", "hf/deep/x.json", "__0_0.distcp"):
         assert f"{aside}/{name}" in there, there
-    assert latest(open_root(url, server.options)).step.number == 20
+    assert find_latest(open_root(url, server.options)).step.number == 20
     state = {"w": torch.zeros(3), "n": 0}
     ckpt_tools.load(f"{url}/step-00000020", state, storage_options=server.options)
     assert state["w"].tolist() == [1020.0] * 3
@@ -126,7 +126,7 @@ def test_a_rollback_in_a_bucket_takes_folders_along(server: Server) -> None:
         f"folders/run/{aside}/hf/deep/y.json",
         f"folders/run/{aside}/hf/x.json",
     ]
-    assert latest(open_root(url, server.options)).step.number == 20 and not [
+    assert find_latest(open_root(url, server.options)).step.number == 20 and not [
         n for n in there if "rollback" in n
     ]
 

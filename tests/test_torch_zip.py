@@ -17,7 +17,7 @@ from ckpt_tools.core.catalog import TORCH_ZIP, Extent
 from ckpt_tools.core.checksum import crc32
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import CheckpointError, FormatError
-from ckpt_tools.formats.zip.read import ArchiveItem, locate
+from ckpt_tools.formats.zip.read import ArchiveItem, locate_payloads
 from ckpt_tools.formats.zip.write import wrap
 from ckpt_tools.storage import LocalStore, MemoryStore, read
 from tests.strategies import full_shapes, shapes
@@ -87,7 +87,7 @@ def test_the_payload_is_found_in_what_torch_saved(
     )
     tensor = torch.from_numpy(raw).view(getattr(torch, name)).view(shape).permute(order)
     store, item = packed(saved(tensor), name, tuple(tensor.shape))
-    ((_, extent),) = locate(store, [item])
+    ((_, extent),) = locate_payloads(store, [item])
     words = np.frombuffer(
         read(store, extent.file, extent.start, extent.nbytes), f"V{dtype.itemsize}"
     )
@@ -105,7 +105,7 @@ def test_the_payload_is_found_in_what_torch_saved(
 def test_a_view_of_a_larger_storage_is_found_at_its_offset() -> None:
     tensor = torch.arange(100, dtype=torch.int32).view(10, 10)[2:4]
     store, item = packed(saved(tensor), "int32", (2, 10))
-    ((_, extent),) = locate(store, [item])
+    ((_, extent),) = locate_payloads(store, [item])
     assert np.frombuffer(read(store, "f", extent.start, extent.nbytes), "i4").tolist() == list(
         range(20, 40)
     )
@@ -124,7 +124,7 @@ def test_an_item_that_is_not_what_the_index_says_is_refused(
 ) -> None:
     store, item = packed(saved(torch.zeros(3, 2)), dtype, sizes)
     with pytest.raises(FormatError, match=message):
-        list(locate(store, [item]))
+        list(locate_payloads(store, [item]))
 
 
 def test_truncation_anywhere_is_an_error() -> None:
@@ -132,7 +132,7 @@ def test_truncation_anywhere_is_an_error() -> None:
     for nbytes in range(0, len(data), 97):
         with pytest.raises(CheckpointError):
             list(
-                locate(
+                locate_payloads(
                     MemoryStore({"f": data[:nbytes]}),
                     [ArchiveItem(Extent("f", 0, nbytes, TORCH_ZIP), BY_NAME["float32"], (40, 40))],
                 )
@@ -149,14 +149,14 @@ def test_compressed_records_and_lies_about_sizes_are_refused() -> None:
             new.writestr(name, old.read(name))
     store, item = packed(squeezed.getvalue(), "float32", (100,))
     with pytest.raises(FormatError, match="method 8"):
-        list(locate(store, [item]))
+        list(locate_payloads(store, [item]))
     good = saved(torch.zeros(100))
     at = good.rindex(b"PK\x01\x02", 0, good.index(b"archive/data/0", good.index(b"PK\x01\x02")))
     lie = bytearray(good)
     struct.pack_into("<2I", lie, at + 20, 1 << 30, 1 << 30)
     store, item = packed(bytes(lie), "float32", (100,))
     with pytest.raises(FormatError, match="wrong length"):
-        list(locate(store, [item]))
+        list(locate_payloads(store, [item]))
 
 
 @given(st.integers(0), st.integers(0, 7))
@@ -165,7 +165,7 @@ def test_no_single_flipped_bit_crashes_the_reader(position: int, bit: int) -> No
     data[position % len(data)] ^= 1 << bit
     try:
         list(
-            locate(
+            locate_payloads(
                 MemoryStore({"f": bytes(data)}),
                 [ArchiveItem(Extent("f", 0, len(data), TORCH_ZIP), BY_NAME["float32"], (8,))],
             )
@@ -204,7 +204,7 @@ def test_an_item_past_4_gib_is_found_in_torchs_zip64_and_torch_opens_ours(tmp_pa
     sparse.file.close()
     size = (tmp_path / "theirs").stat().st_size
     store = LocalStore(tmp_path)
-    ((_, extent),) = locate(
+    ((_, extent),) = locate_payloads(
         store, [ArchiveItem(Extent("theirs", 0, size, TORCH_ZIP), BY_NAME["uint8"], (numel,))]
     )
     assert extent.nbytes == numel
@@ -217,7 +217,7 @@ def test_an_item_past_4_gib_is_found_in_torchs_zip64_and_torch_opens_ours(tmp_pa
     tensor = torch.load(tmp_path / "ours", weights_only=True, mmap=True)
     assert (tensor.numel(), tensor[-1].item()) == (numel, 7)
     size = (tmp_path / "ours").stat().st_size
-    ((_, extent),) = locate(
+    ((_, extent),) = locate_payloads(
         store, [ArchiveItem(Extent("ours", 0, size, TORCH_ZIP), BY_NAME["uint8"], (numel,))]
     )
     assert (extent.start, extent.nbytes) == (len(wrapping.prefix), numel)

@@ -25,7 +25,7 @@ from ckpt_tools import IntegrityError, StorageError
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.plan import num_cells
 from ckpt_tools.formats.registry import open_source
-from ckpt_tools.publish.manifest import find
+from ckpt_tools.publish.manifest import find_manifest
 from ckpt_tools.storage import LocalStore, RemoteStore
 from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES
 from ckpt_tools.transfer.server_copy import CopyRun, cut_parts
@@ -201,7 +201,7 @@ def test_without_checksums_of_pieces_a_reshard_passes_through(
     options: dict[str, Any] = {"storage_options": server.options}
     eight = sources / "8"
     ckpt_tools.copy(eight, "s3://earlier/eight", **options)
-    sealed = find(LocalStore(eight))
+    sealed = find_manifest(LocalStore(eight))
     assert sealed is not None
     files = {name: entry._replace(runs=()) for name, entry in sealed.files.items()}
     name = next(n for n in fs.find("earlier/eight") if "ckpt.manifest" in n)

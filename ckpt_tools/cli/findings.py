@@ -10,8 +10,8 @@ from ckpt_tools.cli.render import (
     GREEN,
     RED,
     count,
+    format_size,
     show_transfer,
-    size,
     some_names,
     style,
     table,
@@ -85,7 +85,7 @@ def show_verdict(result: VerifyResult, quick: bool = False) -> None:
 
 def _verdict(result: VerifyResult) -> str:
     compared = ", ".join(
-        (count(result.num_files, "file"), size(result.nbytes), f"{result.seconds:.2f} s")
+        (count(result.num_files, "file"), format_size(result.nbytes), f"{result.seconds:.2f} s")
     )
     if result.problems:
         return f"{style('damaged', RED)}: {count(len(result.problems), 'problem')} ({compared})"
@@ -202,7 +202,7 @@ def _summary(result: DiffResult) -> str:
         if result.num_by_fingerprint
         else ""
     )
-    read = f"{size(result.compared_nbytes)} compared, {result.seconds:.2f} s"
+    read = f"{format_size(result.compared_nbytes)} compared, {result.seconds:.2f} s"
     if result.is_same:
         return f"{style('the same', GREEN)}: {count(result.num_equal, 'entry')}{how} ({read})"
     parts = [
@@ -222,7 +222,7 @@ def _summary(result: DiffResult) -> str:
 
 def show_seal(result: SealResult) -> None:
     """Prints the result of a seal."""
-    nbytes = size(sum(result.files.values()))
+    nbytes = format_size(sum(result.files.values()))
     print(
         f"sealed {style(printable(result.path), BOLD)}: {count(len(result.files), 'file')},"
         f" {nbytes}, {count(result.num_tensors, 'tensor')}"

@@ -65,9 +65,10 @@ def _print_stats() -> None:
     from ckpt_tools.storage.base import ALL_TRAFFIC as TRAFFIC
 
     kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(TRAFFIC.kinds.items()))
-    bytes_ = f"{render.size(TRAFFIC.nbytes)} received, {render.size(TRAFFIC.sent_nbytes)} sent"
+    received, sent = map(render.format_size, (TRAFFIC.nbytes, TRAFFIC.sent_nbytes))
     print(
-        f"{render.count(TRAFFIC.requests, 'request')}{f' ({kinds})' if kinds else ''}, {bytes_}",
+        f"{render.count(TRAFFIC.requests, 'request')}{f' ({kinds})' if kinds else ''},"
+        f" {received} received, {sent} sent",
         file=sys.stderr,
     )
 
@@ -75,7 +76,7 @@ def _print_stats() -> None:
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parses 5GB (decimal) or 512MiB (binary) into bytes."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
@@ -136,7 +137,7 @@ Memory = Annotated[
     int | None,
     typer.Option(
         "--memory",
-        parser=size,
+        parser=parse_size,
         metavar="SIZE",
         help="Memory for all buffers together, such as 64MiB.",
         show_default="64MiB",
@@ -286,14 +287,14 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield advance
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Returns a result as JSON values: dicts by field name, and None for NaN and infinity."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: json_value(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return plain(value._asdict())
+        return json_value(value._asdict())
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

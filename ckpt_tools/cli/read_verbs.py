@@ -16,8 +16,8 @@ from ckpt_tools.cli.options import (
     Source,
     StorageOption,
     is_first,
+    json_value,
     parse_storage_options,
-    plain,
     reading_options,
 )
 
@@ -101,7 +101,7 @@ def verify(
         **reading_options(context.obj, jobs, memory, quiet or as_json, storage_option, shapes),
     )
     if as_json and is_first(context.obj):
-        print(json.dumps(plain(result)))
+        print(json.dumps(json_value(result)))
     elif not quiet and is_first(context.obj):
         verdicts.show_verdict(result, quick)
     if result.problems:
@@ -186,7 +186,7 @@ def diff(
         **options,
     )
     if as_json and is_first(context.obj):
-        print(json.dumps(plain(result) | {"is_same": result.is_same}))
+        print(json.dumps(json_value(result) | {"is_same": result.is_same}))
     elif not quiet and is_first(context.obj):
         verdicts.show_diff(result)
     if not result.is_same:
@@ -210,6 +210,6 @@ def seal(
 
     result = run(src, **reading_options(None, jobs, memory, quiet or as_json, storage_option))
     if as_json:
-        print(json.dumps(plain(result)))
+        print(json.dumps(json_value(result)))
     elif not quiet:
         verdicts.show_seal(result)

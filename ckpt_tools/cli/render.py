@@ -30,7 +30,7 @@ _OBJECTS = 20  # most objects that are named
 _OWN_NOTES, _MAX_NOTE = ("format", "dcp_version", "checkpoint_id", "save_id"), 200
 
 
-def size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """Returns a number of bytes for users, in powers of 1000: 1.06 GB."""
     value, unit = float(nbytes), 0
     while value >= 999.5 and unit < 5:
@@ -77,8 +77,8 @@ def show_report(report: Report, *, tree: bool, ranks: bool) -> None:
     print(style(printable(report.path), BOLD))
     total = report.total
     print(
-        f"  {report.format}{world}: {count(total.num_tensors, 'tensor')}, {size(total.nbytes)},"
-        f" {count(total.num_objects, 'object')}"
+        f"  {report.format}{world}: {count(total.num_tensors, 'tensor')},"
+        f" {format_size(total.nbytes)}, {count(total.num_objects, 'object')}"
     )
     for key, value in islice(
         ((k, v) for k, v in report.extras.items() if v and k not in _OWN_NOTES), _OBJECTS
@@ -114,7 +114,7 @@ def _totals(label: str, totals: Mapping[str, Total]) -> None:
     table(
         (label, "tensors", "objects", "bytes"),
         [
-            (printable(k), f"{t.num_tensors:,}", f"{t.num_objects:,}", size(t.nbytes))
+            (printable(k), f"{t.num_tensors:,}", f"{t.num_objects:,}", format_size(t.nbytes))
             for k, t in rows[:_MAX_ROWS]
         ],
         right=(1, 2, 3),
@@ -184,7 +184,7 @@ def _walk(node: Mapping[str, Any], indent: str, rows: list[tuple[str, str, str, 
             label += "." + printable(key)
         if not isinstance(inner, dict):
             shape, dtype, nbytes, num_chunks = inner
-            rows.append((indent + label, str(shape), dtype, str(num_chunks), size(nbytes)))
+            rows.append((indent + label, str(shape), dtype, str(num_chunks), format_size(nbytes)))
             at += 1
             continue
         end = at + 1
@@ -197,7 +197,7 @@ def _walk(node: Mapping[str, Any], indent: str, rows: list[tuple[str, str, str, 
             end += 1
         if end - at > 1:
             label = f"{name}–{names[end - 1]}{label[len(name) :]} (each)"
-        rows.append((indent + label, "", "", "", size(_bytes_below(inner))))
+        rows.append((indent + label, "", "", "", format_size(_bytes_below(inner))))
         _walk(inner, indent + "  ", rows)
         at = end
 
@@ -209,8 +209,8 @@ def _show_ranks(report: Report) -> None:
             "–" if f.rank is None else str(f.rank),
             f"{f.num_chunks:,}",
             f"{f.num_objects:,}",
-            size(f.payload_nbytes),
-            size(f.nbytes),
+            format_size(f.payload_nbytes),
+            format_size(f.nbytes),
         )
         for f in report.files
     ]
@@ -246,7 +246,7 @@ def _parts(report: Report) -> Iterator[tuple[str, str, str, str]]:
                 printable(fqn),
                 "–" if rank is None else str(rank),
                 elements,
-                size(box.numel * entry.dtype.itemsize),
+                format_size(box.numel * entry.dtype.itemsize),
             )
 
 
@@ -293,27 +293,28 @@ def show_transfer(result: TransferResult) -> None:
     objects = f" and {count(result.num_objects, 'object')}" if result.num_objects else ""
     print(
         f"{verb} {style(printable(result.destination), BOLD)}:"
-        f" {count(result.num_tensors, 'tensor')}{objects}, {size(result.written_nbytes)},"
+        f" {count(result.num_tensors, 'tensor')}{objects}, {format_size(result.written_nbytes)},"
         f" {count(len(result.files), 'file')}{took}"
     )
     if result.kept_nbytes:
-        print(f"  {size(result.kept_nbytes)} of it was there from an earlier run")
+        print(f"  {format_size(result.kept_nbytes)} of it was there from an earlier run")
     if result.store_nbytes:
         client = max(0, result.written_nbytes - result.store_nbytes)
         print(
-            f"  {size(result.store_nbytes)} copied within the store, {size(client)} through this"
-            " machine"
+            f"  {format_size(result.store_nbytes)} copied within the store,"
+            f" {format_size(client)} through this machine"
         )
     print(
         "  by dtype: "
         + ", ".join(
-            f"{k} {size(v)}" for k, v in sorted(result.bytes_by_dtype.items(), key=lambda i: -i[1])
+            f"{k} {format_size(v)}"
+            for k, v in sorted(result.bytes_by_dtype.items(), key=lambda i: -i[1])
         )
     )
     if result.left_out:
         print(
             "  left out: "
-            + ", ".join(f"{printable(k)} ({size(v)})" for k, v in result.left_out.items())
+            + ", ".join(f"{printable(k)} ({format_size(v)})" for k, v in result.left_out.items())
         )
     if result.stripped:
         print(
@@ -331,12 +332,13 @@ def show_transfer(result: TransferResult) -> None:
 def _show_plan(result: TransferResult) -> None:
     print(
         f"  plan: {result.num_copies:,} {'copy' if result.num_copies == 1 else 'copies'}, read"
-        f" {size(result.read_nbytes)} for {size(result.needed_nbytes)} needed (amplification"
-        f" {result.read_amplification:.3f}), write {size(result.written_nbytes)}"
+        f" {format_size(result.read_nbytes)} for {format_size(result.needed_nbytes)} needed"
+        f" (amplification {result.read_amplification:.3f}),"
+        f" write {format_size(result.written_nbytes)}"
     )
     table(
         ("file", "bytes"),
-        [(printable(n), size(b)) for n, b in list(result.files.items())[:_MAX_ROWS]],
+        [(printable(n), format_size(b)) for n, b in list(result.files.items())[:_MAX_ROWS]],
         right=(1,),
     )
     if len(result.files) > _MAX_ROWS:
@@ -373,7 +375,7 @@ def show_steps(steps: Sequence[Step]) -> None:
         rows.append(
             (
                 f"{step.number:,}",
-                size(step.nbytes),
+                format_size(step.nbytes),
                 made.replace("T", " ").replace("+00:00", "Z"),
                 ranks,
                 state,
@@ -390,7 +392,7 @@ def show_pruned(result: Pruned, leftovers: Sequence[str], is_dry_run: bool) -> N
     """Prints the steps that a prune removed (or would remove), and those that it kept."""
     verb = "would remove" if is_dry_run else "removed"
     for step in result.removed:
-        print(f"{verb} {printable(str(step.path))}  {size(step.nbytes)}")
+        print(f"{verb} {printable(str(step.path))}  {format_size(step.nbytes)}")
     for path, reason in result.kept.items():
         print(f"kept {printable(path)}: {reason}")
     for path, problem in result.damaged.items():
@@ -418,13 +420,15 @@ def show_copy(result: CopyResult) -> None:
     """Prints the result of a copy."""
     verb = "would copy" if result.is_dry_run else "copied"
     where, total = printable(result.destination), sum(result.files.values())
-    print(f"{verb} {where}: {len(result.files)} files, {size(total)} in {result.seconds:.2f} s")
+    print(
+        f"{verb} {where}: {len(result.files)} files, {format_size(total)} in {result.seconds:.2f} s"
+    )
     parts = (
         ("through this machine", result.client_nbytes),
         ("within the store", result.store_nbytes),
         ("there already", result.kept_nbytes),
     )
-    print("  " + ", ".join(f"{size(nbytes)} {what}" for what, nbytes in parts if nbytes))
+    print("  " + ", ".join(f"{format_size(nbytes)} {what}" for what, nbytes in parts if nbytes))
     for note in result.notes:
         print(f"  note: {printable(note)}")
 

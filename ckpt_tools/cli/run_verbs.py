@@ -47,7 +47,7 @@ def latest(
     step.
     """
     from ckpt_tools.publish.destinations import open_root
-    from ckpt_tools.publish.steps import latest as find
+    from ckpt_tools.publish.steps import find_latest as find
 
     found = find(open_root(root, parse_storage_options(storage_option)), verify)
     for path, reason in found.passed_over:
@@ -116,7 +116,7 @@ def prune(
     lists such steps. Exit status 15 if a step cannot be removed; the others are removed.
     """
     from ckpt_tools.cli import render
-    from ckpt_tools.loop.retention import prune as run
+    from ckpt_tools.loop.retention import prune_steps as run
     from ckpt_tools.publish.destinations import open_root
 
     where = open_root(root, parse_storage_options(storage_option))
@@ -145,7 +145,7 @@ def pin(
 
     Neither prune nor a training's retention removes it.
     """
-    from ckpt_tools.loop.retention import pin as run
+    from ckpt_tools.loop.retention import pin_step as run
 
     is_new = run(step, parse_storage_options(storage_option), remove)
     if not quiet:

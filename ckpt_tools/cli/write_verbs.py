@@ -22,11 +22,11 @@ from ckpt_tools.cli.options import (
     StorageOption,
     check_dtype,
     is_first,
+    json_value,
     make_options,
     parse_counts,
+    parse_size,
     parse_storage_options,
-    plain,
-    size,
 )
 from ckpt_tools.ranks.base import Group
 
@@ -85,7 +85,7 @@ def merge(
         int | None,
         typer.Option(
             "--max-shard-size",
-            parser=size,
+            parser=parse_size,
             metavar="SIZE",
             help="Write shards of at most this size, such as 5GB, and an index.",
             show_default=False,
@@ -375,7 +375,7 @@ def convert(
         int | None,
         typer.Option(
             "--max-shard-size",
-            parser=size,
+            parser=parse_size,
             metavar="SIZE",
             help="For hf: largest size of a shard; default: 5GB.",
             show_default=False,
@@ -479,7 +479,7 @@ def salvage(
         ),
     )
     if as_json:
-        print(json.dumps(plain(result)))
+        print(json.dumps(json_value(result)))
     elif not quiet:
         verdicts.show_salvage(result)
 
@@ -534,7 +534,7 @@ def copy_(
             **options,
         )
     if as_json and is_first(context.obj):
-        print(json.dumps(plain(result)))
+        print(json.dumps(json_value(result)))
     elif not quiet and is_first(context.obj):
         render.show_copy(result)
 
@@ -557,7 +557,9 @@ def _report(group: Group | None, result: TransferResult, quiet: bool, as_json: b
         return
     if as_json:
         print(
-            json.dumps(plain(result) | {"read_amplification": round(result.read_amplification, 4)})
+            json.dumps(
+                json_value(result) | {"read_amplification": round(result.read_amplification, 4)}
+            )
         )
     elif not quiet:
         render.show_transfer(result)

@@ -23,7 +23,7 @@ class RowRange(NamedTuple):
     step: int = 1
 
 
-def cut(chunk: Chunk, box: Box, itemsize: int) -> Chunk:
+def cut_chunk(chunk: Chunk, box: Box, itemsize: int) -> Chunk:
     """Returns the part of a chunk in `box`, which must lie in it. The chunk must be RAW."""
     return Chunk(
         box, _view(chunk, box, itemsize, chunk.extent.strides or row_major_strides(chunk.box.sizes))
@@ -126,7 +126,7 @@ def take_layer(entry: TensorEntry, index: int) -> TensorEntry:
     for chunk in entry.chunks:
         box = Box((index, *chunk.box.offsets[1:]), (1, *chunk.box.sizes[1:]))
         if chunk.box.offsets[0] <= index < chunk.box.offsets[0] + chunk.box.sizes[0]:
-            extent = cut(chunk, box, entry.dtype.itemsize).extent
+            extent = cut_chunk(chunk, box, entry.dtype.itemsize).extent
             strides = extent.strides[1:] if extent.strides else None
             chunks.append(
                 Chunk(Box(box.offsets[1:], box.sizes[1:]), extent._replace(strides=strides))

@@ -18,8 +18,8 @@ from ckpt_tools.core.box import Box
 from ckpt_tools.core.catalog import Extent
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.plan import Plan, TensorPlan
-from ckpt_tools.engine.kernels import Bytes, decode
-from ckpt_tools.engine.run import Reader, check_filled, cut
+from ckpt_tools.engine.kernels import Bytes, to_float64
+from ckpt_tools.engine.run import Reader, check_filled, split_buffer
 from ckpt_tools.engine.schedule import Batch, Sources, Tile
 from ckpt_tools.storage import Store
 
@@ -138,7 +138,7 @@ class CompareSink:
         for tile in others:
             check_filled(tile)
         sizes = [t.src_nbytes for t in others]
-        buffers = cut(reader.room("tiles", sum(sizes)), sizes)
+        buffers = split_buffer(reader.room("tiles", sum(sizes)), sizes)
         reader.fill(list(zip(others, buffers, strict=True)))
         for tile, mine, other, data in zip(step.tiles, tiles, others, buffers, strict=True):
             found = self._compare(tile, mine, other.tensor.src_dtype, data)
@@ -162,7 +162,7 @@ class CompareSink:
         return tally
 
     def _compare_block(self, a: Bytes, a_dtype: DType, b: Bytes, b_dtype: DType) -> Tally:
-        x, y = decode(a, a_dtype), decode(b, b_dtype)
+        x, y = to_float64(a, a_dtype), to_float64(b, b_dtype)
         with np.errstate(all="ignore"):
             gap = (
                 _integer_gap(a, a_dtype, b, b_dtype)

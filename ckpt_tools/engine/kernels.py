@@ -174,7 +174,7 @@ _SMALL = {
 }
 
 
-def decode(data: Bytes, dtype: DType) -> npt.NDArray[Any]:
+def to_float64(data: Bytes, dtype: DType) -> npt.NDArray[Any]:
     """Returns values as float64 (or complex128), so that any two types can be compared.
 
     A type without numeric values is returned as the numbers of its bytes.

@@ -253,10 +253,10 @@ class _Worker:
         own_nbytes = [
             t.dst_nbytes if r is None else 0 for t, r in zip(step.tiles, rooms, strict=True)
         ]
-        own = cut(self.reader.room("tiles", sum(own_nbytes)), own_nbytes)
+        own = split_buffer(self.reader.room("tiles", sum(own_nbytes)), own_nbytes)
         tiles = [o if r is None else r for o, r in zip(own, rooms, strict=True)]
         raw_nbytes = [t.src_nbytes if c else 0 for t, c in zip(step.tiles, is_cast, strict=True)]
-        raw = cut(self.reader.room("raw", sum(raw_nbytes)), raw_nbytes)
+        raw = split_buffer(self.reader.room("raw", sum(raw_nbytes)), raw_nbytes)
         stored = [r if c else t for r, t, c in zip(raw, tiles, is_cast, strict=True)]
         read_nbytes = self.reader.fill(
             [(t, s) for t, s, v in zip(step.tiles, stored, views, strict=True) if v is None]
@@ -301,7 +301,7 @@ class _Worker:
         return None if view is None else np.frombuffer(view, np.uint8)
 
 
-def cut(buffer: Bytes, sizes: Iterable[int]) -> list[Bytes]:
+def split_buffer(buffer: Bytes, sizes: Iterable[int]) -> list[Bytes]:
     """Returns consecutive pieces of a buffer, of these sizes."""
     parts, at = [], 0
     for nbytes in sizes:

@@ -28,7 +28,7 @@ from ckpt_tools.formats.base import SHAPES, Request, below, note_of
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import Path, is_value, leaves
-from ckpt_tools.formats.torch_save import UnreadValues, join, read_leaves, told
+from ckpt_tools.formats.torch_save import UnreadValues, describe_unknown, name_of, read_leaves
 from ckpt_tools.storage import Store, read
 from ckpt_tools.storage.small_files import parse_json
 
@@ -162,7 +162,7 @@ def _read(store: Store, model: Catalog | None) -> Catalog:
         if not any(n.startswith(f"{key}.") for n in parts.tables["paths"]):
             parts.add_files(torch_save.read_files(store, [name], {}, parts.made), key, [name])
     for name, path, value in _values(store, files, parts.unknown):
-        fqn = join(path)
+        fqn = name_of(path)
         parts.read.add(name)
         if fqn not in parts.tables["tensors"]:
             parts.tables["objects"][fqn], parts.tables["paths"][fqn] = (
@@ -179,7 +179,9 @@ def _read(store: Store, model: Catalog | None) -> Catalog:
     )
     parts.tables["unread"] |= parts.unknown.unread
     parts.tables["unknown"] |= parts.unknown.unknown
-    extras = ({"beside": ", ".join(map(printable, beside))} if beside else {}) | told(parts.unknown)
+    extras = ({"beside": ", ".join(map(printable, beside))} if beside else {}) | describe_unknown(
+        parts.unknown
+    )
     return Catalog(
         NAME,
         **parts.tables,

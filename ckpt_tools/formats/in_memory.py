@@ -12,7 +12,7 @@ from typing import Any
 from ckpt_tools.core.box import whole
 from ckpt_tools.core.catalog import BytesEntry, Chunk, Extent, TensorEntry
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.formats.zip.write import encode
+from ckpt_tools.formats.zip.write import render_archive
 
 FILE = "<values>"  # no writer gives a data file this name
 
@@ -43,7 +43,7 @@ class InMemoryFile:
         """Returns the object of a plain value."""
         key = f"{type(value).__name__} {value!r}"
         if key not in self._archives:
-            self._archives[key] = encode(value)
+            self._archives[key] = render_archive(value)
         return BytesEntry(fqn, self.add(self._archives[key]))
 
     def scalar(self, fqn: str, value: float) -> TensorEntry:

@@ -426,7 +426,7 @@ def is_checkpoint_file(folder: Store, name: str) -> bool:
     return True
 
 
-def prove(store: Store) -> None:
+def check_metadata(store: Store) -> None:
     """Checks the metadata of the checkpoint in or below a store, as `open_source` does.
 
     Raises:

@@ -164,7 +164,7 @@ def _read_shard(
     store: Store, name: str
 ) -> tuple[int, dict[str, str], dict[str, tuple[int, ...]], dict[str, TensorEntry]]:
     """Returns a file's size, its metadata for people, the offsets of its parts, and its tensors."""
-    size = size_of(store, name)
+    size = shard_size(store, name)
     header = _read_header(store, name, size)
     more = _read_extras(header.pop("__metadata__", {}), name)
     offsets = _read_offsets(more.pop(_SHARDING, "{}"), name)
@@ -214,7 +214,7 @@ def _whole(fqn: str, parts: list[TensorEntry]) -> TensorEntry:
     )
 
 
-def size_of(store: Store, name: str) -> int:
+def shard_size(store: Store, name: str) -> int:
     """Returns the size of a shard in bytes.
 
     Raises:

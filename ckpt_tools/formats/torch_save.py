@@ -41,7 +41,7 @@ from ckpt_tools.formats.pickle.state import (
     unpickled,
 )
 from ckpt_tools.formats.pickle.write import TensorRecord
-from ckpt_tools.formats.safetensors import compare_index, read_index, size_of
+from ckpt_tools.formats.safetensors import compare_index, read_index, shard_size
 from ckpt_tools.formats.zip.read import LOCAL, ZipRecord, data_start, read_directory
 from ckpt_tools.formats.zip.write import Archive
 from ckpt_tools.storage import Store, read
@@ -98,9 +98,9 @@ def read_files(
     sizes: dict[str, int] = {}
     others = UnreadValues()
     for name in names:
-        sizes[name] = size_of(store, name)
+        sizes[name] = shard_size(store, name)
         for path, value, extents in read_leaves(store, name, sizes[name], others):
-            fqn = join(path)
+            fqn = name_of(path)
             if fqn in paths:
                 raise FormatError(
                     f"two tensors have one name: {printable(fqn)!r} ({printable(name)})"
@@ -138,7 +138,7 @@ def read_files(
         objects,
         paths if is_nested else {},
         sizes,
-        extras=told(others) | _top_level(paths.values()),
+        extras=describe_unknown(others) | _top_level(paths.values()),
         archives=archives,
         made=made.files,
         unread=others.unread,
@@ -182,15 +182,15 @@ class UnreadValues(Counter[str]):
     @property
     def unknown(self) -> dict[str, str]:
         """The kinds of skipped values by name."""
-        return {join(path): kind for path, kind in self.foreign.items()}
+        return {name_of(path): kind for path, kind in self.foreign.items()}
 
     @property
     def unread(self) -> dict[str, str]:
         """The kinds of skipped tensors by name."""
-        return {join(path): kind for path, kind in self.tensors.items()}
+        return {name_of(path): kind for path, kind in self.tensors.items()}
 
 
-def told(others: Counter[str]) -> dict[str, str]:
+def describe_unknown(others: Counter[str]) -> dict[str, str]:
     """Returns a catalog's `extras` about values of unknown types."""
     kinds = ", ".join(
         f"{printable(kind)} ({count:,})" if count else printable(kind)
@@ -207,7 +207,7 @@ def told(others: Counter[str]) -> dict[str, str]:
 # ---- one file ------------------------------------------------------------------------------------
 
 
-def join(path: Path) -> str:
+def name_of(path: Path) -> str:
     """Returns the name of an entry from its path of keys."""
     return ".".join(map(str, path)) or "tensor"
 
@@ -343,7 +343,7 @@ def read_leaves(
             if has_numpy(value):
                 others.numpy.append(path)
             value = python_numbers(value)
-            yield path, value, tuple(opened.extent(view, join(path)) for view in views_of(value))
+            yield path, value, tuple(opened.extent(view, name_of(path)) for view in views_of(value))
         else:
             others[kind_of(value)] += 1
             others.foreign[path] = kind_of(value)

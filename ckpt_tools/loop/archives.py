@@ -26,7 +26,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.pickle.state import TensorView
 from ckpt_tools.formats.torch_save import UnreadValues, read_leaves
-from ckpt_tools.loop.objects import Key, Structure, decode, encode
+from ckpt_tools.loop.objects import Key, Structure, decode_object, encode_object
 from ckpt_tools.storage import MemoryStore
 
 _EXPANDED = 64  # an expanded tensor gets its full size when it is loaded
@@ -39,7 +39,9 @@ def pack(value: Any, path: Key = ()) -> bytes:
         PlanError: its type is not supported; see `encode`.
     """
     buffer = io.BytesIO()
-    torch.save(value.encoded if isinstance(value, Structure) else encode(value, path), buffer)
+    torch.save(
+        value.encoded if isinstance(value, Structure) else encode_object(value, path), buffer
+    )
     return buffer.getvalue()
 
 
@@ -90,7 +92,7 @@ def unpack(
             f" ({printable(name)!r})",
             hint="no code of it was run; if you wrote the file, pass trust_pickle=True",
         ) from error
-    return decode(value, tensor)
+    return decode_object(value, tensor)
 
 
 def _check_archive(data: bytes, name: str) -> None:
@@ -116,7 +118,7 @@ def check_value(value: Any, path: Key) -> None:
         PlanError: its type is not supported; see `encode`.
     """
     if not isinstance(value, Structure):
-        encode(value, path, replace=lambda *_: None)
+        encode_object(value, path, replace=lambda *_: None)
 
 
 def check_loadable(data: bytes, name: str, hint: str | None = None) -> None:

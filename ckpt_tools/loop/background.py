@@ -21,10 +21,10 @@ from ckpt_tools.loop.candidates import Candidates
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.retention import retain
 from ckpt_tools.loop.save import SaveLayout, SaveReport, write
-from ckpt_tools.loop.waiting import is_outage, pause_of, result_of, told
+from ckpt_tools.loop.waiting import is_outage, pause_of, wait_for, with_hint
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.lock import RootLock
-from ckpt_tools.publish.manifest import find
+from ckpt_tools.publish.manifest import find_manifest
 from ckpt_tools.publish.steps import step_name
 from ckpt_tools.publish.superseded import RollbackNote, write_note
 from ckpt_tools.ranks.gloo import GlooGroup
@@ -134,7 +134,7 @@ class BackgroundWriter:
         if running is None:
             return
         try:
-            result_of(running, f"a save to {printable(str(self.root.path))}")
+            wait_for(running, f"a save to {printable(str(self.root.path))}")
         except CheckpointError as error:
             self._failures += 1
             if is_last or self._failures >= self.max_failures:
@@ -144,7 +144,7 @@ class BackgroundWriter:
                 "a save failed, %d of at most %d in a row: %s",
                 self._failures,
                 self.max_failures - 1,
-                told(error),
+                with_hint(error),
             )
 
     def write(self, save: PendingSave, group: GlooGroup) -> SaveReport:
@@ -216,7 +216,7 @@ class BackgroundWriter:
             except (CheckpointError, OSError) as error:
                 log.warning(
                     "could not set aside the steps of the branch before; the next start does: %s",
-                    told(error),
+                    with_hint(error),
                 )
         if self.mirror is not None:
             self.mirror.offer(step, Path(path))
@@ -261,7 +261,7 @@ def tries_again(
         return False
     if group.rank == 0:
         log.warning(
-            "%s: %s; trying again for %.0f s", what, told(error), deadline - time.monotonic()
+            "%s: %s; trying again for %.0f s", what, with_hint(error), deadline - time.monotonic()
         )
     time.sleep(pause_of(num_tries - 1))
     return True
@@ -270,5 +270,5 @@ def tries_again(
 def _attempt_of(target: Destination) -> str:
     """Returns the attempt that wrote the checkpoint at a destination; "" if there is none."""
     store, _ = target.made()
-    manifest = find(store) if target.exists() else None
+    manifest = find_manifest(store) if target.exists() else None
     return manifest.attempt if manifest else ""

@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import IntegrityError, NotACheckpointError, StorageError, printable
 from ckpt_tools.loop import rollback
-from ckpt_tools.loop.waiting import told
+from ckpt_tools.loop.waiting import with_hint
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Latest, latest_of, list_steps, number_of
 from ckpt_tools.storage import place_of
@@ -91,7 +91,7 @@ class Candidates:
                 raise
             log.warning(
                 "the mirror cannot be read, and may have a newer step: %s; resuming from the disk",
-                told(error),
+                with_hint(error),
             )
             return choice
 
@@ -104,7 +104,7 @@ class Candidates:
             try:
                 there = list_steps(self._mirror)
             except StorageError as error:
-                log.warning("the mirror cannot be read: %s", told(error))
+                log.warning("the mirror cannot be read: %s", with_hint(error))
                 there = []
             newer = rollback.newer_than(there, number) | newer
             steps = [*steps, *there]

@@ -51,8 +51,8 @@ from ckpt_tools.loop.state_dict import (
     PerRank,
     PlacedPerRank,
     export,
+    flat_name,
     holders_of,
-    join,
     name_of_rank,
 )
 from ckpt_tools.publish.manifest import of_source
@@ -269,7 +269,7 @@ class _Load:
         stored = {name: plain_path(path) for name, path in self.source.catalog.paths.items()}
         current: dict[str, Any] = {**exported.tensors, **exported.objects}
         names = [*current, *self.made, *self.values]
-        plain_values = {join(path) for path in exported.plain}
+        plain_values = {flat_name(path) for path in exported.plain}
         # these become the stored values
         replaced = {n for n in names if n in stored and places_above(n, plain_values)}
         paths = {
@@ -302,10 +302,12 @@ class _Load:
 
     def _idle(self, paths: Mapping[str, Key]) -> set[str]:
         """Returns the names of new optimizer state memory that was not loaded."""
-        fresh = {join(path) for path in self.exported.fresh}
+        fresh = {flat_name(path) for path in self.exported.fresh}
         loaded = {*self.tensors, *self.by_hand}
         return {
-            n for n in self.exported.tensors if n not in loaded and join(paths[n][:-1]) in fresh
+            n
+            for n in self.exported.tensors
+            if n not in loaded and flat_name(paths[n][:-1]) in fresh
         }
 
 

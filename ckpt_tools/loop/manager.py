@@ -50,7 +50,7 @@ from ckpt_tools.loop.state_dict import export
 from ckpt_tools.loop.waiting import retry_outage
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, damage, find_step, latest, list_steps, step_name
+from ckpt_tools.publish.steps import Step, damage, find_latest, find_step, list_steps, step_name
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import check_url, is_url, local_path
 
@@ -431,7 +431,7 @@ class CheckpointManager:
 
     def latest(self) -> Step | None:
         """Returns the newest complete step."""
-        return latest(self._root).step
+        return find_latest(self._root).step
 
     # ---- signals and the end ---------------------------------------------------------------------
 

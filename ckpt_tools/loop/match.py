@@ -27,7 +27,7 @@ from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.objects import Key
 from ckpt_tools.loop.optimizers import StoredState
 from ckpt_tools.loop.shards import alias_key, local_shards
-from ckpt_tools.loop.state_dict import ExportedState, join
+from ckpt_tools.loop.state_dict import ExportedState, flat_name
 
 _SHOWN = 8
 OnMismatch = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
@@ -155,7 +155,7 @@ def match(exported: ExportedState, catalog: Catalog, request: LoadRequest, where
     alike, settled = _groups_by_parameter(exported, catalog)
     names |= {n: stored[0] for n, stored in alike.items()}
     ours = [*exported.tensors, *exported.objects, *exported.per_rank]
-    free = {join(path) for path in exported.free}
+    free = {flat_name(path) for path in exported.free}
     below = _stored_below(catalog, free)
     stored_below = list(dict.fromkeys(chain.from_iterable(below.values())))
     check_globs(request.select, [*ours, *stored_below], "select")
@@ -201,7 +201,7 @@ def match(exported: ExportedState, catalog: Catalog, request: LoadRequest, where
         for n, s in fitting.items()
         if resized.get(n) != "skip" and exported.paths[n][:-1] not in skipped
     }
-    new = [n for n in new if not places_above(n, {join(path) for path in skipped})]
+    new = [n for n in new if not places_above(n, {flat_name(path) for path in skipped})]
     shapes = [
         n
         for n, s in fitting.items()
@@ -414,7 +414,7 @@ def _mapping(exported: ExportedState, catalog: Catalog, notes: list[str]) -> dic
     result: dict[str, str] = {}
     model = ".".join(find_model(catalog))
     by_root: dict[str, list[str]] = {}
-    plain_values = {join(path) for path in exported.plain}
+    plain_values = {flat_name(path) for path in exported.plain}
     for name in (n for n in exported.tensors if not places_above(n, plain_values)):
         by_root.setdefault(root_of(name, exported.paths), []).append(name)
     for root, ours in by_root.items():

@@ -14,11 +14,11 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.loop import rollback
 from ckpt_tools.loop.retention import retain
-from ckpt_tools.loop.waiting import FIRST_WORD_S, NEXT_WORD_S, told
+from ckpt_tools.loop.waiting import FIRST_WORD_S, NEXT_WORD_S, with_hint
 from ckpt_tools.operations.copy import copy
-from ckpt_tools.publish.manifest import find
+from ckpt_tools.publish.manifest import find_manifest
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, find_step, latest, list_steps, rollbacks
+from ckpt_tools.publish.steps import Step, find_latest, find_step, list_steps, rollbacks
 from ckpt_tools.publish.superseded import RollbackNote, remove_note, write_note
 from ckpt_tools.storage import LocalStore
 
@@ -83,7 +83,7 @@ class Mirror:
         wanted = [
             s for s in self._steps() if not s.problem and not (self.every and s.number % self.every)
         ]
-        there = latest(self.there).step
+        there = find_latest(self.there).step
         with self._lock:
             if (
                 wanted
@@ -123,7 +123,7 @@ class Mirror:
                 self.error = (
                     error if isinstance(error, CheckpointError) else StorageError(str(error))
                 )
-                log.warning("the mirror cannot be listed: %s", told(error))
+                log.warning("the mirror cannot be listed: %s", with_hint(error))
         while True:
             with self._lock:
                 self._running, self._waiting = self._waiting, None
@@ -138,13 +138,13 @@ class Mirror:
                 self.error = (
                     error if isinstance(error, CheckpointError) else StorageError(str(error))
                 )
-                log.warning("could not mirror %s: %s", path, told(error))
+                log.warning("could not mirror %s: %s", path, with_hint(error))
                 continue
             self._retain()
 
     def _copy(self, path: Path) -> None:
         """Copies a step, and sets aside the steps that rollbacks on the disk have superseded."""
-        manifest = find(LocalStore(path))
+        manifest = find_manifest(LocalStore(path))
         notes = [
             note
             for note, is_in_effect in self._rollbacks()
@@ -212,6 +212,6 @@ class Mirror:
             error, self.error = self.error, None
             raise StorageError(
                 "the newest step could not be mirrored to"
-                f" {printable(str(self.there.path))}: {told(error)}",
+                f" {printable(str(self.there.path))}: {with_hint(error)}",
                 hint="it is complete on the disk: `ckpt copy` it there",
             ) from error

@@ -24,7 +24,7 @@ from ckpt_tools.formats.pickle.state import is_number
 from ckpt_tools.loop.objects import Key
 from ckpt_tools.loop.optimizers import StateOwners, parameter_names
 from ckpt_tools.loop.rename import moved
-from ckpt_tools.loop.state_dict import join
+from ckpt_tools.loop.state_dict import flat_name
 from ckpt_tools.operations.convert.param_order import LIKE_PARAMETER
 
 
@@ -63,7 +63,7 @@ def name_numbers(
     """
     result = NamedCatalog(catalog)
     for path, optimizer in holders.optimizers:
-        prefix = f"{join(path)}."
+        prefix = f"{flat_name(path)}."
         state = _state(catalog, f"{prefix}state.")
         names = parameter_names(optimizer, holders, path) if state else None
         if (
@@ -120,7 +120,7 @@ def _name_one(
     )
     if len(numbers) != len(names) or not {number for number, _ in state.values()} <= set(numbers):
         raise PlanError(
-            f"the optimizer at {join(path)!r} has {len(names)} parameters, and the one in the"
+            f"the optimizer at {flat_name(path)!r} has {len(names)} parameters, and the one in the"
             f" checkpoint numbers {len(numbers)}",
             hint=(
                 "make the optimizer as it was made for the save, or load the model alone:"

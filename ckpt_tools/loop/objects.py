@@ -123,7 +123,7 @@ def set_generator_state(generator: Any, state: Mapping[str, Any], path: Key) -> 
 # ---- to plain values -----------------------------------------------------------------------------
 
 
-def encode(value: Any, path: Key, replace: Replace | None = None) -> Any:
+def encode_object(value: Any, path: Key, replace: Replace | None = None) -> Any:
     """Returns a value in the types that `torch.load(weights_only=True)` reads.
 
     Args:
@@ -147,9 +147,11 @@ def encode(value: Any, path: Key, replace: Replace | None = None) -> Any:
             kinds == {int} and min(value) in _INT64 and max(value) in _INT64
         ):
             return value
-        return kind(encode(item, (*path, number), replace) for number, item in enumerate(value))
+        return kind(
+            encode_object(item, (*path, number), replace) for number, item in enumerate(value)
+        )
     if kind is dict and TAG not in value and all(type(key) is str for key in value):
-        return {key: encode(item, (*path, key), replace) for key, item in value.items()}
+        return {key: encode_object(item, (*path, key), replace) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
         return replace(value, path) if replace else _tensor(value, path)
     if kind in _NATIVE and value != b"":  # pickle writes b"" as a call that torch refuses
@@ -172,11 +174,12 @@ def _tagged(
 ) -> dict[str, Any]:
     """Returns the tagged dict that represents a value."""
     fields = {
-        k: v if k == "data" else encode(v, path, replace) for k, v in take(value, path).items()
+        k: v if k == "data" else encode_object(v, path, replace)
+        for k, v in take(value, path).items()
     }
     if isinstance(value, Mapping):
         fields["items"] = [
-            [encode(k, path, replace), encode(v, (*path, str(k)), replace)]
+            [encode_object(k, path, replace), encode_object(v, (*path, str(k)), replace)]
             for k, v in value.items()
         ]
     return {TAG: name} | fields
@@ -235,7 +238,7 @@ def _advice(value: Any) -> str:
 
 
 def _dict(_: Any, __: Key) -> dict[str, Any]:
-    return {}  # `encode` adds the items of every dict
+    return {}  # `encode_object` adds the items of every dict
 
 
 def _namespace(value: Any, _: Key) -> dict[str, Any]:
@@ -336,30 +339,30 @@ _ENCODERS |= {
 # ---- from plain values ---------------------------------------------------------------------------
 
 
-def decode(value: Any, tensor: Callable[[str], Any] | None = None) -> Any:
-    """Returns the value that `encode` was given.
+def decode_object(value: Any, tensor: Callable[[str], Any] | None = None) -> Any:
+    """Returns the value that `encode_object` was given.
 
     Args:
-        value: a result of `encode`. Types without a tag stay unchanged.
+        value: a result of `encode_object`. Types without a tag stay unchanged.
         tensor: returns the tensor of a name, for values whose tensors are separate entries.
 
     Raises:
-        FormatError: a tag is unknown, or its fields are not as `encode` writes them.
+        FormatError: a tag is unknown, or its fields are not as `encode_object` writes them.
     """
     kind = type(value)
     if kind in (list, tuple):
         if has_only_scalars(value):
             return value
-        return kind(decode(item, tensor) for item in value)
+        return kind(decode_object(item, tensor) for item in value)
     if kind is not dict:
         return value
     if TAG not in value:
-        return {key: decode(item, tensor) for key, item in value.items()}
+        return {key: decode_object(item, tensor) for key, item in value.items()}
     name = value[TAG]
     try:
         if name == "tensor" and tensor is not None:
             return tensor(value["name"])
-        return _DECODERS[name]({k: decode(v, tensor) for k, v in value.items() if k != TAG})
+        return _DECODERS[name]({k: decode_object(v, tensor) for k, v in value.items() if k != TAG})
     except FormatError:
         raise
     except Exception as error:  # a malformed field may make a constructor raise any type

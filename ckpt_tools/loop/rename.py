@@ -10,7 +10,7 @@ from typing import TypeVar
 from ckpt_tools.core.catalog import BytesEntry, Catalog, TensorEntry
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.objects import Key
-from ckpt_tools.loop.state_dict import join
+from ckpt_tools.loop.state_dict import flat_name
 
 SWAP = (
     "rules apply one after the other; to swap two names, go by a third: a to TMP, b to a, TMP to b"
@@ -41,7 +41,7 @@ def renamed(catalog: Catalog, rules: Mapping[str, str]) -> Catalog:
             return path  # options keep their names; `params` lists the parameters
         new = substitute(name)
         if len(path) > 3 and path[-3] == "state":
-            prefix, suffix = f"{join(path[:-2])}.", f".{path[-1]}"
+            prefix, suffix = f"{flat_name(path[:-2])}.", f".{path[-1]}"
             if new != name and new.startswith(prefix) and new.endswith(suffix):
                 return (*path[:-2], new[len(prefix) : -len(suffix)], path[-1])
             return (*path[:-2], parameter_renamer(catalog, substitute)(str(path[-2])), path[-1])
@@ -56,13 +56,15 @@ def _resplit(path: Key, new: str) -> Key:
     For example, the key `a.w` stays one key, and the keys `a` and `w` stay two.
     """
     head, tail = 0, 0
-    while head < len(path) - 1 and new.startswith(f"{join(path[: head + 1])}."):
+    while head < len(path) - 1 and new.startswith(f"{flat_name(path[: head + 1])}."):
         head += 1
-    while tail < len(path) - head - 1 and new.endswith(f".{join(path[len(path) - tail - 1 :])}"):
+    while tail < len(path) - head - 1 and new.endswith(
+        f".{flat_name(path[len(path) - tail - 1 :])}"
+    ):
         tail += 1
     start, end = (
-        len(join(path[:head])) + bool(head),
-        len(new) - (len(join(path[len(path) - tail :])) + 1 if tail else 0),
+        len(flat_name(path[:head])) + bool(head),
+        len(new) - (len(flat_name(path[len(path) - tail :])) + 1 if tail else 0),
     )
     if start > end:  # the rule removed text that both ends share
         return tuple(new.split("."))
@@ -79,7 +81,7 @@ def moved(catalog: Catalog, places: Mapping[str, Key]) -> Catalog:
     """
     taken: dict[str, str] = {}
     for name, path in places.items():
-        if (other := taken.setdefault(join(path), name)) != name:
+        if (other := taken.setdefault(flat_name(path), name)) != name:
             raise PlanError(
                 f"rename gives two entries one name: {printable(other)!r} and {printable(name)!r}",
                 hint=SWAP,
@@ -87,10 +89,10 @@ def moved(catalog: Catalog, places: Mapping[str, Key]) -> Catalog:
         if "" in path:
             raise PlanError(
                 f"rename leaves nothing of a part of a name: {printable(name)!r} becomes"
-                f" {printable(join(path))!r}"
+                f" {printable(flat_name(path))!r}"
             )
-    paths = {join(path): path for name, path in places.items() if name in catalog.paths}
-    new_names = {name: join(path) for name, path in places.items()}
+    paths = {flat_name(path): path for name, path in places.items() if name in catalog.paths}
+    new_names = {name: flat_name(path) for name, path in places.items()}
     return replace(
         catalog,
         tensors=_moved(catalog.tensors, new_names),

@@ -18,7 +18,7 @@ from ckpt_tools.errors import PlanError
 from ckpt_tools.loop.objects import (
     Key,
     Structure,
-    decode,
+    decode_object,
     generator_state,
     is_generator,
     place,
@@ -126,7 +126,9 @@ def _join_structures(
         if path[:-1] in places and path[-1] == STRUCTURE:
             found = values[name]
             whole[name] = (
-                decode(found.encoded, values.__getitem__) if isinstance(found, Structure) else found
+                decode_object(found.encoded, values.__getitem__)
+                if isinstance(found, Structure)
+                else found
             )
             at[name] = path[:-1]
         elif not any(path[: len(p)] == p for p in places):

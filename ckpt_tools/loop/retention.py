@@ -29,7 +29,7 @@ Options = Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The result of a `prune`, or of its dry run.
+    """The result of a `prune_steps`, or of its dry run.
 
     Attributes:
         removed: steps, oldest first.
@@ -89,7 +89,7 @@ def _counts(step: Step) -> bool:
     )
 
 
-def prune(
+def prune_steps(
     root: RunRoot,
     keep_last: int | None,
     keep_every: int | None = None,
@@ -140,7 +140,7 @@ def prune(
             continue
         try:
             if not dry_run:
-                remove(root, step)
+                remove_step(root, step)
             result.removed.append(step)
         except CheckpointError as error:
             result.failed[str(step.path)] = str(error)
@@ -159,12 +159,12 @@ def retain(
     It reads no step: this run has just written the newest one and compared its bytes.
 
     Args:
-        root, kept, passed: as for `prune`.
+        root, kept, passed: as for `prune_steps`.
         keep: `keep_last` and `keep_every`.
         told: messages that were logged before and are not repeated.
     """
     try:
-        result = prune(root, *keep, kept, reads=False, passed=passed)
+        result = prune_steps(root, *keep, kept, reads=False, passed=passed)
     except (CheckpointError, OSError) as error:
         log.warning("could not remove old steps: %s", error)
         return False
@@ -231,7 +231,7 @@ def _foreign_files(root: RunRoot, step: Step) -> list[str]:
 # ---- pins ----------------------------------------------------------------------------------------
 
 
-def pin(path: Path | str, options: Options = None, removes: bool = False) -> bool:
+def pin_step(path: Path | str, options: Options = None, removes: bool = False) -> bool:
     """Adds or removes the pin of a step; returns whether that changed anything.
 
     Args:
@@ -258,7 +258,7 @@ def pin(path: Path | str, options: Options = None, removes: bool = False) -> boo
     return True
 
 
-def remove(root: RunRoot, step: Step) -> None:
+def remove_step(root: RunRoot, step: Step) -> None:
     """Removes a step: first its name or index, in one instant, then its bytes.
 
     Raises:

@@ -42,7 +42,7 @@ def latest(
     Raises:
         StorageError: the directory cannot be read.
     """
-    return run_steps.latest(open_root(root, storage_options), verify=verify).step
+    return run_steps.find_latest(open_root(root, storage_options), verify=verify).step
 
 
 def prune(
@@ -75,6 +75,6 @@ def prune(
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and (type(value) is not int or value < 1):
             raise PlanError(f"{name}: expected at least 1, got {value!r}")
-    return retention.prune(
+    return retention.prune_steps(
         open_root(root, storage_options), keep_last, keep_every, dry_run=dry_run, reads=verify
     )

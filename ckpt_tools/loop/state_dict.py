@@ -28,7 +28,7 @@ from ckpt_tools.loop.objects import (
     TAG,
     Key,
     Structure,
-    encode,
+    encode_object,
     generator_state,
     has_only_scalars,
     is_generator,
@@ -137,7 +137,7 @@ class ExportedState:
     fresh: list[Key] = field(default_factory=list)
 
 
-def join(path: Key) -> str:
+def flat_name(path: Key) -> str:
     """Returns the flat name of a path of keys."""
     return ".".join(map(str, path))
 
@@ -292,7 +292,7 @@ class _Exporter:
             exported = _tied(value, exported)
             if self.stored is not None:
                 self._free_extra(exported, path)
-                self.result.kept += [f"{join(path)}.{name}" for name in _non_persistent(value)]
+                self.result.kept += [f"{flat_name(path)}.{name}" for name in _non_persistent(value)]
             self.emit(exported, path, is_root=True)
         elif isinstance(value, Optimizer) and not is_container(value):
             with calling("state_dict", value, path):
@@ -365,15 +365,15 @@ class _Exporter:
     def _structure(self, value: Any, path: Key) -> None:
         def put(tensor: torch.Tensor, at: Key) -> dict[str, str]:
             where = (*path, *map(str, at[len(path) :]))
-            while join(where) in self.result.paths:
+            while flat_name(where) in self.result.paths:
                 where = (*where[:-1], f"{where[-1]}~")
             self.result.tensors[self._name(where)] = tensor
-            return {TAG: "tensor", "name": join(where)}
+            return {TAG: "tensor", "name": flat_name(where)}
 
-        self._leaf(Structure(encode(value, path, put)), (*path, STRUCTURE))
+        self._leaf(Structure(encode_object(value, path, put)), (*path, STRUCTURE))
 
     def _name(self, path: Key) -> str:
-        name = join(path)
+        name = flat_name(path)
         if (other := self.result.paths.setdefault(name, path)) is not path:
             raise PlanError(
                 f"two entries of the state have one name: {printable(name)!r}: {place(other)} and"

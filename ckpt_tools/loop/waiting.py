@@ -16,7 +16,7 @@ FIRST_WORD_S, NEXT_WORD_S = 5.0, 60.0
 _LONGEST_PAUSE_S = 15.0
 
 
-def told(error: BaseException) -> str:
+def with_hint(error: BaseException) -> str:
     """Returns an error with its hint on one line, for a log."""
     hint = getattr(error, "hint", None)
     return f"{error} (hint: {hint})" if hint else str(error)
@@ -47,7 +47,7 @@ def retry_outage(what: str, call: Callable[[], T], retry_s: float) -> T:
             left = deadline - time.monotonic()
             if not error.is_transient or left <= 0:
                 raise
-            log.warning("%s: %s; trying again for %.0f s", what, told(error), left)
+            log.warning("%s: %s; trying again for %.0f s", what, with_hint(error), left)
             time.sleep(min(pause_of(attempt), left))
     raise AssertionError
 
@@ -57,7 +57,7 @@ def is_outage(error: BaseException) -> bool:
     return isinstance(error, StorageError) and error.is_transient
 
 
-def result_of(running: Future[T], what: str) -> T:
+def wait_for(running: Future[T], what: str) -> T:
     """Waits for a background task; logs this after 5 s and then every minute."""
     began, wait_s = time.monotonic(), FIRST_WORD_S
     while True:

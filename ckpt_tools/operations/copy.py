@@ -32,7 +32,14 @@ from ckpt_tools.publish.base import Attempt, CopyTarget, Destination
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.lock import RootLock
-from ckpt_tools.publish.manifest import Manifest, SealedFile, file_name, find, names_in, of_source
+from ckpt_tools.publish.manifest import (
+    Manifest,
+    SealedFile,
+    file_name,
+    find_manifest,
+    names_in,
+    of_source,
+)
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import is_url, read
 from ckpt_tools.storage.retries import appeared, read_again_if_wrong
@@ -318,7 +325,7 @@ class _Work:
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
         if self.manifest is None:
             return "alike" if is_same and not names_in(store) else "another"
-        return "all" if is_same and find(store) == self.manifest else "another"
+        return "all" if is_same and find_manifest(store) == self.manifest else "another"
 
     def _check_own(self, names: Sequence[str]) -> None:
         """Refuses to overwrite objects of other tools that differ from the source.

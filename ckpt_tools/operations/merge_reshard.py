@@ -185,7 +185,7 @@ def reshard(
         )
     world_size = (None if source.format in (torch_save, deepspeed) else catalog.world_size) or 1
     targets = [
-        TargetTensor(t.fqn, t.dtype, t.shape, tuple(rank_boxes(t, world_size, to_ranks)))
+        TargetTensor(t.fqn, t.dtype, t.shape, tuple(saved_boxes(t, world_size, to_ranks)))
         for t in catalog.tensors.values()
     ]
     request = Request(
@@ -347,7 +347,7 @@ def shards(targets: list[TargetTensor], max_shard_bytes: int | None, name: str) 
     return Request(spread, number + 1, with_index=True)
 
 
-def rank_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[Box | None]:
+def saved_boxes(entry: TensorEntry, world_size: int | None, to_ranks: int) -> Sequence[Box | None]:
     """Returns the box that each of `to_ranks` ranks saves of a tensor; see `reshard_boxes`."""
     boxes = kinds_of(entry)
     # one rank saves whole tensors; FSDP would split them along dim 0

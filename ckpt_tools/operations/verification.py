@@ -35,7 +35,7 @@ from ckpt_tools.publish.check_manifest import (
     list_sealed,
     run_shared,
 )
-from ckpt_tools.publish.manifest import Manifest, names_in, of_store, parse
+from ckpt_tools.publish.manifest import Manifest, names_in, of_store, parse_manifest
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import Overlay, Store, read
 from ckpt_tools.storage.retries import read_again_if_wrong
@@ -308,7 +308,7 @@ class Verification:
             if kind != MANIFEST or not beside or beside in sizes:
                 continue
             with suppress(FormatError):  # a malformed manifest does not describe this file
-                manifest = parse(read(folder, note), note)
+                manifest = parse_manifest(read(folder, note), note)
                 (file,) = manifest.files.values() if len(manifest.files) == 1 else (None,)
                 if file is None or file.nbytes != sizes[name]:
                     continue

@@ -35,7 +35,7 @@ from ckpt_tools.formats.registry import INDEXES, is_checkpoint_file, is_ours
 from ckpt_tools.publish.base import CopiedRange, CopyTarget, UploadNotes
 from ckpt_tools.publish.leftovers import give_up_uploads
 from ckpt_tools.publish.lock import Lease
-from ckpt_tools.publish.manifest import find, names_in
+from ckpt_tools.publish.manifest import find_manifest, names_in
 from ckpt_tools.storage import RemoteStore, Store, WritableStore, Writer, read
 from ckpt_tools.storage.object_info import ObjectInfo
 from ckpt_tools.storage.retries import appeared
@@ -432,7 +432,9 @@ class RemoteAttempt:
         if self._single:
             writer = self.store.written.get(self._single)
             return writer is not None and writer.is_complete
-        found = find(store) if any(name in INDEXES for name in store.list_files()) else None
+        found = (
+            find_manifest(store) if any(name in INDEXES for name in store.list_files()) else None
+        )
         if found is None or found.index is None or found.attempt != self.attempt:
             return False
         return hex64(crc64nvme(read(store, found.index[0]))) == found.index[1].crc64nvme

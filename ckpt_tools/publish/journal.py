@@ -106,7 +106,7 @@ class DeadAttempt:
     nbytes: int
 
 
-def find(dead: Iterable[Path], work: str) -> DeadAttempt | None:
+def find_dead_attempt(dead: Iterable[Path], work: str) -> DeadAttempt | None:
     """Returns the attempt of those that died that was at a piece of work; one in which others could
     have written is not looked at.
     """
@@ -180,7 +180,7 @@ class Journal:
             self._fd = -1
 
 
-def remove(folder: Path) -> None:
+def remove_journals(folder: Path) -> None:
     """Removes all journals of a staging directory: nobody is to go on from there."""
     for path in folder.glob(GLOB):
         path.unlink(missing_ok=True)
@@ -249,7 +249,7 @@ class FinishedTiles:
             )
 
 
-def load(folder: Path, work: str) -> list[BatchResult]:
+def read_journals(folder: Path, work: str) -> list[BatchResult]:
     """Returns the steps that the journals of a staging directory tell of."""
     steps: list[BatchResult] = []
     for path in sorted(folder.glob(GLOB)):
@@ -292,7 +292,7 @@ def _size(store: Store, file: str) -> int:
         return -1
 
 
-def prove(
+def prove_tiles(
     steps: Sequence[BatchResult], store: Store, tiles: tuple[int, int], jobs: int, group: Group
 ) -> FinishedTiles:
     """Reads again what steps have written, a share by each member of a group, and returns those of

@@ -269,7 +269,7 @@ class LocalAttempt:
         for literal in (manifest, index):
             if literal is not None:
                 write_file(LocalStore(self.folder), literal.file, literal.data)
-        journal.remove(self.folder)
+        journal.remove_journals(self.folder)
         if self._accept is not None:
             self._accept(str(self.folder))
         if self._single:

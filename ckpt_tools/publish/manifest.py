@@ -127,7 +127,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]
 _OWN = re.compile(rb',\n "crc64nvme": "([0-9a-f]{16})"\n}\n\Z')
 
 
-def parse(data: bytes, where: str) -> Manifest:
+def parse_manifest(data: bytes, where: str) -> Manifest:
     """Returns a manifest from its text.
 
     Raises:
@@ -185,7 +185,7 @@ def names_in(store: Store, beside: str = "") -> list[str]:
     return [name for name in store.list_files() if note_of(name) == (MANIFEST, short_name(beside))]
 
 
-def find(store: Store, beside: str = "") -> Manifest | None:
+def find_manifest(store: Store, beside: str = "") -> Manifest | None:
     """Returns the manifest in a directory, or that of one file in it; None where there is none.
 
     Of several in a directory, in an object store in which one attempt has just taken the place of
@@ -220,18 +220,18 @@ def find(store: Store, beside: str = "") -> Manifest | None:
 
 
 def read_manifest(store: Store, name: str) -> Manifest:
-    """Reads one manifest of a directory; raises FormatError as `parse` does."""
-    return parse(read(store, name), name)
+    """Reads one manifest of a directory; raises FormatError as `parse_manifest` does."""
+    return parse_manifest(read(store, name), name)
 
 
 def of_source(source: Source) -> Manifest | None:
-    """Returns the manifest of an opened checkpoint, None where there is none; see `find`."""
+    """Returns the manifest of an opened checkpoint; None if there is none."""
     return of_store(source.store)
 
 
 def of_store(store: Store) -> Manifest | None:
-    """Returns the manifest of a checkpoint that was found, None where there is none; see `find`."""
-    return find(*folder_of(store))
+    """Returns the manifest of a detected checkpoint; None if there is none."""
+    return find_manifest(*folder_of(store))
 
 
 def _sealed(entry: Mapping[str, Any]) -> SealedFile:

@@ -16,9 +16,9 @@ from typing import Any
 
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.base import PIN
-from ckpt_tools.formats.registry import INDEXES, detect_in, prove
+from ckpt_tools.formats.registry import INDEXES, check_metadata, detect_in
 from ckpt_tools.publish.check_manifest import first_problem
-from ckpt_tools.publish.manifest import Manifest, find
+from ckpt_tools.publish.manifest import Manifest, find_manifest
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.superseded import SUPERSEDED, RollbackNote, read_notes
 from ckpt_tools.storage import LocalStore, Store, open_store, place_of
@@ -246,7 +246,7 @@ def look_at(number: int | None, store: Store | Path) -> Step:
     path = place_of(store.url)
     try:
         files = store.list_files()
-        manifest = find(store)
+        manifest = find_manifest(store)
         problem = (
             _foreign_problem(store)
             if manifest is None
@@ -282,7 +282,7 @@ def unsound(step: Step) -> str:
     if step.problem or step.manifest is not None:
         return step.problem
     try:
-        prove(_open(step))
+        check_metadata(_open(step))
     except CheckpointError as error:
         return str(error)
     return ""
@@ -301,7 +301,7 @@ def damage(step: Step | None) -> str:
         store.close()
 
 
-def latest(root: RunRoot, verify: bool = False, skip: Container[Path | str] = ()) -> Latest:
+def find_latest(root: RunRoot, verify: bool = False, skip: Container[Path | str] = ()) -> Latest:
     """Finds the newest step that is complete, by number; those that a rollback superseded are none.
 
     Args:
@@ -330,7 +330,7 @@ def _latest(
 
 def latest_of(roots: Sequence[RunRoot], skip: Container[Path | str] = ()) -> Latest:
     """Finds the newest complete step of several places, the first of them where they are equal;
-    arguments as for `latest`.
+    arguments as for `find_latest`.
 
     A rollback that is in effect in one of them is so in all: a mirror may not have heard of it yet.
     """

@@ -26,8 +26,8 @@ from ckpt_tools.storage.base import (
 )
 from ckpt_tools.storage.object_info import ObjectInfo, SmallObject
 from ckpt_tools.storage.prefetch import FRUGAL, ROOMY, WINDOW_BYTES, Prefetcher
-from ckpt_tools.storage.retries import ATTEMPTS, appeared, pause, plain, retry
-from ckpt_tools.storage.s3.client import S3, check_options, server_time, stored_crc64
+from ckpt_tools.storage.retries import ATTEMPTS, appeared, error_text, pause, retry
+from ckpt_tools.storage.s3.client import S3, check_s3_options, server_time, stored_crc64
 from ckpt_tools.storage.s3.multipart import CLAIM, MARK, OWNER, Upload, UploadOptions, refuses
 from ckpt_tools.storage.stream import Stream
 from ckpt_tools.storage.web import bounded_client
@@ -104,10 +104,10 @@ class RemoteStore:
             scheme = url.split("://")[0]
             hint = f"in small letters: {scheme.lower()}://…" if scheme != scheme.lower() else hint
             raise StorageError(
-                f"cannot open {printable(self.url)}: {plain(error)}", hint=hint
+                f"cannot open {printable(self.url)}: {error_text(error)}", hint=hint
             ) from error
         if fs is None and not wrappers and hasattr(self._fs, "call_s3"):
-            check_options(options, type(self._fs).__init__)
+            check_s3_options(options, type(self._fs).__init__)
         self._root = self._fs._strip_protocol(inner.rstrip("/"))
         self._sizes: dict[str, int] = {}
         self._modified: dict[str, Any] = {}

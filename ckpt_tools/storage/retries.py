@@ -122,7 +122,7 @@ def failure(operation: str, url: str, error: BaseException) -> StorageError:
         error: the exception of the store's package.
     """
     advice = hint(error)
-    text = f"cannot {operation}: {plain(error)} ({printable(url)})"
+    text = f"cannot {operation}: {error_text(error)} ({printable(url)})"
     return StorageError(
         text, hint=advice, is_transient=advice in (None, _UNREACHABLE) and _is_outage(error)
     )
@@ -201,7 +201,7 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__} {error} {code}"
 
 
-def plain(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Returns an error's text on one line, with `***` for text that looks like a secret."""
     text = " ".join(str(error).split())
     if text in ("", "None") or text.endswith("] None"):

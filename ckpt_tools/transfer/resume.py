@@ -91,7 +91,7 @@ class Resume:
             self.work = journal.identify(operation, plan, source, changes)
         if self._is_wanted and self.work:
             self.is_done = self._refusal is not None and _is_made_by(self._dst, self.work)
-            self._dead = journal.find(self._dst.dead(), self.work)
+            self._dead = journal.find_dead_attempt(self._dst.dead(), self.work)
             single = next(iter(plan.target.file_sizes)) if plan.target.index is None else ""
             self._uploads = self._dst.find_uploads(self.work, single)
         if self._refusal and not self.is_done:
@@ -153,8 +153,8 @@ class Resume:
                 if self._group.rank == 0:
                     attempt.prepare(files)
             with self._group.phase("read journals"):
-                batches = journal.load(attempt.folder, self.work)
-            self.finished = journal.prove(batches, attempt.files(), tiles, jobs, self._group)
+                batches = journal.read_journals(attempt.folder, self.work)
+            self.finished = journal.prove_tiles(batches, attempt.files(), tiles, jobs, self._group)
             self.kept_nbytes = self.finished.nbytes
         name = f"{journal.GLOB[:-1]}{attempt.attempt[:8]}.{self._group.rank}"
         self._journal = journal.Journal(attempt.folder / name, self.work, tiles)
@@ -195,7 +195,7 @@ def _is_made_by(dst: Destination, work: str) -> bool:
     """
     with suppress(CheckpointError):
         store, beside = dst.made()
-        found = manifest.find(store, beside)
+        found = manifest.find_manifest(store, beside)
         parts = [*found.files.items(), *([found.index] if found.index else [])] if found else []
         return (
             found is not None
@@ -208,4 +208,4 @@ def _is_made_by(dst: Destination, work: str) -> bool:
 def forget(attempt: Attempt) -> None:
     """Removes the journals of an attempt, so that no later one continues from it."""
     if attempt.folder is not None:
-        journal.remove(attempt.folder)
+        journal.remove_journals(attempt.folder)

@@ -20,12 +20,12 @@ OPAQUE = (
 SEAMS = {"recognise", "read_catalog", "lay_out", "locate", "guess", "read_readable", "read_files"}
 
 
-def definitions() -> dict[str, set[str]]:
-    """The public classes of the package, and the modules that define each."""
+def definitions(kind: type = ast.ClassDef) -> dict[str, set[str]]:
+    """The public classes or functions of the package, and the modules that define each."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in ROOT.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, kind) and not node.name.startswith("_"):
                 found[node.name].add(str(path.relative_to(ROOT)))
     return found
 
@@ -34,6 +34,16 @@ def test_no_class_name_has_two_meanings_and_none_is_opaque() -> None:
     found = definitions()
     assert not {name: where for name, where in found.items() if len(where) > 1}
     assert not set(OPAQUE) & found.keys()
+
+
+def test_no_function_name_has_two_meanings() -> None:
+    """A command has the name of the operation that it calls."""
+    found = {
+        name: {module for module in where if not module.startswith("cli/")}
+        for name, where in definitions(ast.FunctionDef).items()
+        if name not in SEAMS
+    }
+    assert not {name: where for name, where in found.items() if len(where) > 1}
 
 
 def test_the_glossary_is_sorted_and_has_each_word_once() -> None:

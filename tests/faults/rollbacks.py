@@ -20,7 +20,7 @@ import torch
 
 from ckpt_tools import CheckpointManager, load
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import damage, latest, list_steps
+from ckpt_tools.publish.steps import damage, find_latest, list_steps
 from tests.faults.fleet import Fleet, inject
 
 CALLS = ("mkdir", "pwrite64", "fsync", "chmod", "renameat2", "rename", "unlink", "unlinkat")
@@ -46,7 +46,7 @@ def check(root: Path) -> str:
             load(step.path, state)
             held.add(float(state["w"][0]))
     assert held >= {1.0, 2.0, 3.0}, (held, steps)
-    newest = latest(open_root(root)).step
+    newest = find_latest(open_root(root)).step
     assert newest is not None
     is_new = 20.0 in held
     assert newest.number == (2 if is_new else 3), (newest, held)

@@ -17,7 +17,7 @@ import ckpt_tools
 from ckpt_tools import CheckpointManager
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.local import bring_back
-from ckpt_tools.publish.steps import latest
+from ckpt_tools.publish.steps import find_latest
 from tests.faults.crashes import Disk, crash, record
 from tests.jobs import LONG
 
@@ -136,7 +136,9 @@ def test_a_run_has_a_newest_step_that_is_right(tmp_path: Path) -> None:
         seen = set[str]()
 
         def check(folder: Path, is_over: bool, number: int = number, seen: set[str] = seen) -> None:
-            found = latest(open_root(folder / "run")).step if (folder / "run").exists() else None
+            found = (
+                find_latest(open_root(folder / "run")).step if (folder / "run").exists() else None
+            )
             name = Path(found.path).name if found else ""
             assert name in ([f"step-{number:08d}"] if is_over else ["", *right][number - 1 :]), (
                 folder,
@@ -158,7 +160,7 @@ def test_what_is_pruned_goes_and_the_newest_stays(tmp_path: Path) -> None:
     disk = run(tmp_path, "-m", "ckpt_tools", "prune", run_folder, "--keep-last", "1")
 
     def check(folder: Path, is_over: bool) -> None:
-        found = latest(open_root(folder / "run")).step
+        found = find_latest(open_root(folder / "run")).step
         assert found is not None and Path(found.path).name == "step-00000003"
         assert all(contents(path) == right[path.name] for path in (folder / "run").glob("step-*"))
 

@@ -57,8 +57,8 @@ from ckpt_tools.operations.convert.training_state import (
     take_apart,
     unpack_objects,
 )
-from ckpt_tools.publish.journal import find, load, prove
-from ckpt_tools.publish.manifest import parse as parse_manifest
+from ckpt_tools.publish.journal import find_dead_attempt, prove_tiles, read_journals
+from ckpt_tools.publish.manifest import parse_manifest as parse_manifest
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import MemoryStore, Overlay, is_url
 from ckpt_tools.storage.base import check_path
@@ -192,7 +192,7 @@ def many(data: bytes) -> object:
     nothing that this one refuses.
     """
     try:
-        plain = dcp_metadata.parse(data, "test")
+        plain = dcp_metadata.parse_metadata(data, "test")
     except CheckpointError:
         assert dcp_bulk.read_bulk(data, "test") is None
         raise
@@ -215,7 +215,9 @@ def item(data: bytes) -> object:
     store, extent = MemoryStore({"f": data}), Extent("f", 0, len(data), TORCH_ZIP)
     list(zip_check.examine(store, [extent]))
     return list(
-        torch_zip.locate(store, [torch_zip.ArchiveItem(extent, BY_NAME["float32"], (3, 4))])
+        torch_zip.locate_payloads(
+            store, [torch_zip.ArchiveItem(extent, BY_NAME["float32"], (3, 4))]
+        )
     )
 
 
@@ -274,9 +276,13 @@ def journal(data: bytes) -> object:
     with _allowed():
         JOURNAL.mkdir(exist_ok=True)
         (JOURNAL / ".ckpt.journal.fuzz").write_bytes(b"".join(lines))
-    earlier = find([JOURNAL], WORK)
-    past = prove(
-        load(JOURNAL, WORK), MemoryStore({"f": DATA, "g": DATA}), (1 << 16, 1 << 16), 1, ALONE
+    earlier = find_dead_attempt([JOURNAL], WORK)
+    past = prove_tiles(
+        read_journals(JOURNAL, WORK),
+        MemoryStore({"f": DATA, "g": DATA}),
+        (1 << 16, 1 << 16),
+        1,
+        ALONE,
     )
     if earlier is None:
         raise CheckpointError("not gone on with")

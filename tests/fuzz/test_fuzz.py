@@ -19,7 +19,7 @@ from ckpt_tools.engine.sinks import WriteSink
 from ckpt_tools.errors import FormatError, UnsafePickleError
 from ckpt_tools.formats.dcp import metadata as dcp_metadata
 from ckpt_tools.formats.zip import read as torch_zip
-from ckpt_tools.publish.journal import load, prove
+from ckpt_tools.publish.journal import prove_tiles, read_journals
 from ckpt_tools.ranks.base import ALONE
 from ckpt_tools.storage import MemoryStore
 from tests.fuzz.fuzz import TARGETS
@@ -96,12 +96,14 @@ def by_way_of_a_list(how_often: int) -> bytes:
 )
 def test_a_tuple_that_would_end_the_process_or_never_end_is_refused(data: bytes) -> None:
     with pytest.raises(UnsafePickleError, match="a tuple holds more than 4096 elements"):
-        dcp_metadata.parse(data, "test")
+        dcp_metadata.parse_metadata(data, "test")
 
 
 def test_a_global_without_its_second_line_is_no_endless_walk() -> None:
     with pytest.raises(FormatError):
-        dcp_metadata.parse(b"\x80\x02ctorch\nSize\n" + b"c" + b"a" * 600 + b"\n)\x81.", "test")
+        dcp_metadata.parse_metadata(
+            b"\x80\x02ctorch\nSize\n" + b"c" + b"a" * 600 + b"\n)\x81.", "test"
+        )
 
 
 def test_a_zip64_field_that_is_cut_short_is_refused() -> None:
@@ -112,7 +114,7 @@ def test_a_zip64_field_that_is_cut_short_is_refused() -> None:
     data[entry + 30 : entry + 32] = b"\x0b\x00"
     with pytest.raises(FormatError):
         list(
-            torch_zip.locate(
+            torch_zip.locate_payloads(
                 MemoryStore({"f": bytes(data)}),
                 [
                     torch_zip.ArchiveItem(
@@ -147,5 +149,7 @@ def test_a_journal_whose_pieces_lie_outside_of_their_tensor_is_no_crash(
         b"".join(hex64(crc64nvme(line)).encode() + b" " + line + b"\n" for line in lines)
     )
     memory, sink = MemoryStore({"f": b""}), WriteSink(Target("dcp", {"f": 0}, {}), MemoryStore({}))
-    prove(load(tmp_path, WORK), memory, (1 << 16, 1 << 16), 1, ALONE).tell(sink, CrcWatch({}), {})
+    prove_tiles(read_journals(tmp_path, WORK), memory, (1 << 16, 1 << 16), 1, ALONE).tell(
+        sink, CrcWatch({}), {}
+    )
     assert sink.fingerprints.join() == {}

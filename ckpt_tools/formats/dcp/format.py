@@ -34,7 +34,7 @@ from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, TensorMeta
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.load import no_gc
 from ckpt_tools.formats.pickle.state import plain_path
-from ckpt_tools.formats.torch_save import UnreadValues, join, read_leaves, told
+from ckpt_tools.formats.torch_save import UnreadValues, describe_unknown, name_of, read_leaves
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.formats.zip.write import ArchiveWrapping, wrap
 from ckpt_tools.storage import MemoryStore, Store, check_path, read
@@ -176,7 +176,7 @@ def _read(store: Store, names: Iterable[str]) -> _Read:
     objects: dict[str, list[Extent]] = {}
     with no_gc():
         for name in names:
-            parsed.append(dcp_metadata.parse(read(store, name), name))
+            parsed.append(dcp_metadata.parse_metadata(read(store, name), name))
             _collect(parsed[-1], name, tensors, metas, objects)
         aside, entries = _Aside(), {}
         for fqn, meta in metas.items():
@@ -231,7 +231,7 @@ def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalo
     made, others = InMemoryFile(), UnreadValues()
     objects, paths = dict(catalog.objects), dict(catalog.paths)
     for path, value, extents in read_leaves(store, name, size, others):
-        fqn = join(path)
+        fqn = name_of(path)
         if extents or fqn in catalog.tensors or fqn in objects:
             others["tensor" if extents else "value of a name that is taken"] += 1
             continue
@@ -243,7 +243,7 @@ def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalo
         paths=paths,
         file_sizes={**catalog.file_sizes, name: size},
         made=made.files,
-        extras={**catalog.extras, "written by": _BESIDE[name], **told(others)},
+        extras={**catalog.extras, "written by": _BESIDE[name], **describe_unknown(others)},
         archives=(*catalog.archives, Extent(name, 0, size, TORCH_ZIP)),
         unread={**catalog.unread, **others.unread},
         unknown={**catalog.unknown, **others.unknown},
@@ -358,7 +358,7 @@ def _locate(store: Store, tensors: Iterable[TensorEntry]) -> Mapping[Extent, Ext
             torch_zip.ArchiveItem(extent, dtype, same.setdefault(sizes, sizes))
             for sizes, extent, dtype in packed
         ]
-        return dict(torch_zip.locate(store, items))
+        return dict(torch_zip.locate_payloads(store, items))
 
 
 def guess(tensors: Iterable[TensorEntry]) -> Mapping[Extent, Extent]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.pickle.load import brief, load
+from ckpt_tools.formats.pickle.load import brief, load_pickle
 from ckpt_tools.formats.pickle.write import integer
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -115,7 +115,7 @@ def _globals() -> tuple[dict[tuple[str, str], Any], dict[str, type]]:
     return allowed, stubs
 
 
-def parse(data: bytes, where: str, runs: Sequence[ColumnRun] = ()) -> Metadata:
+def parse_metadata(data: bytes, where: str, runs: Sequence[ColumnRun] = ()) -> Metadata:
     """Returns the contents of a `.metadata` pickle, checked value by value.
 
     Args:
@@ -129,7 +129,7 @@ def parse(data: bytes, where: str, runs: Sequence[ColumnRun] = ()) -> Metadata:
         FormatError: it is malformed, or not DCP metadata.
     """
     allowed, stubs = _globals()
-    root = load(data, allowed, where, runs.__getitem__ if runs else None)
+    root = load_pickle(data, allowed, where, runs.__getitem__ if runs else None)
     read = _Reader(where, stubs)
     read.expect(root, "Metadata")
     result = Metadata()

@@ -24,7 +24,7 @@ from ckpt_tools.formats.dcp.metadata import (
     ColumnRun,
     ItemLocation,
     Metadata,
-    parse,
+    parse_metadata,
 )
 from ckpt_tools.formats.dcp.pickle_runs import (
     Argument,
@@ -33,7 +33,7 @@ from ckpt_tools.formats.dcp.pickle_runs import (
     ObjectWindow,
     Remainder,
     ShapeGroup,
-    size_of,
+    numbers_of_size,
     unframed,
     windows,
 )
@@ -68,7 +68,7 @@ def read_bulk(data: bytes, where: str) -> tuple[Metadata, dict[str, ArrayChunkTa
         if not found.runs:
             return None
         del plain, rest
-        metadata = parse(small, where, found.runs)
+        metadata = parse_metadata(small, where, found.runs)
         return metadata, _join(metadata, found)
     except (IrregularPickle, FormatError):
         return None
@@ -308,7 +308,7 @@ class _Rows(NamedTuple):
         """Fills columns with a `torch.Size`; the offset of an object is None and gets -1 dims."""
         numbers: Sequence[object] = ()
         if value is not None:
-            numbers = size_of(value)
+            numbers = numbers_of_size(value)
             if (
                 self.names.get(self.kind.shape.index(value.function)) != ("torch", "Size")
                 or len(numbers) > _MAX_DIMS

@@ -447,7 +447,7 @@ def windows(data: bytes, rest: Remainder) -> Iterator[ObjectWindow]:
             raise IrregularPickle
 
 
-def size_of(value: object) -> Sequence[object]:
+def numbers_of_size(value: object) -> Sequence[object]:
     """Returns the numbers of a `torch.Size`."""
     if (
         not isinstance(value, BuiltValue)

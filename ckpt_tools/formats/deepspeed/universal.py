@@ -20,7 +20,13 @@ from ckpt_tools.formats.base import Request, TargetTensor, below
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.state import Malformed, Path, TensorView, is_value, shapes_of, want
 from ckpt_tools.formats.pickle.write import TensorRecord
-from ckpt_tools.formats.torch_save import OpenedFile, UnreadValues, join, read_leaves, told
+from ckpt_tools.formats.torch_save import (
+    OpenedFile,
+    UnreadValues,
+    describe_unknown,
+    name_of,
+    read_leaves,
+)
 from ckpt_tools.formats.zip.write import Archive
 from ckpt_tools.storage import Store
 
@@ -50,7 +56,7 @@ def read_universal(store: Store, model_states: str) -> Catalog:
     sizes = {model_states: store.size(model_states)}
     for name, view in module.items():
         if name in buffers and isinstance(view, TensorView):
-            fqn = join(("model", name))
+            fqn = name_of(("model", name))
             tensors[fqn] = TensorEntry(
                 fqn, view.dtype, view.sizes, (Chunk(whole(view.sizes), opened.extent(view, name)),)
             )
@@ -73,7 +79,7 @@ def read_universal(store: Store, model_states: str) -> Catalog:
         objects,
         paths,
         sizes,
-        extras={"deepspeed": "universal", **told(others)},
+        extras={"deepspeed": "universal", **describe_unknown(others)},
         archives=archives,
         made=made.files,
     )
@@ -99,7 +105,7 @@ def _read_parameter(
                     "a parameter has another number of elements than its shape:"
                     f" {printable(name)!r} ({stem}.pt)"
                 )
-            fqn = join(path)
+            fqn = name_of(path)
             tensors[fqn], paths[fqn] = (
                 TensorEntry(fqn, value.dtype, shape, (Chunk(whole(shape), extents[0]),)),
                 path,
@@ -139,7 +145,10 @@ def _options(
         for key, value in {**group, "params": list(table)}.items():
             path: Path = ("optimizer", "param_groups", number, str(key))
             if is_value(value):
-                objects[join(path)], paths[join(path)] = made.value(join(path), value), path
+                objects[name_of(path)], paths[name_of(path)] = (
+                    made.value(name_of(path), value),
+                    path,
+                )
     return objects, made
 
 

@@ -35,7 +35,7 @@ from ckpt_tools.formats.pickle.state import (
     shapes_of,
     want,
 )
-from ckpt_tools.formats.torch_save import OpenedFile, UnreadValues, join, told
+from ckpt_tools.formats.torch_save import OpenedFile, UnreadValues, describe_unknown, name_of
 from ckpt_tools.storage import Store, read
 
 NAME = "deepspeed"
@@ -187,7 +187,7 @@ def _read_folder(store: Store) -> Catalog:
         sizes,
         max(len(models), len(optims)),
         ranks,
-        {**told(others), **builder.extras},
+        {**describe_unknown(others), **builder.extras},
         tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()),
         builder.made.files,
         unread=others.unread,
@@ -259,15 +259,15 @@ class _Builder:
 
     def add(self, path: Path, entry: TensorEntry) -> None:
         """Adds a tensor under its path, unless the name is taken."""
-        name = join(path)
+        name = name_of(path)
         if name not in self.tensors:
             self.tensors[name] = TensorEntry(name, entry.dtype, entry.shape, entry.chunks)
             self.paths[name] = path
 
     def value(self, path: Path, value: object) -> None:
         """Adds a plain value under its path."""
-        self.objects[join(path)] = self.made.value(join(path), value)
-        self.paths[join(path)] = path
+        self.objects[name_of(path)] = self.made.value(name_of(path), value)
+        self.paths[name_of(path)] = path
 
     def _shared(self) -> dict[str, str]:
         return {
@@ -486,7 +486,7 @@ class _Builder:
                         "",
                         value.dtype,
                         value.sizes,
-                        (Chunk(whole(value.sizes), self.models[0].extent(value, join(path))),),
+                        (Chunk(whole(value.sizes), self.models[0].extent(value, name_of(path))),),
                     ),
                 )
             elif isinstance(value, UnreadTensor):

@@ -33,10 +33,16 @@ from ckpt_tools.errors import CatalogError, FormatError, printable
 from ckpt_tools.formats.base import Request, guess_bare, locate_bare
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.per_rank import xla as xla_shards
-from ckpt_tools.formats.per_rank.flat_param import RankValue, Raw, has_flats, read_shapes, unfold
+from ckpt_tools.formats.per_rank.flat_param import (
+    RankValue,
+    Raw,
+    has_flats,
+    read_shapes,
+    unfold_flat_params,
+)
 from ckpt_tools.formats.pickle.plain_values import OpaqueObject
 from ckpt_tools.formats.pickle.state import DTensorPart, Path, ShardedTensorPart, TensorView
-from ckpt_tools.formats.torch_save import UnreadValues, join, read_leaves, told
+from ckpt_tools.formats.torch_save import UnreadValues, describe_unknown, name_of, read_leaves
 from ckpt_tools.storage import Store
 
 NAME = "per_rank"
@@ -90,7 +96,7 @@ class _Ranks:
 
     def add(self, path: Path, rank: int, value: object, extents: tuple[Extent, ...]) -> None:
         """Adds one entry of one rank's file."""
-        fqn = join(path)
+        fqn = name_of(path)
         if isinstance(value, TensorView):
             kind, found = (value.dtype, value.sizes), [Chunk(whole(value.sizes), *extents)]
         elif isinstance(value, ShardedTensorPart):
@@ -153,9 +159,9 @@ def read_catalog(store: Store) -> Catalog:
             others.take(mine, above)
     num_ranks = max(ranks.values()) + 1
     is_flat = has_flats(raw)
-    named = unfold(raw, read_shapes(store, files), num_ranks, others) if is_flat else {}
+    named = unfold_flat_params(raw, read_shapes(store, files), num_ranks, others) if is_flat else {}
     if xla_shards.has_shards(raw):
-        named |= xla_shards.unfold(raw, num_ranks, others)
+        named |= xla_shards.unfold_xla_shards(raw, num_ranks, others)
     for path, by_rank in raw.items():
         for rank, held in by_rank.items():
             found.add(path, rank, held.value, held.extents)
@@ -166,8 +172,8 @@ def read_catalog(store: Store) -> Catalog:
         for fqn, chunks in found.chunks.items()
     }
     for path, entry in named.items():
-        entries[join(path)] = replace(entry, fqn=join(path))
-        found.paths[join(path)] = path
+        entries[name_of(path)] = replace(entry, fqn=name_of(path))
+        found.paths[name_of(path)] = path
     sizes = {name: files[name] for name in ranks}
     return Catalog(
         NAME,
@@ -177,7 +183,7 @@ def read_catalog(store: Store) -> Catalog:
         sizes,
         num_ranks,
         ranks,
-        {**_told_mesh(found.meshes), **told(others)},
+        {**_told_mesh(found.meshes), **describe_unknown(others)},
         tuple(Extent(name, 0, size, TORCH_ZIP) for name, size in sizes.items()),
         made.files,
         unread=others.unread,

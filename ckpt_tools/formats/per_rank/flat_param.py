@@ -138,7 +138,7 @@ def has_flats(raw: Raw) -> bool:
     return any(path and str(path[-1]).endswith(FLAT) for path in raw)
 
 
-def unfold(
+def unfold_flat_params(
     raw: Raw, shapes: Shapes, num_ranks: int, others: Counter[str]
 ) -> dict[Path, TensorEntry]:
     """Takes flat parameters, and the optimizers' state for them, out of the entries.
@@ -231,7 +231,7 @@ def unfold_optimizer(
         root: the optimizer's path.
         owners: for each number, its parameters and their starts in its vector.
         is_local: a rank's vector is its own part of the parameter, not an equal share.
-        others: see `unfold`.
+        others: see `unfold_flat_params`.
     """
     lists = [
         path

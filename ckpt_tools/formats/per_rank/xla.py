@@ -39,7 +39,7 @@ def has_shards(raw: Raw) -> bool:
     return any(path[-2:] == (_METADATA, "world_size") for path in raw)
 
 
-def unfold(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Path, TensorEntry]:
+def unfold_xla_shards(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Path, TensorEntry]:
     """Takes shards, and the optimizer's state for them, out of the entries.
 
     Returns the parameters, by name.

@@ -88,7 +88,7 @@ class SafeCallable:
         return self.function(*args)
 
 
-def load(
+def load_pickle(
     data: bytes,
     allowed: Mapping[tuple[str, str], Any],
     where: str,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError
-from ckpt_tools.formats.pickle.load import SafeCallable, load
+from ckpt_tools.formats.pickle.load import SafeCallable, load_pickle
 from ckpt_tools.formats.pickle.plain_values import (
     SCALAR_KEYS,
     NumpyComplex,
@@ -322,7 +322,9 @@ def unpickled(data: bytes, where: str, is_foreign: Callable[[str], object]) -> A
     Raises:
         FormatError: the pickle is malformed, or built to exhaust its reader.
     """
-    return load(data, _Globals(is_foreign), f"data.pkl in {where}", persistent_load=_persistent)
+    return load_pickle(
+        data, _Globals(is_foreign), f"data.pkl in {where}", persistent_load=_persistent
+    )
 
 
 def most_nodes(nbytes: int) -> int:
@@ -360,10 +362,10 @@ def leaves(root: object, where: str, most: int = _MAX_NODES) -> Iterator[tuple[P
                 for number, item in reversed(list(enumerate(value)))
             ]
         else:
-            yield path, plain(value)
+            yield path, shown_value(value)
 
 
-def plain(value: object) -> object:
+def shown_value(value: object) -> object:
     """Returns a value as people write it: a device instead of its stand-in."""
     if (
         isinstance(value, OpaqueObject)

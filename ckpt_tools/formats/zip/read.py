@@ -21,7 +21,7 @@ from ckpt_tools.core.box import row_major_strides
 from ckpt_tools.core.catalog import RAW, Extent
 from ckpt_tools.core.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckpt_tools.errors import FormatError, printable
-from ckpt_tools.formats.pickle.load import brief, load
+from ckpt_tools.formats.pickle.load import brief, load_pickle
 from ckpt_tools.storage import Store
 from ckpt_tools.storage.ranges import Range, Window, coalesce
 
@@ -58,7 +58,7 @@ class ZipRecord(NamedTuple):
     crc_at: int
 
 
-def locate(store: Store, items: Sequence[ArchiveItem]) -> Iterator[tuple[Extent, Extent]]:
+def locate_payloads(store: Store, items: Sequence[ArchiveItem]) -> Iterator[tuple[Extent, Extent]]:
     """Yields, for each archive, the extent of its payload, after a check against the index.
 
     It reads 1.5 KiB twice per item, joined with the reads of neighbours. Small items are read
@@ -137,7 +137,7 @@ def _find(store: Store, item: ArchiveItem, head: bytes, tail: bytes) -> Extent:
     data_record = _record(records, "data/0")
     front = data_record.header + LOCAL.size
     if front > len(head):  # a pickle so long that it pushes the payload out of the first 1.5 KiB
-        head = cut(store, item.extent, head, 0, front)
+        head = slice_archive(store, item.extent, head, 0, front)
     start, tensor = _parse_front(
         head[:front], _record(records, "data.pkl"), data_record, item.dtype, item.sizes
     )
@@ -184,7 +184,7 @@ def _parse_front(
     return data_start(front, data_record), tensor
 
 
-def cut(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> bytes:
+def slice_archive(store: Store, extent: Extent, head: bytes, start: int, stop: int) -> bytes:
     """Returns bytes of an archive, from its head if they lie there."""
     if stop <= len(head):
         return head[start:stop]
@@ -252,7 +252,9 @@ def find_directory(store: Store, extent: Extent, tail: bytes) -> tuple[int, byte
         )
     at = start - (extent.nbytes - len(tail))
     return count, (
-        tail[at : at + nbytes] if at >= 0 else cut(store, extent, b"", start, start + nbytes)
+        tail[at : at + nbytes]
+        if at >= 0
+        else slice_archive(store, extent, b"", start, start + nbytes)
     )
 
 
@@ -332,7 +334,7 @@ def _parse_tensor(data: bytes, dtype: DType, sizes: tuple[int, ...]) -> _Tensor:
     allowed["torch._utils", "_rebuild_tensor_v2"] = lambda *args: args
     allowed["torch._utils", "_rebuild_tensor_v3"] = lambda *args: args
     allowed["torch._utils", "_rebuild_parameter"] = lambda tensor, *_: tensor
-    value = load(data, allowed, "data.pkl", persistent_load=lambda pid: pid)
+    value = load_pickle(data, allowed, "data.pkl", persistent_load=lambda pid: pid)
     try:
         (_, storage_type, key, _, numel), offset, shape, strides = value[:4]
         found = storage_type if storage_type is not None else value[6]

@@ -22,9 +22,9 @@ from ckpt_tools.formats.zip.read import (
     END64,
     HUGE,
     LOCAL,
-    cut,
     find_directory,
     heads_and_tails,
+    slice_archive,
     widen,
 )
 from ckpt_tools.storage import Store
@@ -101,7 +101,7 @@ class _Archive(NamedTuple):
         at = start - (self.extent.nbytes - len(self.tail))
         if at >= 0 and stop <= self.extent.nbytes:
             return self.tail[at : at + stop - start]
-        return cut(self.store, self.extent, self.head, start, stop)
+        return slice_archive(self.store, self.extent, self.head, start, stop)
 
 
 class DirectoryEntry(NamedTuple):

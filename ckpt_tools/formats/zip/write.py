@@ -129,7 +129,7 @@ def wrap(dtype: DType, sizes: tuple[int, ...]) -> ArchiveWrapping:
     return ArchiveWrapping(prefix, nbytes, archive.nbytes - start - nbytes, render)
 
 
-def encode(value: Any) -> bytes:
+def render_archive(value: Any) -> bytes:
     """Returns the archive that `torch.save` makes of a plain value, as DCP stores objects.
 
     Raises:

@@ -42,8 +42,8 @@ from ckpt_tools.formats.registry import (
     open_source,
     whole_tensor,
 )
-from ckpt_tools.formats.torch_save import join, nested
-from ckpt_tools.formats.zip.write import encode
+from ckpt_tools.formats.torch_save import name_of, nested
+from ckpt_tools.formats.zip.write import render_archive
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.convert.dtensor_mesh import (
     find_sharded,
@@ -62,7 +62,7 @@ from ckpt_tools.operations.convert.huggingface import (
 )
 from ckpt_tools.operations.convert.key_map import apply_map, read_map
 from ckpt_tools.operations.convert.lora import adapter_of, refuse_adapters
-from ckpt_tools.operations.convert.options import check_options, substitute
+from ckpt_tools.operations.convert.options import check_request, substitute
 from ckpt_tools.operations.convert.param_order import ModelOrder, read_order
 from ckpt_tools.operations.convert.training_state import (
     TrainingState,
@@ -75,7 +75,7 @@ from ckpt_tools.operations.convert.training_state import (
 from ckpt_tools.operations.merge_reshard import (
     check_kept,
     left_out,
-    rank_boxes,
+    saved_boxes,
     shards,
     target_dtype,
     uncast,
@@ -154,7 +154,7 @@ def convert(src: Path_, dst: Path_, *, to: str, **how: Unpack[Conversion]) -> Tr
     Raises:
         CheckpointError: see the tree in `errors`. Then `dst` is as it was before.
     """
-    check_options(to, str(dst), how)
+    check_request(to, str(dst), how)
     storage_options = how.get("storage_options")
     source = open_source(src, storage_options, lay_beside(how.get("shapes")))
     if how.get("param_order") != "model":  # "model" also uses the shapes file
@@ -348,7 +348,7 @@ class _Job:
             self.parts, form or self.how.get("optimizer") or "groups", self.made, prefix
         )
         above = self.parts.prefix if prefix is None else prefix
-        self._model_names = {join((*above, fqn)) for fqn in self.parts.model}
+        self._model_names = {name_of((*above, fqn)) for fqn in self.parts.model}
         select, exclude = self.how.get("select", ()), self.how.get("exclude", ())
         check_kept(self.how.get("keep_dtype", ()), self.how.get("dtype"), list(catalog.tensors))
         self.parts.notes += uncast(catalog.tensors.values(), self.how.get("dtype"))
@@ -598,7 +598,7 @@ class _Job:
         world_size = (self.source.catalog.world_size if is_split else None) or 1
         pairs = zip(self._targets(catalog), catalog.tensors.values(), strict=True)
         targets = [
-            replace(target, boxes=tuple(rank_boxes(t, world_size, self.ranks)))
+            replace(target, boxes=tuple(saved_boxes(t, world_size, self.ranks)))
             for target, t in pairs
         ]
         objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
@@ -626,4 +626,4 @@ class _Job:
         scheduler = self._scheduler(
             "Accelerate has it in pickles of its own, which are not written, or has no such thing"
         )
-        return files if scheduler is None else files | {"scheduler.bin": encode(scheduler)}
+        return files if scheduler is None else files | {"scheduler.bin": render_archive(scheduler)}

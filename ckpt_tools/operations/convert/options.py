@@ -23,7 +23,7 @@ TARGETS = (
 )
 
 
-def check_options(to: str, dst: str, how: Mapping[str, Any]) -> None:
+def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
     """Refuses options that do not fit together or do not fit the target.
 
     Args:

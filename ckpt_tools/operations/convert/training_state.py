@@ -32,7 +32,7 @@ from ckpt_tools.core.catalog import (
 from ckpt_tools.errors import FormatError, IntegrityError, PlanError, UnsafePickleError, printable
 from ckpt_tools.formats.in_memory import FILE, InMemoryFile
 from ckpt_tools.formats.pickle.state import Path, TensorView, is_number, is_value
-from ckpt_tools.formats.torch_save import UnreadValues, join, read_leaves
+from ckpt_tools.formats.torch_save import UnreadValues, name_of, read_leaves
 from ckpt_tools.operations.convert.param_order import (
     ModelOrder,
     NumberedOptimizer,
@@ -414,7 +414,7 @@ def unpack_objects(
             leaves = []
         unknown += [fqn] if others or others.tensors else []
         for inner, value, extents in leaves:
-            name = join((*path, *inner))
+            name = name_of((*path, *inner))
             paths[name] = (*path, *inner)
             if isinstance(value, TensorView):
                 extent = extents[0]._replace(start=extents[0].start + made.add(data).start)
@@ -447,13 +447,13 @@ def put_together(
     tensors, objects, paths = dict(parts.tensors), dict(parts.objects), dict(parts.paths)
     for fqn, entry in parts.model.items():
         path: Path = (*above, *parts.places.get(fqn, (fqn,)))
-        name = join(path)
+        name = name_of(path)
         if name in tensors or name in objects:
             raise PlanError(f"two entries would get one name: {printable(name)!r}")
         tensors[name], paths[name] = replace(entry, fqn=name), path
     for optimizer in parts.optimizers:
         for path, value in _named(optimizer, "ids" if optimizer.is_unnamed else form):
-            name = join(path)
+            name = name_of(path)
             paths[name] = path
             if isinstance(value, TensorEntry):
                 tensors[name] = replace(value, fqn=name)

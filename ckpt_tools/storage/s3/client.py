@@ -55,7 +55,7 @@ _GENERAL_OPTIONS = (
 )
 
 
-def check_options(options: Mapping[str, Any], initialise: Callable[..., None]) -> None:
+def check_s3_options(options: Mapping[str, Any], initialise: Callable[..., None]) -> None:
     """Refuses unknown options, because s3fs ignores misspelt ones.
 
     Args:
