@@ -31,6 +31,10 @@ _LOOSE = re.compile(  # a part of a query without its URL
 )
 
 
+# a signature whose URL is encoded, or that stands alone
+_BARE = re.compile(r"(?i)(x-(?:amz|goog)-[\w-]+(?:=|%3d))[^&;\s'\")%]+")
+
+
 def redacted(text: str) -> str:
     """Returns a text without the secrets of URLs.
 
@@ -40,7 +44,7 @@ def redacted(text: str) -> str:
         text = _USER.sub("***@", text)
         text = _QUERY.sub(lambda found: found[1] + _VALUE.sub("=***", found[2]), text)
         text = _FRAGMENT.sub(r"\1***", text)
-    return _LOOSE.sub(r"\1***", text)
+    return _BARE.sub(r"\1***", _LOOSE.sub(r"\1***", text))
 
 
 class CheckpointError(Exception):

@@ -317,9 +317,9 @@ def test_a_url_with_one_slash_is_no_path(
     monkeypatch.chdir(tmp_path)
     source = save_locally(tmp_path / "run", {"w": torch.ones(3)})
     caplog.set_level(logging.INFO)
-    with pytest.raises(StorageError, match="a URL has two slashes"):
+    with pytest.raises(StorageError, match="two slashes"):
         ckpt_tools.copy(source, url)
-    with pytest.raises(StorageError, match="a URL has two slashes"):
+    with pytest.raises(StorageError, match="two slashes"):
         CheckpointManager(url)
     with pytest.raises((StorageError, PlanError)):
         ckpt_tools.inspect("S3://bucket/x")

@@ -138,6 +138,14 @@ def main(may_share: bool = False) -> None:
     except CheckpointError as error:
         fail(str(error), error.hint, error.exit_code, type(error).__name__)
     except OSError as error:
+        if error.filename is None:
+            drop_output()
+            fail(
+                f"cannot write the report: {error.strerror or error}",
+                "the command itself has done its work",
+                15,
+                type(error).__name__,
+            )
         fail(
             f"{error.strerror or error} ({printable(str(error.filename or ''))})",
             None,

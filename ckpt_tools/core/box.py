@@ -195,7 +195,16 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"flat range {start}:{stop} does not lie in shape {tuple(shape)}")
-    return [Box(o, s) for o, s in _flat_boxes(tuple(shape), start, stop)] if start < stop else []
+    if start >= stop:
+        return []
+    wide = [dim for dim, size in enumerate(shape) if size > 1]  # at most 63, so the recursion ends
+    found = []
+    for offsets, sizes in _flat_boxes(tuple(shape[dim] for dim in wide), start, stop):
+        at, n = [0] * len(shape), [1] * len(shape)
+        for dim, offset, size in zip(wide, offsets, sizes, strict=True):
+            at[dim], n[dim] = offset, size
+        found.append(Box(tuple(at), tuple(n)))
+    return found
 
 
 def _flat_boxes(
@@ -235,6 +244,12 @@ def bands(box: Box, max_numel: int, cuts: Sequence[int] = ()) -> Iterator[Box]:
         a box is therefore contiguous in that chunk.
     """
     if box.numel == 0:
+        return
+    lead = next((dim for dim, size in enumerate(box.sizes) if size > 1), len(box.sizes))
+    if lead and box.numel > max_numel:  # dims of one element need no recursion
+        inner = Box(box.offsets[lead:], box.sizes[lead:])
+        for band in bands(inner, max_numel, cuts):
+            yield Box((*box.offsets[:lead], *band.offsets), (*box.sizes[:lead], *band.sizes))
         return
     if not box.sizes:
         yield box

@@ -78,6 +78,26 @@ def rank_boxes(
     ]
 
 
+def rank_box(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], rank: int
+) -> Box:
+    """Returns the box that one rank of a mesh holds; see `rank_boxes`.
+
+    Args:
+        shape, mesh_shape, placements: as for `rank_boxes`.
+        rank: number of the rank, in row-major order of the mesh.
+    """
+    if len(mesh_shape) != len(placements):
+        raise ValueError(
+            f"{len(mesh_shape)} mesh axes need as many placements, got {len(placements)}"
+        )
+    coordinate: list[int] = []
+    for size in reversed(mesh_shape):
+        rank, index = divmod(rank, size)
+        coordinate.insert(0, index)
+    return _local_box(shape, mesh_shape, coordinate, list(_split_order(placements)))
+
+
 def _split_order(placements: Sequence[Placement]) -> Iterator[tuple[int, int]]:
     """Yields (axis, dim) in the order in which the splits apply.
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt_tools.core.catalog import Catalog
 from ckpt_tools.core.plan import Literal, Target
-from ckpt_tools.errors import CheckpointError, FormatError, printable
+from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, printable
 from ckpt_tools.formats import safetensors, torch_save
 from ckpt_tools.formats.base import SHAPES, Request, below, note_of
 from ckpt_tools.formats.dcp import format as dcp
@@ -34,12 +34,12 @@ from ckpt_tools.storage.small_files import parse_json
 
 NAME = "accelerate"
 LOOKS_FOR = "pytorch_model_fsdp_0/"
-_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d{1,6})")
-_FULL = re.compile(r"pytorch_model_fsdp(?:_(\d{1,6}))?\.bin")
-_MORE_MODELS = re.compile(r"(?:model|pytorch_model)_(\d{1,6})\.(?:safetensors|bin)")
-_OPTIMIZER = re.compile(r"optimizer(?:_(\d{1,6}))?\.(?:bin|pt)")
+_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,6})")
+_FULL = re.compile(r"pytorch_model_fsdp(?:_([0-9]{1,6}))?\.bin")
+_MORE_MODELS = re.compile(r"(?:model|pytorch_model)_([0-9]{1,6})\.(?:safetensors|bin)")
+_OPTIMIZER = re.compile(r"optimizer(?:_([0-9]{1,6}))?\.(?:bin|pt)")
 _VALUES = re.compile(
-    r"(?P<key>(?:scheduler|scaler)(?:_\d{1,6})?)\.(?:bin|pt)|(?P<progress>trainer_state)\.json"
+    r"(?P<key>(?:scheduler|scaler)(?:_[0-9]{1,6})?)\.(?:bin|pt)|(?P<progress>trainer_state)\.json"
 )
 _MAX_JSON_BYTES = 64 << 20
 locate, guess = dcp.locate, dcp.guess
@@ -142,11 +142,20 @@ def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], di
     See `safetensors.read_readable`.
     """
     model, broken, lost = safetensors.read_readable(store)
-    return _read(store, model), broken, {f"model.{fqn}": name for fqn, name in lost.items()}
+    catalog = _read(store, model, broken)
+    return catalog, broken, {f"model.{fqn}": name for fqn, name in lost.items()}
 
 
-def _read(store: Store, model: Catalog | None) -> Catalog:
-    """Reads every part; `model` replaces the model's own files if it is given."""
+def _read(
+    store: Store, model: Catalog | None, broken: dict[str, CheckpointError] | None = None
+) -> Catalog:
+    """Reads every part.
+
+    Args:
+        store: the directory.
+        model: replaces the model's own files if it is given.
+        broken: receives the error of each optimizer that cannot be read. If None, it is raised.
+    """
     files = store.list_files(below=True)
     parts = _Parts()
     _read_folders(store, files, parts)
@@ -160,7 +169,14 @@ def _read(store: Store, model: Catalog | None) -> Catalog:
     for name in sorted(filter(_OPTIMIZER.fullmatch, files)):
         key = name.rpartition(".")[0]
         if not any(n.startswith(f"{key}.") for n in parts.tables["paths"]):
-            parts.add_files(torch_save.read_files(store, [name], {}, parts.made), key, [name])
+            try:
+                found = torch_save.read_files(store, [name], {}, parts.made)
+            except (FormatError, CatalogError) as error:
+                if broken is None:
+                    raise
+                broken[name] = error
+                continue
+            parts.add_files(found, key, [name])
     for name, path, value in _values(store, files, parts.unknown):
         fqn = name_of(path)
         parts.read.add(name)
@@ -297,7 +313,7 @@ def _folder(fqn: str) -> str:
 
     The first optimizer has the names `optimizer.…`, the second `optimizer_1.optimizer.…`.
     """
-    match = re.match(r"optimizer(?:_(\d+))?\.", fqn)
+    match = re.match(r"optimizer(?:_([0-9]+))?\.", fqn)
     return f"optimizer_{match[1] or 0}" if match else _MODEL
 
 
@@ -308,7 +324,7 @@ def _lay_out_part(request: Request, folder: str) -> Target:
         return _folder(fqn) == folder
 
     def inner(fqn: str) -> str:
-        return fqn.partition(".")[2] if re.match(r"optimizer_\d+\.", fqn) else fqn
+        return fqn.partition(".")[2] if re.match(r"optimizer_[0-9]+\.", fqn) else fqn
 
     own = replace(
         request,

@@ -73,6 +73,7 @@ _VALUES = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
+_NEEDED, _SHOWN = ("split.count", "general.alignment"), ("general.architecture", "general.name")
 _WINDOW_BYTES = 1 << 20
 _MAX_ITEMS = 4_000_000  # strings (mostly of vocabularies) and tensors
 _MAX_NAME_BYTES, _MAX_NDIM, _MAX_DEPTH, _MAX_NUMEL = 65_535, 8, 4, 1 << 60
@@ -96,7 +97,9 @@ def read_catalog(store: Store) -> Catalog:
     values: dict[str, str] = {}
     for _ in range(num_values):
         key = header.text()
-        values[key] = header.value(header.number("<I"))
+        value = header.value(header.number("<I"))
+        if key in _SHOWN or key in _NEEDED:  # a vocabulary may have megabytes
+            values[key] = value
     if values.get("split.count", "1") not in ("0", "1"):
         hint = "join them with llama-gguf-split --merge"
         raise FormatError(
@@ -104,17 +107,13 @@ def read_catalog(store: Store) -> Catalog:
             hint=hint,
         )
     alignment = values.get("general.alignment", "32")
-    if not re.fullmatch(r"[1-9]\d{0,6}", alignment):
+    if not re.fullmatch(r"[1-9][0-9]{0,6}", alignment):
         raise FormatError(
             f"the alignment of a GGUF file is not a number of bytes: {printable(alignment)}"
             f" ({printable(name)})"
         )
     tensors = _tensors(header, num_tensors, name, size, int(alignment))
-    extras = {
-        key.rpartition(".")[2]: values[key]
-        for key in ("general.architecture", "general.name")
-        if key in values
-    }
+    extras = {key.rpartition(".")[2]: values[key] for key in _SHOWN if key in values}
     return Catalog(
         NAME,
         tensors,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.box import Box, whole
@@ -36,14 +37,16 @@ SUFFIX = ".safetensors"
 LOOKS_FOR = f"*{SUFFIX}"
 locate, guess = locate_bare, guess_bare
 _PAIRS = "F4"  # one byte holds two values
+# files of torch beside the model: ckpt does not know their contents, and names them
+_STATES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 1 << 28
 _MAX_SIZE = 1 << 48
 _PAGE_BYTES = 4096
 _SHARDING = "DCP_SHARDING_INFO"
-_RANK = re.compile(r"shard-(?!00000)(\d{5})-.*\.safetensors")
-_SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
+_RANK = re.compile(r"shard-(?!00000)([0-9]{5})-.*\.safetensors")
+_SHARD = re.compile(r".*-[0-9]{5}-of-([0-9]{5})\.safetensors")
 
 
 def recognise(files: Mapping[str, int]) -> bool:
@@ -61,7 +64,12 @@ def data_files(files: Mapping[str, int]) -> list[str]:
 
 def read_catalog(store: Store) -> Catalog:
     """Reads the headers; see `Format.read_catalog`."""
-    return read_files(store, *_shards_of(store))
+    catalog = read_files(store, *_shards_of(store))
+    beside = tuple(sorted(name for name in store.list_files() if name.endswith(_STATES)))
+    if not beside:
+        return catalog
+    shown = ", ".join(map(printable, beside))
+    return replace(catalog, beside=beside, extras={**catalog.extras, "beside": shown})
 
 
 def read_readable(store: Store) -> tuple[Catalog, dict[str, CheckpointError], dict[str, str]]:

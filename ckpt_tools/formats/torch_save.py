@@ -46,6 +46,8 @@ from ckpt_tools.formats.zip.read import LOCAL, ZipRecord, data_start, read_direc
 from ckpt_tools.formats.zip.write import Archive
 from ckpt_tools.storage import Store, read
 
+# an expanded tensor of a few bytes could keep a reader busy for days
+_MAX_REPEATED_BYTES = 16 << 30
 NAME = "torch_save"
 INDEX = "pytorch_model.bin.index.json"
 LOOKS_FOR = "*.pt, *.pth, *.bin"
@@ -194,7 +196,7 @@ def describe_unknown(others: Counter[str]) -> dict[str, str]:
     """Returns a catalog's `extras` about values of unknown types."""
     kinds = ", ".join(
         f"{printable(kind)} ({count:,})" if count else printable(kind)
-        for kind, count in others.most_common(8)
+        for kind, count in others.most_common(200)
     )
     numbers = (
         {"NumPy numbers": f"{len(others.numpy):,}, read as Python's"}
@@ -373,6 +375,12 @@ def _extent(file: str, fqn: str, view: TensorView, start: int, nbytes: int, crc:
         raise FormatError(
             f"a tensor exceeds its storage: {printable(fqn)!r}, element {last} of"
             f" {nbytes // itemsize} ({printable(file)})"
+        )
+    if numel > max(last + 1 - view.offset, _MAX_REPEATED_BYTES // itemsize):
+        raise FormatError(
+            f"a tensor repeats its elements too often: {numel:,} of {last + 1 - view.offset:,}"
+            f" stored ones ({printable(fqn)!r} in {printable(file)})",
+            hint="save the tensor before it is expanded",
         )
     is_flat = all(
         n == 1 or s == r

@@ -55,6 +55,7 @@ from ckpt_tools.loop.state_dict import (
     holders_of,
     name_of_rank,
 )
+from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.manifest import of_source
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import MemoryStore, read
@@ -87,6 +88,7 @@ class LoadReport:
     notes: list[str] = field(default_factory=list)
 
 
+@checked(names_only=("rename",))
 def load(
     path: str | os.PathLike[str],
     state: MutableMapping[str, Any],

@@ -48,6 +48,7 @@ from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.signals import SignalWatch
 from ckpt_tools.loop.state_dict import export
 from ckpt_tools.loop.waiting import retry_outage
+from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import Step, damage, find_latest, find_step, list_steps, step_name
@@ -71,6 +72,7 @@ class CheckpointManager:
     `os._exit` ends a save that is being written.
     """
 
+    @checked(name="CheckpointManager", names_only=("jobs", "mirror"))
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -201,6 +203,7 @@ class CheckpointManager:
 
     # ---- saving ----------------------------------------------------------------------------------
 
+    @checked()
     def save(
         self,
         step: int,
@@ -299,6 +302,7 @@ class CheckpointManager:
 
     # ---- resuming --------------------------------------------------------------------------------
 
+    @checked(names_only=("rename",))
     def resume(
         self,
         state: MutableMapping[str, Any],
@@ -348,6 +352,7 @@ class CheckpointManager:
             CheckpointError: it cannot be read; or another rank failed.
         """
         self._check_open("resume")
+        step = None if step is None else _check_step(step)
         request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
         words = [
             f"{name}={str(value)!r}"

@@ -21,6 +21,7 @@ from ckpt_tools.errors import IntegrityError, PlanError, printable
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.loop.load import LoadReport, fill
 from ckpt_tools.loop.shards import Shard, as_bytes
+from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.manifest import of_source
 
 _JOBS = 4
@@ -151,6 +152,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
             )
 
 
+@checked(name="open")
 def open_checkpoint(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint:

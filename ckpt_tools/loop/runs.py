@@ -9,6 +9,7 @@ from typing import Any
 from ckpt_tools.errors import PlanError
 from ckpt_tools.loop import retention
 from ckpt_tools.loop.retention import Pruned
+from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish import steps as run_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import Step
@@ -16,6 +17,7 @@ from ckpt_tools.publish.steps import Step
 Root = str | os.PathLike[str]
 
 
+@checked()
 def steps(root: Root, *, storage_options: Mapping[str, Any] | None = None) -> list[Step]:
     """Returns the steps of a run by number, complete or not. No data is read.
 
@@ -29,6 +31,7 @@ def steps(root: Root, *, storage_options: Mapping[str, Any] | None = None) -> li
     return run_steps.list_steps(open_root(root, storage_options))
 
 
+@checked()
 def latest(
     root: Root, *, verify: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> Step | None:
@@ -45,6 +48,7 @@ def latest(
     return run_steps.find_latest(open_root(root, storage_options), verify=verify).step
 
 
+@checked()
 def prune(
     root: Root,
     keep_last: int,
@@ -74,7 +78,7 @@ def prune(
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and (type(value) is not int or value < 1):
-            raise PlanError(f"{name}: expected at least 1, got {value!r}")
+            raise PlanError(f"{name}: expected a whole number of at least 1, got {value!r}")
     return retention.prune_steps(
         open_root(root, storage_options), keep_last, keep_every, dry_run=dry_run, reads=verify
     )

@@ -19,11 +19,13 @@ from ckpt_tools.loop.pack_objects import pack_objects
 from ckpt_tools.loop.save import SaveReport, agree_layout, offers_of, write
 from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.state_dict import export
+from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_destination
 from ckpt_tools.publish.steps import number_in
 from ckpt_tools.ranks.gloo import GlooGroup
 
 
+@checked()
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],

@@ -9,7 +9,7 @@ import difflib
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import wraps
 from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -73,6 +73,9 @@ _KINDS = {
             "quick",
             "deep",
             "read_all",
+            "strict",
+            "cast",
+            "trust_pickle",
         ),
         _FLAG,
     ),
@@ -84,11 +87,15 @@ _KINDS = {
 }
 
 
-def checked(options: type | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def checked(
+    options: type | None = None, *, name: str = "", names_only: Container[str] = ()
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Returns a decorator that checks the arguments of each call.
 
     Args:
         options: the TypedDict of the function's `**options`.
+        name: the function's name for messages, if callers know it by another one.
+        names_only: arguments whose values the function checks itself.
 
     Raises:
         TypeError: raised by the decorated function for an unknown keyword; the message names the
@@ -97,20 +104,21 @@ def checked(options: type | None = None) -> Callable[[Callable[P, T]], Callable[
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        parameters = inspect.signature(function).parameters
+        parameters, shown = inspect.signature(function).parameters, name or function.__name__
         names = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD] + list(
             options.__annotations__ if options else ()
         )
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            for name in kwargs:
-                if name not in names:
-                    close = difflib.get_close_matches(name, names, 1, 0.5)
+            for key in kwargs:
+                if key not in names:
+                    close = difflib.get_close_matches(key, names, 1, 0.5)
                     hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(names)}"
-                    raise TypeError(f"{function.__name__}() has no argument {name!r}: {hint}")
-            for name, value in [*zip(parameters, args, strict=False), *kwargs.items()]:
-                _check(function.__name__, name, value)
+                    raise TypeError(f"{shown}() has no argument {key!r}: {hint}")
+            for key, value in [*zip(parameters, args, strict=False), *kwargs.items()]:
+                if key not in names_only:
+                    _check(shown, key, value)
             if type(kwargs.get("dtype")).__module__ == "torch":
                 kwargs["dtype"] = str(kwargs["dtype"]).removeprefix("torch.")
             return function(*args, **kwargs)

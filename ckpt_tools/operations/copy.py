@@ -36,9 +36,8 @@ from ckpt_tools.publish.manifest import (
     Manifest,
     SealedFile,
     file_name,
-    find_manifest,
-    names_in,
     of_source,
+    of_store,
 )
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import is_url, read
@@ -220,7 +219,7 @@ class _Work:
             raise PlanError(
                 "an object store would show it before it is whole: no single small file makes it a"
                 f" checkpoint ({printable(source.path)})",
-                hint="copy it to a disk, or reshard it into the bucket",
+                hint="upload it with the store's own tool, or ckpt reshard it into the bucket",
             )
         self.files = files
         self.data = {
@@ -324,8 +323,8 @@ class _Work:
             return "part" if is_ours_alone else "another"
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
         if self.manifest is None:
-            return "alike" if is_same and not names_in(store) else "another"
-        return "all" if is_same and find_manifest(store) == self.manifest else "another"
+            return "alike" if is_same and of_store(store) is None else "another"
+        return "all" if is_same and of_store(store) == self.manifest else "another"
 
     def _check_own(self, names: Sequence[str]) -> None:
         """Refuses to overwrite objects of other tools that differ from the source.
@@ -386,6 +385,9 @@ class _Work:
             crcs = {self.name(name): crc for name, crc in self.crcs.items()}
             right: set[str] = set()
             with group.phase("look at what is there"):
+                # another copy may have been published while this one waited for the staging name
+                if group.rank == 0 and not self.target.needs_index and self.target.exists():
+                    raise appeared(self.target.url)
                 # on a store, `expect` also finds out how objects may be written
                 if group.rank == 0 or self.target.needs_index:
                     right = place.expect(
@@ -443,7 +445,11 @@ class _Work:
         store = self.source.store
         if not self.single:
             seal = Literal(self.seal, 0, read(store, self.seal)) if self.seal else None
-            return seal, Literal(self.index, 0, read(store, self.index)) if self.index else None
+            if not self.index:
+                return seal, None
+            index = read(store, self.index)
+            self._prove({self.index: crc64nvme(index)})
+            return seal, Literal(self.index, 0, index)
         (nbytes,) = self.files.values()
         manifest = Manifest.now(
             attempt,

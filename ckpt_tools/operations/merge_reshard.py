@@ -44,7 +44,7 @@ from ckpt_tools.transfer.options import Options, Path_
 from ckpt_tools.transfer.result import TransferResult
 from ckpt_tools.transfer.transfer import TransferRequest, transfer
 
-_SHOWN = 12
+_SHOWN = 200
 
 
 @checked(Options)
@@ -101,6 +101,7 @@ def merge(
     if select or exclude:
         catalog = select_from(catalog, select, exclude, source.catalog)
     refuse_unread(catalog)
+    adapters.refuse_adapters(catalog.tensors, source.path)
     if not catalog.tensors:
         raise PlanError(
             f"no tensor of a model is left of {len(source.catalog.tensors)}"

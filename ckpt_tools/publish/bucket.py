@@ -346,15 +346,16 @@ class RemoteAttempt:
                 f"{what} ({printable(self.store.url)})",
                 hint="choose another destination, or remove it first",
             )
-        self._check_absent(target)
+        if not self._overwrite:
+            self._check_unchanged(target)
         writer = self.store.written.get(target)
-        is_sure = self._overwrite
+        is_sure = False
         if manifest is not None:
             self._manifest = manifest.file
             self.store.put(manifest.file, manifest.data)
-            is_sure = is_sure or self.store.excludes(manifest.file, manifest.data, writer)
-        if not is_sure:
-            self._check_absent(target)  # as late as possible
+            is_sure = self.store.excludes(manifest.file, manifest.data, writer)
+        if self._overwrite or not is_sure:
+            self._check_unchanged(target)  # as late as possible
         if index is None:
             assert writer is not None
             writer.complete()
@@ -371,9 +372,21 @@ class RemoteAttempt:
         )
         return notes if is_sure else [*notes, unsure]
 
-    def _check_absent(self, target: str) -> None:
-        if not self._overwrite and self.store.has(target):
-            raise appeared(f"{self.store.url}/{target}")
+    def _check_unchanged(self, target: str) -> None:
+        """Refuses to commit if another writer was faster.
+
+        Raises:
+            StorageError: there is a result where none was at the start, or another one.
+        """
+        if not self._overwrite:
+            if self.store.has(target):
+                raise appeared(f"{self.store.url}/{target}")
+        elif self._replaces and self.store.current_version(target) != self._replaces:
+            raise StorageError(
+                "another writer replaced the destination while this was at work:"
+                f" {printable(self.store.url)}/{printable(target)}",
+                hint="look at its result, and start again if you still want to replace it",
+            )
 
     def _tidy(self, index: Literal | None) -> list[str]:
         """Removes what other attempts at the same target left: none of them can be committed any

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
-from ckpt_tools.formats.base import LOCK, UPLOADS, note_of
+from ckpt_tools.formats.base import LOCK, UPLOADS, attempt_of, note_of, short_name
 from ckpt_tools.formats.registry import INDEXES, is_ours
 from ckpt_tools.publish.run_root import Leftover
 from ckpt_tools.storage import RemoteStore
@@ -39,16 +39,26 @@ def remove_abandoned(store: RemoteStore, grace_s: float, dry_run: bool) -> list[
 
 
 def _unfinished(step: RemoteStore, folder: str, before: dt.datetime) -> list[str]:
-    """Returns the objects of attempts in one prefix that never got an index, and have been silent
-    for long.
-    """
+    """Returns the old objects of attempts that never got an index, in one folder of a run."""
     files = step.list_files()
-    ours = [name for name in files if is_ours(name) or name == LOCK]
+    ours = [
+        name for name in files if (is_ours(name) or name == LOCK) and not _is_whole(name, files)
+    ]
     if any(name in INDEXES for name in files) or any(
         step.modified(name) is None or step.modified(name) > before for name in ours
     ):
         return []
     return [f"{folder}/{name}" for name, about in step.about_all(ours).items() if about.is_marked]
+
+
+def _is_whole(name: str, files: Iterable[str]) -> bool:
+    """Tells whether an object may be a complete result by itself, or the manifest of one.
+
+    A file that `merge` or `convert` wrote needs no index. Its name has no attempt id.
+    """
+    if note := note_of(name):
+        return bool(note[1]) and note[1] in map(short_name, files)
+    return name.endswith(".safetensors") and not attempt_of(name)
 
 
 def _abandoned_notes(store: RemoteStore, before: dt.datetime) -> list[str]:
@@ -99,11 +109,12 @@ def _list_uploads(s3: S3, store: RemoteStore) -> Iterator[Mapping[str, Any]]:
         try:
             page = s3.call("list uploads", store.url, "list_multipart_uploads", **where, **marker)
         except StorageError as error:
+            is_forbidden = "denied" in str(error).lower() or "forbidden" in str(error).lower()
             log.warning(
-                "unfinished uploads of dead jobs below %s are not removed: %s; this needs"
-                " s3:ListBucketMultipartUploads",
+                "unfinished uploads of dead jobs below %s are not removed: %s%s",
                 printable(store.url),
                 error,
+                "; this needs s3:ListBucketMultipartUploads" if is_forbidden else "",
             )
             return
         for upload in page.get("Uploads") or ():

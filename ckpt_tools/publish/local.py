@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import ASIDE, MANIFEST, PIN, note_of, short_name
 from ckpt_tools.formats.registry import is_ours
@@ -28,7 +29,7 @@ from ckpt_tools.storage import LocalStore, write_file
 from ckpt_tools.storage.local import failed
 
 _STAGING, _TRASH = ".tmp.", ".trash."
-_TRIES = 8
+_TRIES, _LONG_TRIES = 8, 100  # each after 10 ms
 _PRIVATE = 0o700  # the mode of a staging directory until it is published
 
 
@@ -193,7 +194,7 @@ def _remove_own(path: Path, lock: int, keeps: str, target: Path) -> None:
     """
     with suppress(OSError):
         is_locked = lock >= 0 and os.path.samestat(os.fstat(lock), os.lstat(path))
-        own = lock if is_locked else _lock(path)
+        own = lock if is_locked else _lock_soon(path, lock, target)
         try:
             # Without locks nobody knows whose it is, unless this attempt has just put it there.
             is_free = try_lock(own) if own >= 0 and not is_locked else False
@@ -203,6 +204,20 @@ def _remove_own(path: Path, lock: int, keeps: str, target: Path) -> None:
         finally:
             if own >= 0 and not is_locked:
                 release(own)
+
+
+def _lock_soon(path: Path, lock: int, target: Path) -> int:
+    """Opens and locks a replaced result; returns -1 if another process holds it.
+
+    The writer of the replaced result may have published it a moment ago, and still holds its lock
+    for the last lines of its work. So this waits for a second if the new result is in place.
+    """
+    for _ in range(_LONG_TRIES if _is_at(lock, target) else 1):
+        own = _lock(path)
+        if own >= 0 or not os.path.lexists(path):
+            return own
+        time.sleep(0.01)
+    return -1
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -225,6 +240,12 @@ def _make_and_lock(path: Path, is_emptied: bool) -> int:
         with suppress(FileExistsError):
             path.mkdir(_PRIVATE)
         lock = _lock(path)
+        if lock >= 0 and (problem := _trust_problem(os.fstat(lock))):
+            release(lock)
+            raise StorageError(
+                f"a staging directory is not used, since {problem}: {printable(str(path))}",
+                hint="look at it, and remove it",
+            )
         if lock < 0:
             time.sleep(0.01)
         elif not is_emptied or not any(path.iterdir()):
@@ -236,6 +257,17 @@ def _make_and_lock(path: Path, is_emptied: bool) -> int:
             release(lock)
             return -1
     return -1
+
+
+def _trust_problem(found: os.stat_result) -> str:
+    """Returns why a staging directory is not this user's alone; "" if it is.
+
+    The name of a copy's directory can be guessed. In a shared folder, another user could make it
+    first, own the result, and lead files elsewhere by links.
+    """
+    if found.st_uid != os.geteuid():
+        return f"another user made it (uid {found.st_uid})"
+    return "other users may write to it" if found.st_mode & stat.S_IWOTH else ""
 
 
 def _inherit(old: Path, path: Path) -> int:
@@ -288,10 +320,14 @@ def remove_dead(
     dead = []
     for prefix in (_STAGING, _TRASH):
         for path in _unheld(parent, prefix, name):
-            if path != spared:
-                dead.append(path)
-                if not dry_run:
-                    shutil.rmtree(path, ignore_errors=True)
+            if path == spared:
+                continue
+            if not dry_run:
+                shutil.rmtree(path, ignore_errors=True)
+                if os.path.lexists(path):
+                    log.warning("could not remove all of %s: look at it", printable(str(path)))
+                    continue
+            dead.append(path)
     return dead
 
 
@@ -343,7 +379,10 @@ def _is_made_here(path: Path) -> bool:
     was removed, has a manifest, or nothing but files of a checkpoint.
     """
     try:
-        if stat.S_IMODE(path.stat().st_mode) & 0o777 == _PRIVATE:
+        found = path.stat()
+        if found.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
+            return False
+        if stat.S_IMODE(found.st_mode) & 0o777 == _PRIVATE:
             return True
         names = [name for _, _, files in os.walk(path) for name in files]
     except FileNotFoundError:  # another run was faster

@@ -13,7 +13,7 @@ from ckpt_tools.engine.partition import Regions
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.formats.base import is_note
 from ckpt_tools.formats.dcp.format import is_data_file
-from ckpt_tools.formats.registry import INDEXES, detect_in, is_checkpoint_file, is_ours
+from ckpt_tools.formats.registry import INDEXES, detect_in, is_checkpoint_file
 from ckpt_tools.publish import journal
 from ckpt_tools.publish import local as commit
 from ckpt_tools.publish.base import Attempt, CopyTarget, UploadNotes
@@ -34,9 +34,9 @@ from ckpt_tools.storage.s3.open_uploads import OpenUpload
 def foreign_files(target: Path) -> list[str]:
     """Returns what stands at a destination and belongs to no checkpoint: never to be overwritten.
 
-    A manifest may list files of any name, as a config or a tokenizer, but its word is not enough: a
-    file of another kind than data must have the very bytes that were sealed. Of data files, those
-    go that the checkpoint itself has, or that only torch names so.
+    A manifest may list files of any name, such as a config or a tokenizer. But anybody can write a
+    manifest, so a file counts only if it has the very bytes that were sealed. Other files count if
+    the index refers to them, or if only torch and this tool use such names.
     """
     if target.is_file():
         folder = LocalStore(target.parent)
@@ -81,13 +81,8 @@ def _files_of(store: LocalStore) -> set[str]:
                 for file, sealed in manifest.files.items()
                 if _has_size(store, file, sealed.nbytes)
             }
-            data = {file for file in sizes if is_ours(file)}
-            crcs = hash_files(
-                store, {file: nbytes for file, nbytes in sizes.items() if file not in data}
-            )
-            known |= data | {
-                file for file, crc in crcs.items() if hex64(crc) == manifest.files[file].crc64nvme
-            }
+            crcs = hash_files(store, {n: nbytes for n, nbytes in sizes.items() if n not in known})
+            known |= {n for n, crc in crcs.items() if hex64(crc) == manifest.files[n].crc64nvme}
             known |= {
                 index[0]
                 for index in [manifest.index]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.logs import log
-from ckpt_tools.errors import printable
+from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import PIN
 from ckpt_tools.publish.flock import owner_problem
 from ckpt_tools.publish.local import remove_dead, sync_directory, trash_path
@@ -145,9 +145,16 @@ class LocalRoot:
         try:
             os.rename(step, trash)
             sync_directory(self.path)
-            shutil.rmtree(trash)
         except OSError as error:
             raise failed("remove", step, error) from error
+        try:
+            shutil.rmtree(trash)
+        except OSError as error:
+            raise StorageError(
+                f"{printable(name)} is no step any more, but some of its files could not be"
+                f" removed: {error.strerror} ({printable(str(trash))})",
+                hint="remove that directory",
+            ) from error
 
     def rename(self, old: str, new: str) -> None:
         publish_name(self.path / old, self.path / new)

@@ -15,8 +15,9 @@ from ckpt_tools.core.box import whole
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.plan import Plan
 from ckpt_tools.errors import FormatError, printable
+from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import MANIFEST, note_name, note_of, short_name
-from ckpt_tools.formats.registry import Source, folder_of
+from ckpt_tools.formats.registry import INDEXES, Source, folder_of
 from ckpt_tools.storage import Store, read
 from ckpt_tools.version import __version__
 
@@ -180,6 +181,9 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         ) from error
 
 
+_MAX_BYTES = 128 << 20  # JSON takes up to twenty times its length in memory
+
+
 def names_in(store: Store, beside: str = "") -> list[str]:
     """Returns the names of the manifests in a directory, or of those of one file in it."""
     return [name for name in store.list_files() if note_of(name) == (MANIFEST, short_name(beside))]
@@ -220,7 +224,16 @@ def find_manifest(store: Store, beside: str = "") -> Manifest | None:
 
 
 def read_manifest(store: Store, name: str) -> Manifest:
-    """Reads one manifest of a directory; raises FormatError as `parse_manifest` does."""
+    """Reads one manifest of a directory.
+
+    Raises:
+        FormatError: it is malformed, or too long to be a manifest.
+    """
+    if (nbytes := store.size(name)) > _MAX_BYTES:
+        raise FormatError(
+            f"a manifest is too long: expected at most {_MAX_BYTES} bytes, got {nbytes}"
+            f" ({printable(name)})"
+        )
     return parse_manifest(read(store, name), name)
 
 
@@ -231,7 +244,19 @@ def of_source(source: Source) -> Manifest | None:
 
 def of_store(store: Store) -> Manifest | None:
     """Returns the manifest of a detected checkpoint; None if there is none."""
-    return find_manifest(*folder_of(store))
+    folder, name = folder_of(store)
+    return find_manifest(folder, name or only_file(folder))
+
+
+def only_file(folder: Store) -> str:
+    """Returns the name of a file that is the whole checkpoint of a directory and has a manifest.
+
+    Returns "" if there is none.
+    """
+    files = folder.list_files()
+    found = [name for name in files if name.endswith(safetensors.SUFFIX)]
+    is_single = len(found) == 1 and not any(name in INDEXES for name in files)
+    return found[0] if is_single and names_in(folder, found[0]) else ""
 
 
 def _sealed(entry: Mapping[str, Any]) -> SealedFile:

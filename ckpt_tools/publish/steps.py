@@ -153,11 +153,13 @@ class _Found:
 
     def shows(self, step: Step) -> bool:
         """Tells whether a folder is shown as a step, complete or not."""
-        return (
-            self.root.lists_unfinished
-            or not step.problem
-            or any(name in INDEXES for name in _open(step).list_files())
-        )
+        if self.root.lists_unfinished or not step.problem:
+            return True
+        if not any(name in INDEXES for name in _open(step).list_files()):
+            return False
+        # it may have been removed since the listing
+        now = open_store(step.path, self.root.options).list_files()
+        return any(name in INDEXES for name in now)
 
 
 def _find(root: RunRoot) -> _Found:

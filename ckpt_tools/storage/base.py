@@ -296,7 +296,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     slip = re.match(r"(s3a?|gs|gcs|az|abfs|https?|memory|file):/(?!/)", where)
     if slip and not os.path.lexists(where):
         raise StorageError(
-            f"a URL has two slashes: {printable(where)}",
+            f"a URL has two slashes after its scheme: expected {slip[1]}://, got {slip[1]}:/",
             hint=f"{slip[1]}://{printable(where[slip.end() :])}",
         )
     if not where.startswith("file://"):

@@ -518,6 +518,13 @@ class RemoteStore:
                 return None
             raise
 
+    def current_version(self, path: str) -> str:
+        """Asks the store for the current ETag of an object; "" if there is none."""
+        if self.s3 is not None:
+            return str(self.s3.head(f"{self.url}/{path}", self._full(path)).get("ETag", ""))
+        store = self.fresh()
+        return store.version(path) if path in store.list_files() else ""
+
     def has(self, path: str) -> bool:
         """Asks the store, without a cached listing, whether an object exists."""
         if self.s3 is not None:

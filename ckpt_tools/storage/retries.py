@@ -56,6 +56,10 @@ _HINTS = (
     ),
     (("RequestTimeTooSkewed",), "this machine's clock is wrong"),
     (("PreconditionFailed", "status=412"), "the object was replaced meanwhile: start again"),
+    (
+        ("NoSuchUpload",),
+        "another process has completed or given up this upload: look at the destination",
+    ),
     (("NoSuchBucket", "bucket does not exist"), "there is no such bucket"),
     (
         ("AccessDenied", "Forbidden", "Access Denied", "PermissionError"),

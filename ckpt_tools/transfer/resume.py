@@ -16,6 +16,7 @@ from ckpt_tools.engine.schedule import tile_bytes
 from ckpt_tools.errors import CheckpointError, IntegrityError, PlanError, StorageError
 from ckpt_tools.publish import journal, manifest
 from ckpt_tools.publish.base import Attempt, Destination, UploadNotes
+from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store
 
@@ -42,6 +43,7 @@ class Resume:
         self._dead: journal.DeadAttempt | None = None
         self._uploads: UploadNotes | None = None
         self._journal: journal.Journal | None = None
+        self._claim: RootLock | None = None
 
     def check(self, overwrite: bool) -> None:
         """Refuses early what cannot be written or resumed; `look_back` learns more of it.
@@ -89,6 +91,8 @@ class Resume:
     def _find(self, operation: str, source: Store, changes: str, plan: Plan) -> None:
         if self._is_wanted or not self._dst.names_attempts:
             self.work = journal.identify(operation, plan, source, changes)
+        if self._is_wanted and self.work and plan.target.index is not None:
+            self._claim = self._dst.claim()  # two processes must not continue one attempt
         if self._is_wanted and self.work:
             self.is_done = self._refusal is not None and _is_made_by(self._dst, self.work)
             self._dead = journal.find_dead_attempt(self._dst.dead(), self.work)
@@ -172,6 +176,20 @@ class Resume:
     def note(self) -> Callable[[BatchResult], None] | None:
         """Takes a finished batch."""
         return self._journal.note if self._journal else None
+
+    def check_claim(self) -> None:
+        """Makes sure that no other process has taken over this attempt.
+
+        Raises:
+            StorageError: another one has.
+        """
+        if self._claim is not None:
+            self._claim.check()
+
+    def release(self) -> None:
+        """Gives up the claim of the destination."""
+        if self._claim is not None:
+            self._claim.release()
 
     def end(self) -> None:
         """Closes the journal."""

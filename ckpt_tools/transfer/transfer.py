@@ -136,17 +136,20 @@ class Transfer:
         Returns:
             None if payloads are not where they were assumed to be. Nothing is published then.
         """
-        self._open()
-        self._plan()
-        if not self.is_dry_run and not self.resume.is_done:
-            self._check()
-            with self._staged() as attempt:
-                self._copy(attempt)
-                if not self._verify(attempt):
-                    return None
-                self._publish(attempt)
-            self.source.store.close()
-        return self._report()
+        try:
+            self._open()
+            self._plan()
+            if not self.is_dry_run and not self.resume.is_done:
+                self._check()
+                with self._staged() as attempt:
+                    self._copy(attempt)
+                    if not self._verify(attempt):
+                        return None
+                    self._publish(attempt)
+                self.source.store.close()
+            return self._report()
+        finally:
+            self.resume.release()
 
     # ---- open: all ranks are here, source and destination are apart ------------------------------
 
@@ -370,6 +373,7 @@ class Transfer:
         }
         manifest = self._manifest(files, seal_tensors(self.plan, self.fingerprints))
         literal = Literal(file_name(self.attempt_id, self.single), 0, manifest.render())
+        self.resume.check_claim()
         self.notes += attempt.publish(literal, self.target.index)
 
     def _manifest(

@@ -44,10 +44,10 @@ LOOKS_FOR = ".metadata"
 _MANY_BYTES = 1 << 20  # a `.metadata` of this size has about 5,000 chunks
 _COLUMNS_FROM = 16  # chunks of a tensor
 _MAX_MORE_BYTES = 512  # torch adds a hash of the contents after the payload
-_DATA_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{8})?\.distcp$")
+_DATA_FILE = re.compile(r"__([0-9]+)_[0-9]+(?:\.[0-9a-f]{8})?\.distcp$")
 _MANIFEST = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
 _QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
-_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_RANK_METADATA = re.compile(r"__([0-9]+)\.metadata")
 
 
 def recognise(files: Mapping[str, int]) -> bool:

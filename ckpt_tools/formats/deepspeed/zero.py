@@ -32,6 +32,7 @@ from ckpt_tools.formats.pickle.state import (
     is_scalar,
     is_value,
     leaves,
+    most_nodes,
     shapes_of,
     want,
 )
@@ -41,10 +42,10 @@ from ckpt_tools.storage import Store, read
 NAME = "deepspeed"
 LOOKS_FOR = "*_optim_states.pt"
 MODEL_STATES = re.compile(
-    r"(?:zero_pp_rank_(?P<dp>\d{1,7})_)?mp_rank_(?P<mp>\d{2,5})_model_states\.pt"
+    r"(?:zero_pp_rank_(?P<dp>[0-9]{1,7})_)?mp_rank_(?P<mp>[0-9]{2,5})_model_states\.pt"
 )
 _OPTIM_STATES = re.compile(
-    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,7})_mp_rank_(?P<mp>\d{2,5})_optim_states\.pt"
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>[0-9]{1,7})_mp_rank_(?P<mp>[0-9]{2,5})_optim_states\.pt"
 )
 _OWN_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params"
@@ -370,6 +371,8 @@ class _Builder:
                 **{k: _flat(v, self.optims, sizes[0]) for k, v in moments.items()},
             }
             pads = paddings[number] if isinstance(paddings, list) else [0] * len(shapes)
+            if not all(type(pad) is int and pad >= 0 for pad in pads):
+                raise Malformed(f"paddings of group {number} are no numbers of elements")
             at = 0
             for (name, shape), pad in zip(shapes.items(), pads, strict=True):
                 numel = math.prod(shape)
@@ -477,7 +480,9 @@ class _Builder:
     def _values(self, root: Mapping[str, Any]) -> None:
         """Adds the other contents of the model's states: counters, a scheduler, client state."""
         for path, value in leaves(
-            {k: v for k, v in root.items() if k not in _OWN_KEYS}, self.models[0].name
+            {k: v for k, v in root.items() if k not in _OWN_KEYS},
+            self.models[0].name,
+            most_nodes(self.models[0].pickle_nbytes),
         ):
             if isinstance(value, TensorView):
                 self.add(

@@ -26,7 +26,7 @@ from ckpt_tools.core.placements import (
     ReplicatePlacement,
     ShardPlacement,
     StridedShardPlacement,
-    rank_boxes,
+    rank_box,
 )
 from ckpt_tools.core.plan import Target
 from ckpt_tools.errors import CatalogError, FormatError, printable
@@ -48,10 +48,10 @@ from ckpt_tools.storage import Store
 NAME = "per_rank"
 LOOKS_FOR = "*rank_0.pt"
 _FILE = re.compile(
-    r"(?P<part>.*?)[._-]?(?:world_size_(?P<size>\d{1,7})_)?rank[._-]?(?P<rank>0{0,8}\d{1,7})(?:[_-]of[_-](?P<of>0{0,8}\d{1,7}))?\.(?:pt|pth|bin)"
+    r"(?P<part>.*?)[._-]?(?:world_size_(?P<size>[0-9]{1,7})_)?rank[._-]?(?P<rank>0{0,8}[0-9]{1,7})(?:[_-]of[_-](?P<of>0{0,8}[0-9]{1,7}))?\.(?:pt|pth|bin)"
 )
 # the names of torch_checkpointing
-_NUMBERED = re.compile(r"(?P<part>.+)_(?P<rank>\d{1,7})(?P<size>)(?P<of>)\.pt")
+_NUMBERED = re.compile(r"(?P<part>.+)_(?P<rank>[0-9]{1,7})(?P<size>)(?P<of>)\.pt")
 _BARE = re.compile(r".+_0\.safetensors")  # torch_checkpointing's other layout
 # Accelerate's names in large jobs
 _PART_NAMES = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}
@@ -154,7 +154,13 @@ def read_catalog(store: Store) -> Catalog:
             if _OWN.fullmatch(part):
                 above = (*above, f"rank_{rank}")
             mine = UnreadValues()
+            here: set[str] = set()
             for path, value, extents in read_leaves(store, name, files[name], mine):
+                if (fqn := name_of((*above, *path))) in here:
+                    raise FormatError(
+                        f"two entries have one name: {printable(fqn)!r} ({printable(name)})"
+                    )
+                here.add(fqn)
                 raw.setdefault((*above, *path), {})[rank] = RankValue(value, extents)
             others.take(mine, above)
     num_ranks = max(ranks.values()) + 1
@@ -272,8 +278,9 @@ def _box(value: DTensorPart, rank: int) -> Box:
             if type(index) is not int or not 0 <= index < size:
                 raise ValueError("a coordinate outside of its mesh")
             number = number * size + index
-    (box,) = rank_boxes(value.shape, shape, placements)[number]
-    return box
+    if number >= math.prod(shape):
+        raise ValueError(f"rank {number} of a mesh of {math.prod(shape)} ranks")
+    return rank_box(value.shape, shape, placements, number)
 
 
 def _mesh_shape(mesh: OpaqueObject) -> Sequence[int]:

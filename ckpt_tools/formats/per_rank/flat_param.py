@@ -248,7 +248,10 @@ def unfold_optimizer(
     for path in [
         p
         for p in raw
-        if p[: len(root) + 1] == (*root, "state") and is_number(p[-2]) and int(p[-2]) < len(owners)
+        if len(p) > len(root) + 2
+        and p[: len(root) + 1] == (*root, "state")
+        and is_number(p[-2])
+        and int(p[-2]) < len(owners)
     ]:
         (owner, starts), key = owners[int(path[-2])], path[-1]
         held = raw.pop(path)

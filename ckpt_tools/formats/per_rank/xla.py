@@ -80,9 +80,10 @@ def unfold_xla_shards(raw: Raw, num_ranks: int, others: Counter[str]) -> dict[Pa
             raw[*model, _clean(name)] = {min(held): held[min(held)]}
             continue
         cuts.append(_cut(name, values))
-        result |= {
-            (*model, t.fqn): t for t in unflatten(_vector(name, raw.pop(path), cuts[-1]), *cuts[-1])
-        }
+        for tensor in unflatten(_vector(name, raw.pop(path), cuts[-1]), *cuts[-1]):
+            if (*model, tensor.fqn) in result:
+                raise FormatError(f"two parameters have one name: {printable(tensor.fqn)!r}")
+            result[*model, tensor.fqn] = tensor
     for optimizer in optimizers(raw, model):
         result |= unfold_optimizer(raw, optimizer, cuts, False, others)
     return result

@@ -18,12 +18,13 @@ _MAX_LONG_BYTES = 64  # the state of a random generator has 128 bits and more
 # limit of integers with at least so many bytes: an attacker can choose such keys of a dict, alone
 # or in tuples, with equal hashes
 _LONG_BYTES, _MAX_LONGS = 6, 10_000
-# an attacker can choose tuples of floats with equal hashes: a dict with many such keys takes hours
-_FLOAT, _MAX_FLOAT_KEYS = 1 + 2**-30, 1_000
+# An attacker can choose tuples with equal hashes. A dict with many such keys takes hours. So the
+# weight of a tuple is not whole, and such keys of dicts are counted. Checkpoints have few.
+_TUPLE_FRACTION, _MAX_TUPLE_KEYS = 2**-30, 2_000
 # limit for a tuple: its elements with all their contents; torch's tuples have dozens
 _MAX_WEIGHT = 4096
 _LIGHT = 6  # at least the weight of a Size of three dims with its arguments
-_STOP, _BINFLOAT = ord("."), ord("G")
+_STOP = ord(".")
 _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 # number of values that an opcode takes; for the first two, those after a mark
 _TAKES = {b"u": 0, b"e": 0, b"s": 2, b"a": 1, b"R": 1, b"\x81": 1, b"b": 1}
@@ -84,7 +85,7 @@ class _Walk:
         self.data, self.where, self.with_persistent_ids = data, where, with_persistent_ids
         self.stack: list[float] = []
         self.marks: list[int] = []
-        self.num_longs = self.num_float_keys = 0
+        self.num_longs = self.num_tuple_keys = 0
         self.num_seen = 0  # number of values remembered by MEMOIZE
         self.heavy: dict[int, float] = {}  # weights of remembered values that are not light
 
@@ -100,7 +101,7 @@ class _Walk:
             if kind == _GOT:
                 push(heavy.get(int.from_bytes(data[start + 1 : at], "little"), _LIGHT))
             elif kind == _PLAIN:
-                push(_FLOAT if data[start] == _BINFLOAT else 1)
+                push(1)
             elif kind != _OTHER:
                 self._phrase(kind, token[0])
             elif data[start] == _STOP:
@@ -150,6 +151,8 @@ class _Walk:
                 is_kept=opcode in b"uesa",
                 has_keys=opcode in b"us",
             )
+            if opcode == b"b":  # an object with attributes is no tuple
+                self.stack[-1] = int(self.stack[-1])
         elif opcode == b"Q" and self.with_persistent_ids:
             pass
         else:
@@ -160,7 +163,7 @@ class _Walk:
         """Makes a tuple of the values from position `start` of the stack."""
         if start < 0:
             raise IndexError
-        weight = 1 + sum(self.stack[start:])
+        weight = 1 + _TUPLE_FRACTION + sum(self.stack[start:])
         if weight > _MAX_WEIGHT:
             raise UnsafePickleError(
                 f"refused a pickle: a tuple holds more than {_MAX_WEIGHT} elements, nested ones"
@@ -178,16 +181,13 @@ class _Walk:
         else:
             self.heavy.pop(index, None)
 
-    def _count_float_keys(self, keys: list[float]) -> None:
-        """Counts the keys of a dict that are tuples with a float.
-
-        The weight of a float is not whole, so neither is that of such a tuple.
-        """
-        self.num_float_keys += sum(1 for key in keys if key >= 2 and key % 1)
-        if self.num_float_keys > _MAX_FLOAT_KEYS:
+    def _count_tuple_keys(self, keys: list[float]) -> None:
+        """Counts the keys of a dict that are tuples. Their weights are not whole."""
+        self.num_tuple_keys += sum(1 for key in keys if key % 1)
+        if self.num_tuple_keys > _MAX_TUPLE_KEYS:
             raise UnsafePickleError(
-                f"refused a pickle: more than {_MAX_FLOAT_KEYS} keys of its dicts are tuples with"
-                f" floats ({self.where})"
+                f"refused a pickle: more than {_MAX_TUPLE_KEYS} keys of its dicts are tuples"
+                f" ({self.where})"
             )
 
     def _take(self, start: int, is_kept: bool, has_keys: bool) -> None:
@@ -200,7 +200,7 @@ class _Walk:
         if start < 1:
             raise IndexError
         if has_keys and weight % 1:
-            self._count_float_keys(self.stack[start::2])
+            self._count_tuple_keys(self.stack[start::2])
         del self.stack[start:]
         self.stack[-1] = self.stack[-1] + weight if is_kept else weight
 

@@ -34,6 +34,7 @@ from ckpt_tools.formats.deepspeed import zero as deepspeed
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.per_rank import files as per_rank
 from ckpt_tools.formats.per_rank.flat_param import read_shapes
+from ckpt_tools.formats.pickle.state import TupleItem
 from ckpt_tools.formats.registry import (
     Format,
     Request,
@@ -60,7 +61,7 @@ from ckpt_tools.operations.convert.huggingface import (
     head_counts,
     untie,
 )
-from ckpt_tools.operations.convert.key_map import apply_map, read_map
+from ckpt_tools.operations.convert.key_map import apply_map, check_settings, read_map
 from ckpt_tools.operations.convert.lora import adapter_of, refuse_adapters
 from ckpt_tools.operations.convert.options import check_request, substitute
 from ckpt_tools.operations.convert.param_order import ModelOrder, read_order
@@ -254,6 +255,7 @@ def _renamed(parts: TrainingState, source: Source, how: Conversion) -> TrainingS
         base = how.get("base")
         numbers = (head_counts(base) if base is not None else {}) | dict(how.get("settings") or {})
         keys = read_map(key_map, numbers)
+        check_settings(keys, how.get("settings") or {})
         _refuse_unnamed(parts, "a key map changes parameters and their state")
         parts = apply_map(parts, keys, source)
     for rule in how.get("rename", ()):
@@ -302,6 +304,20 @@ def _dropped(before: Catalog, after: Catalog, parts: TrainingState) -> dict[str,
         for key, nbytes in left_out(before, after, with_objects=False).items()
         if key not in kept
     }
+
+
+def _tuples(catalog: Catalog) -> list[str]:
+    """Returns a note on tuples with tensors, which DCP stores like lists."""
+    found = {
+        ".".join(map(str, path[:number]))
+        for path in catalog.paths.values()
+        for number, key in enumerate(path)
+        if isinstance(key, TupleItem)
+    }
+    if not found:
+        return []
+    names = ", ".join(map(printable, sorted(found)))
+    return [f"tuples with tensors become lists, because DCP has no tuples: {names}"]
 
 
 def _refuse_unnamed(parts: TrainingState, why: str) -> None:
@@ -354,6 +370,11 @@ class _Job:
         self.parts.notes += uncast(catalog.tensors.values(), self.how.get("dtype"))
         kept = choose(replace(catalog, unread=self._unread()), select, exclude)
         refuse_unread(kept)
+        if excluded := [t for fqn, t in catalog.tensors.items() if fqn not in kept.tensors]:
+            self.parts.notes.append(
+                f"--select and --exclude leave out {len(excluded)} tensors with"
+                f" {sum(t.nbytes for t in excluded):,} bytes"
+            )
         if not kept.tensors:
             raise PlanError(
                 f"no tensors are left of {len(catalog.tensors)}",
@@ -425,7 +446,7 @@ class _Job:
             )
         catalog = self._catalog(())
         catalog = replace(catalog, tensors=adapter_of(catalog.tensors), objects={}, paths={})
-        files = {"adapter_config.json": adapter_config(base)}
+        files = {"adapter_config.json": adapter_config(base, catalog.tensors)}
         # the names are those of PEFT
         targets = [whole_tensor(t, self._dtype(t)) for t in catalog.tensors.values()]
         return (
@@ -602,6 +623,7 @@ class _Job:
             for target, t in pairs
         ]
         objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
+        self.parts.notes += _tuples(catalog)
         return (
             catalog,
             accelerate if to == "accelerate" else dcp,

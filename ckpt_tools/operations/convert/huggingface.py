@@ -98,20 +98,38 @@ def find_base(src: str) -> str:
     return next((printable(str(f)) for f in folders if (f / "config.json").is_file()), "DIR")
 
 
-def adapter_config(base: str | os.PathLike[str]) -> bytes:
+def adapter_config(base: str | os.PathLike[str], tensors: Mapping[str, TensorEntry]) -> bytes:
     """Returns the adapter_config.json of a directory unchanged.
 
+    Args:
+        base: the directory.
+        tensors: of the adapter, whose ranks must be among those of the config.
+
     Raises:
-        PlanError: it has none that can be read.
+        PlanError: it has none that can be read, or one of another rank.
     """
     try:
         data = read_beside(base, "adapter_config.json")
-        parse_json(data)
+        config = parse_json(data)
+        patterns = config.get("rank_pattern") or {}
+        known = {config.get("r"), *patterns.values()}
+    except AttributeError:
+        raise PlanError(
+            f"--base: adapter_config.json is no object ({printable(str(base))})"
+        ) from None
     except (StorageError, ValueError) as error:
         raise PlanError(
             f"--base: no readable adapter_config.json in {printable(str(base))}:"
             f" {printable(str(error))}"
         ) from error
+    for fqn, entry in tensors.items():
+        rank = entry.shape[0] if entry.shape and ".lora_A" in fqn else None
+        if rank is not None and rank not in known:
+            raise PlanError(
+                f"--base: adapter_config.json has r={printable(str(config.get('r')))}, and the"
+                f" adapter has rank {rank}: {printable(fqn)!r}",
+                hint="give the directory of the config that the job was made with",
+            )
     return data
 
 

@@ -134,8 +134,9 @@ def apply_map(parts: TrainingState, keys: KeyMap, source: Source) -> TrainingSta
     """Returns the training state renamed, split, fused and reordered as a map says.
 
     Raises:
-        PlanError: a rule does not fit a tensor.
+        PlanError: a rule does not fit a tensor, or nothing in the map or the settings is used.
     """
+    _check_used(parts, keys)
     raw = _raw(parts, keys, source)
     for rule in keys.unstack:
         for fqn in [f for f in parts.model if rule["match"].fullmatch(f)]:
@@ -155,6 +156,31 @@ def apply_map(parts: TrainingState, keys: KeyMap, source: Source) -> TrainingSta
     for pattern, new in keys.rename:
         parts = parts.renamed(partial(pattern.sub, new))
     return parts
+
+
+def _check_used(parts: TrainingState, keys: KeyMap) -> None:
+    """Refuses a map that matches no tensor."""
+    rules = [*keys.unstack, *keys.split, *keys.fuse, *keys.rope]
+    patterns = [rule["match"].fullmatch for rule in rules]
+    patterns += [pattern.search for pattern, _ in keys.rename]
+    if not any(match(fqn) for match in patterns for fqn in parts.model):
+        raise PlanError(
+            f"the key map matches none of {len(parts.model)} tensors ({printable(keys.path)})",
+            hint=f"the first is {printable(next(iter(parts.model), ''))!r}",
+        )
+
+
+def check_settings(keys: KeyMap, given: Iterable[str]) -> None:
+    """Refuses a setting of the user that no rule of a map names."""
+    numbers = [n for rule in keys.split for n in rule["parts"]]
+    numbers += [rule["heads"] for rule in keys.rope]
+    names = sorted({n for n in numbers if isinstance(n, str)})
+    for name in given:
+        if name not in names:
+            raise PlanError(
+                f"--set {printable(name)}: the key map has no such number ({printable(keys.path)})",
+                hint=f"it has: {', '.join(map(printable, names)) or 'none'}",
+            )
 
 
 Change = Callable[[TensorEntry], TensorEntry]

@@ -42,7 +42,9 @@ _UNSUPPORTED = {
 }
 # for these, PEFT subtracts the adapter's first values from the weights
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_MAX_PATTERNS = 4_096  # each is matched with each name
 _MAX_ALPHA = 1e9
+_MAX_PATTERNS = 4_096  # each is matched with each name
 _MAX_MODULE_CHARS = 512
 Matrix = npt.NDArray[np.float32]
 
@@ -215,6 +217,8 @@ def _config(source: Source) -> Mapping[str, Any]:
         if source.folder.size("adapter_config.json") > MAX_JSON_BYTES:
             raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
         config: dict[str, Any] = parse_json(read(source.folder, "adapter_config.json"))
+        if not isinstance(config, dict):
+            raise TypeError("it is no object")
         _check_scales(config)
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(
@@ -257,6 +261,8 @@ def _check_scales(config: Mapping[str, Any]) -> None:
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise TypeError("alpha_pattern is no object")
+    if len(patterns) > _MAX_PATTERNS:
+        raise ValueError(f"alpha_pattern has more than {_MAX_PATTERNS} entries")
     for name, value in {"lora_alpha": config["lora_alpha"], **patterns}.items():
         if type(value) not in (int, float) or not abs(value) <= _MAX_ALPHA:
             raise ValueError(f"{name[:80]} is no finite number")
@@ -323,7 +329,7 @@ def _alter(entry: TensorEntry, a: Matrix, b: Matrix, scale: float, is_transposed
 
 
 def refuse_adapters(tensors: Mapping[str, TensorEntry], src: str) -> None:
-    """Refuses a model that contains adapters, for targets whose loader cannot read them.
+    """Refuses a model that contains adapters, for targets that hold a plain model.
 
     PEFT has given the tensors of such a model other names.
 
@@ -333,7 +339,7 @@ def refuse_adapters(tensors: Mapping[str, TensorEntry], src: str) -> None:
     inside = next((fqn for fqn in tensors if _PART.fullmatch(fqn) or ".base_layer." in fqn), None)
     if inside is not None:
         raise PlanError(
-            "the model has adapters of PEFT inside, and transformers does not load such names:"
+            "the model has adapters of PEFT inside, and no program loads such names as a model:"
             f" {printable(inside)!r}",
             hint=(
                 f"ckpt convert {printable(src)} ADAPTER --to peft --base DIR writes the adapter;"

@@ -54,7 +54,10 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
     if to in ("accelerate", "deepspeed-universal", "per-rank") and is_url(dst):
         raise PlanError(
             f"directories of {to} are written on a disk",
-            hint="write it to a disk, then ckpt copy it into the bucket",
+            hint=(
+                "write it to a disk, then upload it with the store's own tool: it has no index, so"
+                " no upload of it can appear as a whole"
+            ),
         )
     if optimizer is not None and optimizer not in FORMS:
         raise PlanError(

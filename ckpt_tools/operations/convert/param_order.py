@@ -173,6 +173,13 @@ def name_parameters(
     return _by_shape(optimizer, parameters)
 
 
+def is_by_shape(optimizer: NumberedOptimizer, order: Order | None) -> bool:
+    """Tells whether neither the file nor the user names the parameters of an optimizer."""
+    if isinstance(order, Mapping):
+        order = order.get(optimizer.prefix)
+    return order is None and not any(isinstance(n, (list, tuple)) for n in optimizer.given)
+
+
 def _parameters(model: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of possible parameters, in the model's order.
 

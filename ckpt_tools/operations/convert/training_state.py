@@ -37,6 +37,7 @@ from ckpt_tools.operations.convert.param_order import (
     ModelOrder,
     NumberedOptimizer,
     Order,
+    is_by_shape,
     name_parameters,
 )
 from ckpt_tools.storage import MemoryStore, Store, read
@@ -273,14 +274,28 @@ def _optimizer(
         return optimizer
     if not all(map(is_number, state)):
         return None
-    names = name_parameters(NumberedOptimizer(prefix, groups, state), parts.model, order)
+    return _with_names(optimizer, parts, order)
+
+
+def _with_names(
+    optimizer: OptimizerState, parts: TrainingState, order: Order | None
+) -> OptimizerState:
+    """Returns an optimizer with names for its numbers, if anything proves them; adds a note."""
+    prefix, state, groups = optimizer.prefix, optimizer.state, optimizer.groups
+    what = printable(prefix) or "the optimizer"
+    numbers = NumberedOptimizer(prefix, groups, state)
+    names = name_parameters(numbers, parts.model, order)
     if names is None:
         parts.notes.append(
-            f"{printable(prefix) or 'the optimizer'} numbers its parameters, and their shapes alone"
-            " do not tell which is which: the numbers are kept; --param-order FILE or"
-            " --param-order model says what they mean"
+            f"{what} numbers its parameters, and their shapes alone do not tell which is which: the"
+            " numbers are kept; --param-order FILE or --param-order model says what they mean"
         )
         return replace(optimizer, is_numbered=True, is_unnamed=True)
+    if is_by_shape(numbers, order):
+        parts.notes.append(
+            f"{what} numbers its parameters: each number became the only parameter of its shape;"
+            " --param-order FILE says it if the optimizer has others"
+        )
     return OptimizerState(
         prefix,
         {names[int(number)]: values for number, values in state.items()},
