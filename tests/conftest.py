@@ -8,13 +8,13 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.command import run_command
 from tests.jobs import PYTHON_PATH, torchrun_command
 from tests.servers import servers
 from tests.servers.servers import Server
@@ -136,12 +136,7 @@ def saved(shared: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[
 @pytest.fixture
 def ckpt() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the command as a user would, in a process of its own."""
-
-    def run(*args: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ckpt_tools", *map(str, args)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)  # type: ignore[call-overload]
-
-    return run
+    return run_command
 
 
 @pytest.fixture

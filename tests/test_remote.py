@@ -21,6 +21,7 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager, NotACheckpointError, StorageError
 from ckpt_tools.storage import RemoteStore, is_url, read
+from tests.command import run_command
 from tests.dist.test_real_jobs import RESHARDED
 from tests.jobs import torchrun_command
 from tests.servers import servers
@@ -213,14 +214,7 @@ def test_a_model_is_loaded_straight_from_a_bucket(server: Server, tmp_path: Path
 
 def run_ckpt(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
-    command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
-    return subprocess.run(
-        command,
-        env=clean | {"HOME": "/nonexistent"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_command(*words, env=clean | {"HOME": "/nonexistent"} | environment)
 
 
 def test_the_command_takes_urls_and_storage_options(
