@@ -132,3 +132,33 @@ def test_an_empty_path_is_refused_by_the_command(
             done.returncode == PlanError.exit_code
             and "must be a path or a URL that is not empty" in done.stderr
         ), words
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda root: ckpt_tools.prune(root, keep_lst=1), "keep_last"),
+        (lambda root: ckpt_tools.steps(root, storage_option={}), "storage_options"),
+        (lambda root: ckpt_tools.latest(root, vrify=True), "verify"),
+        (lambda root: ckpt_tools.open(root, storage_option={}), "storage_options"),
+        (lambda root: ckpt_tools.save(root / "x", {}, overwrit=True), "overwrite"),
+        (lambda root: ckpt_tools.load(root, {}, strct=True), "strict"),
+        (lambda root: ckpt_tools.CheckpointManager(root, keep_lat=1), "keep_last"),
+    ],
+)
+def test_a_misspelt_argument_of_the_loop_is_named_with_the_nearest(call, meant, tmp_path) -> None:
+    with pytest.raises(TypeError, match=f"did you mean '{meant}'"):
+        call(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_misspelt_arguments_of_a_manager_s_calls_are_named(tmp_path) -> None:
+    with ckpt_tools.CheckpointManager(tmp_path) as checkpoints:
+        with pytest.raises(TypeError, match="did you mean 'asynchronous'"):
+            checkpoints.save(1, {}, asynchronus=True)
+        with pytest.raises(TypeError, match="did you mean 'step'"):
+            checkpoints.resume({}, stp=1)
+        with pytest.raises(TypeError, match="expected an integer"):
+            checkpoints.resume({}, step="3")
+        with pytest.raises(PlanError, match="strict must be True or False"):
+            checkpoints.resume({}, strict="no")

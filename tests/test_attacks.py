@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
 import json
 import lzma
 import os
@@ -36,6 +37,7 @@ from ckpt_tools import (
     StorageError,
     UnsafePickleError,
 )
+from ckpt_tools.core.box import bands, flat_range_boxes, whole
 from ckpt_tools.errors import printable, redacted
 from ckpt_tools.formats import torch_save
 from ckpt_tools.formats.deepspeed import zero as deepspeed
@@ -100,11 +102,11 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("name", ["torch", "transformers", "json", "numpy", "safetensors"])
-def test_modules_in_the_working_directory_are_not_imported(name: str, tmp_path: Path) -> None:
+def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> None:
     work, proof = tmp_path / "work", tmp_path / "proof"
     work.mkdir()
-    (work / f"{name}.py").write_text(EVIL)
+    for name in ("torch", "transformers", "json", "numpy", "safetensors"):
+        (work / f"{name}.py").write_text(EVIL)
     (work / "config.json").write_text(json.dumps(LLAMA))
     torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "s.pt")
     ckpt = Path(sys.executable).with_name("ckpt")
@@ -767,7 +769,7 @@ def test_tuples_of_floats_that_hash_alike_are_no_keys(tmp_path: Path) -> None:
         b"G" + struct.pack(">d", a) + b"G" + struct.pack(">d", b) + b"\x86N" for a, b in pairs
     )
     path = torch_file(tmp_path / "x.pt", b"\x80\x02}(" + body + b"u.")
-    with pytest.raises(UnsafePickleError, match="tuples with floats"):
+    with pytest.raises(UnsafePickleError, match="keys of its dicts are tuples"):
         ckpt_tools.inspect(path)
 
 
@@ -929,3 +931,151 @@ def test_a_key_map_that_means_nothing_is_one_line(
     words = ("convert", tmp_path / "b.safetensors", out, "--to", "dcp")
     done = ckpt(*words, "--map", tmp_path / "map.json")
     assert done.returncode == 13 and "Traceback" not in done.stderr and not out.exists()
+
+
+# ---- third round ---------------------------------------------------------------------------------
+
+
+def number(value: int) -> bytes:
+    return b"J" + value.to_bytes(4, "little", signed=True)
+
+
+def entries(pairs: dict[str, bytes]) -> bytes:
+    return b"}(" + b"".join(text(key.encode()) + value for key, value in pairs.items()) + b"u"
+
+
+def tensor(numel: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> bytes:
+    """The pickle of a float32 tensor in record 0."""
+    if strides is None:
+        strides = tuple(torch.empty(0).expand(shape).stride()) if 0 in shape else steps(shape)
+    storage = b"(" + text(b"storage") + b"ctorch\nFloatStorage\n" + text(b"0") + text(b"cpu")
+    pieces = [b"(" + b"".join(map(pickle_write.integer, part)) + b"t" for part in (shape, strides)]
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n("
+        + (storage + pickle_write.integer(numel) + b"tQ" + number(0) + pieces[0] + pieces[1])
+        + b"\x89ccollections\nOrderedDict\n)RtR"
+    )
+
+
+def steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    found, step = [], 1
+    for size in reversed(shape):
+        found.insert(0, step)
+        step *= size
+    return tuple(found)
+
+
+def refused(path: Path, verb: str = "inspect", seconds: int = 40) -> str:
+    """Runs a verb with bounds, and returns the last line of its error, which is one of ours."""
+    code = f"import sys, ckpt_tools; ckpt_tools.{verb}(sys.argv[1])"
+    done = limited(code, path, seconds=seconds)
+    assert done.returncode == 1 and "ckpt_tools.errors." in done.stderr, done.stderr[-800:]
+    return done.stderr
+
+
+def test_tuples_of_numbers_that_hash_alike_are_no_keys(tmp_path: Path) -> None:
+    """-1 and -2 have one hash in Python, and so have all tuples of them."""
+    keys = itertools.product((-1, -2), repeat=13)
+    items = b"".join(b"(" + b"".join(map(number, key)) + b"tN" for key in keys)
+    torch_file(tmp_path / "x.pt", b"\x80\x02}(" + items + b"u.")
+    assert "keys of its dicts are tuples" in refused(tmp_path / "x.pt")
+    with pytest.raises(UnsafePickleError, match="keys of its dicts are tuples"):
+        unpack((tmp_path / "x.pt").read_bytes(), "x", False)
+
+
+def test_a_mesh_of_a_million_ranks_costs_nothing(tmp_path: Path) -> None:
+    def built(module: str, name: str, state: bytes) -> bytes:
+        return f"c{module}\n{name}\n".encode() + b")R" + state + b"b"
+
+    axes = b"(" + number(1024) * 2 + b"t"
+    layout = built("torch.distributed._mesh_layout", "_MeshLayout", entries({"shape": axes}))
+    mesh = built("torch.distributed.device_mesh", "DeviceMesh", entries({"_layout": layout}))
+    shard = built("torch.distributed.tensor.placement_types", "Shard", entries({"dim": number(0)}))
+    spec = built(
+        "torch.distributed.tensor._dtensor_spec",
+        "DTensorSpec",
+        entries({"mesh": mesh, "placements": b"(" + shard * 2 + b"t"}),
+    )
+    part = (
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_wrapper_subclass\n"
+        b"ctorch.distributed.tensor\nDTensor\n(Nctorch\nfloat32\n("
+        + (number(1 << 20) + b"tt" + entries({"_spec": spec, "_local_tensor": tensor(1, (1,))}))
+        + b"tR"
+    )
+    (tmp_path / "v").mkdir()
+    data = b"\x80\x02" + entries({f"w{i}": part for i in range(40)}) + b"."
+    torch_file(tmp_path / "v" / "rank_0.pt", data, **{"0": bytes(4)})
+    refused(tmp_path / "v", seconds=20)
+
+
+def test_a_tensor_that_repeats_its_bytes_for_days_is_refused(tmp_path: Path) -> None:
+    data = b"\x80\x02" + entries({"w": tensor(4, (1 << 40,), (0,))}) + b"."
+    torch_file(tmp_path / "x.pt", data, **{"0": bytes(16)})
+    assert "repeats its elements too often" in refused(tmp_path / "x.pt")
+    torch.save({"w": torch.ones(1).expand(1 << 20)}, tmp_path / "y.pt")
+    assert ckpt_tools.inspect(tmp_path / "y.pt").total.num_tensors == 1
+
+
+@pytest.mark.parametrize("num_dims", [900, 3000])
+def test_shapes_of_very_many_dims_end_in_no_recursion(num_dims: int) -> None:
+    shape = (*(1,) * num_dims, 6)
+    assert [b.sizes[-1] for b in flat_range_boxes(shape, 1, 5)] == [4]
+    found = list(bands(whole(shape), 2))
+    assert [b.offsets[-1] for b in found] == [0, 2, 4] and all(
+        len(b.sizes) == len(shape) for b in found
+    )
+
+
+def test_two_files_of_one_rank_s_names_are_told(tmp_path: Path) -> None:
+    (tmp_path / "v").mkdir()
+    torch.save({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}, tmp_path / "v" / "rank_0.pt")
+    with pytest.raises(FormatError, match="two entries have one name"):
+        ckpt_tools.inspect(tmp_path / "v")
+
+
+def test_digits_of_other_alphabets_are_no_ranks(tmp_path: Path) -> None:
+    (tmp_path / "v").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "v" / "rank_\uff10.pt")
+    with pytest.raises(CheckpointError):
+        ckpt_tools.inspect(tmp_path / "v")
+
+
+def test_long_strings_of_a_gguf_file_are_not_kept(tmp_path: Path) -> None:
+    count, size = 3000, 1 << 20
+    with (tmp_path / "b.gguf").open("wb") as out:
+        out.write(b"GGUF" + struct.pack("<IQQ", 3, 0, count))
+        for index in range(count):
+            key = b"k%d" % index
+            out.write(struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, size))
+            out.seek(size, 1)
+        out.write(b"\0")
+    done = limited(
+        "import sys, ckpt_tools; ckpt_tools.inspect(sys.argv[1])",
+        tmp_path / "b.gguf",
+        memory=2 * GIB,
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_a_shared_dict_in_deepspeed_s_states_is_refused(tmp_path: Path) -> None:
+    """Twenty dicts that each hold the one before twice are a million entries."""
+    body = number(1)
+    for depth in range(20):
+        again = b"h" + bytes([depth - 1]) if depth else number(1)
+        body = b"}q" + bytes([depth]) + b"(" + text(b"a") + body + text(b"b") + again + b"u"
+    shapes = b"](" + entries({"w": b"ctorch\nSize\n(" + number(4) + b"t\x85R"}) + b"e"
+    fields = {"module": entries({"w": tensor(4, (4,))}), "param_shapes": shapes, "x": body}
+    data = b"\x80\x02" + entries(fields) + b"."
+    torch_file(tmp_path / "mp_rank_00_model_states.pt", data, **{"0": bytes(16)})
+    group = b"](" + tensor(4, (4,)) + b"e"
+    state = {
+        "zero_stage": number(2),
+        "partition_count": number(1),
+        "single_partition_of_fp32_groups": group,
+        "group_paddings": b"](" + number(0) + b"e",
+        "base_optimizer_state": entries({"state": b"}", "param_groups": b"]"}),
+    }
+    data = b"\x80\x02" + entries({"optimizer_state_dict": entries(state)}) + b"."
+    name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch_file(tmp_path / name, data, **{"0": bytes(16)})
+    refused(tmp_path, seconds=30)

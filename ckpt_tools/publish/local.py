@@ -199,6 +199,8 @@ def _remove_own(path: Path, lock: int, keeps: str, target: Path) -> None:
             # Without locks nobody knows whose it is, unless this attempt has just put it there.
             is_free = try_lock(own) if own >= 0 and not is_locked else False
             is_own = is_locked or is_free or (is_free is None and _is_at(lock, target))
+            if lock < 0 and own >= 0 and _trust_problem(os.fstat(own)):
+                is_own = False  # it was there before, and this attempt has refused it
             if is_own and (not keeps or not any(path.glob(keeps))):
                 shutil.rmtree(path, ignore_errors=True)
         finally:

@@ -1,0 +1,169 @@
+"""Everything that is left out, guessed or kept is said, in the result or in an error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools import CheckpointManager, PlanError
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def step(model: nn.Module, parameters: object) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def notes(result: object) -> str:
+    return "\n".join(result.notes)  # type: ignore[attr-defined]
+
+
+def test_a_name_that_only_a_shape_gave_is_said_to_be_a_guess(tmp_path: Path) -> None:
+    """The optimizer's one parameter is not in the file's model, which has one of that shape."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = step(model, [model[1].weight])
+    state = {"model": {"a": model[0].weight.detach()}, "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "y.pt")
+    said = notes(ckpt_tools.convert(tmp_path / "y.pt", tmp_path / "o.pt", to="torch"))
+    assert "each number became the only parameter of its shape" in said
+    (tmp_path / "order.json").write_text('["a"]')
+    said = notes(
+        ckpt_tools.convert(
+            tmp_path / "y.pt", tmp_path / "p.pt", to="torch", param_order=tmp_path / "order.json"
+        )
+    )
+    assert "became the only parameter" not in said
+
+
+def test_a_file_of_torch_beside_a_model_is_named(tmp_path: Path, ckpt: Run) -> None:
+    model = nn.Linear(4, 5)
+    optimizer = step(model, model.parameters())
+    (tmp_path / "o").mkdir()
+    save_file(model.state_dict(), tmp_path / "o/model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "o/optim.pt")
+    assert "optim.pt" in ckpt("inspect", tmp_path / "o").stdout
+    said = notes(ckpt_tools.convert(tmp_path / "o", tmp_path / "x", to="dcp"))
+    assert "stay behind: optim.pt" in said
+
+
+def test_a_sound_model_is_rescued_from_beside_a_damaged_optimizer(tmp_path: Path) -> None:
+    (tmp_path / "o").mkdir()
+    save_file(nn.Linear(4, 5).state_dict(), tmp_path / "o/model.safetensors")
+    (tmp_path / "o/optimizer.pt").write_bytes(b"no archive at all")
+    result = ckpt_tools.salvage(tmp_path / "o", tmp_path / "rescued")
+    assert any("optimizer.pt" in str(problem) for problem in result.problems)
+    assert ckpt_tools.inspect(tmp_path / "rescued").total.num_tensors == 2
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> Path:
+    """A model with an adapter inside, as PEFT names it."""
+    names = ("base_layer.weight", "lora_A.default.weight", "lora_B.default.weight")
+    shapes = ((4, 4), (2, 4), (4, 2))
+    model = {
+        f"base_model.model.layer.q_proj.{name}": torch.ones(shape)
+        for name, shape in zip(names, shapes, strict=True)
+    }
+    torch.save({"model": model}, tmp_path / "lora.pt")
+    return tmp_path / "lora.pt"
+
+
+def test_a_merge_of_a_model_with_adapters_is_refused(adapted: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="adapters of PEFT inside") as caught:
+        ckpt_tools.merge(adapted, tmp_path / "o.safetensors")
+    assert "--to peft" in str(caught.value.hint) and "--lora" in str(caught.value.hint)
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+@pytest.mark.parametrize("rank", [2, 8])
+def test_the_config_of_an_adapter_has_its_rank(rank: int, adapted: Path, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (tmp_path / "base/adapter_config.json").write_text(json.dumps(config))
+    arguments = {"to": "peft", "base": tmp_path / "base"}
+    if rank == 2:
+        ckpt_tools.convert(adapted, tmp_path / "out", **arguments)
+        return
+    with pytest.raises(PlanError, match="r=8, and the adapter has rank 2"):
+        ckpt_tools.convert(adapted, tmp_path / "out", **arguments)
+
+
+@pytest.fixture
+def attention(tmp_path: Path) -> Path:
+    model = {f"{name}.weight": torch.ones(4, 4) for name in "qkv"}
+    torch.save({"model": model, "optimizer": {}}, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+@pytest.mark.parametrize("words", ["qkv_split", "megatron_unstack", "llama_hf_to_titan"])
+def test_a_key_map_that_matches_nothing_is_an_error(
+    words: str, attention: Path, tmp_path: Path, ckpt: Run
+) -> None:
+    done = ckpt("convert", attention, tmp_path / "o.pt", "--to", "torch", "--map", words)
+    assert done.returncode == 13 and "the key map matches none of 3 tensors" in done.stderr
+    assert not (tmp_path / "o.pt").exists()
+
+
+def test_a_number_that_a_key_map_does_not_have_is_an_error(
+    attention: Path, tmp_path: Path, ckpt: Run
+) -> None:
+    (tmp_path / "map.json").write_text('{"rename": [["q", "queries"]]}')
+    done = ckpt(
+        "convert",
+        attention,
+        tmp_path / "o.pt",
+        "--to",
+        "torch",
+        "--map",
+        tmp_path / "map.json",
+        "--set",
+        "heads=2",
+    )
+    assert done.returncode == 13 and "no such number" in done.stderr
+
+
+def test_runs_beside_a_file_are_named(tmp_path: Path, ckpt: Run) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
+    with CheckpointManager(tmp_path / "runA") as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(2)}, asynchronous=False)
+    done = ckpt("inspect", tmp_path)
+    assert done.returncode == 0 and "runA/" in done.stdout
+
+
+class Odd:
+    """A value that no reader knows."""
+
+
+def test_each_value_of_an_unknown_type_is_named(tmp_path: Path, ckpt: Run) -> None:
+    values = {f"odd{number}": type(f"Kind{number}", (Odd,), {}) for number in range(15)}
+    for kind in values.values():
+        kind.__module__, kind.__qualname__ = __name__, kind.__name__
+        globals()[kind.__name__] = kind
+    state = {name: kind() for name, kind in values.items()} | {"w": torch.ones(2)}
+    torch.save(state, tmp_path / "x.pt")
+    done = ckpt("convert", tmp_path / "x.pt", tmp_path / "o.pt", "--to", "torch", "--json")
+    assert done.returncode == 0, done.stderr
+    said = "\n".join(json.loads(done.stdout)["notes"])
+    assert [name for name in values if name not in said] == []
+
+
+def test_a_tuple_that_becomes_a_list_is_said(tmp_path: Path) -> None:
+    torch.save({"tup": (1, torch.ones(2)), "w": torch.ones(2)}, tmp_path / "x.pt")
+    said = notes(ckpt_tools.convert(tmp_path / "x.pt", tmp_path / "c", to="dcp"))
+    assert "tuples with tensors become lists, because DCP has no tuples: tup" in said
+
+
+def test_tensors_that_an_option_leaves_out_are_counted(attention: Path, tmp_path: Path) -> None:
+    result = ckpt_tools.convert(attention, tmp_path / "o.pt", to="torch", exclude=["*q.weight"])
+    assert "--select and --exclude leave out 1 tensors with 64 bytes" in notes(result)
