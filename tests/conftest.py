@@ -26,8 +26,8 @@ settings.load_profile("any machine")
 HERE = Path(__file__).parent
 SERVERS, CLIENTS = ("moto", "radosgw"), ("s3fs", "obstore")
 _SERVERS = "servers"
-_WITH_BOTH = ("test_remote.py", "test_fast.py")
-_FIRST = (_SERVERS, "training/", "faults/test_saving", "peers/", "faults/", "test_team")
+_WITH_BOTH = ("test_remote.py", "test_obstore_client.py")
+_FIRST = (_SERVERS, "training/", "faults/test_saving", "peers/", "faults/", "transfer/test_group")
 ALL_CASES = (
     "adamw sgd hsdp tp columns dtypes strided names fsdp1 compiled titan flat headless local differ"
 )

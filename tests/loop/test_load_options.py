@@ -1,0 +1,159 @@
+"""What a user declares on load: other shapes, other names, a part."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_tools import CheckpointManager, PlanError, RngState
+from tests.loop.test_optimizers import same_state, same_state_of, step
+from tests.loop.test_state import roundtrip
+
+
+def embeddings(num: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(num)
+    model = nn.ModuleDict({"embed": nn.Embedding(num, 3), "head": nn.Linear(3, 2)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(optimizer)
+    return model, optimizer
+
+
+def test_a_larger_vocabulary_is_loaded_as_declared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (saved, a), (now, b) = embeddings(5), embeddings(7)
+    before = now["embed"].weight.detach().clone()
+    with pytest.raises(PlanError, match="shapes differ: 3") as caught:
+        roundtrip(tmp_path, {"model": saved, "optimizer": a}, {"model": now, "optimizer": b})
+    assert "on_mismatch={'model.embed.weight': 'grow' or 'skip'}" in (caught.value.hint or "")
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.resume({"model": now, "optimizer": b}, on_mismatch={"*embed*": "grow"})
+    assert torch.equal(now["embed"].weight[:5], saved["embed"].weight) and torch.equal(
+        now["embed"].weight[5:], before[5:]
+    )
+    assert torch.equal(now["head"].weight, saved["head"].weight)
+    moments = b.state[now["embed"].weight]["exp_avg"]
+    assert torch.equal(
+        moments[:5], a.state[saved["embed"].weight]["exp_avg"]
+    ) and moments.shape == (7, 3)
+    assert (
+        "model.embed.weight: the checkpoint has [5, 3], the state [7, 3]: its elements are loaded"
+        in caplog.text
+    )
+
+
+def test_a_changed_shape_is_skipped_or_made_by_a_function_and_nothing_else(tmp_path: Path) -> None:
+    (saved, _), (now, _) = embeddings(5), embeddings(4)
+    before = now["embed"].weight.detach().clone()
+    roundtrip(tmp_path, {"model": saved}, {"model": now}, on_mismatch={"model.embed*": "skip"})
+    assert torch.equal(now["embed"].weight, before) and torch.equal(
+        now["head"].weight, saved["head"].weight
+    )
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.resume(
+            {"model": now},
+            on_mismatch={"model.embed*": lambda stored, shape: stored[: shape[0]] * 2},
+        )
+        assert torch.equal(now["embed"].weight, saved["embed"].weight[:4] * 2)
+        for how, message in (
+            ("grow", "cannot grow 'model.embed.weight'"),
+            (lambda stored, shape: stored, r"returned \[5, 3\]"),
+        ):
+            with pytest.raises(PlanError, match=message):
+                checkpoints.resume({"model": now}, on_mismatch={"model.embed*": how})
+        with pytest.raises(ValueError, match="expected 'grow', 'skip' or a function, got 'grwo'"):
+            checkpoints.resume({"model": now}, on_mismatch={"model.embed*": "grwo"})
+
+
+def test_names_that_changed_are_mapped_on_load(tmp_path: Path) -> None:
+    (saved, a), (now, b) = embeddings(5), embeddings(6)
+    now = nn.ModuleDict({"tokens": nn.Embedding(5, 3), "head": nn.Linear(3, 2)})
+    b = torch.optim.AdamW(now.parameters(), lr=7.0)
+    roundtrip(
+        tmp_path,
+        {"model": saved, "optimizer": a},
+        {"model": now, "optimizer": b},
+        rename={r"embed\.": "tokens."},
+    )
+    assert torch.equal(now["tokens"].weight, saved["embed"].weight) and same_state(a, b)
+
+
+def test_a_glob_or_a_name_that_matches_nothing_is_an_error_with_the_nearest_names(
+    tmp_path: Path,
+) -> None:
+    model = nn.Linear(2, 2)
+    state = {"model": model, "rng": RngState()}
+    roundtrip(tmp_path, dict(state), dict(state))
+    with CheckpointManager(tmp_path) as checkpoints:
+        for options, message in (
+            (
+                {"select": ["model.*", "modle.weight"]},
+                "select matches none of 3 names: 'modle.weight'",
+            ),
+            ({"on_mismatch": {"modle*": "grow"}}, "on_mismatch matches none of 2 names: 'modle"),
+            ({"rename": {"modle": "model"}}, "rename matches none of 3 names: 'modle'"),
+        ):
+            with pytest.raises(PlanError, match=re.escape(message)) as caught:
+                checkpoints.resume(dict(state), **options)  # type: ignore[arg-type]
+            assert "model." in (caught.value.hint or "")
+        with pytest.raises(TypeError, match="select: expected a list of globs, got 'model"):
+            checkpoints.resume(dict(state), select="model.*")
+        torch.manual_seed(9)
+        checkpoints.resume(state, select=["rng"])  # a value of each rank has a name, too
+        assert torch.initial_seed() != 9
+
+
+def test_a_state_that_is_skipped_is_skipped_whole(tmp_path: Path) -> None:
+    def make(num: int) -> tuple[Any, torch.optim.Optimizer]:
+        model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, num)})
+        return model, torch.optim.AdamW(model.parameters())
+
+    (model, optimizer), (now, other) = make(2), make(3)
+    step(optimizer, 5)
+    roundtrip(
+        tmp_path,
+        {"model": model, "opt": optimizer},
+        {"model": now, "opt": other},
+        on_mismatch={"*head*": "skip"},
+    )
+    # and no step of an older one
+    assert now["head"].weight not in other.state and now["head"].bias not in other.state
+    assert same_state_of(other, optimizer, [(now["body"].weight, model["body"].weight)])
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {r"^model\.embed\.": "model.tokens."},
+        {
+            r"^model\.embed\.": "model.tokens.",
+            r"^optimizer\.state\.embed\.": "optimizer.state.tokens.",
+        },
+    ],
+)
+def test_rules_for_names_may_be_anchored(rules: dict[str, str], tmp_path: Path) -> None:
+    saved, a = embeddings(5)
+    now = nn.ModuleDict({"tokens": nn.Embedding(5, 3), "head": nn.Linear(3, 2)})
+    b = torch.optim.AdamW(now.parameters(), lr=7.0)
+    roundtrip(
+        tmp_path, {"model": saved, "optimizer": a}, {"model": now, "optimizer": b}, rename=rules
+    )
+    assert torch.equal(now["tokens"].weight, saved["embed"].weight) and same_state(a, b)
+
+
+def test_a_function_that_makes_another_type_is_refused(tmp_path: Path) -> None:
+    (saved, _), (now, _) = embeddings(5), embeddings(4)
+    with pytest.raises(
+        PlanError, match="returned torch.float64 for 'model.embed.weight': expected torch.float32"
+    ):
+        roundtrip(
+            tmp_path,
+            {"model": saved},
+            {"model": now},
+            on_mismatch={"*embed*": lambda _, shape: torch.zeros(shape, dtype=torch.float64)},
+        )
