@@ -152,3 +152,27 @@ def test_nobody_examines_attempts_and_destinations() -> None:
     for path in FILES:
         if not dotted(path).startswith("publish."):
             assert not [name for name in names if name in path.read_text()], path
+
+
+# Here a path or URL of the user becomes a store, a root or a destination. Elsewhere nobody asks.
+TELLS_URLS = (
+    "storage/base.py storage/__init__.py publish/destinations.py formats/registry.py cli/options.py"
+    " operations/convert/huggingface.py operations/convert/options.py operations/inspect.py"
+    " operations/copy.py loop/manager.py loop/retention.py transfer/result.py transfer/transfer.py"
+).split()
+STORES = ("LocalStore", "RemoteStore", "LocalRoot", "BucketRoot", "MemoryStore")
+
+
+def test_nobody_examines_stores_and_roots() -> None:
+    """They are protocols: a capability or a method answers the question."""
+    for path in FILES:
+        where = str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+                continue
+            called = node.func.id
+            if called == "isinstance" and not where.startswith("storage/"):
+                kinds = ast.unparse(node.args[1])
+                assert not [name for name in STORES if name in kinds], (where, node.lineno)
+            if called == "is_url":
+                assert where in TELLS_URLS, (where, node.lineno)
