@@ -19,7 +19,7 @@ from ckpt_tools.storage.s3.open_uploads import OpenUpload
 
 
 class UploadNotes(NamedTuple):
-    """What an attempt noted of its uploads.
+    """The notes of an attempt on its uploads.
 
     Attributes:
         attempt: its id.
@@ -33,48 +33,50 @@ class UploadNotes(NamedTuple):
 
 
 class Attempt(Protocol):
-    """Where one attempt gathers its files."""
+    """The place where one attempt gathers its files."""
 
     @property
     def attempt(self) -> str:
-        """Its id."""
+        """Returns the id of the attempt."""
         ...
 
     @property
     def shelf(self) -> WritableStore:
-        """Takes the files."""
+        """Returns the store that accepts the files."""
         ...
 
     @property
     def folder(self) -> Path | None:
-        """The directory on a disk, None in an object store."""
+        """Returns the directory on a disk; None in an object store."""
         ...
 
     def files(self) -> Store:
-        """Returns what lies there, to be read."""
+        """Returns the store of the files, to read them."""
         ...
 
     def sizes(self) -> Mapping[str, int]:
-        """Looks at what lies there now: bytes by name."""
+        """Lists the files that exist now, with their bytes."""
         ...
 
     def sizes_of(self, names: Sequence[str]) -> Mapping[str, int]:
-        """Looks at what lies there now of some files: bytes by name; there may be others in it."""
+        """Returns the bytes of some files, as far as they exist now. Others may be included."""
         ...
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of this process's parts of objects that an earlier try had sent; on a disk the
-        journal knows.
+        """Returns the bytes of this process's parts of uploads that an earlier attempt had sent.
+
+        On a disk, the journal has this number instead.
         """
         ...
 
     def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
-        """Goes on from what an earlier try has left there: returns which files are right already;
-        the others may be written.
+        """Finds out which files of an earlier attempt are right already.
+
+        Returns their names. The others may be written.
 
         Args:
-            files: bytes of every data file that will be there.
+            files: bytes of every data file of the result.
             crcs: CRC-64/NVME of each, as far as known.
 
         Raises:
@@ -83,7 +85,7 @@ class Attempt(Protocol):
         ...
 
     def share(self, regions: Regions) -> WritableStore:
-        """Returns where one of several processes writes its regions of the files."""
+        """Returns the store into which one of several processes writes its regions."""
         ...
 
     def copy_target(self, origin: Store) -> CopyTarget | None:
@@ -94,7 +96,7 @@ class Attempt(Protocol):
         """Prepares files that an earlier attempt has left, so that each can be written into.
 
         Args:
-            files: bytes of every data file that will be there.
+            files: bytes of every data file of the result.
         """
         ...
 
@@ -107,13 +109,13 @@ class Attempt(Protocol):
 
         Args:
             work: identifies the work.
-            files: bytes of every data file that will be there.
+            files: bytes of every data file of the result.
             earlier: the attempt to continue.
         """
         ...
 
     def join_uploads(self, uploads: Mapping[str, OpenUpload]) -> None:
-        """Takes the uploads that rank 0 has begun."""
+        """Continues the uploads that rank 0 has begun."""
         ...
 
     def sync(self) -> None:
@@ -121,14 +123,16 @@ class Attempt(Protocol):
         ...
 
     def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
-        """Manifest, then the one step by which everything appears; returns remarks.
+        """Writes the manifest, and then makes the result visible in one step.
+
+        Returns notes for the user.
 
         Args:
-            manifest: None for a copy of what has none.
-            index: None where a single file is its own, or on a disk, where a directory needs none.
+            manifest: None for a copy of a checkpoint without one.
+            index: None for a single file, and on a disk for a directory that needs no index.
 
         Raises:
-            StorageError: another writer was first, or the store refuses; nothing is visible then.
+            StorageError: another writer was first, or the store refuses. Nothing is visible then.
         """
         ...
 
@@ -156,7 +160,7 @@ class CopyTarget(Protocol):
         ...
 
     def create(self, path: str, nbytes: int) -> Writer:
-        """Starts a file of which nothing is copied."""
+        """Starts a file without copied ranges."""
         ...
 
     def create_copied(
@@ -178,17 +182,15 @@ class CopyTarget(Protocol):
 
 
 class Destination(Protocol):
-    """A file or directory to be."""
+    """The file or directory that an operation will write."""
 
     @property
     def url(self) -> str:
-        """Path or URL."""
+        """Returns the path or URL."""
         ...
 
     def exists(self) -> bool:
-        """Tells whether something is there, other than what attempts that never committed have
-        left.
-        """
+        """Tells whether a result exists. Leftovers of dead attempts do not count."""
         ...
 
     @property
@@ -202,20 +204,20 @@ class Destination(Protocol):
         ...
 
     def find_uploads(self, work: str, single: str) -> UploadNotes | None:
-        """Returns the newest attempt at a piece of work that noted its uploads, None on a disk.
+        """Returns the notes of the newest attempt at the same work; None on a disk.
 
         Args:
             work: identifies the work.
-            single: the name of the one file, "" where there is an index.
+            single: the name of the only file; "" if the result has an index.
         """
         ...
 
     def check(self, overwrite: bool, known: Container[str] = ()) -> None:
-        """Refuses early what cannot be published to.
+        """Refuses early a destination to which nothing can be published.
 
         Args:
-            overwrite: a checkpoint that is there may be replaced.
-            known: files of an earlier attempt, which count as nothing.
+            overwrite: an existing checkpoint may be replaced.
+            known: files of an earlier attempt, which do not count as a result.
 
         Raises:
             StorageError: it exists, holds foreign files, or cannot be written to.
@@ -223,7 +225,7 @@ class Destination(Protocol):
         ...
 
     def name(self, file: str, attempt: str) -> str:
-        """Returns the name under which an attempt's data file will lie."""
+        """Returns the name of a data file of an attempt."""
         ...
 
     @property
@@ -261,21 +263,19 @@ class Destination(Protocol):
         ...
 
     def check_room(self, nbytes: int) -> None:
-        """Refuses early what there is no room for, where that can be known.
+        """Refuses early a result for which there is no room, if the store tells its room.
 
         Raises:
-            StorageError: there is less.
+            StorageError: there is less room than `nbytes`.
         """
         ...
 
     def dead(self) -> list[Path]:
-        """Returns the directories in which attempts gathered files until they died; nothing for an
-        object store.
-        """
+        """Returns the staging directories of dead attempts; none for an object store."""
         ...
 
     def made(self) -> tuple[Store, str]:
-        """Returns where what is there lies, to be read, and its name if it is one file."""
+        """Returns the store of the existing result, and its name if it is one file, else ""."""
         ...
 
     def stage(
@@ -286,15 +286,15 @@ class Destination(Protocol):
         keeps: str = "",
         heir_of: Path | None = None,
     ) -> AbstractContextManager[Attempt]:
-        """Yields the place of an attempt; what is left of it is removed on the way out.
+        """Yields a new attempt. Afterwards, its leftovers are removed.
 
         Args:
             attempt: its id.
-            overwrite: take the place of what is there.
-            single: the one file's name, where there is no index.
-            keeps: leave what there is to the next one if a file there matches this glob, and go on
-                with what an earlier try of the same attempt has left.
-            heir_of: a dead attempt's directory, to be this one's.
+            overwrite: replace an existing result.
+            single: the name of the only file, if the result has no index.
+            keeps: if a file matches this glob, the files stay for the next attempt with this id.
+                Files of an earlier attempt with this id are continued.
+            heir_of: the directory of a dead attempt, which this one takes over.
         """
         ...
 
@@ -304,14 +304,14 @@ class Destination(Protocol):
         ...
 
     def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Attempt:
-        """Returns the place that another process has made.
+        """Returns the attempt that another process has begun.
 
         Args:
             attempt: its id.
             single: as for `stage`.
-            shares_files: write into the files that the other one creates there.
+            shares_files: write into the files that the other process creates.
 
         Raises:
-            StorageError: this one does not see it.
+            StorageError: this process does not see it.
         """
         ...

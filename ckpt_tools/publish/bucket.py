@@ -189,7 +189,7 @@ class RemoteDestination:
 
 
 def _try(data: bytes, work: str) -> UploadNotes | None:
-    """Returns what notes tell, None where they are of other work or not as they were written."""
+    """Returns the notes on uploads; None if they are malformed or belong to other work."""
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         body = json.loads(data)
         if body["work"] == work and _ID.fullmatch(body["attempt"]):
@@ -212,8 +212,8 @@ class RemoteAttempt:
         single: str,
         others: Sequence[str] = (),
     ) -> None:
-        """Takes where its files lie, and what was there before; see `Destination.stage` for the
-        rest.
+        """Stores the place of the files, and the names that existed before. See
+        `Destination.stage`.
         """
         self.store, self.attempt, self._others = store, attempt, others
         self._overwrite, self._single = overwrite, single
@@ -236,13 +236,13 @@ class RemoteAttempt:
         return self
 
     def create(self, path: str, nbytes: int) -> Writer:
-        """Starts an object; the one that is a whole result waits for `publish`."""
+        """Starts an object. The only object of a result waits for `publish`."""
         return self.store.create(path, nbytes, self.how(path))
 
     def create_shared(
         self, path: str, nbytes: int, mine: tuple[int, int], upload_id: str
     ) -> Upload:
-        """Starts an object of which several processes send parts; goes on with the upload that one
+        """Starts an object of which several processes send parts, and continues the upload that one
         of them has begun.
         """
         upload = self.store.create(
@@ -252,9 +252,7 @@ class RemoteAttempt:
         return upload
 
     def how(self, path: str) -> UploadOptions:
-        """Returns how an object is to be written: where there is none, or in the place of what an
-        earlier try has left.
-        """
+        """Returns the options of an upload: a new object, or over a file of an earlier attempt."""
         crc = self._crcs.get(path)
         begun = self.begun.get(path)
         if path == self._single:
@@ -417,8 +415,9 @@ class RemoteAttempt:
         )
 
     def give_up(self, is_kept: bool) -> None:
-        """Removes what this attempt has put there, unless it was committed after all: a reply can
-        be lost, a signal can come late.
+        """Removes the files of this attempt, unless it was committed after all.
+
+        A reply can be lost, and a signal can come late.
         """
         for writer in self.store.written.values():
             writer.abort()
@@ -479,7 +478,7 @@ class BucketCopies:
 
 
 class SharedUploads:
-    """The shelf of one of several processes, each of which sends some parts of some files."""
+    """The part of an attempt that one of several processes writes: some parts of some files."""
 
     def __init__(self, place: RemoteAttempt, regions: Regions) -> None:
         """Takes where the files go, and which bytes of each this process sends."""
@@ -489,7 +488,7 @@ class SharedUploads:
         self._begun: dict[str, Upload] = {}
 
     def create(self, path: str, nbytes: int) -> Writer:
-        """Starts an object, or goes on with one that another process has begun."""
+        """Starts an object, or continues one that another process has begun."""
         if self._regions[path] == (0, nbytes):
             return self._place.create(path, nbytes)
         upload = self._begun[path] = self._place.create_shared(
@@ -498,5 +497,5 @@ class SharedUploads:
         return upload
 
     def begin(self) -> dict[str, str]:
-        """Begins what is shared; returns the ids for the others."""
+        """Begins the shared uploads, and returns their ids for the other processes."""
         return {path: upload.begin() for path, upload in self._begun.items()}

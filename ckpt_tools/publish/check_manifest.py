@@ -1,4 +1,4 @@
-"""Is a checkpoint what was sealed: its files' names, sizes and checksums against its manifest."""
+"""Compares the names, sizes and checksums of files with a manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MISSING = "is missing"
 
 
 class Problem(NamedTuple):
-    """What is wrong with a file, or with the part of it that holds an entry.
+    """The problem of a file, or of the part of it that holds an entry.
 
     Attributes:
         file: its name.
@@ -56,7 +56,7 @@ def list_sealed(manifest: Manifest, store: Store) -> dict[str, int]:
 
 
 def compare_names(manifest: Manifest, store: Store) -> Iterator[Problem]:
-    """Yields what is wrong by names and sizes, and with the index, which is small and read."""
+    """Yields the problems with names and sizes, and with the index, which is small and read."""
     files = list_sealed(manifest, store)
     for name, sealed in manifest.files.items():
         if name not in files:
@@ -77,7 +77,7 @@ def damaged(file: str) -> Problem:
 
 
 def compare_bytes(manifest: Manifest, crcs: Mapping[str, int | None]) -> Iterator[Problem]:
-    """Yields what is wrong by checksums, as far as they are known."""
+    """Yields the problems with checksums, as far as these are known."""
     for name, crc in crcs.items():
         if crc is not None and hex64(crc) != manifest.files[name].crc64nvme:
             yield damaged(name)
@@ -141,7 +141,7 @@ def run_shared(
 
 
 def first_problem(manifest: Manifest, store: Store, reads_all: bool = False) -> str:
-    """Returns what is wrong first, "" for nothing.
+    """Returns the first problem; "" if there is none.
 
     Args:
         manifest: of the checkpoint.

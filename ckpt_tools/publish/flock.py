@@ -17,8 +17,9 @@ _held: set[int] = set()
 
 
 def try_lock(fd: int) -> bool | None:
-    """Locks an open file or directory until it is closed; False where another holds it, None where
-    the file system has no locks.
+    """Locks an open file or directory until it is closed.
+
+    Returns False if another process holds the lock, and None if the file system has no locks.
 
     Lustre is often mounted without locks. No attempt is taken for dead then: what a killed run
     leaves stays.

@@ -1,5 +1,4 @@
-"""What an attempt has finished, step by step, so that a later one goes on from there and does not
-begin again.
+"""Notes the finished batches of an attempt, so that a later attempt can continue.
 
 A line a step in a file of its own for each process, in the staging directory: which bytes were
 written, and all that was learnt on the way. A line is believed where its own checksum is right, and
@@ -42,8 +41,9 @@ _OTHERS_MAY_WRITE = 0o022
 
 
 def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
-    """Returns a digest of all that the bytes of a plan's result depend on, "" where a source's
-    files have no version.
+    """Returns a digest of everything that the bytes of a result depend on.
+
+    Returns "" if a file of the source has no version.
 
     Args:
         operation: its name.
@@ -124,8 +124,8 @@ def find_dead_attempt(dead: Iterable[Path], work: str) -> DeadAttempt | None:
 
 
 def _tiles(head: object, work: str) -> tuple[int, int] | None:
-    """Returns how an attempt has cut a piece of work, by the first line of its journal; None where
-    it was at another one.
+    """Returns the tile sizes of an attempt, from the first line of its journal; None for other
+    work.
     """
     match head:
         case {
@@ -181,7 +181,7 @@ class Journal:
 
 
 def remove_journals(folder: Path) -> None:
-    """Removes all journals of a staging directory: nobody is to go on from there."""
+    """Removes all journals of a staging directory, so that no attempt continues from it."""
     for path in folder.glob(GLOB):
         path.unlink(missing_ok=True)
 
@@ -213,7 +213,7 @@ class FinishedTiles:
         self.nbytes = sum(p.nbytes for pieces in self._written.values() for p in pieces.values())
 
     def without(self, steps: Iterable[Batch], skipped: Callable[[int], None]) -> Iterator[Batch]:
-        """Yields what is left to do of steps, and tells how many bytes are not."""
+        """Yields the unfinished batches, and reports the bytes of the finished ones."""
         none: dict[tuple[int, int], HashedRange] = {}
         if not self._written:
             yield from steps
@@ -230,8 +230,8 @@ class FinishedTiles:
                 yield step if len(left) == len(step.tiles) else Batch(left)
 
     def tell(self, sink: WriteSink | None, seals: CrcWatch, overflowed: dict[str, int]) -> None:
-        """Passes on what was learnt: to a sink, where this process completes the files, and to the
-        ranges that are watched.
+        """Passes the notes on: to a sink, if this process completes the files, and to the CRC
+        watch.
         """
         for step in self._steps:
             for piece in step.seen:

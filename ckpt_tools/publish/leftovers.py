@@ -62,18 +62,14 @@ def _is_whole(name: str, files: Iterable[str]) -> bool:
 
 
 def _abandoned_notes(store: RemoteStore, before: dt.datetime) -> list[str]:
-    """Returns the notes that single files' attempts left in a prefix, and that nobody has touched
-    for long.
-    """
+    """Returns old notes on uploads that attempts at single files left in a prefix."""
     notes = [n for n in store.list_files() if (note := note_of(n)) and note[0] == UPLOADS]
     old = [n for n in notes if (when := store.modified(n)) is not None and when <= before]
     return [n for n, about in store.about_all(old).items() if about.is_marked]
 
 
 def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> list[Leftover]:
-    """Gives up uploads below a prefix that were begun long ago and never ended: they cost money and
-    nobody sees them.
-    """
+    """Ends old uploads below a prefix that were never completed. They cost money, unseen."""
     found: list[Leftover] = []
     for upload in _list_uploads(s3, store):
         if upload["Initiated"] < before and is_ours(upload["Key"].rpartition("/")[2]):
@@ -88,9 +84,7 @@ def _uploads(s3: S3, store: RemoteStore, before: dt.datetime, dry_run: bool) -> 
 
 
 def give_up_uploads(store: RemoteStore, names: Container[str]) -> None:
-    """Gives up all unfinished uploads of some files in a prefix that this process alone writes
-    to.
-    """
+    """Ends all unfinished uploads of some files in a prefix that only this process may write."""
     if store.s3 is None:
         return
     top = len(store.s3.at_prefix(store.root)["Prefix"])
@@ -100,8 +94,9 @@ def give_up_uploads(store: RemoteStore, names: Container[str]) -> None:
 
 
 def _list_uploads(s3: S3, store: RemoteStore) -> Iterator[Mapping[str, Any]]:
-    """Yields the unfinished uploads below a prefix; none where the store does not let this job list
-    them, which is logged.
+    """Yields the unfinished uploads below a prefix.
+
+    If the store does not let this job list them, it logs that and yields nothing.
     """
     marker: dict[str, str] = {}
     where, seen = s3.at_prefix(store.root), set[str]()

@@ -334,8 +334,9 @@ def remove_dead(
 
 
 def bring_back(parent: Path, name: str = "*") -> None:
-    """Gives back its name to what stood aside for a result that a dead attempt did not put in its
-    place; else it is trash.
+    """Restores the name of an old result that a dead attempt has set aside.
+
+    If the new result is in place, the old one becomes trash.
 
     Args:
         parent, name: as for `remove_dead`.
@@ -350,9 +351,7 @@ def bring_back(parent: Path, name: str = "*") -> None:
 
 
 def _discard(aside: Path) -> Path:
-    """Makes trash of what stood aside, so that nobody brings back what is half removed; returns its
-    name.
-    """
+    """Renames an old result to trash, so that a half removed one is not restored; returns it."""
     return aside.rename(aside.parent / f"{_TRASH}{aside.name[len(ASIDE) :]}")
 
 

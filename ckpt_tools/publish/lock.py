@@ -44,7 +44,7 @@ class RootLock(Protocol):
         ...
 
     def check(self) -> None:
-        """Makes sure that it still holds.
+        """Makes sure that this job still holds the root.
 
         Raises:
             StorageError: another job has the root.
@@ -52,7 +52,7 @@ class RootLock(Protocol):
         ...
 
     def release(self) -> None:
-        """Gives it up."""
+        """Gives up the right."""
         ...
 
 
@@ -73,9 +73,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str:
-    """Returns when a process began, in the kernel's units; "" where there is none of that
-    number.
-    """
+    """Returns when a process started, in the kernel's units; "" if there is no such process."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
@@ -87,9 +85,7 @@ def _is_mine(holder: Mapping[str, Any]) -> bool:
 
 
 def _lives_here(holder: Mapping[str, Any]) -> bool | None:
-    """Tells whether the process that holds a lease lives; None where it is, or was, on another
-    machine.
-    """
+    """Tells whether the process that holds a lease is alive; None if it ran on another machine."""
     if (
         not holder.get("boot")
         or holder.get("boot") != _boot()
@@ -116,7 +112,7 @@ def _taken(root: str, holder: Mapping[str, Any], text: str) -> StorageError:
 
 
 def _parse(data: bytes) -> tuple[dict[str, Any], str]:
-    """Returns a holder as it wrote itself down, and for people."""
+    """Returns the holder that a lock names, and the same as text for people."""
     text = printable(data.decode("utf-8", "replace").strip())
     with suppress(ValueError, RecursionError):
         holder = json.loads(data)
@@ -134,10 +130,10 @@ def _parse(data: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _check_own(fd: int, path: Path) -> None:
-    """Refuses a file that is not this job's to write into: it could be a name of somebody's file.
+    """Refuses a lock file that could be another name of somebody's file.
 
     Raises:
-        StorageError: it is no regular file, has another name too, or belongs to somebody else.
+        StorageError: it is not a regular file, has a second name, or belongs to another user.
     """
     found, above = os.fstat(fd), os.stat(path.parent)
     problem = owner_problem(found, above)
@@ -149,7 +145,7 @@ def _check_own(fd: int, path: Path) -> None:
 
 
 class FileLock:
-    """See `RootLock`: a locked file in the root, which is made if it is not there."""
+    """See `RootLock`: a locked file in the root. It is created if it does not exist."""
 
     is_inherited = False
 
@@ -157,8 +153,8 @@ class FileLock:
         """Claims a root for this process, as long as it lives.
 
         Raises:
-            StorageError: another live job holds it; host, pid and time are named. Where the file
-                system has no locks, a warning is logged.
+            StorageError: another live job holds it; the message names host, pid and time. If the
+                file system has no locks, a warning is logged instead.
         """
         self.root = root
         self._fd = self._take()
@@ -198,8 +194,9 @@ class FileLock:
         return os.pread(self._fd, 4096, 0)
 
     def check(self) -> None:
-        """See `RootLock`. A root that was removed, or replaced by one without a job, is made and
-        claimed again, with a warning.
+        """See `RootLock`. If the root was removed or replaced, it is created and claimed again.
+
+        A warning says so.
         """
         try:
             is_same = os.path.samestat(os.fstat(self._fd), os.stat(self.root / LOCK))
@@ -224,11 +221,12 @@ class FileLock:
 
 
 def see_lock(root: Path, written: bytes, rank: int) -> None:
-    """Makes sure that a directory is the one that another rank has just locked, by what that rank
-    has written there.
+    """Makes sure that this process sees the directory that another rank has just locked.
+
+    It compares the contents of the lock file.
 
     Raises:
-        StorageError: it is not there after ten seconds.
+        StorageError: the contents differ after ten seconds.
     """
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
@@ -246,11 +244,10 @@ def see_lock(root: Path, written: bytes, rank: int) -> None:
 
 
 class Lease:
-    """See `RootLock`: an object in the root that a thread renews every 20 s, and that expires after
-    60 s.
+    """See `RootLock`: an object in the root, which a thread renews every 20 s.
 
-    Each write of it replaces the very object that was seen before, where the store knows such
-    conditions: S3 does.
+    It expires after 60 s. If the store knows conditions, as S3 does, each write replaces only the
+    version that was read before.
 
     """
 
@@ -286,7 +283,7 @@ class Lease:
         return self._store.look(LOCK)
 
     def _put(self, over: SmallObject | None) -> bool:
-        """Writes the lease in the place of what was seen; False where another was faster."""
+        """Replaces the lease that was read before; returns False if another job was faster."""
         data = self._data()
         try:
             self._store.put(
@@ -344,8 +341,9 @@ class Lease:
                 log.debug("could not renew the lease of %s: %s", self._store.url, error)
 
     def _renew_once(self) -> None:
-        """Writes the lease again, unless another job has it or another write was faster: the next
-        look tells.
+        """Writes the lease again, unless another job has it.
+
+        If another write was faster, the next call finds out why.
         """
         with self._renews:
             began, seen = time.monotonic(), self._look()
@@ -356,9 +354,7 @@ class Lease:
                 self._renewed_at = began
 
     def check(self) -> None:
-        """See `RootLock`. A lease that may have expired is renewed first: the thread may not have
-        been there yet.
-        """
+        """See `RootLock`. It first renews a lease that may have expired: the thread may be late."""
         while not self._lost and time.monotonic() - self._renewed_at > LEASE_S:
             self._renew_once()
         if self._lost:

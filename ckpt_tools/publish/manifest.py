@@ -1,5 +1,5 @@
-"""The manifest: what was sealed on disk, as JSON beside the data. `docs/manifest.md` describes
-every field.
+"""The manifest: a sealed record of files and tensors, as JSON beside the data. `docs/manifest.md`
+describes every field.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SealedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """See `docs/manifest.md`; `index` is None where a single file is its own index."""
+    """See `docs/manifest.md`. `index` is None if a single file is its own index."""
 
     attempt: str
     created: str
@@ -72,7 +72,7 @@ class Manifest:
     def now(
         cls, attempt: str, operation: str, form: str, source: Mapping[str, Any], **fields: Any
     ) -> Manifest:
-        """Returns a manifest of what this tool has just done."""
+        """Returns a manifest with the current time and the version of this tool."""
         created, tool = (
             dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             f"ckpt-tools {__version__}",
@@ -190,7 +190,7 @@ def names_in(store: Store, beside: str = "") -> list[str]:
 
 
 def find_manifest(store: Store, beside: str = "") -> Manifest | None:
-    """Returns the manifest in a directory, or that of one file in it; None where there is none.
+    """Returns the manifest in a directory, or that of one file in it; None if there is none.
 
     Of several in a directory, in an object store in which one attempt has just taken the place of
     another, it is the one that knows the index; of several beside a file, none.

@@ -44,7 +44,7 @@ def publish_name(src: Path, dst: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchanges the names of two directories; False where that cannot be done in one step.
+    """Exchanges the names of two directories; returns False if that needs more than one step.
 
     Raises:
         StorageError: it failed.
@@ -53,7 +53,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _renameat2(src: Path, dst: Path, flags: int) -> bool:
-    """Returns False where the filesystem or system does not know the flags."""
+    """Returns False if the file system or the system does not know the flags."""
     call = getattr(_libc, "renameat2", None)
     if call is None:
         return False
@@ -70,9 +70,7 @@ def _renameat2(src: Path, dst: Path, flags: int) -> bool:
 
 
 def _link(src: Path, dst: Path) -> bool:
-    """Moves a file by a second name, which fails where one is; False where there are no hard
-    links.
-    """
+    """Moves a file by a second name, which never replaces one; returns False without hard links."""
     try:
         os.link(src, dst)
     except OSError as error:

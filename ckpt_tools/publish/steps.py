@@ -1,7 +1,7 @@
-"""The checkpoints of one run, `ROOT/step-00000500`, on a disk or in an object store: which there
-are, which are complete, which may go.
+"""Lists the steps of a run, `ROOT/step-00000500`, and finds out which are complete.
 
-Truth is found by looking, never in a pointer file. Unknown names are never touched.
+It looks at the files themselves. There is no file that points to the newest step. Unknown names are
+never touched.
 """
 
 from __future__ import annotations
@@ -31,10 +31,15 @@ _LOOKERS = 16  # each waits for a store
 class Step:
     """One checkpoint of a run.
 
-    `path` is the URL of one in an object store; `manifest` is None for one that this tool did not
-    write; `problem` says why it cannot be resumed from, "" where it can; `store` has its files.
-    `superseded_by` names the first step of the branch that took its place. `is_pinned` tells
-    whether it holds a `PIN`.
+    Attributes:
+        number: of the step.
+        path: a path; a URL in an object store.
+        nbytes: bytes of its files.
+        manifest: None if this tool did not write the step.
+        problem: why no job can resume from it; "" if one can.
+        store: the store of its files.
+        superseded_by: the first step of the branch that replaced it; "" if none has.
+        is_pinned: whether it holds a pin.
     """
 
     number: int
@@ -48,15 +53,14 @@ class Step:
 
     @property
     def name(self) -> str:
-        """The last segment of its path."""
+        """Returns the last segment of the path."""
         return os.path.basename(self.path)
 
     @property
     def is_ours(self) -> bool:
-        """Tells whether this tool wrote it, under the name that it gives, so that retention may
-        remove it.
+        """Tells whether this tool wrote it under its own name, so that retention may remove it.
 
-        A manifest that was added to another tool's checkpoint does not make it this tool's.
+        A step of another tool stays so when it gets a manifest.
         """
         return (
             self.manifest is not None
@@ -68,7 +72,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The step to resume from, and for each newer one that was passed over, why."""
+    """The step to resume from, and each newer step that was passed over, with the reason."""
 
     step: Step | None
     passed_over: Sequence[tuple[Path | str, str]]
@@ -80,7 +84,7 @@ def is_step_name(name: str) -> bool:
 
 
 def number_in(name: str) -> int | None:
-    """Returns the number in the name of a step's directory, None for another name."""
+    """Returns the number in the name of a step's directory; None for any other name."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -180,8 +184,9 @@ def _find(root: RunRoot) -> _Found:
 
 
 def list_all(root: RunRoot) -> tuple[list[Step], list[str]]:
-    """Returns all steps, superseded ones too, and the other names under a root: folders end in a
-    slash, hidden names are left out.
+    """Returns all steps, including superseded ones, and the other names under a root.
+
+    Folders end in a slash. Hidden names are left out.
 
     Raises:
         StorageError: it cannot be read.
@@ -216,8 +221,9 @@ def _is_in_effect(note: RollbackNote, found: _Found) -> bool:
 
 
 def _victims(found: _Found) -> dict[tuple[str, str], str]:
-    """Returns name and attempt of the steps that rollbacks in effect superseded, each with the step
-    that took its place.
+    """Returns the steps that rollbacks in effect superseded, each with the step in its place.
+
+    A step is a pair of name and attempt.
     """
     return {
         victim: note.step
@@ -237,12 +243,11 @@ def _open(step: Step) -> Store:
 
 
 def look_at(number: int | None, store: Store | Path) -> Step:
-    """Looks at one step: every file that its manifest names is there with its size, and the index
-    has its checksum.
+    """Looks at one step: the sizes of all files in its manifest, and the checksum of its index.
 
     Args:
-        number: of the step, by its name; None where the name says none.
-        store: its files, or its directory.
+        number: of the step, from its name; None if the name has none.
+        store: the store of its files, or its directory.
     """
     store = LocalStore(store) if isinstance(store, Path) else store
     path = place_of(store.url)
@@ -264,7 +269,7 @@ def look_at(number: int | None, store: Store | Path) -> Step:
 
 
 def _other_number(number: int | None, manifest: Manifest) -> str:
-    """Returns what is wrong with a step that is a copy of another one, "" for nothing."""
+    """Returns the problem of a step that is a copy of another one; "" if it is no copy."""
     is_other = number is not None and manifest.step not in (None, number)
     return f"it is a copy of step {manifest.step}, by its manifest" if is_other else ""
 
@@ -278,8 +283,9 @@ def _foreign_problem(store: Store) -> str:
 
 
 def unsound(step: Step) -> str:
-    """Reads the index of a step without a manifest, and returns why it cannot be resumed from; ""
-    for nothing, and for a sealed step.
+    """Reads the index of a step without a manifest, and returns why no job can resume from it.
+
+    Returns "" if a job can. For a sealed step, it returns the known problem and reads nothing.
     """
     if step.problem or step.manifest is not None:
         return step.problem
@@ -291,8 +297,9 @@ def unsound(step: Step) -> str:
 
 
 def damage(step: Step | None) -> str:
-    """Reads a step in full and returns what is wrong with it, "" for nothing; without a manifest
-    there is nothing to compare.
+    """Reads a whole step and returns its problem; "" if it has none.
+
+    Without a manifest, only the index is checked.
     """
     if step is None or step.problem or step.manifest is None:
         return unsound(step) if step is not None else "it is gone"
@@ -304,7 +311,7 @@ def damage(step: Step | None) -> str:
 
 
 def find_latest(root: RunRoot, verify: bool = False, skip: Container[Path | str] = ()) -> Latest:
-    """Finds the newest step that is complete, by number; those that a rollback superseded are none.
+    """Finds the newest complete step by number. Superseded steps do not count.
 
     Args:
         root: of the run.

@@ -1,4 +1,4 @@
-"""Notes of a rollback: which steps the first step of a new branch supersedes.
+"""Notes of a rollback: the steps that the first step of a new branch supersedes.
 
 A job that resumes from step 100 while 200 and 300 exist leaves their branch. It writes a note
 before its first save. The note takes effect at the instant at which that save is committed: from
@@ -40,11 +40,11 @@ class RollbackNote:
 
     @property
     def file(self) -> str:
-        """Its name in the root."""
+        """Returns the name of the note in the root."""
         return f".ckpt.rollback.{self.attempt[:8]}.json"
 
     def render(self) -> bytes:
-        """Returns it as JSON."""
+        """Returns the note as JSON."""
         fields = {
             "step": self.step,
             "attempt": self.attempt,
@@ -60,7 +60,7 @@ class RollbackNote:
 
     @property
     def committed(self) -> RollbackNote:
-        """The same, in effect whether or not its step is still there."""
+        """Returns the same note, in effect even if its step is removed later."""
         return replace(self, is_committed=True)
 
 

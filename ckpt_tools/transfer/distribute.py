@@ -1,5 +1,5 @@
-"""How several processes write one result: who writes what, who begins and who ends the files, and
-how what was noted comes together.
+"""Lets several processes write one result: it divides the work, begins and ends files, and joins
+the notes.
 
 A process by itself is a group of one.
 """

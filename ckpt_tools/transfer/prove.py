@@ -1,6 +1,4 @@
-"""Proof that what several ranks saved is the same on all of them, and that what was read is what
-was once sealed.
-"""
+"""Proves that all ranks saved the same replicas, and that the bytes read are the sealed ones."""
 
 from __future__ import annotations
 
@@ -59,8 +57,9 @@ def sealed_prints(
 def prove_fingerprints(
     source: Source, prints: Mapping[str, SealedFingerprint], fingerprints: Mapping[str, int]
 ) -> None:
-    """Compares what was read with what was sealed: a tensor's fingerprint is the same however it is
-    sharded.
+    """Compares the fingerprints of the bytes read with the sealed ones.
+
+    A tensor's fingerprint is the same for every sharding.
 
     Args:
         source: the checkpoint, for messages.

@@ -59,8 +59,9 @@ class TransferResult:
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read over bytes needed here; of what was there already, the needed share is taken
-        to be the written one.
+        """Returns the bytes read over the bytes needed.
+
+        Of bytes that existed already, the needed share is assumed to equal the written share.
 
         In an object store it is read again, to know whether it is right.
         """
@@ -76,7 +77,7 @@ class TransferResult:
 def result_of(
     source: Source, dst: Destination, plan: Plan, totals: Totals, kept_nbytes: int
 ) -> TransferResult:
-    """Returns what was done of a plan, of whose bytes so many were there already."""
+    """Returns the result of a plan, of which an earlier attempt had written `kept_nbytes`."""
     layout, sizes = plan.target, bytes_by_dtype(plan)
     files = dict(layout.file_sizes) | (
         {layout.index.file: len(layout.index.data)} if layout.index else {}
@@ -100,7 +101,7 @@ def result_of(
 
 
 def bytes_by_dtype(plan: Plan) -> dict[str, int]:
-    """Returns the bytes that a plan writes, by element type; `objects` for what is no tensor."""
+    """Returns the bytes that a plan writes by element type; `objects` for objects."""
     sizes: dict[str, int] = {}
     for tensor in plan.tensors:
         key = "objects" if tensor.is_object else tensor.dst_dtype.name

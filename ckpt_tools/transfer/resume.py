@@ -1,4 +1,4 @@
-"""Resuming an interrupted operation: what an earlier attempt finished, and what this one leaves.
+"""Resumes an interrupted operation: finds an earlier attempt, and notes the work of this one.
 
 On a disk, each process keeps a journal of finished batches in the staging directory. In S3, the
 attempt notes its open uploads in a small object, and the store knows the parts.
@@ -139,7 +139,7 @@ class Resume:
         tiles: tuple[int, int],
         jobs: int,
     ) -> None:
-        """Takes over what the earlier attempt has finished, and begins to note what this one does.
+        """Takes over the finished work of the earlier attempt, and starts to note that of this one.
 
         Args:
             attempt: this one.

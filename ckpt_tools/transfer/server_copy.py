@@ -1,5 +1,5 @@
-"""Copies within one S3: which runs of a target the store can copy by itself, and what is left for
-this process.
+"""Plans copies within one S3: the runs of a target that the store copies, and the rest for this
+process.
 
 A part of a multipart upload has at least 5 MiB (but for the last) and a file at most 10,000 of
 them; so a run that is too short, and the seam before a long one, go through the engine as ever.
@@ -42,7 +42,7 @@ class CopyRun(NamedTuple):
 
 
 class UploadPart(NamedTuple):
-    """A part of an upload: `run` is what it is copied from, None where its bytes are sent."""
+    """A part of an upload. `run` is the source of a copied part; None if its bytes are sent."""
 
     start: int
     nbytes: int
@@ -100,7 +100,7 @@ class ServerCopy:
         return self.place.create_copied(path, nbytes, tuple(p.start for p in parts), copied)
 
     def vouch(self, sink: WriteSink) -> None:
-        """Tells a sink that was opened the checksums of what it does not see."""
+        """Tells an opened sink the checksums of the bytes that it does not see."""
         for vouched in self.vouched:
             sink.vouch(*vouched)
 
@@ -165,8 +165,8 @@ def plan_within(
 
 
 class _Slots:
-    """The slots of a plan of which the store could copy something, and whose checksums are known
-    although their bytes are not seen.
+    """The slots of a plan that the store could copy in part, with checksums that are known without
+    reading.
 
     Attributes:
         framed: the files in which a slot's CRC-32 stands around it.
@@ -228,8 +228,8 @@ class _Slots:
     def _know(
         self, tensor: TensorPlan, slot: Slot, runs: Iterable[CopyRun]
     ) -> Sequence[HashedRange]:
-        """Returns the pieces of a slot with their checksums, as far as somebody asks for those;
-        none where they are not known.
+        """Returns the pieces of a slot with their checksums, as far as anybody needs them; none if
+        they are unknown.
         """
         nbytes = slot.box.numel * tensor.dst_dtype.itemsize
         if slot.file not in self.framed and _is_one(tensor):

@@ -67,7 +67,7 @@ _STREAMS = 12
 
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """What an operation wants to be written.
+    """The result that an operation wants.
 
     Attributes:
         operation: its name, for the progress bar and the manifest.
@@ -311,7 +311,7 @@ class Transfer:
     # ---- verify: payloads were where they were read, checksums are right, files are whole --------
 
     def _verify(self, attempt: Attempt) -> bool:
-        """Compares what was read with every checksum that is known, and finishes the files.
+        """Compares the bytes read with every known checksum, and finishes the files.
 
         Returns:
             False if payloads are not where they were assumed to be.

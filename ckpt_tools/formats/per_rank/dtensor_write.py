@@ -159,7 +159,7 @@ def _held(
 
 @functools.lru_cache(maxsize=4096)
 def _template(dtype_name: str, shape: _Sizes, sizes: _Sizes) -> tuple[bytes, ...]:
-    """Returns the opcodes that make a DTensor of a shape, of which a rank holds `sizes`.
+    """Returns the opcodes of a DTensor of a shape, of which one rank holds `sizes`.
 
     `_PART` and `_MESH` are separate pieces of the result.
     """
