@@ -88,7 +88,7 @@ class LoadReport:
     notes: list[str] = field(default_factory=list)
 
 
-@checked(names_only=("rename",))
+@checked(names_only=("rename", "select"))
 def load(
     path: str | os.PathLike[str],
     state: MutableMapping[str, Any],

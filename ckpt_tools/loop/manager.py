@@ -302,7 +302,7 @@ class CheckpointManager:
 
     # ---- resuming --------------------------------------------------------------------------------
 
-    @checked(names_only=("rename",))
+    @checked(names_only=("rename", "select"))
     def resume(
         self,
         state: MutableMapping[str, Any],

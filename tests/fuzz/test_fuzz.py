@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_reader_reads_or_refuses_and_does_nothing_else(target: str, tmp_path: Path) -> None:
     # those write their input with torch
-    runs = (500 if target in ("zero", "parts", "flats") else 2500) * (4 if LONG else 1)
+    runs = (250 if target in ("zero", "parts", "flats") else 1250) * (8 if LONG else 1)
     command = [
         sys.executable,
         "-m",

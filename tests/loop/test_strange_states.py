@@ -467,7 +467,7 @@ def test_a_forged_manifest_does_not_have_a_user_s_files_deleted(tmp_path: Path) 
     ckpt_tools.reshard(tmp_path / "src", tmp_path / "dst", to_ranks=1)
     (tmp_path / "dst" / "thesis.docx").write_bytes(b"years of work")
     (path,) = (tmp_path / "dst").glob("*.json")
-    manifest = ckpt_tools.publish.manifest.parse(path.read_bytes(), "m")
+    manifest = ckpt_tools.publish.manifest.parse_manifest(path.read_bytes(), "m")
     forged = {
         **manifest.files,
         "thesis.docx": manifest.files["__0_0.distcp"]._replace(nbytes=13, runs=()),

@@ -103,7 +103,7 @@ def test_a_model_with_adapters_inside_is_not_written_for_transformers(tmp_path: 
     )
     with pytest.raises(
         PlanError,
-        match="the model has adapters of PEFT inside, and transformers does not load such names",
+        match="the model has adapters of PEFT inside, and no program loads such names",
     ) as caught:
         ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "hf", to="hf")
     assert "--to peft" in (caught.value.hint or "") and "--lora" in (caught.value.hint or "")
