@@ -302,6 +302,19 @@ class OpenedFile:
         (crc,) = struct.unpack_from("<I", self._directory, record.crc_at)
         return _extent(self.name, fqn, view, start, record.nbytes, crc)
 
+    def payload(self, view: TensorView) -> bytes:
+        """Returns the bytes from a tensor's first element to its last.
+
+        Raises:
+            FormatError: the tensor exceeds its storage.
+            IntegrityError: the bytes differ from the CRC-32 in the archive.
+        """
+        extent = self.extent(view, "")
+        data = read(self._store, extent.file, extent.start, extent.nbytes)
+        if extent.crc32 is not None and crc32(data) != extent.crc32:
+            raise IntegrityError(f"a record is damaged: another CRC-32 ({printable(self.name)})")
+        return data
+
     def _start(self, record: ZipRecord) -> int:
         """Returns where a record's data begins, from its local header."""
         if not 0 <= record.header <= self._size - LOCAL.size:

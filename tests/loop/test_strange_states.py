@@ -493,24 +493,6 @@ def test_what_accelerate_loads_is_by_name(tmp_path: Path) -> None:
             ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "out", to="accelerate", optimizer=form)
 
 
-def test_a_conjugated_tensor_of_dcp_is_named_and_the_rest_saved(tmp_path: Path, ckpt: Run) -> None:
-    dcp.save(
-        {"w": torch.ones(3), "z": torch.randn(3, dtype=torch.complex64).conj()},
-        checkpoint_id=tmp_path / "s",
-        no_dist=True,
-    )
-    done = ckpt("verify", tmp_path / "s")
-    assert (
-        done.returncode == 0
-        and "not read: 1 tensor of kinds that ckpt does not read: z" in done.stdout
-    ), done.stdout
-    done = ckpt("salvage", tmp_path / "s", tmp_path / "saved")
-    assert done.returncode == 0 and "lost: 1 entry" in done.stdout and "z" in done.stdout
-    state = {"w": torch.zeros(3)}
-    dcp.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
-    assert state["w"].tolist() == [1, 1, 1]
-
-
 @pytest.mark.parametrize(
     "words", [["inspect"], ["verify"], ["merge"], ["copy"], ["diff"], ["convert", "--to", "dcp"]]
 )

@@ -27,14 +27,27 @@ from ckpt_tools.core.catalog import (
 )
 from ckpt_tools.core.dtypes import DType, by_name
 from ckpt_tools.core.plan import Literal, Slot, Target, Trailer
-from ckpt_tools.errors import CatalogError, CheckpointError, FormatError, StorageError, printable
+from ckpt_tools.errors import (
+    CatalogError,
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    StorageError,
+    printable,
+)
 from ckpt_tools.formats.base import Request
 from ckpt_tools.formats.dcp import metadata as dcp_metadata
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, TensorMeta
 from ckpt_tools.formats.in_memory import InMemoryFile
 from ckpt_tools.formats.pickle.load import no_gc
-from ckpt_tools.formats.pickle.state import plain_path
-from ckpt_tools.formats.torch_save import UnreadValues, describe_unknown, name_of, read_leaves
+from ckpt_tools.formats.pickle.state import UnreadTensor, plain_path
+from ckpt_tools.formats.torch_save import (
+    OpenedFile,
+    UnreadValues,
+    describe_unknown,
+    name_of,
+    read_leaves,
+)
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.formats.zip.write import ArchiveWrapping, wrap
 from ckpt_tools.storage import MemoryStore, Store, check_path, read
@@ -46,6 +59,7 @@ _COLUMNS_FROM = 16  # chunks of a tensor
 _MAX_MORE_BYTES = 512  # torch adds a hash of the contents after the payload
 _DATA_FILE = re.compile(r"__([0-9]+)_[0-9]+(?:\.[0-9a-f]{8})?\.distcp$")
 _MANIFEST = re.compile(r"ckpt\.manifest\.[0-9a-f]{8}\.json")
+_MAX_RESOLVED_BYTES = 64 << 20
 _QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 _RANK_METADATA = re.compile(r"__([0-9]+)\.metadata")
 
@@ -71,6 +85,8 @@ def read_catalog(store: Store) -> Catalog:
         fqn: BytesEntry(fqn, extents[0], tuple(extents[1:])) for fqn, extents in objects.items()
     }
     _set_aside(entries, store, aside)
+    made = InMemoryFile()
+    _resolve_all(entries, store, aside, made)
     archives = tuple(extent for extents in aside.archives.values() for extent in extents)
     used = {file for t in entries.values() for file in files_of(t)} | {
         e.file for extents in objects.values() for e in extents
@@ -92,6 +108,7 @@ def read_catalog(store: Store) -> Catalog:
         ranks,
         parsed[0].extras,
         archives,
+        made=made.files,
         unread=aside.kinds,
     )
     beside = next((name for name in _BESIDE if name in files), "")
@@ -137,6 +154,10 @@ class _Item(MemoryStore):
         super().__init__()
         self._store, self._extent = store, extent
 
+    def size(self, path: str) -> int:
+        del path
+        return self._extent.nbytes
+
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         if start < 0 or start + len(buffer) > self._extent.nbytes:
             raise FormatError(
@@ -159,6 +180,64 @@ def _kind_in(extent: Extent, store: Store) -> str:
     except (CheckpointError, OSError):
         return ""
     return next(iter(others.tensors.values()), "")
+
+
+def _resolve_all(
+    entries: dict[str, TensorEntry], store: Store, aside: _Aside, made: InMemoryFile
+) -> None:
+    """Reads conjugated views, and puts their real elements into memory.
+
+    Torch stores the elements of the base with a flag. Such views are rare and small: a larger one
+    is set aside.
+    """
+    for fqn, entry in list(entries.items()):
+        is_complex = entry.dtype.name in ("complex64", "complex128")
+        if not is_complex or isinstance(entry.chunks, ChunkTable):
+            continue
+        items = [_pending_item(chunk.extent, store) for chunk in entry.chunks]
+        if not any(items):
+            continue
+        kind = next(item[1].kind for item in items if item)
+        if entry.nbytes > _MAX_RESOLVED_BYTES:
+            aside.add(fqn, kind, entries.pop(fqn).chunks)
+            continue
+        try:
+            chunks = [
+                chunk._replace(extent=made.add(_resolved(*item))) if item else chunk
+                for chunk, item in zip(entry.chunks, items, strict=True)
+            ]
+        except IntegrityError:
+            continue  # verify names the damage, and every reader refuses the item
+        aside.archives[fqn] = [chunk.extent for chunk in entry.chunks]
+        entries[fqn] = replace(entry, chunks=tuple(chunks))
+
+
+def _pending_item(extent: Extent, store: Store) -> tuple[OpenedFile, UnreadTensor] | None:
+    """Returns the opened item of a tensor with pending operations; None for any other item."""
+    try:
+        opened = OpenedFile(_Item(store, extent), extent.file, extent.nbytes, UnreadValues())
+    except (CheckpointError, OSError):
+        return None  # a damaged item is reported when it is read
+    root = opened.root
+    return (opened, root) if isinstance(root, UnreadTensor) and root.pending else None
+
+
+def _resolved(opened: OpenedFile, tensor: UnreadTensor) -> bytes:
+    """Returns the elements of a tensor in row-major order, with its pending operations done."""
+    import numpy as np
+
+    view = tensor.view
+    assert view is not None
+    data = opened.payload(view)
+    if not data:
+        return b""
+    values = np.lib.stride_tricks.as_strided(
+        np.frombuffer(data, view.dtype.name),
+        view.sizes,
+        [step * view.dtype.itemsize for step in view.strides],
+    )
+    values = values.conj() if "conj" in tensor.pending else values
+    return np.ascontiguousarray(-values if "neg" in tensor.pending else values).tobytes()
 
 
 _Read = tuple[dict[str, TensorEntry], dict[str, list[Extent]], list[Metadata], _Aside]
@@ -228,7 +307,7 @@ def _with_values(catalog: Catalog, store: Store, name: str, size: int) -> Catalo
 
     Examples are counters, schedulers and arguments.
     """
-    made, others = InMemoryFile(), UnreadValues()
+    made, others = InMemoryFile(catalog.made), UnreadValues()
     objects, paths = dict(catalog.objects), dict(catalog.paths)
     for path, value, extents in read_leaves(store, name, size, others):
         fqn = name_of(path)

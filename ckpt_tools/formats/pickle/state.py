@@ -79,10 +79,15 @@ class TensorView(NamedTuple):
 class UnreadTensor(NamedTuple):
     """A tensor of a kind that ckpt does not read, such as a quantized one.
 
-    `kind` describes it for people.
+    Attributes:
+        kind: describes it for people.
+        view: the stored elements, if only operations on them are pending.
+        pending: these operations: `conj`, `neg`.
     """
 
     kind: str
+    view: TensorView | None = None
+    pending: tuple[str, ...] = ()
 
 
 class DTensorPart(NamedTuple):
@@ -272,10 +277,13 @@ def _rebuild(
     *more: object,
     dtype: object = None,
 ) -> TensorView | UnreadTensor:
-    if any(isinstance(about, dict) and (about.get("conj") or about.get("neg")) for about in more):
-        return UnreadTensor(
-            "a conjugated or negated view: save its resolve_conj() and resolve_neg()"
-        )
+    pending = tuple(
+        name
+        for about in more
+        if isinstance(about, dict)
+        for name in ("conj", "neg")
+        if about.get(name)
+    )
     found = dtype if dtype is not None else storage.dtype if isinstance(storage, Storage) else None
     if not isinstance(storage, Storage) or not isinstance(found, DType):
         raise TypeError("not a tensor's storage")
@@ -288,7 +296,11 @@ def _rebuild(
         raise ValueError("not a tensor's shape")
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, *sizes, *strides)):
         raise ValueError("not a tensor's numbers")
-    return TensorView(storage, found, offset, tuple(sizes), tuple(strides))
+    view = TensorView(storage, found, offset, tuple(sizes), tuple(strides))
+    if not pending:
+        return view
+    kind = "a conjugated or negated view: save its resolve_conj() and resolve_neg()"
+    return UnreadTensor(kind, view, pending)
 
 
 def _rebuild_v3(*args: object) -> TensorView | UnreadTensor:
