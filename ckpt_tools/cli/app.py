@@ -5,13 +5,14 @@ Only this module turns errors into exit codes. Results go to stdout, progress an
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import click
 import typer
@@ -32,9 +33,6 @@ from ckpt_tools.cli.process import (
 from ckpt_tools.errors import CheckpointError, PlanError, printable
 from ckpt_tools.ranks.base import Group, is_launched
 from ckpt_tools.version import __version__
-
-if TYPE_CHECKING:
-    pass
 
 
 class _Commands(typer.core.TyperGroup):
@@ -94,8 +92,8 @@ def _root(
     del version
     if context.obj is not None and context.invoked_subcommand not in _SHARED:
         raise PlanError(
-            f"{context.invoked_subcommand} is work for one process; several share "
-            + ", ".join(_SHARED),
+            f"ckpt {context.invoked_subcommand} runs in one process only. Several processes can"
+            f" share: {', '.join(_SHARED)}",
             hint="start it without the launcher",
         )
 
@@ -122,6 +120,10 @@ for _name, _verb in _VERBS.items():
     app.command(_name, cls=Command, epilog=app.info.epilog)(_verb)
 
 
+# a report that cannot be written: a full disk behind a redirection, a closed stream
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
+
+
 def main(may_share: bool = False) -> None:
     """Runs the command, and turns errors into exit codes.
 
@@ -138,7 +140,7 @@ def main(may_share: bool = False) -> None:
     except CheckpointError as error:
         fail(str(error), error.hint, error.exit_code, type(error).__name__)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno in _FULL:
             drop_output()
             fail(
                 f"cannot write the report: {error.strerror or error}",

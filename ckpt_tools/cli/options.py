@@ -46,7 +46,7 @@ class Command(typer.core.TyperCommand):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Refuses options of an object store if no path is in one."""
-        paths = [ctx.params.get(name) for name in ("src", "dst", "a", "b", "root", "step")]
+        paths = [ctx.params.get(name) for name in ("src", "dst", "a", "b", "root", "step", "lora")]
         if ctx.params.get("storage_option") and not any(map(is_url, paths)):
             raise typer.BadParameter("no object store is named", param_hint="--storage-option")
         if ctx.params.get("to_storage_option") and not is_url(ctx.params.get("dst")):
@@ -73,7 +73,7 @@ def _print_stats() -> None:
     )
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
@@ -83,7 +83,7 @@ def parse_size(text: str) -> int:
         raise typer.BadParameter(f"expected a size such as 5GB or 512MiB, got {text!r}")
     nbytes = int(
         float(match[1])
-        * (1024 if match[3] else 1000) ** "KMGT".find(match[2].upper() or "0").__add__(1)
+        * (1024 if match[3] else 1000) ** ("KMGT".find((match[2] or "0").upper()) + 1)
     )
     if nbytes < 1:
         raise typer.BadParameter(f"expected a size above zero, got {text!r}")
@@ -248,9 +248,13 @@ def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
         table = options
         for name in tables:
             table = table.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise typer.BadParameter(
+                    f"{name} is a value and a table", param_hint="--storage-option"
+                )
         try:
             table[last] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             table[last] = value
     return options
 

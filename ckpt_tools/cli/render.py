@@ -420,9 +420,8 @@ def show_copy(result: CopyResult) -> None:
     """Prints the result of a copy."""
     verb = "would copy" if result.is_dry_run else "copied"
     where, total = printable(result.destination), sum(result.files.values())
-    print(
-        f"{verb} {where}: {len(result.files)} files, {format_size(total)} in {result.seconds:.2f} s"
-    )
+    files = count(len(result.files), "file")
+    print(f"{verb} {where}: {files}, {format_size(total)} in {result.seconds:.2f} s")
     parts = (
         ("through this machine", result.client_nbytes),
         ("within the store", result.store_nbytes),

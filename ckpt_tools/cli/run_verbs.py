@@ -120,8 +120,12 @@ def prune(
     from ckpt_tools.publish.destinations import open_root
 
     where = open_root(root, parse_storage_options(storage_option))
-    result = run(where, keep_last, keep_every, dry_run=dry_run, reads=verify)
-    leftovers = where.remove_leftovers(grace_hours * 3600, dry_run)
+    try:
+        result = run(where, keep_last, keep_every, dry_run=dry_run, reads=verify)
+        leftovers = where.remove_leftovers(grace_hours * 3600, dry_run)
+    except KeyboardInterrupt as stop:
+        stop.args = ("some steps may be removed already: ckpt ls shows the others",)
+        raise
     if as_json:
         print(json.dumps(render.pruned_as_json(result, [left.url for left in leftovers], dry_run)))
     elif not quiet:

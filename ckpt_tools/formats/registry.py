@@ -284,13 +284,17 @@ def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, st
 def suffix_of(name: str) -> str:
     """Returns the suffix that determines a file's format; "" for none."""
     bare = name.partition("?")[0]  # without the query of a signed URL
-    return next(
-        (suffix for suffix in _OF_FILES if name.endswith(suffix) or bare.endswith(suffix)), ""
-    )
+    known = (*_OF_FILES, *_external())
+    return next((suffix for suffix in known if name.endswith(suffix) or bare.endswith(suffix)), "")
+
+
+def _external() -> list[str]:
+    """Returns the suffixes of formats of other packages."""
+    return [suffix for form in external_formats() if (suffix := getattr(form, "SUFFIX", ""))]
 
 
 def _file_format(path: str, name: str) -> Format:
-    if suffix := suffix_of(name):
+    if (suffix := suffix_of(name)) in _OF_FILES:
         return _OF_FILES[suffix]
     for form in external_formats():
         if suffix_matches(form, name):
@@ -300,8 +304,9 @@ def _file_format(path: str, name: str) -> Format:
             f"a part of a checkpoint: {printable(path)}",
             hint=f"give the directory: {path.rpartition('/')[0] or '.'}",
         )
+    known = ", ".join(f"*{suffix}" for suffix in (*_OF_FILES, *_external()))
     raise NotACheckpointError(
-        f"not a checkpoint: {printable(path)}; looked for {', '.join(f'*{s}' for s in _OF_FILES)},"
+        f"not a checkpoint: {printable(path)}; looked for {known},"
         " or a directory with " + " or ".join(f.LOOKS_FOR for f in _DIRECTORIES)
     )
 

@@ -78,7 +78,6 @@ class BackgroundWriter:
         """
         self.candidates, self.root = candidates, candidates.root
         self.jobs, self.retry_s, self.max_failures, self.keep = jobs, retry_s, max_failures, keep
-        self._told = set()
         self._read_back, self._told = ReadBack(), set[str]()  # warnings on the store, logged once
 
     @property
@@ -130,12 +129,17 @@ class BackgroundWriter:
             CheckpointError: it failed, and so did the `max_failures - 1` saves before it, which
                 were logged.
         """
-        running, self._running = self._running, None
+        running = self._running
         if running is None:
             return
         try:
             wait_for(running, f"a save to {printable(str(self.root.path))}")
-        except CheckpointError as error:
+        except BaseException as error:
+            if not running.done() or error is not running.exception():
+                raise  # an interrupted wait: the save still reads its memory
+            self._running = None
+            if not isinstance(error, CheckpointError):
+                raise
             self._failures += 1
             if is_last or self._failures >= self.max_failures:
                 self._failures = 0
@@ -146,6 +150,7 @@ class BackgroundWriter:
                 self.max_failures - 1,
                 with_hint(error),
             )
+        self._running = None
 
     def write(self, save: PendingSave, group: GlooGroup) -> SaveReport:
         """Writes and commits a step, and retries while the store cannot be reached.
@@ -270,5 +275,8 @@ def tries_again(
 def _attempt_of(target: Destination) -> str:
     """Returns the attempt that wrote the checkpoint at a destination; "" if there is none."""
     store, _ = target.made()
-    manifest = find_manifest(store) if target.exists() else None
+    try:
+        manifest = find_manifest(store) if target.exists() else None
+    finally:
+        store.close()
     return manifest.attempt if manifest else ""

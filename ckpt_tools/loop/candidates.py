@@ -12,7 +12,7 @@ from ckpt_tools.errors import IntegrityError, NotACheckpointError, StorageError,
 from ckpt_tools.loop import rollback
 from ckpt_tools.loop.waiting import with_hint
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Latest, latest_of, list_steps, number_of
+from ckpt_tools.publish.steps import Latest, Step, latest_of, list_steps, number_of
 from ckpt_tools.storage import place_of
 
 Chosen = tuple[int, Path | str | None]
@@ -60,7 +60,8 @@ class Candidates:
         self.branch = None
         if path is not None:
             number = number_of(path, self._options)
-            self._leave(number, rollback.newer_than(list_steps(self.root), number))
+            newer = rollback.newer_than(self._steps_of_mirror(), number)
+            self._leave(number, newer | rollback.newer_than(list_steps(self.root), number))
             return number, place_of(path)
         if step is not None:
             return step, self._by_number(step)
@@ -100,19 +101,11 @@ class Candidates:
         steps = list_steps(self.root)
         found = next((s for s in steps if s.number == number), None)
         newer = rollback.newer_than(steps, number)
-        if self._mirror is not None:
-            try:
-                there = list_steps(self._mirror)
-            except StorageError as error:
-                log.warning("the mirror cannot be read: %s", with_hint(error))
-                there = []
-            newer = rollback.newer_than(there, number) | newer
-            steps = [*steps, *there]
-            found = (
-                found
-                if found is not None and not found.problem
-                else next((s for s in there if s.number == number), found)
-            )
+        there = self._steps_of_mirror()
+        newer = rollback.newer_than(there, number) | newer
+        steps = [*steps, *there]
+        if found is None or found.problem:
+            found = next((s for s in there if s.number == number), found)
         if found is None:
             shown = ", ".join(str(n) for n in sorted({s.number for s in steps})) or "none"
             raise NotACheckpointError(
@@ -124,6 +117,16 @@ class Candidates:
             )
         self._leave(number, newer)
         return found.path
+
+    def _steps_of_mirror(self) -> list[Step]:
+        """Returns the steps in the mirror; none if there is no mirror, or it is unreadable."""
+        if self._mirror is None:
+            return []
+        try:
+            return list_steps(self._mirror)
+        except StorageError as error:
+            log.warning("the mirror cannot be read: %s", with_hint(error))
+            return []
 
     def _leave(self, number: int, newer: Mapping[str, str]) -> None:
         """Notes the newer steps, which the next committed step supersedes."""

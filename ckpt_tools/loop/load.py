@@ -401,7 +401,7 @@ def _share(
     shared = {number: shard for number, shard in enumerate(shards) if number not in division.alone}
     done = read_together(near, source, division, shared, jobs, DEFAULT_MEMORY_BYTES)
     if done is None:
-        source.store.close()  # it may have happened on the way: ask again
+        source.store.close()  # the bytes may have been damaged on the way: read them again
         return shards
     report.read_nbytes, report.needed_nbytes, report.received_nbytes, report.num_proved = done
     return [shard for number, shard in enumerate(shards) if number in division.alone]

@@ -13,6 +13,7 @@ Imports torch.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import signal
@@ -341,7 +342,7 @@ class CheckpointManager:
 
         Returns:
             The number of the step; None if the run has no step yet. For a `path`, the number in its
-            manifest or name, 0 if neither has one.
+            manifest, or in a name such as `step-500`; 0 if neither has one.
 
         Raises:
             PlanError: the checkpoint does not fit the state; the message is a table. Or a glob
@@ -352,7 +353,7 @@ class CheckpointManager:
             CheckpointError: it cannot be read; or another rank failed.
         """
         self._check_open("resume")
-        step = None if step is None else _check_step(step)
+        step = _check_choice(step, path)
         request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
         words = [
             f"{name}={str(value)!r}"
@@ -505,7 +506,7 @@ class CheckpointManager:
 
 def _folder_of(found: Path | str) -> str:
     """Returns the directory or prefix of a step: the root or the mirror."""
-    return os.fspath(found).rstrip("/").rpartition("/")[0]
+    return os.fspath(found).rstrip("/").rpartition("/")[0] or "/"
 
 
 def _check_step(step: int) -> int:
@@ -516,6 +517,13 @@ def _check_step(step: int) -> int:
     if isinstance(step, bool) or not 0 <= number < _MAX_STEP:
         raise ValueError(f"step: expected an integer from 0 on, below 10**18, got {step!r}")
     return number
+
+
+def _check_choice(step: int | None, path: object) -> int | None:
+    """Returns the number of the step to resume from; None if the user gives none."""
+    if step is not None and path is not None:
+        raise ValueError("resume takes `step` or `path`, not both")
+    return None if step is None else _check_step(step)
 
 
 def _check(
@@ -531,7 +539,9 @@ def _check(
         if is_url(place):
             check_url(place)
     if mirror is not None and (is_url(root) or not is_url(mirror)):
-        raise ValueError(f"mirror is a URL, for a run on a disk, got {str(root)!r} and {mirror!r}")
+        raise ValueError(
+            f"mirror: expected a URL, and a root on a disk; got {mirror!r} and {str(root)!r}"
+        )
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(
             f"keep_last: expected at least 1, or None to keep all steps, got {keep_last!r}"
@@ -541,7 +551,7 @@ def _check(
         is_number = type(value) is int or (least == 0 and type(value) is float)
         if value is not None and (not is_number or not value >= least or value == 0 < least):
             raise ValueError(f"{name}: expected a number of at least {least}, got {value!r}")
-    if timeout_s <= 0:
+    if not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s: expected more than 0, got {timeout_s!r}")
     if when_busy not in ("wait", "skip"):
         raise ValueError(f"when_busy: expected 'wait' or 'skip', got {when_busy!r}")

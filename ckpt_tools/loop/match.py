@@ -74,7 +74,7 @@ class LoadRequest:
         words = [f"{name}={value!r}" for name, value in shown.items() if value]
         words += [
             f"{name}={getattr(self, name)}"
-            for name, usual in (("strict", True), ("cast", False))
+            for name, usual in (("strict", True), ("cast", False), ("trust_pickle", False))
             if getattr(self, name) is not usual
         ]
         return ", ".join(words)

@@ -116,13 +116,19 @@ class Mirror:
             return [path for path in (self._running, self._waiting) if path is not None]
 
     def _work(self) -> None:
+        try:
+            self._copy_all()
+        finally:
+            with self._lock:
+                if self._thread is threading.current_thread():  # it died of something unforeseen
+                    self._thread = self._running = None
+
+    def _copy_all(self) -> None:
+        """Copies waiting steps until there are none."""
         if not self._is_known:
             try:
                 self._begin()
-            except (CheckpointError, OSError) as error:
-                self.error = (
-                    error if isinstance(error, CheckpointError) else StorageError(str(error))
-                )
+            except Exception as error:  # noqa: BLE001  # the next step is tried anyway
                 log.warning("the mirror cannot be listed: %s", with_hint(error))
         while True:
             with self._lock:
@@ -134,7 +140,7 @@ class Mirror:
             try:
                 self._copy(path)
                 self.error = None
-            except (CheckpointError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  # `close` raises it
                 self.error = (
                     error if isinstance(error, CheckpointError) else StorageError(str(error))
                 )
@@ -144,7 +150,11 @@ class Mirror:
 
     def _copy(self, path: Path) -> None:
         """Copies a step, and sets aside the steps that rollbacks on the disk have superseded."""
-        manifest = find_manifest(LocalStore(path))
+        store = LocalStore(path)
+        try:
+            manifest = find_manifest(store)
+        finally:
+            store.close()
         notes = [
             note
             for note, is_in_effect in self._rollbacks()

@@ -70,7 +70,9 @@ def removable(
     return [
         s
         for s in complete
-        if s.is_ours and str(s.path) not in stay and not (keep_every and s.number % keep_every == 0)
+        if s.is_removable
+        and str(s.path) not in stay
+        and not (keep_every and s.number % keep_every == 0)
     ]
 
 
@@ -246,7 +248,7 @@ def pin_step(path: Path | str, options: Options = None, removes: bool = False) -
     where = os.fspath(path).rstrip("/")
     full = where if is_url(where) else os.path.abspath(local_path(where))
     folder, _, name = full.rpartition("/")
-    root = open_root(folder, options)
+    root = open_root(folder or "/", options)
     step = find_step(root, name)
     if step is None:
         raise NotACheckpointError(

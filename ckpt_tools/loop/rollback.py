@@ -18,7 +18,7 @@ from ckpt_tools.publish.superseded import RollbackNote, remove_note, write_note
 
 def newer_than(steps: Iterable[Step], number: int) -> dict[str, str]:
     """Returns the names of the steps above a number, complete or not, each with its attempt."""
-    return {s.name: s.manifest.attempt if s.manifest else "" for s in steps if s.number > number}
+    return {s.name: s.attempt for s in steps if s.number > number}
 
 
 def make_way(root: RunRoot, note: RollbackNote) -> None:
@@ -28,9 +28,7 @@ def make_way(root: RunRoot, note: RollbackNote) -> None:
         StorageError: it cannot be moved.
     """
     for step in list_steps(root):
-        if step.name == note.step and note.victims.get(step.name) == (
-            step.manifest.attempt if step.manifest else ""
-        ):
+        if step.name == note.step and note.victims.get(step.name) == step.attempt:
             _set_aside(root, step, note)
 
 
@@ -51,9 +49,7 @@ def complete(root: RunRoot) -> None:
         if not note.is_committed:
             write_note(root, note.committed)
         for step in list_steps(root, with_superseded=True):
-            if step.name in note.victims and note.victims[step.name] == (
-                step.manifest.attempt if step.manifest else ""
-            ):
+            if step.name in note.victims and note.victims[step.name] == step.attempt:
                 _set_aside(root, step, note)
         if not root.keeps_notes:
             remove_note(root, note)

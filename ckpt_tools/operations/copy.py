@@ -148,8 +148,6 @@ def copy(
             time.monotonic() - began,
             True,
         )
-    with group.phase("look at the room"):
-        target.check_room(sum(work.files.values()))
     notes = read_again_if_wrong(source.store, work.do, may_retry=group.size == 1)
     source.store.close()
     moved = sum(work.missing.values())
@@ -217,8 +215,8 @@ class _Work:
         self.single = target.url.rpartition("/")[2] if source.is_file else ""
         if not self.index and not source.is_file and target.needs_index:
             raise PlanError(
-                "an object store would show it before it is whole: no single small file makes it a"
-                f" checkpoint ({printable(source.path)})",
+                "this layout has no index, so an object store would show it before it is complete"
+                f" ({printable(source.path)})",
                 hint="upload it with the store's own tool, or ckpt reshard it into the bucket",
             )
         self.files = files
@@ -335,7 +333,7 @@ class _Work:
         for name, about in (self.target.marks(names) or {}).items():
             if not about.is_marked and (about.crc64 is None or about.crc64 != self.crcs.get(name)):
                 raise StorageError(
-                    "the destination has a file of that name, which no copy wrote:"
+                    "the destination has a file that no copy wrote:"
                     f" {printable(name)} ({printable(self.target.url)})",
                     hint="choose another destination, or move it away",
                 )
@@ -395,6 +393,8 @@ class _Work:
                     )
             right = group.broadcast(right, "what is there")
             self.missing = {name: nbytes for name, nbytes in self.data.items() if name not in right}
+            with group.phase("look at the room"):
+                self.target.check_room(sum(self.missing.values()))
             with bar("copy", sum(self.missing.values())) as advance:
                 # for the reason, see RemoteStore.copy_source
                 has_names = not any("%" in name for name in self.missing)

@@ -172,7 +172,8 @@ def reshard(
     catalog = source.catalog
     if source.format is safetensors and catalog.world_size is None:
         raise PlanError(
-            f"reshard reads what jobs save, got safetensors ({printable(str(source.path))})",
+            "reshard needs a job's checkpoint (such as DCP), got safetensors"
+            f" ({printable(str(source.path))})",
             hint="ckpt convert --to dcp",
         )
     refuse_unread(catalog, "leave them out: ckpt convert --to dcp --exclude GLOB")

@@ -404,7 +404,7 @@ class Verification:
         return cut_batches(self.store, sizes, archives, only_archives)
 
     def files_without_archives(self, files: set[str]) -> set[str]:
-        """Returns those of `files` with bytes of tensors outside of archives.
+        """Returns those of `files` with bytes of values outside of archives.
 
         Such bytes have no checksum.
         """
@@ -414,7 +414,11 @@ class Verification:
             for fqn, e in self._items()
             if e.file in files and e.packing == RAW and not self._is_object(fqn)
         }
-        return bare - {e.file for e in self.catalog.archives}
+        # a format may make all values of a file in memory
+        used = {e.file for _, e in self._items()} | {e.file for e in self.catalog.archives}
+        sizes = self.catalog.file_sizes
+        unused = {file for file in files if file not in used and sizes.get(file)}
+        return (bare | unused) - {e.file for e in self.catalog.archives}
 
     def look_at_archives(
         self, batch: ReadBatch

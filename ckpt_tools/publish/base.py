@@ -235,7 +235,7 @@ class Destination(Protocol):
 
     @property
     def needs_index(self) -> bool:
-        """Tells whether a directory is visible file by file, until one last file makes it whole."""
+        """Tells whether readers see each file at once, and the index makes it a checkpoint."""
         ...
 
     def claim(self) -> RootLock | None:

@@ -1,9 +1,9 @@
-"""A result in an object store: a prefix, published by its index, or one object.
+"""A result in an object store: a prefix that its index publishes, or one object.
 
-There is no rename. Data files bear the attempt's id in their names, so that attempts never touch
-each other's bytes; the manifest follows; then the index, written only where there is none, is the
-one instant at which the checkpoint appears. A single file appears with the last request of its
-upload. A copy keeps its files' names, and so notes with each whose it is.
+An object store has no rename. The names of data files contain the id of the attempt, so attempts
+never touch each other's bytes. The manifest follows. The index comes last, on the condition that
+there is none: at that instant, the checkpoint appears. A single file appears with the last request
+of its upload. A copy keeps the names of its files, so each object carries the id of its owner.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _COPY_BYTES = 64 << 20  # one request within a store
 
 
 class RemoteDestination:
-    """See `destination.Destination`."""
+    """See `base.Destination`."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         self.url, self._options = url.rstrip("/"), options
@@ -63,9 +63,7 @@ class RemoteDestination:
         self._others: list[str] = []  # what was there when it was looked at
 
     def _look(self, known: Container[str] = ()) -> tuple[bool, list[str]]:
-        """Tells whether something is there, but for files that are known, and names what of it
-        belongs to no checkpoint.
-        """
+        """Tells whether a file exists that is not in `known`. Also returns the foreign files."""
         store = RemoteStore(self.url, self._options)
         if store.is_file():
             folder = RemoteStore(self._parent, self._options)
@@ -95,8 +93,8 @@ class RemoteDestination:
                 "the destination holds files that --overwrite never replaces:"
                 f" {printable(', '.join(foreign[:5]))} ({printable(self.url)})",
                 hint=(
-                    "move it away or choose another destination; --overwrite replaces checkpoints"
-                    " only"
+                    "move them away, or choose another destination; --overwrite replaces"
+                    " checkpoints only"
                 ),
             )
 
@@ -202,7 +200,7 @@ def _try(data: bytes, work: str) -> UploadNotes | None:
 
 
 class RemoteAttempt:
-    """See `destination.Place`; `store` is where its files lie."""
+    """See `base.Attempt`."""
 
     def __init__(
         self,

@@ -35,9 +35,7 @@ _PRIVATE = 0o700  # the mode of a staging directory until it is published
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A directory beside the destination, of one attempt, held under a lock as long as its process
-    lives.
-    """
+    """The private directory of one attempt, beside the destination. Its process locks it."""
 
     attempt: str
     path: Path
@@ -86,7 +84,7 @@ def check_destination(
             "the destination holds files that --overwrite never replaces:"
             f" {printable(', '.join(foreign[:5]))} ({printable(str(target))})",
             hint=(
-                "move them away or choose another destination; --overwrite replaces checkpoints"
+                "move them away, or choose another destination; --overwrite replaces checkpoints"
                 " only"
             ),
         )
@@ -137,8 +135,8 @@ def staging(
     Args:
         target: the file or directory to be.
         attempt: id of the attempt.
-        keeps: what is there is left to the next one if anything in it matches this glob; an earlier
-            try of the same attempt is continued, too.
+        keeps: keep the directory for the next attempt if a file in it matches this glob. If an
+            earlier attempt left one, continue it.
         heir_of: a dead attempt's staging directory, to be this one's.
     """
     made = [p for p in target.absolute().parents if not os.path.lexists(p)]
@@ -278,7 +276,11 @@ def _inherit(old: Path, path: Path) -> int:
     """
     lock = _lock(old)
     if lock >= 0:
-        os.rename(old, path)
+        try:
+            os.rename(old, path)
+        except OSError:
+            release(lock)
+            raise
     return lock
 
 

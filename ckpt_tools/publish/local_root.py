@@ -50,7 +50,7 @@ class LocalRoot:
         except OSError as error:
             raise failed("list", self.path, error) from error
         return RootEntries(
-            {e.name: LocalStore(e.path) for e in found if e.is_dir()},
+            {e.name: LocalStore(e.path) for e in found if _is_folder(e)},
             [e.name for e in found if e.is_file(follow_symlinks=False)],
         )
 
@@ -68,7 +68,10 @@ class LocalRoot:
 
     def read_note(self, name: str, most: int) -> bytes | None:
         path = self.path / name
-        problem = owner_problem(path.lstat(), self.path.stat())
+        try:
+            problem = owner_problem(path.lstat(), self.path.stat())
+        except FileNotFoundError:  # its job has removed it since the listing
+            return None
         if problem:  # another user's note could set steps aside
             log.warning(
                 "a note of a rollback is not used, since %s: %s", problem, printable(str(path))
@@ -113,7 +116,8 @@ class LocalRoot:
     def all_files(self, name: str) -> list[str]:
         top, found = str(self.path / name), []
         for folder, folders, names in os.walk(top):
-            found += [os.path.relpath(os.path.join(folder, n), top) for n in names]
+            links = [n for n in folders if os.path.islink(os.path.join(folder, n))]
+            found += [os.path.relpath(os.path.join(folder, n), top) for n in (*names, *links)]
             if folder != top and not names and not folders:
                 found.append(
                     os.path.relpath(folder, top) + "/"
@@ -137,7 +141,7 @@ class LocalRoot:
             (step / PIN).unlink(missing_ok=True)
             sync_directory(step)
         except OSError as error:
-            raise failed("let go of", step, error) from error
+            raise failed("unpin", step, error) from error
 
     def remove(self, name: str, attempt: str) -> None:
         step = self.path / name
@@ -151,7 +155,7 @@ class LocalRoot:
             shutil.rmtree(trash)
         except OSError as error:
             raise StorageError(
-                f"{printable(name)} is no step any more, but some of its files could not be"
+                f"{printable(name)} was removed from the run, but some of its files could not be"
                 f" removed: {error.strerror} ({printable(str(trash))})",
                 hint="remove that directory",
             ) from error
@@ -159,3 +163,11 @@ class LocalRoot:
     def rename(self, old: str, new: str) -> None:
         publish_name(self.path / old, self.path / new)
         sync_directory(self.path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Tells whether an entry is a folder, or a link to one. A loop of links is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False

@@ -209,8 +209,8 @@ class FileLock:
             release(self._fd)
             self._fd = new
             log.warning(
-                "%s was removed or replaced while this job saved to it: made again, without the"
-                " steps before",
+                "%s was removed or replaced while this job saved to it. It was made again, and the"
+                " earlier steps are gone",
                 printable(str(self.root)),
             )
 

@@ -1,5 +1,6 @@
-"""Giving a name that nothing has yet, and two directories each other's, in one step; where a
-filesystem cannot, as near to it as it can.
+"""Renames to a free name, and exchanges two directories, each in one step.
+
+If a file system cannot do that, it comes as close as possible.
 """
 
 from __future__ import annotations

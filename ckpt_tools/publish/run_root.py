@@ -127,7 +127,11 @@ class RunRoot(Protocol):
     def read_note(self, name: str, most: int) -> bytes | None:
         """Returns the contents of a small file in the root.
 
-        Returns None if it is longer than `most` bytes, or if another user may have written it.
+        Returns None if it is longer than `most` bytes, if another user may have written it, or if
+        it has just been removed.
+
+        Raises:
+            StorageError: it cannot be read.
         """
         ...
 

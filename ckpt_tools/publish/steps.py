@@ -57,7 +57,12 @@ class Step:
         return os.path.basename(self.path)
 
     @property
-    def is_ours(self) -> bool:
+    def attempt(self) -> str:
+        """Returns the id of the attempt that wrote it; "" without a manifest."""
+        return self.manifest.attempt if self.manifest is not None else ""
+
+    @property
+    def is_removable(self) -> bool:
         """Tells whether this tool wrote it under its own name, so that retention may remove it.
 
         A step of another tool stays so when it gets a manifest.
@@ -159,7 +164,7 @@ class _Found:
         """Tells whether a folder is shown as a step, complete or not."""
         if self.root.lists_unfinished or not step.problem:
             return True
-        if not any(name in INDEXES for name in _open(step).list_files()):
+        if not any(name in INDEXES for name in _store_of(step).list_files()):
             return False
         # it may have been removed since the listing
         now = open_store(step.path, self.root.options).list_files()
@@ -234,11 +239,11 @@ def _victims(found: _Found) -> dict[tuple[str, str], str]:
 
 
 def _judged(step: Step, victims: Mapping[tuple[str, str], str]) -> Step:
-    by = victims.get((step.name, step.manifest.attempt if step.manifest else ""), "")
+    by = victims.get((step.name, step.attempt), "")
     return replace(step, superseded_by=by) if by else step
 
 
-def _open(step: Step) -> Store:
+def _store_of(step: Step) -> Store:
     return step.store or LocalStore(step.path)
 
 
@@ -290,7 +295,7 @@ def unsound(step: Step) -> str:
     if step.problem or step.manifest is not None:
         return step.problem
     try:
-        check_metadata(_open(step))
+        check_metadata(_store_of(step))
     except CheckpointError as error:
         return str(error)
     return ""
@@ -303,7 +308,7 @@ def damage(step: Step | None) -> str:
     """
     if step is None or step.problem or step.manifest is None:
         return unsound(step) if step is not None else "it is gone"
-    store = _open(step)
+    store = _store_of(step)
     try:
         return first_problem(step.manifest, store, reads_all=True)
     finally:
@@ -365,14 +370,15 @@ def find_step(root: RunRoot, name: str) -> Step | None:
 
 
 def number_of(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> int:
-    """Returns the step of a checkpoint by its manifest, else by the last number in its name.
+    """Returns the step of a checkpoint by its manifest, else by its name if that is of a step.
 
-    Returns 0 if neither has one.
+    Returns 0 if neither has a number.
 
     Args:
         path: a path or a URL.
         options: of the object store, as fsspec takes them.
     """
     manifest = look_at(None, open_store(path, options)).manifest
-    digits = re.findall(r"\d+", os.path.basename(os.fspath(path).rstrip("/")))
-    return int((manifest and manifest.step) or (digits[-1] if digits else 0))
+    if manifest is not None and manifest.step is not None:
+        return manifest.step
+    return number_in(os.path.basename(os.fspath(path).rstrip("/"))) or 0

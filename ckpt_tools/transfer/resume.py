@@ -46,7 +46,7 @@ class Resume:
         self._claim: RootLock | None = None
 
     def check(self, overwrite: bool) -> None:
-        """Refuses early what cannot be written or resumed; `look_back` learns more of it.
+        """Refuses a destination that cannot be written or resumed. `look_back` checks the rest.
 
         Raises:
             PlanError: the store cannot resume.
@@ -55,7 +55,10 @@ class Resume:
         if self._is_wanted and not self._dst.can_resume:
             raise PlanError(
                 "--resume needs a local path or S3",
-                hint="leave --resume out, or write to a disk and then ckpt copy, which resumes",
+                hint=(
+                    "leave --resume out, or write to a disk and upload the result with ckpt copy,"
+                    " which resumes by itself"
+                ),
             )
         self._overwrite = overwrite
         try:
@@ -213,13 +216,16 @@ def _is_made_by(dst: Destination, work: str) -> bool:
     """
     with suppress(CheckpointError):
         store, beside = dst.made()
-        found = manifest.find_manifest(store, beside)
-        parts = [*found.files.items(), *([found.index] if found.index else [])] if found else []
-        return (
-            found is not None
-            and found.source.get("work") == work
-            and all(store.size(name) == part.nbytes for name, part in parts)
-        )
+        try:
+            found = manifest.find_manifest(store, beside)
+            parts = [*found.files.items(), *([found.index] if found.index else [])] if found else []
+            return (
+                found is not None
+                and found.source.get("work") == work
+                and all(store.size(name) == part.nbytes for name, part in parts)
+            )
+        finally:
+            store.close()
     return False
 
 

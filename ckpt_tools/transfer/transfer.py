@@ -77,8 +77,8 @@ class TransferRequest:
         left_out, stripped: for the report.
         alter: by tensor, what changes its values during the copy.
         changes: an opaque version of `alter`, which changes when the changes do.
-        may_assume: read payloads from where they should be, and look afterwards, where a look costs
-            a request.
+        may_assume: in a remote store, read payloads from their usual positions, and check the
+            positions afterwards.
     """
 
     operation: str
@@ -286,7 +286,10 @@ class Transfer:
         if to is None or self.sealed is None:
             return None
         if self.group.size > 1:
-            self.notes.append("one process alone would have the store copy by itself what it can")
+            self.notes.append(
+                "with several processes, all bytes pass through them; a single process lets the"
+                " store copy most"
+            )
             return None
         return plan_within(self.sealed, self.prints, self.plan, self.located, to)
 

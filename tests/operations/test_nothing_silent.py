@@ -167,3 +167,48 @@ def test_a_tuple_that_becomes_a_list_is_said(tmp_path: Path) -> None:
 def test_tensors_that_an_option_leaves_out_are_counted(attention: Path, tmp_path: Path) -> None:
     result = ckpt_tools.convert(attention, tmp_path / "o.pt", to="torch", exclude=["*q.weight"])
     assert "--select and --exclude leave out 1 tensors with 64 bytes" in notes(result)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--storage-option", "a=1", "--storage-option", "a.b=2"],
+        ["--storage-option", f"a={'9' * 5000}"],
+        ["--memory", "9" * 400],
+        ["--memory", "70000000iB"],
+    ],
+    ids=["a value and a table", "a long number", "a giant", "a unit of nothing"],
+)
+def test_options_that_mean_nothing_are_no_traceback(
+    words: list[str], tmp_path: Path, ckpt: Run
+) -> None:
+    done = ckpt("merge", "s3://bucket/x", tmp_path / "o.safetensors", *words)
+    assert done.returncode in (2, 15) and "Traceback" not in done.stderr
+
+
+def test_options_of_a_store_are_for_an_adapter_too(
+    attention: Path, tmp_path: Path, ckpt: Run
+) -> None:
+    done = ckpt(
+        "merge",
+        attention,
+        tmp_path / "o.safetensors",
+        "--lora",
+        "s3://bucket/adapter",
+        "--storage-option",
+        "endpoint_url=http://127.0.0.1:9",
+        "--storage-option",
+        "anon=true",
+    )
+    assert done.returncode == 15 and "no object store is named" not in done.stderr
+
+
+def test_a_file_of_which_all_values_are_made_has_no_checksum(tmp_path: Path) -> None:
+    """No CRC covers a text, so verify does not say that every CRC is right."""
+    from ckpt_tools.operations.verification import Verification
+
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    work = Verification(tmp_path / "x.pt", {})
+    assert work.files_without_archives({"x.pt"}) == set()
+    work.catalog = type(work.catalog)("text", {}, file_sizes={"x.pt": 100})
+    assert work.files_without_archives({"x.pt"}) == {"x.pt"}
