@@ -36,7 +36,7 @@ from ckpt_tools.version import __version__
 
 
 class _Commands(typer.core.TyperGroup):
-    """Prints a message on Ctrl-C, because typer prints none."""
+    """Handles the ends that typer does not: Ctrl-C, a closed pipe, and usage errors as JSON."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

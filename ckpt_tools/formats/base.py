@@ -79,7 +79,11 @@ class Request:
 
 
 class Format(Protocol):
-    """The protocol that every module under `formats/` offers."""
+    """The protocol that every module under `formats/` offers.
+
+    A module may also have `SUFFIX`, for a format of single files; `INDEX`, for an index that is not
+    `LOOKS_FOR`; and `read_readable`, which reads the undamaged files of a damaged checkpoint.
+    """
 
     @property
     def NAME(self) -> str:

@@ -120,7 +120,7 @@ class CheckpointManager:
                 steps on the disk are used, with a warning.
             mirror_every: steps whose number is a multiple of this are copied; all if None.
             retry_s: seconds for which a save, a start or a resume is retried while the object store
-                cannot be reached.
+                cannot be reached; at most 0.8 of `timeout_s`.
             max_failures: the number of background saves in a row whose failure raises. Earlier
                 failures are logged as warnings.
             storage_options: options of the object store, in fsspec's form.
@@ -406,8 +406,7 @@ class CheckpointManager:
     def _is_damage(self, found: Path | str, error: BaseException) -> bool:
         """Returns on all ranks whether damaged bytes made the load fail on any rank.
 
-        Damage can cause any error: a value of another type, a header that makes no sense. So rank 0
-        reads the whole step.
+        A FormatError or CatalogError may come from damage, too. Then rank 0 reads the whole step.
         """
         try:
             reasons = [

@@ -45,7 +45,9 @@ class Staging:
 def check_destination(
     target: Path, overwrite: bool, find_foreign: Callable[[Path], list[str]]
 ) -> None:
-    """Refuses a destination that cannot be published to, before anything is read or written.
+    """Refuses a destination to which nothing can be published, before any data is read.
+
+    It first restores a result that a killed attempt has set aside.
 
     Args:
         target: the file or directory to be.
