@@ -6,7 +6,8 @@
 # make dist        build sdist and wheel: build/dist
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+# one thread per process: two test processes share two cores
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 .PHONY: demo test test-peers test-cuda lint docs dist bench clean
 

@@ -11,9 +11,11 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 from contextlib import suppress
+from pathlib import Path
 
-_held: set[int] = set()
+_held: dict[int, int] = {}  # the thread that locked each open file
 
 
 def try_lock(fd: int) -> bool | None:
@@ -24,17 +26,32 @@ def try_lock(fd: int) -> bool | None:
     Lustre is often mounted without locks. No attempt is taken for dead then: what a killed run
     leaves stays.
     """
+    was_held = fd in _held
+    _held[fd] = threading.get_ident()  # before the lock: a signal may come in between
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        if not was_held:
+            _held.pop(fd, None)
         return None if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK) else False
-    _held.add(fd)
     return True
+
+
+def held_by_this_thread(path: Path) -> int:
+    """Returns the open file by which this thread holds the lock of a path; -1 if it does not.
+
+    A signal may have come between the lock and the assignment of its descriptor to a variable.
+    """
+    for fd, thread in list(_held.items()):
+        with suppress(OSError):
+            if thread == threading.get_ident() and os.path.samestat(os.fstat(fd), os.lstat(path)):
+                return fd
+    return -1
 
 
 def release(fd: int) -> None:
     """Closes a file, and with it its lock."""
-    _held.discard(fd)
+    _held.pop(fd, None)
     with suppress(OSError):
         # a child that was forked a moment ago may not have closed its copy yet
         fcntl.flock(fd, fcntl.LOCK_UN)

@@ -23,7 +23,7 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import ASIDE, MANIFEST, PIN, note_of, short_name
 from ckpt_tools.formats.registry import is_ours
-from ckpt_tools.publish.flock import release, try_lock
+from ckpt_tools.publish.flock import held_by_this_thread, release, try_lock
 from ckpt_tools.publish.rename import exchange, publish_name
 from ckpt_tools.storage import LocalStore, write_file
 from ckpt_tools.storage.local import failed
@@ -152,32 +152,33 @@ def staging(
             with suppress(OSError):  # it is not ours alone any more
                 folder.rmdir()
 
-    try:  # from here on, so that a signal at any instant finds its way to the cleaning
-        remove_dead(
-            target.parent,
-            _escape_glob(short_name(target.name)),
-            spared=heir_of or (path if keeps else None),
-        )
+    # A signal may come at any instant, also within a `finally`: so there are two.
+    try:
         try:
-            make_folder(target.absolute().parent)
-            lock = _inherit(heir_of, path) if heir_of is not None else -1
-            is_tried = True
-            if lock < 0:
-                lock = _make_and_lock(path, is_emptied=not keeps)
-        except OSError as error:
-            raise failed("create a staging directory", path, error) from error
-        if lock < 0:
-            raise StorageError(
-                f"another process is at work on this: {printable(str(path))}",
-                hint="wait for it to end",
+            remove_dead(
+                target.parent,
+                _escape_glob(short_name(target.name)),
+                spared=heir_of or (path if keeps else None),
             )
-        yield Staging(attempt, path, target)
+            try:
+                make_folder(target.absolute().parent)
+                lock = _inherit(heir_of, path) if heir_of is not None else -1
+                is_tried = True
+                if lock < 0:
+                    lock = _make_and_lock(path, is_emptied=not keeps)
+            except OSError as error:
+                raise failed("create a staging directory", path, error) from error
+            if lock < 0:
+                raise StorageError(
+                    f"another process is at work on this: {printable(str(path))}",
+                    hint="wait for it to end",
+                )
+            yield Staging(attempt, path, target)
+        finally:
+            clean()
     finally:
         try:
             clean()
-        except BaseException:  # a signal during the cleaning: finish it first
-            clean()
-            raise
         finally:
             if lock >= 0:
                 release(lock)
@@ -195,6 +196,8 @@ def _remove_own(path: Path, lock: int, keeps: str, target: Path) -> None:
     with suppress(OSError):
         is_locked = lock >= 0 and os.path.samestat(os.fstat(lock), os.lstat(path))
         own = lock if is_locked else _lock_soon(path, lock, target)
+        if own < 0 and lock < 0:
+            own = held_by_this_thread(path)
         try:
             # Without locks nobody knows whose it is, unless this attempt has just put it there.
             is_free = try_lock(own) if own >= 0 and not is_locked else False

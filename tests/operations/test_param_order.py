@@ -104,7 +104,7 @@ def test_param_names_of_the_file_are_believed(how: str, wrapper: str, tmp_path: 
     )
     path = save(tmp_path / "s.pt", model, optimizer)
     result = ckpt_tools.convert(path, tmp_path / "dcp", to="dcp", ranks=2)
-    assert ["the only parameter of its shape" in note for note in result.notes] == [True]
+    assert not result.notes
     assert_each_has_its_own(tmp_path / "dcp", model, optimizer)
     ckpt_tools.convert(
         path, tmp_path / "back.pt", to="torch", optimizer="ids", rename=[r"^(\w)\.=layer.\1."]
@@ -183,7 +183,7 @@ def test_the_model_s_order_fits_groups_by_kind_where_nothing_else_does(tmp_path:
     result = ckpt_tools.convert(
         save(tmp_path / "s.pt", model, optimizer), tmp_path / "dcp", to="dcp", param_order="model"
     )
-    assert ["the only parameter of its shape" in note for note in result.notes] == [True]
+    assert not result.notes
     assert_each_has_its_own(tmp_path / "dcp", model, optimizer)
     square = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
     doubtful = step(square, [{"params": [square[1].weight]}, {"params": [square[0].weight]}])
