@@ -220,7 +220,7 @@ def match(exported: ExportedState, catalog: Catalog, request: LoadRequest, where
     if stateless:
         notes.append(
             f"{len(stateless)} entries of optimizer state are not in the checkpoint: those"
-            " parameters start without"
+            " parameters start with empty state"
         )
     if absent or kinds:
         notes.append(
@@ -237,7 +237,7 @@ def match(exported: ExportedState, catalog: Catalog, request: LoadRequest, where
         - {root_of(s, {}) for s in used}
     )
     if left and not any(names):
-        notes.append(f"not asked for and left out: {_some(left)}")
+        notes.append(f"the state has no such keys; left out: {_some(left)}")
     notes += _tied_apart(exported, catalog, fitting)
     return Match(fitting, fitting_objects, new, gone, notes, alike, resized)
 

@@ -25,8 +25,10 @@ T = TypeVar("T")
 
 
 class RankWork:
-    """One member's part of a plan: on a disk a run of it, in an object store some files and runs of
-    parts of the long ones.
+    """One rank's part of a plan.
+
+    On a disk, it is a share of the bytes. In an object store, it is some files, and some parts of
+    the long files.
 
     Attributes:
         plan, share: what to schedule.
@@ -48,13 +50,13 @@ class RankWork:
             self.taken = {t.fqn for t in self.plan.tensors}
 
     def sink(self, place: Attempt, shelf: WritableStore | None = None) -> WriteSink:
-        """Returns what takes this member's part; it goes to the place unless to another shelf."""
+        """Returns the sink for this rank's part. It writes to `shelf` if given, else to the attempt."""
         shared = place.shelf if self._regions is None else place.share(self._regions)
         return WriteSink(self.plan.target, shelf or shared, whole=self._whole)
 
 
 def open_files(sink: WriteSink, group: Group) -> None:
-    """Creates the files: member 0 first those that others write into, too."""
+    """Creates the files. Rank 0 comes first, because other ranks write into its files."""
     ids: Mapping[str, str] = {}
     with group.phase("create files"):
         if group.rank == 0:
@@ -69,8 +71,9 @@ def open_files(sink: WriteSink, group: Group) -> None:
 
 
 def collect(sink: WriteSink, group: Group, more: T) -> list[T]:
-    """Brings what all have written to member 0, which can finish it then; returns there what the
-    others tell besides, else nothing.
+    """Brings the notes of all ranks to rank 0, which can then finish the files.
+
+    On rank 0, returns `more` of the other ranks; elsewhere an empty list.
     """
     with group.phase("finish"):
         mine = sink.hand_over() if group.rank else None
@@ -91,12 +94,11 @@ def staged(
     keeps: str = "",
     heir_of: Path | None = None,
 ) -> Iterator[Attempt]:
-    """Yields the place that member 0 makes; everybody leaves it together, when it was published or
-    given up.
+    """Yields the attempt that rank 0 begins. All ranks leave together, after success or failure.
 
     Args:
-        group: all of whom call it.
-        dst: where the result is to be.
+        group: the ranks, which all call it.
+        dst: the destination.
         attempt, single, overwrite, keeps, heir_of: as for `Destination.stage`.
     """
     if group.rank:

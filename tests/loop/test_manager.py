@@ -242,7 +242,7 @@ def test_a_model_alone_of_a_whole_checkpoint(saved: Path) -> None:
     checkpoints = resume(saved, {"model": Mlp()})
     assert checkpoints.last_load is not None
     assert any(
-        note.startswith("not asked for and left out:") and "optimizer" in note
+        note.startswith("the state has no such keys; left out:") and "optimizer" in note
         for note in checkpoints.last_load.notes
     )
 
