@@ -50,7 +50,7 @@ class RankWork:
             self.taken = {t.fqn for t in self.plan.tensors}
 
     def sink(self, place: Attempt, shelf: WritableStore | None = None) -> WriteSink:
-        """Returns the sink for this rank's part. It writes to `shelf` if given, else to the attempt."""
+        """Returns the sink for this rank's part: it writes to `shelf`, or else to the attempt."""
         shared = place.shelf if self._regions is None else place.share(self._regions)
         return WriteSink(self.plan.target, shelf or shared, whole=self._whole)
 
