@@ -129,6 +129,9 @@ class Mirror:
             try:
                 self._begin()
             except Exception as error:  # noqa: BLE001  # the next step is tried anyway
+                self.error = (
+                    error if isinstance(error, CheckpointError) else StorageError(str(error))
+                )
                 log.warning("the mirror cannot be listed: %s", with_hint(error))
         while True:
             with self._lock:

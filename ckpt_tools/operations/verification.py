@@ -416,8 +416,8 @@ class Verification:
         }
         # a format may make all values of a file in memory
         used = {e.file for _, e in self._items()} | {e.file for e in self.catalog.archives}
-        sizes = self.catalog.file_sizes
-        unused = {file for file in files if file not in used and sizes.get(file)}
+        sizes, entries = self.catalog.file_sizes, self.num_entries
+        unused = {file for file in files if entries and file not in used and sizes.get(file)}
         return (bare | unused) - {e.file for e in self.catalog.archives}
 
     def look_at_archives(
@@ -466,7 +466,7 @@ class Verification:
     def _items(self) -> Iterable[tuple[str, Extent]]:
         """Yields every extent that lies within its file, with the name of its entry."""
         assert self.catalog is not None
-        sizes = self.catalog.file_sizes
+        sizes, entries = self.catalog.file_sizes, self.num_entries
         for tensor in self.catalog.tensors.values():
             yield from (
                 (tensor.fqn, c.extent) for c in tensor.chunks if _is_within(c.extent, sizes)

@@ -135,7 +135,7 @@ def test_what_no_small_file_makes_a_checkpoint_is_not_copied_into_a_bucket(tmp_p
         torch.save(
             {"model": {"w": torch.zeros(17_000_000)}}, tmp_path / "src" / f"ckpt_rank_{rank}.pt"
         )
-    with pytest.raises(PlanError, match="an object store would show it before it is whole"):
+    with pytest.raises(PlanError, match="an object store would show it before it is complete"):
         ckpt_tools.copy(tmp_path / "src", "memory://large/copy")
     ckpt_tools.copy(tmp_path / "src", tmp_path / "copy")
     assert ckpt_tools.diff(tmp_path / "src", tmp_path / "copy").is_same
@@ -146,7 +146,7 @@ def test_what_no_small_file_makes_a_checkpoint_is_not_copied_into_a_bucket(tmp_p
         checkpoint_id=tmp_path / "two" / "optimizer_0",
         no_dist=True,
     )
-    with pytest.raises(PlanError, match="an object store would show it before it is whole"):
+    with pytest.raises(PlanError, match="an object store would show it before it is complete"):
         ckpt_tools.copy(tmp_path / "two", "memory://two/copy")
     ckpt_tools.copy(tmp_path / "two", tmp_path / "two-copied")
     assert ckpt_tools.diff(tmp_path / "two", tmp_path / "two-copied").is_same

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError
+from ckpt_tools.core.catalog import Catalog
+from ckpt_tools.formats.in_memory import InMemoryFile
+from ckpt_tools.operations.verification import Verification
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -205,10 +209,12 @@ def test_options_of_a_store_are_for_an_adapter_too(
 
 def test_a_file_of_which_all_values_are_made_has_no_checksum(tmp_path: Path) -> None:
     """No CRC covers a text, so verify does not say that every CRC is right."""
-    from ckpt_tools.operations.verification import Verification
-
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     work = Verification(tmp_path / "x.pt", {})
     assert work.files_without_archives({"x.pt"}) == set()
-    work.catalog = type(work.catalog)("text", {}, file_sizes={"x.pt": 100})
+    entry = next(iter(work.catalog.tensors.values()))
+    made = InMemoryFile()
+    chunk = entry.chunks[0]._replace(extent=made.add(bytes(8)))
+    text = replace(entry, chunks=(chunk,))
+    work.catalog = Catalog("text", {"w": text}, file_sizes={"x.pt": 100}, made=made.files)
     assert work.files_without_archives({"x.pt"}) == {"x.pt"}

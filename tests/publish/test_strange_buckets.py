@@ -247,9 +247,7 @@ def test_a_copy_writes_over_nobody_s_file(server: Server, tmp_path: Path) -> Non
     source = save_locally(tmp_path / "run", {"w": torch.ones(300)})
     (source / "eval.json").write_text("evaluated")
     fs.pipe_file("nobody/c/eval.json", b"my own longer text")
-    with pytest.raises(
-        StorageError, match="which no copy wrote: 'eval.json'|which no copy wrote: eval.json"
-    ):
+    with pytest.raises(StorageError, match="a file that no copy wrote: eval.json"):
         ckpt_tools.copy(source, "s3://nobody/c", storage_options=server.options)
     assert fs.cat_file("nobody/c/eval.json") == b"my own longer text"
 

@@ -203,7 +203,7 @@ def test_an_error_of_one_member_ends_all_and_is_told(source: Path, tmp_path: Pat
     assert done.returncode and "the destination exists" in done.stderr
     assert (tmp_path / "out.safetensors").read_bytes() == b"x"
     done = group(2, "inspect", source / "three")
-    assert done.returncode and "inspect is work for one process" in done.stderr
+    assert done.returncode and "ckpt inspect runs in one process only" in done.stderr
 
 
 @pytest.mark.parametrize("is_sealed", [False, True] if LONG else [False])
