@@ -466,7 +466,7 @@ class Verification:
     def _items(self) -> Iterable[tuple[str, Extent]]:
         """Yields every extent that lies within its file, with the name of its entry."""
         assert self.catalog is not None
-        sizes, entries = self.catalog.file_sizes, self.num_entries
+        sizes = self.catalog.file_sizes
         for tensor in self.catalog.tensors.values():
             yield from (
                 (tensor.fqn, c.extent) for c in tensor.chunks if _is_within(c.extent, sizes)
