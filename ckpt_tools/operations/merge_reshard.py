@@ -101,7 +101,8 @@ def merge(
     if select or exclude:
         catalog = select_from(catalog, select, exclude, source.catalog)
     refuse_unread(catalog)
-    adapters.refuse_adapters(catalog.tensors, source.path)
+    if lora is None:
+        adapters.refuse_adapters(catalog.tensors, source.path)
     if not catalog.tensors:
         raise PlanError(
             f"no tensor of a model is left of {len(source.catalog.tensors)}"
