@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import printable
 from ckpt_tools.formats.base import Format
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "ckpt_tools.formats"
 _NAMES = ("NAME", "LOOKS_FOR", "recognise", "read_catalog", "locate", "guess", "lay_out")
@@ -19,6 +22,8 @@ _NAMES = ("NAME", "LOOKS_FOR", "recognise", "read_catalog", "locate", "guess", "
 @cache
 def external_formats() -> tuple[Format, ...]:
     """Loads the formats that installed packages offer. A broken one is named in the log."""
+    from importlib.metadata import entry_points  # `ckpt inspect` should not wait for it
+
     found = (_load(point) for point in sorted(entry_points(group=GROUP), key=lambda p: p.name))
     return tuple(form for form in found if form is not None)
 

@@ -284,8 +284,11 @@ def _open_remote(url: str, options: Mapping[str, Any] | None) -> tuple[Store, st
 def suffix_of(name: str) -> str:
     """Returns the suffix that determines a file's format; "" for none."""
     bare = name.partition("?")[0]  # without the query of a signed URL
-    known = (*_OF_FILES, *_external())
-    return next((suffix for suffix in known if name.endswith(suffix) or bare.endswith(suffix)), "")
+    for known in (_OF_FILES, _external):  # looking for packages takes 20 ms: only if it is needed
+        for suffix in known() if callable(known) else known:
+            if name.endswith(suffix) or bare.endswith(suffix):
+                return suffix
+    return ""
 
 
 def _external() -> list[str]:
