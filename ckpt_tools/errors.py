@@ -36,7 +36,7 @@ _BARE = re.compile(r"(?i)(x-(?:amz|goog)-[\w-]+(?:=|%3d))[^&;\s'\")%]+")
 
 
 def redacted(text: str) -> str:
-    """Returns a text without the secrets of URLs.
+    """Returns the text without the secrets of URLs.
 
     User names, passwords, fragments, and all values of a query are replaced by `***`.
     """

@@ -991,6 +991,14 @@ def test_tuples_of_numbers_that_hash_alike_are_no_keys(tmp_path: Path) -> None:
         unpack((tmp_path / "x.pt").read_bytes(), "x", False)
 
 
+@pytest.mark.parametrize("build", [b"Nb", b"N}\x86b"], ids=["None", "None and no slots"])
+def test_a_build_that_does_nothing_hides_no_tuple(build: bytes, tmp_path: Path) -> None:
+    keys = itertools.product((-1, -2), repeat=12)
+    items = b"".join(b"(" + b"".join(map(number, key)) + b"t" + build + b"N" for key in keys)
+    torch_file(tmp_path / "x.pt", b"\x80\x02}(" + items + b"u.")
+    assert "keys of its dicts are tuples" in refused(tmp_path / "x.pt")
+
+
 def test_a_mesh_of_a_million_ranks_costs_nothing(tmp_path: Path) -> None:
     def built(module: str, name: str, state: bytes) -> bytes:
         return f"c{module}\n{name}\n".encode() + b")R" + state + b"b"

@@ -27,7 +27,7 @@ def try_lock(fd: int) -> bool | None:
     leaves stays.
     """
     was_held = fd in _held
-    _held[fd] = threading.get_ident()  # before the lock: a signal may come in between
+    _held[fd] = threading.get_ident()  # first, because a signal may follow the lock at once
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -146,13 +146,11 @@ class _Walk:
             self._remember(self.num_seen)
             self.num_seen += 1
         elif opcode in _TAKES:
-            self._take(
-                self.marks.pop() if opcode in b"ue" else len(self.stack) - _TAKES[opcode],
-                is_kept=opcode in b"uesa",
-                has_keys=opcode in b"us",
-            )
-            if opcode == b"b":  # an object with attributes is no tuple
-                self.stack[-1] = int(self.stack[-1])
+            start = self.marks.pop() if opcode in b"ue" else len(self.stack) - _TAKES[opcode]
+            base = self.stack[start - 1] % 1 if start > 0 else 0.0
+            self._take(start, is_kept=opcode in b"uesa", has_keys=opcode in b"us")
+            if opcode == b"b":  # a tuple stays one, and an object with tuples in it is none
+                self.stack[-1] = int(self.stack[-1]) + base
         elif opcode == b"Q" and self.with_persistent_ids:
             pass
         else:
