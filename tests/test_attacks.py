@@ -1095,3 +1095,18 @@ def test_a_shared_dict_in_deepspeed_s_states_is_refused(tmp_path: Path) -> None:
     name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch_file(tmp_path / name, data, **{"0": bytes(16)})
     refused(tmp_path, seconds=30)
+
+
+@pytest.mark.parametrize("name", [";reboot;", "\x1b[31mabcd", "`reboot`"])
+def test_no_command_of_another_is_recommended(name: str, tmp_path: Path) -> None:
+    """The hint about a result that was set aside is there to be pasted into a shell."""
+    (tmp_path / f".aside.model.{name}").mkdir()
+    (tmp_path / ".aside.model.00000000").symlink_to("/etc")
+    with pytest.raises(CheckpointError, match="no such path") as error:
+        ckpt_tools.inspect(tmp_path / "model")
+    assert error.value.hint is None
+    (tmp_path / "a; reboot").mkdir()
+    (tmp_path / "a; reboot" / ".aside.model.01234567").mkdir()
+    with pytest.raises(CheckpointError, match="no such path") as error:
+        ckpt_tools.inspect(tmp_path / "a; reboot" / "model")
+    assert f"mv '{tmp_path}/a; reboot/.aside.model.01234567'" in str(error.value.hint)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from glob import escape
@@ -245,21 +246,24 @@ def _refuse_strays(store: Store) -> None:
             )
 
 
+def _find_aside(root: Path) -> Path | None:
+    """Returns where a killed `--overwrite` has set a result aside."""
+    if not root.name:
+        return None
+    found = root.parent.glob(f"{ASIDE}{escape(root.name)}.{'[0-9a-f]' * 8}")
+    return next((path for path in sorted(found) if not path.is_symlink()), None)
+
+
 def _open_local(path: str) -> tuple[Store, str]:
     """Returns the store of a directory and "", or the store of a file's directory and its name."""
     root = Path(path)
     if not root.exists():
-        aside = (
-            next(iter(sorted(root.parent.glob(f"{ASIDE}{escape(root.name)}.????????"))), None)
-            if root.name
-            else None
-        )
-        hint = (
-            f"a killed --overwrite left it as {aside}; the next one puts it back, or: mv"
-            f" {aside} {root}"
-            if aside
-            else None
-        )
+        hint = None
+        if aside := _find_aside(root):
+            old, new = (shlex.quote(printable(str(p))) for p in (aside, root))
+            hint = (
+                f"a killed --overwrite left it aside; the next one puts it back, or: mv {old} {new}"
+            )
         raise NotACheckpointError(f"no such path: {printable(path)}", hint=hint)
     if root.is_dir():
         return LocalStore(root), ""

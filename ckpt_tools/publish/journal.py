@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,13 +22,14 @@ from typing import Any
 from ckpt_tools.core.catalog import ChunkTable, Extent
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.chunk_table import ArrayChunkTable
+from ckpt_tools.core.logs import log
 from ckpt_tools.core.plan import Plan, plan_objects
 from ckpt_tools.engine.crc_watch import CrcWatch
 from ckpt_tools.engine.fingerprints import HashedRange, HashedRanges, TensorHashes
 from ckpt_tools.engine.run import BatchResult
 from ckpt_tools.engine.schedule import Batch
 from ckpt_tools.engine.sinks import HashSink, SinkState, WriteSink
-from ckpt_tools.errors import StorageError
+from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.publish.check_manifest import run_shared
 from ckpt_tools.ranks.base import Group
 from ckpt_tools.storage import Store
@@ -37,7 +39,8 @@ from ckpt_tools.version import __version__
 GLOB = ".ckpt.journal.*"
 _BATCH = 10_000  # pieces that are proved in one go
 _HUGE = 1 << 62
-_OTHERS_MAY_WRITE = 0o022
+_PRIVATE = 0o700  # the mode of a staging directory until it is published
+_LINE_BYTES = 256 << 20  # a longer line is not read
 
 
 def identify(operation: str, plan: Plan, source: Store, changes: str) -> str:
@@ -107,20 +110,46 @@ class DeadAttempt:
 
 
 def find_dead_attempt(dead: Iterable[Path], work: str) -> DeadAttempt | None:
-    """Returns the attempt of those that died that was at a piece of work; one in which others could
-    have written is not looked at.
+    """Returns the attempt of those that died that was at a piece of work.
+
+    An attempt that may not be this user's own is passed over with a warning, because the result
+    would have its bytes.
     """
     for path in dead if work else ():
         with suppress(FileNotFoundError):  # somebody removes it
-            at = path.lstat()
-            if at.st_uid != os.geteuid() or at.st_mode & _OTHERS_MAY_WRITE:
-                continue
-            heads = [next(_lines(file), None) for file in sorted(path.glob(GLOB))]
+            journals = sorted(path.glob(GLOB))
+            problem = _trust_problem(path) if journals else ""
+            heads = [next(_lines(file), None) for file in journals] if not problem else []
             tiles = next((cut for head in heads if (cut := _tiles(head, work))), None)
-            if tiles:
+            if tiles and not any(_is_made_in(path, head) for head in heads):
+                problem = "it is a copy of another directory"
+            if problem:
+                log.warning("not resumed, since %s: %s", problem, printable(str(path)))
+            elif tiles:
                 nbytes = sum(f.lstat().st_blocks * 512 for f in path.rglob("*"))
                 return DeadAttempt(path, tiles, nbytes)
     return None
+
+
+def _trust_problem(folder: Path) -> str:
+    """Returns why a staging directory may be somebody else's work; "" if it is this user's alone.
+
+    A clone or an archive can bring a directory with a staging directory's name. Its links would
+    lead writes elsewhere, and a FIFO in it would block.
+    """
+    found = folder.lstat()
+    if found.st_uid != os.geteuid():
+        return f"another user made it (uid {found.st_uid})"
+    if found.st_mode & 0o777 != _PRIVATE:
+        return "its mode is not that of a staging directory"
+    for path in folder.rglob("*"):
+        found = path.lstat()
+        is_plain = stat.S_ISDIR(found.st_mode) or (
+            stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+        )
+        if not is_plain or found.st_uid != os.geteuid():
+            return f"{printable(path.name)} in it is a link, a device, or of another user"
+    return ""
 
 
 def _tiles(head: object, work: str) -> tuple[int, int] | None:
@@ -136,13 +165,19 @@ def _tiles(head: object, work: str) -> tuple[int, int] | None:
     return None
 
 
+def _is_made_in(folder: Path, head: object) -> bool:
+    """Tells whether a journal with this first line was begun in this very directory."""
+    return isinstance(head, dict) and head.get("inode") == folder.lstat().st_ino
+
+
 class Journal:
     """Takes note of every step that this process has finished; the file is there from the first one
     on.
     """
 
     def __init__(self, path: Path, work: str, tiles: tuple[int, int]) -> None:
-        self._path, self._head = path, {"work": work, "tiles": tiles}
+        self._path = path
+        self._head = {"work": work, "inode": path.parent.stat().st_ino, "tiles": tiles}
         self._fd = -1
         self._lock = threading.Lock()
 
@@ -193,8 +228,9 @@ def _line(value: object) -> bytes:
 
 def _lines(path: Path) -> Iterator[object]:
     """Yields what the lines of a journal hold, as far as they are as they were written."""
-    with path.open("rb") as file:
-        for line in file:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        while (line := file.readline(_LINE_BYTES)).endswith(b"\n"):
             crc, _, data = line.rstrip(b"\n").partition(b" ")
             if crc.decode("ascii", "replace") == hex64(crc64nvme(data)):
                 with suppress(ValueError, RecursionError):  # not one of ours
@@ -254,7 +290,8 @@ def read_journals(folder: Path, work: str) -> list[BatchResult]:
     steps: list[BatchResult] = []
     for path in sorted(folder.glob(GLOB)):
         lines = _lines(path)
-        if _tiles(next(lines, None), work):
+        head = next(lines, None)
+        if _tiles(head, work) and _is_made_in(folder, head):
             for line in lines:
                 # not one of ours
                 with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):

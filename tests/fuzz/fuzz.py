@@ -271,10 +271,13 @@ def manifest(data: bytes) -> object:
 
 
 def journal(data: bytes) -> object:
-    """What the lines say, each with the checksum that belongs to it."""
+    """What the lines say, each with the checksum that belongs to it, in a directory whose inode the
+    head knows."""
+    with _allowed():
+        JOURNAL.mkdir(0o700, exist_ok=True)
+    data = data.replace(b'"inode":0,', b'"inode":%d,' % JOURNAL.stat().st_ino)
     lines = (hex64(crc64nvme(line)).encode() + b" " + line + b"\n" for line in data.split(b"\n"))
     with _allowed():
-        JOURNAL.mkdir(exist_ok=True)
         (JOURNAL / ".ckpt.journal.fuzz").write_bytes(b"".join(lines))
     earlier = find_dead_attempt([JOURNAL], WORK)
     past = prove_tiles(

@@ -7,11 +7,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -174,6 +175,64 @@ def resumed(folder: Path, **how: object) -> ckpt_tools.TransferResult:
 
 def staged(folder: Path) -> Path:
     return next(p for p in folder.glob(".tmp.*/*.safetensors"))
+
+
+def _copied(place: Path) -> None:
+    """An archive or a clone has brought it: the same bytes, modes and owner."""
+    shutil.copytree(place, place.with_name("copy"))
+    shutil.rmtree(place)
+    place.with_name("copy").rename(place)
+
+
+def _journal_is(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def forge(place: Path) -> None:
+        for path in place.glob(journal.GLOB):
+            path.unlink()
+            make(path)
+
+    return forge
+
+
+def _data_is_linked(hard: bool) -> Callable[[Path], None]:
+    def forge(place: Path) -> None:
+        victim, data = place.parent / "victim", next(place.glob("*.safetensors"))
+        data.unlink()
+        data.hardlink_to(victim) if hard else data.symlink_to(victim)
+
+    return forge
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        _copied,
+        lambda place: place.chmod(0o755),
+        _data_is_linked(hard=False),
+        _data_is_linked(hard=True),
+        _journal_is(os.mkfifo),
+        _journal_is(lambda path: path.symlink_to("/dev/zero")),
+    ],
+    ids=["copied", "mode", "link", "hard link", "fifo", "device"],
+)
+def test_an_attempt_that_somebody_brought_is_not_resumed(
+    forge: Callable[[Path], None], halted: Path, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its bytes would be those of the result, and its links would lead writes elsewhere."""
+    (halted / "victim").write_bytes(b"mine")
+    forge(staged(halted).parent)
+    assert resumed(halted).kept_nbytes == 0
+    assert (halted / "victim").read_bytes() == b"mine"
+    assert (halted / "out.safetensors").read_bytes() == (source / "merged.safetensors").read_bytes()
+    # a directory of another mode is not one of an attempt: nobody looks at it, or removes it
+    assert "not resumed, since" in caplog.text or any(halted.glob(".tmp.*"))
+
+
+def test_an_endless_line_of_a_journal_is_not_read(halted: Path) -> None:
+    path = journals(halted)[0]
+    os.truncate(path, 1 << 43)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert resumed(halted).kept_nbytes > 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
 
 
 @pytest.mark.parametrize("out", ["out.safetensors", "out"])
