@@ -81,7 +81,7 @@ def run(
     jobs: int,
     progress: Progress | None = None,
     looks_ahead: bool = True,
-    seals: CrcWatch | None = None,
+    crc_watch: CrcWatch | None = None,
     alter: Mapping[str, Alter] | None = None,
     note: Callable[[BatchResult], None] | None = None,
 ) -> Totals:
@@ -95,7 +95,7 @@ def run(
         progress: called with the target bytes of each finished batch, from any thread.
         looks_ahead: tell the store about the reads of each batch ahead of time. False if the store
             knows them already.
-        seals: checks the CRC-32 of the bytes that are read.
+        crc_watch: checks the CRC-32 of the bytes that are read.
         alter: by tensor, a function that changes its values on the way, in float32.
         note: called with the result of each batch, from any thread.
 
@@ -106,7 +106,7 @@ def run(
     feed = _Feed(steps, store, looks_ahead)
 
     def work() -> None:
-        worker = _Worker(sink, Reader(store, seals), alter or {})
+        worker = _Worker(sink, Reader(store, crc_watch), alter or {})
         while not stop.is_set() and (step := feed.take()) is not None:
             moved = worker.do(step)
             totals.add(step, moved)
@@ -167,8 +167,8 @@ class _Feed:
 class Reader:
     """Fills the tiles of a batch from a store. Each thread has its own reader and buffers."""
 
-    def __init__(self, store: Store, seals: CrcWatch | None = None) -> None:
-        self.store, self._seals = store, seals
+    def __init__(self, store: Store, crc_watch: CrcWatch | None = None) -> None:
+        self.store, self._crc_watch = store, crc_watch
         self._buffers: dict[str, Bytes] = {}
         self.seen: list[tuple[str, int, int, int]] = []
 
@@ -177,7 +177,7 @@ class Reader:
         self._note(file, start, into)
 
     def _note(self, file: str, start: int, data: Bytes) -> None:
-        crc = self._seals.note(file, start, data) if self._seals is not None else None
+        crc = self._crc_watch.note(file, start, data) if self._crc_watch is not None else None
         if crc is not None:
             self.seen.append((file, start, len(data), crc))
 

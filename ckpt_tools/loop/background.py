@@ -89,7 +89,7 @@ class BackgroundWriter:
         """Returns the destination of a step."""
         return self.root.destination(step_name(step))
 
-    def exists(self, step: int) -> bool:
+    def is_taken(self, step: int) -> bool:
         """Tells whether the run has a step that no save may replace.
 
         Some roots are not asked: their commit refuses such a save.
@@ -274,7 +274,7 @@ def tries_again(
 
 def _attempt_of(target: Destination) -> str:
     """Returns the attempt that wrote the checkpoint at a destination; "" if there is none."""
-    store, _ = target.made()
+    store, _ = target.existing_result()
     try:
         manifest = find_manifest(store) if target.exists() else None
     finally:

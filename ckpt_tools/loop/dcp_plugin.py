@@ -115,7 +115,7 @@ class StorageWriter(storage.StorageWriter):
         self._trust_pickle = trust_pickle
         self._is_collective = True
         self._stack: ExitStack | None = None
-        self._place: Staged | None = None
+        self._staged: Staged | None = None
         self._num_ranks = 0
         self._stage = Stage()
 
@@ -129,7 +129,7 @@ class StorageWriter(storage.StorageWriter):
         return open_destination(self.path, self._options)
 
     def _close(self) -> None:
-        stack, self._stack, self._place = self._stack, None, None
+        stack, self._stack, self._staged = self._stack, None, None
         if stack is not None:
             stack.close()
 
@@ -159,7 +159,7 @@ class StorageWriter(storage.StorageWriter):
         target.check(self.overwrite)
         attempt, self._num_ranks = str(uuid.uuid4()), len(plans)
         self._stack = ExitStack()
-        self._place = self._stack.enter_context(target.stage(attempt, self.overwrite))
+        self._staged = self._stack.enter_context(target.stage(attempt, self.overwrite))
         return [
             dataclasses.replace(plan, storage_data=_Order(attempt, rank))
             for rank, plan in enumerate(plans)
@@ -174,7 +174,7 @@ class StorageWriter(storage.StorageWriter):
         """
         order: _Order = plan.storage_data
         target = self._target()
-        place = self._place or target.join(order.attempt)
+        staged = self._staged or target.join(order.attempt)
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         pieces = [_offer(item) for item in tensors]
@@ -187,7 +187,7 @@ class StorageWriter(storage.StorageWriter):
         part = write_part(
             file,
             target,
-            place,
+            staged,
             memory,
             [v.getvalue() for v in values if isinstance(v, io.BytesIO)],
             self.jobs,
@@ -220,7 +220,7 @@ class StorageWriter(storage.StorageWriter):
             StorageError: a file is not as its rank wrote it, or the commit failed. Then nothing is
                 visible.
         """
-        assert self._place is not None
+        assert self._staged is not None
         parts = [NOTHING] * self._num_ranks
         prints: dict[str, int] = {}
         metadata.storage_data = {}
@@ -231,7 +231,7 @@ class StorageWriter(storage.StorageWriter):
                 prints[result.index.fqn] = prints.get(result.index.fqn, 0) ^ share
                 metadata.storage_data[result.index] = info
         metadata.version = _VERSION
-        metadata.storage_meta = StorageMeta(checkpoint_id="", save_id=self._place.attempt)
+        metadata.storage_meta = StorageMeta(checkpoint_id="", save_id=self._staged.attempt)
         tensors = {
             fqn: SealedTensor(
                 str(m.properties.dtype).removeprefix("torch."),
@@ -244,7 +244,7 @@ class StorageWriter(storage.StorageWriter):
         try:
             commit(
                 self._target(),
-                self._place,
+                self._staged,
                 pickle.dumps(metadata, protocol=4),
                 parts,
                 tensors,

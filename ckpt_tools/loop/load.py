@@ -539,12 +539,12 @@ def _read(
         }
         source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
     steps = schedule(plan, assumed, *tile_bytes(memory_bytes, jobs))
-    seals = CrcWatch(read_whole(plan, assumed))
+    crc_watch = CrcWatch(read_whole(plan, assumed))
     report.read_nbytes += run(
-        steps, source.store, FillSink(memory), jobs, looks_ahead=is_remote, seals=seals
+        steps, source.store, FillSink(memory), jobs, looks_ahead=is_remote, crc_watch=crc_watch
     ).read_nbytes
     real = source.compare(used.values(), assumed)
-    report.num_proved += seals.prove(dict(real.crcs))
+    report.num_proved += crc_watch.prove(dict(real.crcs))
     wrong = {t.fqn for t in used.values() if any(c.extent in real.moved for c in t.chunks)}
     if wrong:
         again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
@@ -554,7 +554,7 @@ def _read(
             source.store,
             FillSink(memory),
             jobs,
-            seals=late,
+            crc_watch=late,
         )
         report.num_proved += late.prove(dict(compare_positions(real.found, real.found).crcs))
 

@@ -253,7 +253,7 @@ class CheckpointManager:
         what = step_name(step)
         with torch.no_grad():
             with self._group.phase(f"collect the state for {what}"):
-                if self._group.rank == 0 and not overwrite and self._writer.exists(step):
+                if self._group.rank == 0 and not overwrite and self._writer.is_taken(step):
                     raise StorageError(
                         f"step {step} is there already: {printable(self._writer.target(step).url)}",
                         hint=(

@@ -48,7 +48,7 @@ Replace = Callable[[torch.Tensor, Key], Any]
 Take = Callable[[Any, Key], dict[str, Any]]
 
 
-def place(path: Key) -> str:
+def shown(path: Key) -> str:
     """Returns the Python expression for a path of keys: `state['data']['sampler'][0]`."""
     return "state" + "".join(
         f"[{printable(key)!r}]" if isinstance(key, str) else f"[{key}]" for key in path
@@ -114,7 +114,7 @@ def set_generator_state(generator: Any, state: Mapping[str, Any], path: Key) -> 
             generator.setstate(state["python"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise PlanError(
-            f"{place(path)} holds a {type(generator).__name__}, and the checkpoint has the state of"
+            f"{shown(path)} holds a {type(generator).__name__}, and the checkpoint has the state of"
             f" another generator: {error}",
             hint="make the same kind of generator as the job that saved",
         ) from error
@@ -139,7 +139,7 @@ def encode_object(value: Any, path: Key, replace: Replace | None = None) -> Any:
         return value
     if len(path) > MAX_DEPTH:
         raise PlanError(
-            f"cannot save {place(path[:4])}…: it is nested more than {MAX_DEPTH} deep, or contains"
+            f"cannot save {shown(path[:4])}…: it is nested more than {MAX_DEPTH} deep, or contains"
             " itself"
         )
     if kind in (list, tuple):
@@ -165,7 +165,7 @@ def encode_object(value: Any, path: Key, replace: Replace | None = None) -> Any:
         None,
     )
     if found is None:
-        raise PlanError(f"cannot save {place(path)}: {_describe(value)}", hint=_advice(value))
+        raise PlanError(f"cannot save {shown(path)}: {_describe(value)}", hint=_advice(value))
     return _tagged(value, path, replace, *found)
 
 
@@ -188,7 +188,7 @@ def _tagged(
 def _tensor(value: torch.Tensor, path: Key) -> torch.Tensor:
     if isinstance(value, (DTensor, ShardedTensor)):
         raise PlanError(
-            f"cannot save {place(path)}: a sharded tensor in a value of one rank",
+            f"cannot save {shown(path)}: a sharded tensor in a value of one rank",
             hint="put it into a dict or a list",
         )
     if (
@@ -197,7 +197,7 @@ def _tensor(value: torch.Tensor, path: Key) -> torch.Tensor:
         or value.is_meta
     ):
         raise PlanError(
-            f"cannot save {place(path)}: a tensor of this kind: {type(value).__name__},"
+            f"cannot save {shown(path)}: a tensor of this kind: {type(value).__name__},"
             f" {value.layout}, {value.device}"
         )
     plain = value.detach().cpu()
@@ -252,7 +252,7 @@ def _array(value: Any, path: Key) -> dict[str, Any]:
         or array.dtype.hasobject
         or type(value) is np.ma.MaskedArray
     ):
-        raise PlanError(f"cannot save {place(path)}: a NumPy array of this type: {array.dtype}")
+        raise PlanError(f"cannot save {shown(path)}: a NumPy array of this type: {array.dtype}")
     return {"dtype": array.dtype.str, "shape": list(array.shape), "data": _raw(array.tobytes())}
 
 
@@ -269,7 +269,7 @@ def _datetime(value: Any, path: Key) -> dict[str, Any]:
     zone = value.tzinfo
     if zone is not None and not isinstance(zone, (dt.timezone, zoneinfo.ZoneInfo)):
         raise PlanError(
-            f"cannot save {place(path)}: a time with a zone of the type {type(zone).__name__}",
+            f"cannot save {shown(path)}: a time with a zone of the type {type(zone).__name__}",
             hint="use datetime.UTC",
         )
     return {"text": value.replace(tzinfo=None).isoformat(), "fold": value.fold, "zone": zone}
@@ -279,7 +279,7 @@ def _defaultdict(value: Any, path: Key) -> dict[str, Any]:
     factory = value.default_factory
     if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
         raise PlanError(
-            f"cannot save {place(path)}: a defaultdict that calls {factory!r}",
+            f"cannot save {shown(path)}: a defaultdict that calls {factory!r}",
             hint="save dict(value)",
         )
     return {"factory": factory and factory.__name__}
@@ -296,7 +296,7 @@ def _items(value: Any, _: Key) -> dict[str, Any]:
 def _zone(value: Any, path: Key) -> dict[str, Any]:
     if isinstance(value, zoneinfo.ZoneInfo):
         if value.key is None:
-            raise PlanError(f"cannot save {place(path)}: a time zone without a name")
+            raise PlanError(f"cannot save {shown(path)}: a time zone without a name")
         return {"text": value.key}
     return {"seconds": value.utcoffset(None).total_seconds(), "text": value.tzname(None)}
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ckpt_tools.errors import PlanError, printable
-from ckpt_tools.loop.objects import Key, place
+from ckpt_tools.loop.objects import Key, shown
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _OWN = ("state", "param_groups")
@@ -223,7 +223,7 @@ def _names(
     missing = next((number for number, p in enumerate(parameters) if id(p) not in known), None)
     if missing is not None:
         raise PlanError(
-            f"the optimizer at {place(path)} has parameters that are nowhere in the state: its"
+            f"the optimizer at {shown(path)} has parameters that are nowhere in the state: its"
             f" parameter {missing} of {len(parameters)}, {list(parameters[missing].shape)}",
             hint=(
                 "put the module that holds them into the state, or a dict with the tensors"

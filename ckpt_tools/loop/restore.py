@@ -21,8 +21,8 @@ from ckpt_tools.loop.objects import (
     decode_object,
     generator_state,
     is_generator,
-    place,
     set_generator_state,
+    shown,
 )
 from ckpt_tools.loop.optimizers import StateOwners, is_container, load_optimizer
 from ckpt_tools.loop.state_dict import (
@@ -80,7 +80,7 @@ def set_state_of_rank(value: Any, state: Any, path: Key) -> Any:
     keys = list(value) if isinstance(value, Mapping) else list(range(len(value)))
     if not isinstance(given, Mapping) or list(given) != keys:
         raise PlanError(
-            f"{place(path)} holds {len(keys)} values, and the checkpoint has others",
+            f"{shown(path)} holds {len(keys)} values, and the checkpoint has others",
             hint="keep the containers as they were saved",
         )
     made = {

@@ -342,11 +342,11 @@ def write(
         with group.phase(f"begin {what}"):
             if group.rank == 0:
                 target.check(overwrite)
-                place = stack.enter_context(target.stage(attempt, overwrite))
+                staged = stack.enter_context(target.stage(attempt, overwrite))
         with group.phase(f"write {what}"):
             if group.rank:
-                place = target.join(attempt)
-            part = write_part(layout.file, target, place, memory, list(objects.values()), jobs)
+                staged = target.join(attempt)
+            part = write_part(layout.file, target, staged, memory, list(objects.values()), jobs)
         parts = group.gather(part._replace(shares={}), f"write {what}")
         prints = group.xor(_prints(layout, part.shares), f"write {what}")
         with group.phase(f"commit {what}"):
@@ -363,7 +363,7 @@ def write(
                     places, attempt, lambda file: target.name(file, attempt)
                 )
                 before_commit()
-                notes = commit(target, place, index, parts, _seal(layout.head, prints), step)
+                notes = commit(target, staged, index, parts, _seal(layout.head, prints), step)
     return SaveReport(
         target.url, part.nbytes, sum(p.nbytes for p in parts), time.monotonic() - began, notes
     )

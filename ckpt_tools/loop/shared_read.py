@@ -157,7 +157,7 @@ class _Reading:
         places = {
             self._assumed.get(extent, extent): (extent, area) for extent, area in areas.items()
         }
-        self._seals = CrcWatch(
+        self._crc_watch = CrcWatch(
             {
                 p: a.entry.fqn
                 for p, (stored, a) in places.items()
@@ -176,7 +176,7 @@ class _Reading:
         )
         self._thread = ThreadPoolExecutor(1, "ckpt-together")
         self._future = self._thread.submit(
-            run, steps, source.store, self.sink, jobs, seals=self._seals
+            run, steps, source.store, self.sink, jobs, crc_watch=self._crc_watch
         )
 
     def get(self, number: int) -> Bytes:
@@ -211,11 +211,11 @@ class _Reading:
                 real = self._source.compare(self._entries, self._assumed)
                 self.is_spoiled = bool(real.moved)
                 crcs = dict(real.crcs)
-                parts = self._seals.hand_over(crcs) if self._group.rank else []
+                parts = self._crc_watch.hand_over(crcs) if self._group.rank else []
         for theirs in self._group.gather(parts, "gather checksums"):
-            self._seals.absorb(theirs, crcs)
+            self._crc_watch.absorb(theirs, crcs)
         try:
-            return self._seals.prove(crcs)
+            return self._crc_watch.prove(crcs)
         except IntegrityError:
             self.is_spoiled = True
             return 0

@@ -32,7 +32,7 @@ from ckpt_tools.loop.objects import (
     generator_state,
     has_only_scalars,
     is_generator,
-    place,
+    shown,
 )
 from ckpt_tools.loop.optimizers import (
     WRAPPERS,
@@ -227,7 +227,7 @@ def calling(method: str, value: Any, path: Key) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        error.add_note(f"raised by {type(value).__name__}.{method}() of {place(path)}")
+        error.add_note(f"raised by {type(value).__name__}.{method}() of {shown(path)}")
         raise
 
 
@@ -267,7 +267,7 @@ def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
         return
     if len(above) > MAX_DEPTH or id(value) in above:
         raise PlanError(
-            f"cannot save {place(path[:4])}: it is nested more than {MAX_DEPTH} deep, or contains"
+            f"cannot save {shown(path[:4])}: it is nested more than {MAX_DEPTH} deep, or contains"
             " itself"
         )
     if not has_only_scalars(value):
@@ -318,7 +318,7 @@ class _Exporter:
         for key, item in _items(value):
             if isinstance(value, tuple) and is_plain(item):
                 raise PlanError(
-                    f"cannot load into {place((*path, key))}: a plain value within a tuple cannot"
+                    f"cannot load into {shown((*path, key))}: a plain value within a tuple cannot"
                     " be replaced",
                     hint="use a list, or a dict",
                 )
@@ -332,7 +332,7 @@ class _Exporter:
         elif has_state(value):
             if not hasattr(value, "load_state_dict"):
                 raise PlanError(
-                    f"cannot load into {place(path)}: {type(value).__name__} has state_dict, and no"
+                    f"cannot load into {shown(path)}: {type(value).__name__} has state_dict, and no"
                     " load_state_dict"
                 )
             with calling("state_dict", value, path):
@@ -376,8 +376,8 @@ class _Exporter:
         name = flat_name(path)
         if (other := self.result.paths.setdefault(name, path)) is not path:
             raise PlanError(
-                f"two entries of the state have one name: {printable(name)!r}: {place(other)} and"
-                f" {place(path)}",
+                f"two entries of the state have one name: {printable(name)!r}: {shown(other)} and"
+                f" {shown(path)}",
                 hint=(
                     "keys are joined by dots, and numbers as keys become strings: choose other keys"
                 ),

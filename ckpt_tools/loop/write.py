@@ -95,13 +95,13 @@ def plan_file(rank: int, pieces: Sequence[ShardInfo]) -> FilePlan:
     steps = schedule(
         plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2)
     )
-    return FilePlan(target, tuple(steps), tuple(place for _, place in laid_out))
+    return FilePlan(target, tuple(steps), tuple(staged for _, staged in laid_out))
 
 
 def write_part(
     plan: FilePlan,
     target: Destination,
-    place: Attempt,
+    staged: Attempt,
     memory: Sequence[memoryview],
     objects: Sequence[bytes],
     jobs: int,
@@ -111,7 +111,7 @@ def write_part(
     Args:
         plan: from `plan_file`.
         target: the checkpoint to be.
-        place: the attempt.
+        staged: the attempt.
         memory: the bytes of every shard, in the plan's order.
         objects: archives that come after the shards.
         jobs: threads.
@@ -129,7 +129,7 @@ def write_part(
         return NOTHING
     target.check_room(nbytes + _MANIFEST_ROOM_BYTES)
     whole_file = replace(plan.target, file_sizes={name: nbytes}, literals=tuple(literals))
-    sink = WriteSink(whole_file, place.shelf, lambda file: target.name(file, place.attempt))
+    sink = WriteSink(whole_file, staged.writable, lambda file: target.name(file, staged.attempt))
     try:
         sink.open()
         run(
@@ -141,14 +141,14 @@ def write_part(
         checksums = sink.finish()
     finally:
         sink.abort()
-    place.sync()
+    staged.sync()
     shares = {fqn: sink.fingerprints.share_of(fqn) for fqn in plan.target.slots}
     return RankFile(nbytes, checksums[name], tuple(sink.runs_of(name)), tuple(places), shares)
 
 
 def commit(
     target: Destination,
-    place: Attempt,
+    staged: Attempt,
     index: bytes,
     parts: Sequence[RankFile],
     tensors: Mapping[str, SealedTensor],
@@ -158,7 +158,7 @@ def commit(
 
     Args:
         target: the checkpoint to be.
-        place: the attempt. Its files are complete, except for manifest and index.
+        staged: the attempt. Its files are complete, except for manifest and index.
         index: the contents of `.metadata`.
         parts: the file of every rank.
         tensors: the sealed tensors, with known fingerprints.
@@ -169,15 +169,15 @@ def commit(
             Then nothing is visible.
     """
     files: dict[str, SealedFile] = {}
-    found = place.sizes_of(
+    found = staged.sizes_of(
         [
-            target.name(dcp.data_file_name(rank), place.attempt)
+            target.name(dcp.data_file_name(rank), staged.attempt)
             for rank, part in enumerate(parts)
             if part.nbytes
         ]
     )
     for rank, part in enumerate(parts):
-        name = target.name(dcp.data_file_name(rank), place.attempt)
+        name = target.name(dcp.data_file_name(rank), staged.attempt)
         if not part.nbytes:
             continue
         if found.get(name, 0) != part.nbytes:
@@ -187,7 +187,7 @@ def commit(
             )
         files[name] = seal_file(part.nbytes, part.crc64, part.runs)
     manifest = Manifest.now(
-        place.attempt,
+        staged.attempt,
         "save",
         dcp.NAME,
         {},
@@ -197,6 +197,6 @@ def commit(
         tensors=tensors,
         step=step,
     )
-    return place.publish(
-        Literal(file_name(place.attempt), 0, manifest.render()), Literal(".metadata", 0, index)
+    return staged.publish(
+        Literal(file_name(staged.attempt), 0, manifest.render()), Literal(".metadata", 0, index)
     )

@@ -42,7 +42,7 @@ from ckpt_tools.publish.manifest import (
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import is_url, read
 from ckpt_tools.storage.retries import appeared, read_again_if_wrong
-from ckpt_tools.transfer.distribute import RankWork, collect, open_files, staged
+from ckpt_tools.transfer.distribute import RankWork, collect, open_files, stage_together
 from ckpt_tools.transfer.options import Options, Path_, Reading, no_bar
 from ckpt_tools.transfer.transfer import batches_for, check_apart
 
@@ -308,7 +308,7 @@ class _Work:
         Returns "all" for this checkpoint, "alike" for files of the same sizes, "part" for an
         uncommitted part, or "another".
         """
-        store, name = self.target.made()
+        store, name = self.target.existing_result()
         if self.single or name:
             is_alike = store.list_files().get(name) == sum(self.files.values())
             return "alike" if is_alike and name == self.single else "another"
@@ -316,8 +316,8 @@ class _Work:
         if self.target.needs_index and self.index not in files:
             others = [name for name in files if name not in self.files and name != LOCK]
             self._check_own([name for name in files if name in self.files])
-            marks = self.target.marks(others) or {}
-            is_ours_alone = all(is_ours(n) and n in marks and marks[n].is_marked for n in others)
+            infos = self.target.object_infos(others) or {}
+            is_ours_alone = all(is_ours(n) and n in infos and infos[n].is_marked for n in others)
             return "part" if is_ours_alone else "another"
         is_same = all(files.get(name) == nbytes for name, nbytes in self.files.items())
         if self.manifest is None:
@@ -330,7 +330,7 @@ class _Work:
         Raises:
             StorageError: there is such an object.
         """
-        for name, about in (self.target.marks(names) or {}).items():
+        for name, about in (self.target.object_infos(names) or {}).items():
             if not about.is_marked and (about.crc64 is None or about.crc64 != self.crcs.get(name)):
                 raise StorageError(
                     "the destination has a file that no copy wrote:"
@@ -343,7 +343,7 @@ class _Work:
 
         It reads both sides, but uses the checksums that a store keeps.
         """
-        there, _ = self.target.made()
+        there, _ = self.target.existing_result()
         jobs, memory = self.options.get("jobs"), self.options.get("memory_bytes")
         with (self.options.get("progress") or no_bar)(
             "compare", 2 * sum(self.files.values())
@@ -372,13 +372,13 @@ class _Work:
         attempt = group.broadcast(self.attempt, "begin")
         with (
             self._claimed() as claim,
-            staged(
+            stage_together(
                 group,
                 self.target,
                 attempt,
                 self.single,
-                keeps="*" if self.crcs and not self.single else "",
-            ) as place,
+                kept_glob="*" if self.crcs and not self.single else "",
+            ) as staged,
         ):
             crcs = {self.name(name): crc for name, crc in self.crcs.items()}
             right: set[str] = set()
@@ -388,7 +388,7 @@ class _Work:
                     raise appeared(self.target.url)
                 # on a store, `expect` also finds out how objects may be written
                 if group.rank == 0 or self.target.needs_index:
-                    right = place.expect(
+                    right = staged.keep_matching(
                         {self.name(name): nbytes for name, nbytes in self.data.items()}, crcs
                     )
             right = group.broadcast(right, "what is there")
@@ -399,7 +399,7 @@ class _Work:
                 # for the reason, see RemoteStore.copy_source
                 has_names = not any("%" in name for name in self.missing)
                 within = (
-                    place.copy_target(self.source.folder)
+                    staged.copy_target(self.source.folder)
                     if has_names and (self.crcs or not self.single)
                     else None
                 )
@@ -408,13 +408,13 @@ class _Work:
                     with group.phase("copy"):
                         self._within(within, advance)
                 else:
-                    crcs |= self._through(place, lambda nbytes: advance(nbytes * group.size))
+                    crcs |= self._through(staged, lambda nbytes: advance(nbytes * group.size))
             if group.rank:
                 return []
-            place.sync()
+            staged.sync()
             if claim is not None:
                 claim.check()
-            return self.notes + place.publish(*self._last(attempt, crcs))
+            return self.notes + staged.publish(*self._last(attempt, crcs))
 
     @contextmanager
     def _claimed(self) -> Iterator[RootLock | None]:
@@ -463,7 +463,7 @@ class _Work:
         )
         return Literal(file_name(attempt, self.single), 0, manifest.render()), None
 
-    def _through(self, place: Attempt, advance: Callable[[int], None]) -> dict[str, int]:
+    def _through(self, staged: Attempt, advance: Callable[[int], None]) -> dict[str, int]:
         """Transfers files through this process, and returns their checksums by their new names.
 
         In a group, rank 0 gets the checksums of all files.
@@ -473,17 +473,17 @@ class _Work:
         tiles = tile_bytes(self.options.get("memory_bytes") or DEFAULT_MEMORY_BYTES, jobs)
         plan = plan_files(self.missing, self.name)
         division = RankWork(plan, group, self.target)
-        sink, seals = division.sink(place), RecordCrcWatch(self._records())
+        sink, crc_watch = division.sink(staged), RecordCrcWatch(self._records())
         try:
             open_files(sink, group)
-            steps = batches_for(division.plan, {}, tiles, place.shelf, division.share)
+            steps = batches_for(division.plan, {}, tiles, staged.writable, division.share)
             with group.phase("copy"):
-                run(steps, self.source.store, sink, jobs, advance, seals=seals)
-            told = collect(sink, group, seals.hand_over({}))
+                run(steps, self.source.store, sink, jobs, advance, crc_watch=crc_watch)
+            told = collect(sink, group, crc_watch.hand_over({}))
             with group.phase("prove"):
                 for parts in told:
-                    seals.absorb(parts, {})
-                seals.prove({})
+                    crc_watch.absorb(parts, {})
+                crc_watch.prove({})
                 if group.rank == 0:
                     checksums = dict(sink.finish())
                 self._prove(checksums)
@@ -536,11 +536,11 @@ class _Work:
                     ),
                 )
 
-    def _within(self, place: CopyTarget, advance: Callable[[int], None]) -> None:
+    def _within(self, copy_target: CopyTarget, advance: Callable[[int], None]) -> None:
         """Makes the store copy files on the server."""
 
         def one(name: str) -> None:
-            place.copy_file(self.name(name), name, self.missing[name])
+            copy_target.copy_file(self.name(name), name, self.missing[name])
             advance(self.missing[name] * self.group.size)
 
         with ThreadPoolExecutor(_ASKERS, "ckpt-copy") as pool:

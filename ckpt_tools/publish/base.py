@@ -33,7 +33,7 @@ class UploadNotes(NamedTuple):
 
 
 class Attempt(Protocol):
-    """The place where one attempt gathers its files."""
+    """The files of one attempt, until they are published."""
 
     @property
     def attempt(self) -> str:
@@ -41,7 +41,7 @@ class Attempt(Protocol):
         ...
 
     @property
-    def shelf(self) -> WritableStore:
+    def writable(self) -> WritableStore:
         """Returns the store that accepts the files."""
         ...
 
@@ -70,10 +70,10 @@ class Attempt(Protocol):
         """
         ...
 
-    def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
-        """Finds out which files of an earlier attempt are right already.
+    def keep_matching(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
+        """Keeps the files of an earlier attempt that are right, and returns their names.
 
-        Returns their names. The others may be written.
+        The others may be written: on a disk they are removed.
 
         Args:
             files: bytes of every data file of the result.
@@ -246,7 +246,7 @@ class Destination(Protocol):
         """
         ...
 
-    def marks(self, names: Iterable[str]) -> Mapping[str, ObjectInfo] | None:
+    def object_infos(self, names: Iterable[str]) -> Mapping[str, ObjectInfo] | None:
         """Returns for files at the destination who wrote them; None if the store does not know."""
         ...
 
@@ -270,11 +270,11 @@ class Destination(Protocol):
         """
         ...
 
-    def dead(self) -> list[Path]:
+    def dead_attempts(self) -> list[Path]:
         """Returns the staging directories of dead attempts; none for an object store."""
         ...
 
-    def made(self) -> tuple[Store, str]:
+    def existing_result(self) -> tuple[Store, str]:
         """Returns the store of the existing result, and its name if it is one file, else ""."""
         ...
 
@@ -283,8 +283,8 @@ class Destination(Protocol):
         attempt: str,
         overwrite: bool = False,
         single: str = "",
-        keeps: str = "",
-        heir_of: Path | None = None,
+        kept_glob: str = "",
+        takes_over: Path | None = None,
     ) -> AbstractContextManager[Attempt]:
         """Yields a new attempt. Afterwards, its leftovers are removed.
 
@@ -292,9 +292,9 @@ class Destination(Protocol):
             attempt: its id.
             overwrite: replace an existing result.
             single: the name of the only file, if the result has no index.
-            keeps: if a file matches this glob, the files stay for the next attempt with this id.
+            kept_glob: if a file matches, the files stay for the next attempt with this id.
                 Files of an earlier attempt with this id are continued.
-            heir_of: the directory of a dead attempt, which this one takes over.
+            takes_over: the directory of a dead attempt, which this one takes over.
         """
         ...
 

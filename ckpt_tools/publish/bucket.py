@@ -36,6 +36,7 @@ from ckpt_tools.publish.base import CopiedRange, CopyTarget, UploadNotes
 from ckpt_tools.publish.leftovers import give_up_uploads
 from ckpt_tools.publish.lock import Lease
 from ckpt_tools.publish.manifest import find_manifest, names_in
+from ckpt_tools.publish.refusals import refuse_existing, refuse_foreign
 from ckpt_tools.storage import RemoteStore, Store, WritableStore, Writer, read
 from ckpt_tools.storage.object_info import ObjectInfo
 from ckpt_tools.storage.retries import appeared
@@ -84,27 +85,17 @@ class RemoteDestination:
         """See `Destination.check`; `known` are the files of an earlier attempt."""
         exists, foreign = self._look(known)
         if exists and not overwrite:
-            advice = (
-                "choose another" if foreign else "choose another, or replace it with --overwrite"
-            )
-            raise StorageError(f"the destination exists: {printable(self.url)}", hint=advice)
+            raise refuse_existing(self.url, can_be_replaced=not foreign)
         if foreign:
-            raise StorageError(
-                "the destination holds files that --overwrite never replaces:"
-                f" {printable(', '.join(foreign[:5]))} ({printable(self.url)})",
-                hint=(
-                    "move them away, or choose another destination; --overwrite replaces"
-                    " checkpoints only"
-                ),
-            )
+            raise refuse_foreign(self.url, foreign)
 
     def name(self, file: str, attempt: str) -> str:
         return attempt_name(file, attempt)
 
-    def dead(self) -> list[Path]:
+    def dead_attempts(self) -> list[Path]:
         return []
 
-    def made(self) -> tuple[Store, str]:
+    def existing_result(self) -> tuple[Store, str]:
         store = RemoteStore(self.url, self._options)
         return (
             (RemoteStore(self._parent, self._options), self._name)
@@ -136,7 +127,7 @@ class RemoteDestination:
     def claim(self) -> Lease:
         return Lease(self.url, self._options)
 
-    def marks(self, names: Iterable[str]) -> Mapping[str, ObjectInfo] | None:
+    def object_infos(self, names: Iterable[str]) -> Mapping[str, ObjectInfo] | None:
         store = RemoteStore(self.url, self._options)
         return store.about_all(names) if store.s3 is not None else None
 
@@ -158,11 +149,11 @@ class RemoteDestination:
         attempt: str,
         overwrite: bool = False,
         single: str = "",
-        keeps: str = "",
-        heir_of: Path | None = None,
+        kept_glob: str = "",
+        takes_over: Path | None = None,
     ) -> Iterator[RemoteAttempt]:
-        del heir_of
-        place = RemoteAttempt(
+        del takes_over
+        staged = RemoteAttempt(
             RemoteStore(self._parent if single else self.url, self._options),
             attempt,
             overwrite,
@@ -170,10 +161,10 @@ class RemoteDestination:
             self._others,
         )
         try:
-            yield place
+            yield staged
         finally:
-            if not place.is_published:
-                place.give_up(bool(keeps))
+            if not staged.is_published:
+                staged.give_up(bool(kept_glob))
 
     @property
     def takes_parts(self) -> bool:
@@ -210,7 +201,7 @@ class RemoteAttempt:
         single: str,
         others: Sequence[str] = (),
     ) -> None:
-        """Stores the place of the files, and the names that existed before. See
+        """Stores where the files go, and the names that existed before. See
         `Destination.stage`.
         """
         self.store, self.attempt, self._others = store, attempt, others
@@ -230,7 +221,7 @@ class RemoteAttempt:
         self.capabilities = store.capabilities
 
     @property
-    def shelf(self) -> WritableStore:
+    def writable(self) -> WritableStore:
         return self
 
     def create(self, path: str, nbytes: int) -> Writer:
@@ -302,7 +293,7 @@ class RemoteAttempt:
     def kept_nbytes(self) -> int:
         return sum(w.kept_nbytes for w in self.store.written.values() if isinstance(w, Upload))
 
-    def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
+    def keep_matching(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
         self._expected, self._crcs = set(files), crcs
         sizes = self.store.list_files(below=True)
         there = self.store.about_all(
@@ -478,18 +469,18 @@ class BucketCopies:
 class SharedUploads:
     """The part of an attempt that one of several processes writes: some parts of some files."""
 
-    def __init__(self, place: RemoteAttempt, regions: Regions) -> None:
+    def __init__(self, staged: RemoteAttempt, regions: Regions) -> None:
         """Takes where the files go, and which bytes of each this process sends."""
-        self._place, self._regions = place, regions
-        self.capabilities = place.capabilities
+        self._staged, self._regions = staged, regions
+        self.capabilities = staged.capabilities
         self.upload_ids: Mapping[str, str] = {}
         self._begun: dict[str, Upload] = {}
 
     def create(self, path: str, nbytes: int) -> Writer:
         """Starts an object, or continues one that another process has begun."""
         if self._regions[path] == (0, nbytes):
-            return self._place.create(path, nbytes)
-        upload = self._begun[path] = self._place.create_shared(
+            return self._staged.create(path, nbytes)
+        upload = self._begun[path] = self._staged.create_shared(
             path, nbytes, self._regions[path], self.upload_ids.get(path, "")
         )
         return upload

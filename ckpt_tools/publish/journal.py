@@ -265,13 +265,13 @@ class FinishedTiles:
             if left:
                 yield step if len(left) == len(step.tiles) else Batch(left)
 
-    def tell(self, sink: WriteSink | None, seals: CrcWatch, overflowed: dict[str, int]) -> None:
+    def tell(self, sink: WriteSink | None, crc_watch: CrcWatch, overflowed: dict[str, int]) -> None:
         """Passes the notes on: to a sink, if this process completes the files, and to the CRC
         watch.
         """
         for step in self._steps:
             for piece in step.seen:
-                seals.take(*piece)
+                crc_watch.take(*piece)
             if sink is not None and step.wrote is not None:
                 sink.fingerprints.absorb(step.wrote.prints)
                 for fqn, count in step.overflowed.items():

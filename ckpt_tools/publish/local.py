@@ -24,6 +24,7 @@ from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.formats.base import ASIDE, MANIFEST, PIN, note_of, short_name
 from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.publish.flock import held_by_this_thread, release, try_lock
+from ckpt_tools.publish.refusals import refuse_existing, refuse_foreign
 from ckpt_tools.publish.rename import exchange, publish_name
 from ckpt_tools.storage import LocalStore, write_file
 from ckpt_tools.storage.local import failed
@@ -70,26 +71,14 @@ def check_destination(
         return
     foreign = [] if target.is_symlink() else find_foreign(target)
     if not overwrite:
-        advice = (
-            "choose another"
-            if foreign or target.is_symlink()
-            else "choose another, or replace it with --overwrite"
-        )
-        raise StorageError(f"the destination exists: {printable(str(target))}", hint=advice)
+        raise refuse_existing(str(target), not foreign and not target.is_symlink())
     if target.is_symlink():
         raise StorageError(
             f"the destination is a symbolic link: {printable(str(target))}",
             hint="give the path that it leads to",
         )
     if foreign:
-        raise StorageError(
-            "the destination holds files that --overwrite never replaces:"
-            f" {printable(', '.join(foreign[:5]))} ({printable(str(target))})",
-            hint=(
-                "move them away, or choose another destination; --overwrite replaces checkpoints"
-                " only"
-            ),
-        )
+        raise refuse_foreign(str(target), foreign)
 
 
 def existing_parent(target: Path) -> Path:
@@ -127,7 +116,7 @@ def trash_path(target: Path, attempt: str) -> Path:
 
 @contextmanager
 def staging(
-    target: Path, attempt: str, keeps: str = "", heir_of: Path | None = None
+    target: Path, attempt: str, kept_glob: str = "", takes_over: Path | None = None
 ) -> Iterator[Staging]:
     """Yields a staging directory for `target`; whatever is left of it is removed on the way out.
 
@@ -137,9 +126,9 @@ def staging(
     Args:
         target: the file or directory to be.
         attempt: id of the attempt.
-        keeps: keep the directory for the next attempt if a file in it matches this glob. If an
+        kept_glob: keep the directory for the next attempt if a file in it matches this glob. If an
             earlier attempt left one, continue it.
-        heir_of: a dead attempt's staging directory, to be this one's.
+        takes_over: a dead attempt's staging directory, to be this one's.
     """
     made = [p for p in target.absolute().parents if not os.path.lexists(p)]
     path = staging_path(target, attempt)
@@ -147,7 +136,7 @@ def staging(
 
     def clean() -> None:
         if is_tried:
-            _remove_own(path, lock, keeps, target)
+            _remove_own(path, lock, kept_glob, target)
         for folder in made if not os.path.lexists(target) else ():
             with suppress(OSError):  # it is not ours alone any more
                 folder.rmdir()
@@ -158,14 +147,14 @@ def staging(
             remove_dead(
                 target.parent,
                 _escape_glob(short_name(target.name)),
-                spared=heir_of or (path if keeps else None),
+                spared=takes_over or (path if kept_glob else None),
             )
             try:
                 make_folder(target.absolute().parent)
-                lock = _inherit(heir_of, path) if heir_of is not None else -1
+                lock = _inherit(takes_over, path) if takes_over is not None else -1
                 is_tried = True
                 if lock < 0:
-                    lock = _make_and_lock(path, is_emptied=not keeps)
+                    lock = _make_and_lock(path, is_emptied=not kept_glob)
             except OSError as error:
                 raise failed("create a staging directory", path, error) from error
             if lock < 0:
@@ -184,13 +173,13 @@ def staging(
                 release(lock)
 
 
-def _remove_own(path: Path, lock: int, keeps: str, target: Path) -> None:
+def _remove_own(path: Path, lock: int, kept_glob: str, target: Path) -> None:
     """Removes a staging directory at the end of an attempt, unless another process holds it by now.
 
     Args:
         path: the directory; after an exchange, what the result has replaced.
         lock: of the attempt, or -1 if a signal came before it.
-        keeps: as for `staging`.
+        kept_glob: as for `staging`.
         target: the result.
     """
     with suppress(OSError):
@@ -204,7 +193,7 @@ def _remove_own(path: Path, lock: int, keeps: str, target: Path) -> None:
             is_own = is_locked or is_free or (is_free is None and _is_at(lock, target))
             if lock < 0 and own >= 0 and _trust_problem(os.fstat(own)):
                 is_own = False  # it was there before, and this attempt has refused it
-            if is_own and (not keeps or not any(path.glob(keeps))):
+            if is_own and (not kept_glob or not any(path.glob(kept_glob))):
                 shutil.rmtree(path, ignore_errors=True)
         finally:
             if own >= 0 and not is_locked:
@@ -429,30 +418,30 @@ def make_folder(path: Path) -> None:
         sync_directory(folder.parent)
 
 
-def publish_directory(place: Staging, overwrite: bool) -> None:
+def publish_directory(staged: Staging, overwrite: bool) -> None:
     """Gives a complete staging directory its final name: the commit.
 
     Raises:
         StorageError: another writer was first, or the rename failed; nothing is visible then.
     """
-    _set_mode(place.path)
-    for folder, _, _ in os.walk(place.path, topdown=False):
+    _set_mode(staged.path)
+    for folder, _, _ in os.walk(staged.path, topdown=False):
         sync_directory(Path(folder))
-    if overwrite and os.path.lexists(place.target):
-        if not exchange(place.path, place.target):  # the staging name now holds the old one
-            _replace_by_turns(place)
+    if overwrite and os.path.lexists(staged.target):
+        if not exchange(staged.path, staged.target):  # the staging name now holds the old one
+            _replace_by_turns(staged)
     else:
-        publish_name(place.path, place.target)
-    _confirm(place.target)
+        publish_name(staged.path, staged.target)
+    _confirm(staged.target)
 
 
-def _replace_by_turns(place: Staging) -> None:
+def _replace_by_turns(staged: Staging) -> None:
     """Replaces a directory where two cannot change places: the old one stands aside until the new
     one is there for good.
     """
     target, aside = (
-        place.target,
-        place.target.parent / f"{ASIDE}{place.target.name}.{place.attempt[:8]}",
+        staged.target,
+        staged.target.parent / f"{ASIDE}{staged.target.name}.{staged.attempt[:8]}",
     )
     lock = _lock(target)
     if lock < 0:
@@ -462,7 +451,7 @@ def _replace_by_turns(place: Staging) -> None:
         )
     try:
         publish_name(target, aside)
-        publish_name(place.path, target)
+        publish_name(staged.path, target)
         _confirm(target)
         with suppress(OSError):  # else the next one removes it
             shutil.rmtree(_discard(aside))
@@ -475,24 +464,24 @@ def _replace_by_turns(place: Staging) -> None:
         release(lock)
 
 
-def publish_file(place: Staging, name: str, manifest: str, overwrite: bool) -> None:
+def publish_file(staged: Staging, name: str, manifest: str, overwrite: bool) -> None:
     """Gives a staged file its final name, its manifest first: the rename of the data is the commit.
 
     Raises:
         StorageError: another writer was first, or the rename failed; nothing is visible then.
     """
-    target = place.target
-    sync_directory(place.path)
+    target = staged.target
+    sync_directory(staged.path)
     with _one_at_a_time(target.parent):
         try:
-            os.rename(place.path / manifest, target.parent / manifest)
+            os.rename(staged.path / manifest, target.parent / manifest)
             sync_directory(target.parent)
             if overwrite:
-                os.replace(place.path / name, target)
+                os.replace(staged.path / name, target)
             else:
-                publish_name(place.path / name, target)
+                publish_name(staged.path / name, target)
         except BaseException:
-            if (place.path / name).exists():
+            if (staged.path / name).exists():
                 (target.parent / manifest).unlink(missing_ok=True)
             raise
         _confirm(target)
@@ -524,11 +513,11 @@ def add_file(folder: Path, name: str, data: bytes, attempt: str) -> None:
         StorageError: there is one of that name, or the directory cannot be written to; nothing is
             left then.
     """
-    with staging(folder / name, attempt) as place:
-        write_file(LocalStore(place.path), name, data)
-        sync_directory(place.path)
-        publish_name(place.path / name, place.target)
-        _confirm(place.target)
+    with staging(folder / name, attempt) as staged:
+        write_file(LocalStore(staged.path), name, data)
+        sync_directory(staged.path)
+        publish_name(staged.path / name, staged.target)
+        _confirm(staged.target)
 
 
 def _confirm(target: Path) -> None:

@@ -15,7 +15,7 @@ from ckpt_tools.formats.base import is_note
 from ckpt_tools.formats.dcp.format import is_data_file
 from ckpt_tools.formats.registry import INDEXES, detect_in, is_checkpoint_file
 from ckpt_tools.publish import journal
-from ckpt_tools.publish import local as commit
+from ckpt_tools.publish import local as local
 from ckpt_tools.publish.base import Attempt, CopyTarget, UploadNotes
 from ckpt_tools.publish.check_manifest import hash_files
 from ckpt_tools.publish.manifest import names_in, read_manifest
@@ -109,7 +109,7 @@ class LocalDestination:
 
     def check(self, overwrite: bool, known: Container[str] = ()) -> None:
         del known
-        commit.check_destination(self.path, overwrite, foreign_files)
+        local.check_destination(self.path, overwrite, foreign_files)
 
     def name(self, file: str, attempt: str) -> str:
         del attempt
@@ -120,19 +120,19 @@ class LocalDestination:
     def claim(self) -> None:
         """Returns None: the rename of a directory decides between writers."""
 
-    def marks(self, names: Iterable[str]) -> None:
+    def object_infos(self, names: Iterable[str]) -> None:
         """Returns None: files on a disk have no marks."""
         del names
 
     def add_note(self, name: str, data: bytes, attempt: str) -> None:
         folder = self.path if self.path.is_dir() else self.path.parent
-        commit.add_file(folder, name, data, attempt)
+        local.add_file(folder, name, data, attempt)
 
     def give_up_uploads(self, names: Container[str]) -> None:
         """Does nothing: a disk has no uploads."""
 
     def check_room(self, nbytes: int) -> None:
-        commit.check_room(self.path, nbytes)
+        local.check_room(self.path, nbytes)
 
     can_resume, names_attempts = True, False
 
@@ -140,10 +140,10 @@ class LocalDestination:
         del work, single
         return None
 
-    def dead(self) -> list[Path]:
-        return commit.find_dead(self.path)
+    def dead_attempts(self) -> list[Path]:
+        return local.find_dead(self.path)
 
-    def made(self) -> tuple[Store, str]:
+    def existing_result(self) -> tuple[Store, str]:
         return (
             (LocalStore(self.path), "")
             if self.path.is_dir()
@@ -156,10 +156,10 @@ class LocalDestination:
         attempt: str,
         overwrite: bool = False,
         single: str = "",
-        keeps: str = "",
-        heir_of: Path | None = None,
+        kept_glob: str = "",
+        takes_over: Path | None = None,
     ) -> Iterator[Attempt]:
-        with commit.staging(self.path, attempt, keeps, heir_of) as staging:
+        with local.staging(self.path, attempt, kept_glob, takes_over) as staging:
             # another process has published since the first look
             if self.exists() and not overwrite:
                 raise appeared(self.url)
@@ -168,16 +168,16 @@ class LocalDestination:
     takes_parts = True
 
     def join(self, attempt: str, single: str = "", shares_files: bool = False) -> Attempt:
-        folder = commit.staging_path(self.path, attempt)
+        folder = local.staging_path(self.path, attempt)
         if not folder.is_dir():
             raise StorageError(
                 f"this rank does not see what rank 0 made: {printable(str(folder))}",
                 hint="the directory must be shared by all ranks",
             )
-        place = LocalAttempt(commit.Staging(attempt, folder, self.path), False, single)
+        staged = LocalAttempt(local.Staging(attempt, folder, self.path), False, single)
         if shares_files:
-            place.shelf = SharedStore(folder)
-        return place
+            staged.writable = SharedStore(folder)
+        return staged
 
 
 class LocalAttempt:
@@ -185,13 +185,13 @@ class LocalAttempt:
 
     def __init__(
         self,
-        staging: commit.Staging,
+        staging: local.Staging,
         overwrite: bool,
         single: str,
         accept: Callable[[str], None] | None = None,
     ) -> None:
         self.attempt, self.folder = staging.attempt, staging.path
-        self.shelf = LocalStore(staging.path)
+        self.writable = LocalStore(staging.path)
         self._staging, self._overwrite, self._single, self._accept = (
             staging,
             overwrite,
@@ -202,24 +202,24 @@ class LocalAttempt:
     kept_nbytes = 0
 
     def files(self) -> Store:
-        return LocalStore(self.shelf.root)
+        return LocalStore(self.writable.root)
 
     def sizes(self) -> Mapping[str, int]:
-        return self.shelf.list_files()
+        return self.writable.list_files()
 
     def sizes_of(self, names: Sequence[str]) -> Mapping[str, int]:
         del names
         return self.sizes()
 
-    def expect(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
-        there = LocalStore(self.shelf.root).list_files(below=True)
+    def keep_matching(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
+        there = LocalStore(self.writable.root).list_files(below=True)
         found = hash_files(
             self.files(),
             {name: n for name, n in there.items() if name in crcs and files.get(name) == n},
         )
         right = {name for name, crc in found.items() if crc == crcs[name]}
         for name in there.keys() - right:
-            (self.shelf.root / name).unlink()
+            (self.writable.root / name).unlink()
         return right
 
     def prepare(self, files: Mapping[str, int]) -> None:
@@ -236,11 +236,11 @@ class LocalAttempt:
         for name in there.keys() - files.keys():
             if not PurePath(name).match(journal.GLOB):
                 (self.folder / name).unlink()
-        self.shelf = SharedStore(self.folder)
+        self.writable = SharedStore(self.folder)
 
     def share(self, regions: Regions) -> WritableStore:
         del regions  # every process may write anywhere
-        return self.shelf
+        return self.writable
 
     def copy_target(self, origin: Store) -> CopyTarget | None:
         del origin
@@ -256,9 +256,9 @@ class LocalAttempt:
         del uploads
 
     def sync(self) -> None:
-        for folder in self.shelf.folders():
-            commit.sync_directory(self._staging.path / folder)
-        commit.sync_directory(self._staging.path)
+        for folder in self.writable.folders():
+            local.sync_directory(self._staging.path / folder)
+        local.sync_directory(self._staging.path)
 
     def publish(self, manifest: Literal | None, index: Literal | None) -> list[str]:
         for literal in (manifest, index):
@@ -268,9 +268,9 @@ class LocalAttempt:
         if self._accept is not None:
             self._accept(str(self.folder))
         if self._single:
-            commit.publish_file(
+            local.publish_file(
                 self._staging, self._single, manifest.file if manifest else "", self._overwrite
             )
         else:
-            commit.publish_directory(self._staging, self._overwrite)
+            local.publish_directory(self._staging, self._overwrite)
         return []

@@ -11,8 +11,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from ckpt_tools.errors import StorageError, printable
 from ckpt_tools.storage.local import failed
+from ckpt_tools.storage.retries import appeared
 
 _NOREPLACE, _EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -32,13 +32,13 @@ def publish_name(src: Path, dst: Path) -> None:
     if _renameat2(src, dst, _NOREPLACE):
         return
     if os.path.lexists(dst):
-        raise _appeared(dst)
+        raise appeared(str(dst))
     try:
         if src.is_dir() or not _link(src, dst):
             os.rename(src, dst)
     except OSError as error:
         raise (
-            _appeared(dst)
+            appeared(str(dst))
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY)
             else failed("rename", dst, error)
         ) from error
@@ -64,7 +64,7 @@ def _renameat2(src: Path, dst: Path, flags: int) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
     raise (
-        _appeared(dst)
+        appeared(str(dst))
         if code == errno.EEXIST
         else failed("rename", dst, OSError(code, os.strerror(code)))
     )
@@ -81,8 +81,3 @@ def _link(src: Path, dst: Path) -> bool:
     with suppress(OSError):  # it goes with the staging
         src.unlink()
     return True
-
-
-def _appeared(dst: Path) -> StorageError:
-    what = f"the destination appeared while this was at work: {printable(str(dst))}"
-    return StorageError(what, hint="another writer was first; look at what it wrote")

@@ -1,1 +1,1 @@
-"""The one path of every write: plan, copy, prove and publish."""
+"""The path of every write that has a plan: plan, copy, prove and publish."""

@@ -49,10 +49,10 @@ class RankWork:
             self.plan, self.share = within_regions(plan, self._regions), ALL
             self.taken = {t.fqn for t in self.plan.tensors}
 
-    def sink(self, place: Attempt, shelf: WritableStore | None = None) -> WriteSink:
-        """Returns the sink for this rank's part: it writes to `shelf`, or else to the attempt."""
-        shared = place.shelf if self._regions is None else place.share(self._regions)
-        return WriteSink(self.plan.target, shelf or shared, whole=self._whole)
+    def sink(self, staged: Attempt, writable: WritableStore | None = None) -> WriteSink:
+        """Returns the sink for this rank. It writes to `writable`, or else to the attempt."""
+        shared = staged.writable if self._regions is None else staged.share(self._regions)
+        return WriteSink(self.plan.target, writable or shared, whole=self._whole)
 
 
 def open_files(sink: WriteSink, group: Group) -> None:
@@ -85,33 +85,36 @@ def collect(sink: WriteSink, group: Group, more: T) -> list[T]:
 
 
 @contextmanager
-def staged(
+def stage_together(
     group: Group,
     dst: Destination,
     attempt: str,
     single: str,
     overwrite: bool = False,
-    keeps: str = "",
-    heir_of: Path | None = None,
+    kept_glob: str = "",
+    takes_over: Path | None = None,
 ) -> Iterator[Attempt]:
     """Yields the attempt that rank 0 begins. All ranks leave together, after success or failure.
 
     Args:
         group: the ranks, which all call it.
         dst: the destination.
-        attempt, single, overwrite, keeps, heir_of: as for `Destination.stage`.
+        attempt, single, overwrite, kept_glob, takes_over: as for `Destination.stage`.
     """
     if group.rank:
         with group.phase("publish"):
             with group.phase("make room"):
                 pass
             with group.phase("join"):
-                place = dst.join(attempt, single, shares_files=True)
-            yield place
+                staged = dst.join(attempt, single, shares_files=True)
+            yield staged
         return
-    with group.phase("publish"), dst.stage(attempt, overwrite, single, keeps, heir_of) as place:
+    with (
+        group.phase("publish"),
+        dst.stage(attempt, overwrite, single, kept_glob, takes_over) as staged,
+    ):
         with group.phase("make room"):
             pass
         with group.phase("join"):
             pass
-        yield place
+        yield staged

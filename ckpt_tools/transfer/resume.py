@@ -31,11 +31,11 @@ class Resume:
         kept_nbytes: bytes of the result that an earlier attempt had written.
         is_done: the destination already is the result of this work.
         work: identifies the work, "" if nothing identifies it.
-        keeps: glob of files that make a staging directory worth keeping for the next attempt.
+        kept_glob: glob of files that make a staging directory worth keeping for the next attempt.
     """
 
     def __init__(self, dst: Destination, group: Group, is_wanted: bool) -> None:
-        self.finished, self.keeps = journal.FinishedTiles(()), journal.GLOB if is_wanted else ""
+        self.finished, self.kept_glob = journal.FinishedTiles(()), journal.GLOB if is_wanted else ""
         self.is_done, self.work, self.kept_nbytes = False, "", 0
         self._dst, self._group, self._is_wanted = dst, group, is_wanted
         self._refusal: StorageError | None = None
@@ -98,7 +98,7 @@ class Resume:
             self._claim = self._dst.claim()  # two processes must not continue one attempt
         if self._is_wanted and self.work:
             self.is_done = self._refusal is not None and _is_made_by(self._dst, self.work)
-            self._dead = journal.find_dead_attempt(self._dst.dead(), self.work)
+            self._dead = journal.find_dead_attempt(self._dst.dead_attempts(), self.work)
             single = next(iter(plan.target.file_sizes)) if plan.target.index is None else ""
             self._uploads = self._dst.find_uploads(self.work, single)
         if self._refusal and not self.is_done:
@@ -215,7 +215,7 @@ def _is_made_by(dst: Destination, work: str) -> bool:
     Its manifest and the sizes of its files say so.
     """
     with suppress(CheckpointError):
-        store, beside = dst.made()
+        store, beside = dst.existing_result()
         try:
             found = manifest.find_manifest(store, beside)
             parts = [*found.files.items(), *([found.index] if found.index else [])] if found else []

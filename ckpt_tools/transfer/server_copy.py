@@ -62,7 +62,7 @@ class ServerCopy:
     """What a store copies by itself, for one plan.
 
     Attributes:
-        place: where the copies go.
+        copy_target: where the copies go.
         parts: of every file of which the store copies something.
         rest: the plan of what is left.
         vouched: slots of which it copies something.
@@ -70,7 +70,7 @@ class ServerCopy:
         nbytes: bytes that the store copies.
     """
 
-    place: CopyTarget
+    copy_target: CopyTarget
     parts: Mapping[str, Sequence[UploadPart]]
     rest: Plan
     vouched: Sequence[KnownSlot]
@@ -80,13 +80,13 @@ class ServerCopy:
     @property
     def capabilities(self) -> Capabilities:
         """Those of the place."""
-        return self.place.capabilities
+        return self.copy_target.capabilities
 
     def create(self, path: str, nbytes: int) -> Writer:
         """Starts a file, its parts cut so that the store can copy some of them."""
         parts = self.parts.get(path)
         if parts is None:
-            return self.place.create(path, nbytes)
+            return self.copy_target.create(path, nbytes)
         copied = [
             CopiedRange(
                 part.start,
@@ -97,7 +97,7 @@ class ServerCopy:
             for part in parts
             if part.run is not None
         ]
-        return self.place.create_copied(path, nbytes, tuple(p.start for p in parts), copied)
+        return self.copy_target.create_copied(path, nbytes, tuple(p.start for p in parts), copied)
 
     def vouch(self, sink: WriteSink) -> None:
         """Tells an opened sink the checksums of the bytes that it does not see."""
@@ -110,7 +110,7 @@ def plan_within(
     prints: Mapping[str, SealedFingerprint],
     plan: Plan,
     located: Mapping[Extent, Extent],
-    place: CopyTarget,
+    copy_target: CopyTarget,
 ) -> ServerCopy | None:
     """Returns what the store can copy by itself, None for nothing.
 
@@ -119,7 +119,7 @@ def plan_within(
         prints: the fingerprints that it has, by the plan's names.
         plan: the whole.
         located: where payloads of packed extents are.
-        place: where the copies go.
+        copy_target: where the copies go.
     """
     target = plan.target
     slots = _Slots(manifest, prints, {trailer.file for trailer in target.trailers}, located)
@@ -161,7 +161,9 @@ def plan_within(
             copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in rest])
             tensors.append(replace(tensor, slots=rest, copies=tuple(copies)))
     nbytes = sum(p.nbytes for found in parts.values() for p in found if p.run)
-    return ServerCopy(place, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes)
+    return ServerCopy(
+        copy_target, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes
+    )
 
 
 class _Slots:

@@ -1,4 +1,4 @@
-"""The one path of every write: plan, check, copy, verify, publish.
+"""The path of every write that has a plan: check, copy, verify, publish.
 
 `Transfer.run` has the phases, in the order in which they happen.
 """
@@ -48,7 +48,7 @@ from ckpt_tools.publish.steps import number_in
 from ckpt_tools.ranks.base import ALONE, Group, check_agreement
 from ckpt_tools.storage import WritableStore, is_url, local_path
 from ckpt_tools.storage.retries import read_again_if_wrong
-from ckpt_tools.transfer.distribute import RankWork, collect, open_files, staged
+from ckpt_tools.transfer.distribute import RankWork, collect, open_files, stage_together
 from ckpt_tools.transfer.options import Options, no_bar
 from ckpt_tools.transfer.prove import (
     SealedFingerprint,
@@ -238,13 +238,13 @@ class Transfer:
         total = sum(bytes_by_dtype(self.plan).values())
         resume = self.resume
         with (
-            staged(
+            stage_together(
                 self.group,
                 self.dst,
                 self.attempt_id,
                 self.single,
                 overwrite,
-                resume.keeps,
+                resume.kept_glob,
                 resume.directory,
             ) as attempt,
             bar(self.request.operation, total) as advance,
@@ -277,7 +277,7 @@ class Transfer:
             self.server_copy.vouch(sink)
         with self.group.phase("copy"):
             plan = self.server_copy.rest if self.server_copy else self.work.plan
-            batches = batches_for(plan, self.located, self.tiles, attempt.shelf, self.work.share)
+            batches = batches_for(plan, self.located, self.tiles, attempt.writable, self.work.share)
             self._run(finished.without(batches, self.advance), sink, attempt)
 
     def _plan_server_copy(self, attempt: Attempt) -> ServerCopy | None:
@@ -301,7 +301,7 @@ class Transfer:
                 sink,
                 self.jobs,
                 self.advance,
-                seals=self.crcs,
+                crc_watch=self.crcs,
                 alter=self.request.alter,
                 note=self.resume.note,
             )

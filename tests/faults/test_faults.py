@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from ckpt_tools.publish import local as commit
+from ckpt_tools.publish import local as local
 from tests.jobs import EVERY, LONG
 
 VERBS = {
@@ -218,14 +218,14 @@ def test_a_staging_directory_that_is_taken_for_a_dead_ones_is_made_again(
     def late(path: Any, *args: Any, **kwargs: Any) -> int:
         if Path(path).name.startswith(".tmp.out") and not removed:
             removed.append(path)
-            assert commit.remove_dead(work) == [Path(path)]
+            assert local.remove_dead(work) == [Path(path)]
         return opened(path, *args, **kwargs)
 
-    with commit.staging(work / "out", "a" * 32) as place:
+    with local.staging(work / "out", "a" * 32) as place:
         assert place.path.is_dir()
-    monkeypatch.setattr(commit.os, "open", late)
-    with commit.staging(work / "out", "b" * 32) as place:
-        assert removed == [place.path] and place.path.is_dir() and commit.remove_dead(work) == []
+    monkeypatch.setattr(local.os, "open", late)
+    with local.staging(work / "out", "b" * 32) as place:
+        assert removed == [place.path] and place.path.is_dir() and local.remove_dead(work) == []
     assert leftovers(work) == []
 
 
