@@ -18,9 +18,10 @@ from ckpt_tools.errors import CheckpointError, PeerError, printable
 from ckpt_tools.loop import rollback
 from ckpt_tools.loop.archives import ReadBack
 from ckpt_tools.loop.candidates import Candidates
+from ckpt_tools.loop.hooks import Hooks
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.retention import retain
-from ckpt_tools.loop.save import SaveLayout, SaveReport, write
+from ckpt_tools.loop.save import SaveExtras, SaveLayout, SaveReport, write
 from ckpt_tools.loop.waiting import is_outage, pause_of, wait_for, with_hint
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.lock import RootLock
@@ -32,13 +33,27 @@ from ckpt_tools.ranks.gloo import GlooGroup
 
 @dataclass(frozen=True, slots=True)
 class PendingSave:
-    """A step to write: the agreed layout, the memory of this rank's shards, its packed objects."""
+    """A step to write.
+
+    Attributes:
+        step: its number.
+        layout: as agreed.
+        memory: of this rank's shards.
+        objects: packed objects of this rank.
+        overwrite: replace an existing step.
+        extras: files to add, and what was left out.
+        metrics: for the report.
+        stall_s: seconds for which `save` has held the loop; 0 for a blocking save.
+    """
 
     step: int
     layout: SaveLayout
     memory: Sequence[memoryview]
     objects: Mapping[str, bytes]
     overwrite: bool
+    extras: SaveExtras
+    metrics: Mapping[str, float]
+    stall_s: float
 
 
 class BackgroundWriter:
@@ -49,6 +64,7 @@ class BackgroundWriter:
         resumed: a step that stays until a newer one is committed.
         last_step: the newest step that was written or resumed from.
         last_save: the report of the last save.
+        protected: numbers of steps that retention does not remove.
     """
 
     lock: RootLock | None = None
@@ -68,6 +84,8 @@ class BackgroundWriter:
         retry_s: float,
         max_failures: int,
         keep: tuple[int | None, int | None],
+        hooks: Hooks,
+        prefix: str,
     ) -> None:
         """Stores the manager's settings.
 
@@ -75,9 +93,12 @@ class BackgroundWriter:
             candidates: the root, and the findings of `resume`.
             jobs, retry_s, max_failures: as for the manager.
             keep: its keep_last and keep_every.
+            hooks: called after each commit and each failure.
+            prefix: of the names of steps.
         """
         self.candidates, self.root = candidates, candidates.root
         self.jobs, self.retry_s, self.max_failures, self.keep = jobs, retry_s, max_failures, keep
+        self._hooks, self._prefix, self.protected = hooks, prefix, set[int]()
         self._read_back, self._told = ReadBack(), set[str]()  # warnings on the store, logged once
 
     @property
@@ -85,9 +106,13 @@ class BackgroundWriter:
         """Tells whether a save is being written in the background."""
         return self._running is not None and not self._running.done()
 
+    def name(self, step: int) -> str:
+        """Returns the name of a step's directory."""
+        return step_name(step, self._prefix)
+
     def target(self, step: int) -> Destination:
         """Returns the destination of a step."""
-        return self.root.destination(step_name(step))
+        return self.root.destination(self.name(step))
 
     def is_taken(self, step: int) -> bool:
         """Tells whether the run has a step that no save may replace.
@@ -95,7 +120,7 @@ class BackgroundWriter:
         Some roots are not asked: their commit refuses such a save.
         """
         is_left = (
-            self.candidates.branch is not None and step_name(step) in self.candidates.branch[1]
+            self.candidates.branch is not None and self.name(step) in self.candidates.branch[1]
         )
         target = self.target(step)
         return (
@@ -162,25 +187,29 @@ class BackgroundWriter:
         """
         deadline, attempts = time.monotonic() + self.retry_s, list[str]()
         while True:
-            attempts.append(group.broadcast(str(uuid.uuid4()), f"begin {step_name(save.step)}"))
+            attempts.append(group.broadcast(str(uuid.uuid4()), f"begin {self.name(save.step)}"))
             try:
                 report = self._try(save, group, attempts)
                 break
             except BaseException as error:
-                if not tries_again(group, error, deadline, step_name(save.step), len(attempts)):
+                if not tries_again(group, error, deadline, self.name(save.step), len(attempts)):
+                    if group.rank == 0:
+                        self._hooks.failed(save.step, error)
                     raise
+        report.stall_s, report.metrics = save.stall_s or report.seconds, save.metrics
         self._failures, self.last_step, self.last_save = 0, save.step, report
         self.candidates.passed.discard(report.path)
         for note in report.notes:
             if note not in self._told:
-                log.warning("%s: %s", step_name(save.step), note)
+                log.warning("%s: %s", self.name(save.step), note)
         self._told.update(report.notes)
         if group.rank == 0:
             self._follow_up(save.step, report.path)
+            self._hooks.committed(report)
         return report
 
     def _try(self, save: PendingSave, group: GlooGroup, attempts: Sequence[str]) -> SaveReport:
-        target, what = self.target(save.step), step_name(save.step)
+        target, what = self.target(save.step), self.name(save.step)
         is_there = False
         with group.phase(f"begin {what}"):
             self._read_back.check(save.objects)
@@ -193,7 +222,7 @@ class BackgroundWriter:
                     write_note(self.root, note)
                     rollback.make_way(self.root, note)
         if group.broadcast(is_there, f"begin {what}"):
-            return SaveReport(target.url, 0)
+            return SaveReport(target.url, 0, step=save.step)
         overwrite = save.overwrite or target.url in self.candidates.passed
         return write(
             group,
@@ -206,6 +235,7 @@ class BackgroundWriter:
             attempts[-1],
             self._check_lock,
             overwrite,
+            save.extras,
         )
 
     def _check_lock(self) -> None:
@@ -233,6 +263,7 @@ class BackgroundWriter:
             *([self.resumed] if self.resumed else []),
             *([self.last_save.path] if self.last_save else []),
             *(self.mirror.needed() if self.mirror else []),
+            *(self.root.step_path(self.name(step)) for step in set(self.protected)),
         ]
         if retain(self.root, self.keep, kept, self._told, self.candidates.passed):
             self.resumed = None  # a newer one is committed

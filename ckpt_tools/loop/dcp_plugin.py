@@ -54,7 +54,15 @@ from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.loop.archives import check_loadable, unpack
 from ckpt_tools.loop.load import LoadReport, fill
 from ckpt_tools.loop.shards import Shard, Stage
-from ckpt_tools.loop.write import NOTHING, RankFile, ShardInfo, commit, plan_file, write_part
+from ckpt_tools.loop.write import (
+    NOTHING,
+    RankFile,
+    ShardInfo,
+    commit,
+    describe,
+    plan_file,
+    write_part,
+)
 from ckpt_tools.publish.base import Attempt as Staged
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.destinations import open_destination
@@ -242,14 +250,9 @@ class StorageWriter(storage.StorageWriter):
             if isinstance(m, TensorStorageMetadata)
         }
         try:
-            commit(
-                self._target(),
-                self._staged,
-                pickle.dumps(metadata, protocol=4),
-                parts,
-                tensors,
-                None,
-            )
+            index = pickle.dumps(metadata, protocol=4)
+            manifest = describe(self._target(), self._staged, index, parts, tensors)
+            commit(self._staged, manifest, index)
         finally:
             self._close()
 

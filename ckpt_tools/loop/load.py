@@ -48,6 +48,7 @@ from ckpt_tools.loop.shards import Shard, Stage, alias_key, has_bytes, local_sha
 from ckpt_tools.loop.shared_read import read_together
 from ckpt_tools.loop.state_dict import (
     STRUCTURE,
+    TRAINABLE,
     PerRank,
     PlacedPerRank,
     export,
@@ -205,7 +206,9 @@ class _Load:
         self.source = source = replace(source, catalog=self.named.catalog)
         check_unread(source.catalog, self.state, self.request)
         self.exported = exported = export(self.state, stored_state(source.catalog))
-        self.found = found = match(exported, source.catalog, self.request, str(source.path))
+        self.found = found = match(
+            exported, source.catalog, self.request, str(source.path), _lacks_frozen(source)
+        )
         unread = [
             f"{printable(n)} is {printable(kind)}, which is not read"
             for n, kind in source.catalog.unread.items()
@@ -633,6 +636,12 @@ def _per_rank(
         )
     report.notes.append(f"{what}; reset: every rank keeps its own")
     return None
+
+
+def _lacks_frozen(source: Source) -> bool:
+    """Tells whether the checkpoint was saved with `only="trainable"`."""
+    manifest = of_source(source)
+    return manifest is not None and manifest.source.get("only") == TRAINABLE
 
 
 def _set_per_rank(state: Any, held: PlacedPerRank, value: Any) -> None:

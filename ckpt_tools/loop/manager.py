@@ -37,22 +37,32 @@ from ckpt_tools.errors import (
     StorageError,
     printable,
 )
+from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.loop import at_exit, rollback
 from ckpt_tools.loop.background import BackgroundWriter, PendingSave, tries_again
 from ckpt_tools.loop.candidates import Candidates
+from ckpt_tools.loop.hooks import Hooks, OnCommit, OnError
 from ckpt_tools.loop.load import LoadReport, load_into
 from ckpt_tools.loop.match import LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.pack_objects import pack_objects
-from ckpt_tools.loop.save import SaveLayout, SaveReport, agree_layout, offers_of
+from ckpt_tools.loop.save import SaveExtras, SaveLayout, SaveReport, agree_layout, offers_of
+from ckpt_tools.loop.schedule import SaveSchedule
 from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.signals import SignalWatch
-from ckpt_tools.loop.state_dict import export
+from ckpt_tools.loop.state_dict import TRAINABLE, export
 from ckpt_tools.loop.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, damage, find_latest, find_step, list_steps, step_name
+from ckpt_tools.publish.steps import (
+    STEP_PREFIXES,
+    Step,
+    damage,
+    find_latest,
+    find_step,
+    list_steps,
+)
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import check_url, is_url, local_path
 
@@ -73,7 +83,7 @@ class CheckpointManager:
     `os._exit` ends a save that is being written.
     """
 
-    @checked(name="CheckpointManager", names_only=("jobs", "mirror"))
+    @checked(name="CheckpointManager", names_only=("jobs", "mirror", "on_commit", "on_error"))
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -91,6 +101,11 @@ class CheckpointManager:
         mirror_every: int | None = None,
         retry_s: float = 300.0,
         max_failures: int = 1,
+        save_every: int | None = None,
+        save_every_s: float | None = None,
+        on_commit: OnCommit | Sequence[OnCommit] | None = None,
+        on_error: OnError | Sequence[OnError] | None = None,
+        step_prefix: str = "step-",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Claims a directory for this job, and removes unfinished files of dead jobs from it.
@@ -123,6 +138,13 @@ class CheckpointManager:
                 cannot be reached; at most 0.8 of `timeout_s`.
             max_failures: the number of background saves in a row whose failure raises. Earlier
                 failures are logged as warnings.
+            save_every: `should_save` asks for a save when the step is a multiple of this.
+            save_every_s: `should_save` asks for a save this many seconds after the last one.
+            on_commit: a function, or a list of functions, of the `SaveReport` of each committed
+                step. Rank 0 calls it, in the thread that wrote the step. An exception is logged.
+            on_error: the same for a failed save: `(step, error)`.
+            step_prefix: of the directories' names: `step-` (step-00000500), `checkpoint-`
+                (checkpoint-500) or `global_step_`.
             storage_options: options of the object store, in fsspec's form.
 
         Raises:
@@ -140,7 +162,13 @@ class CheckpointManager:
             retry_s=retry_s,
             keep_every=keep_every,
             mirror_every=mirror_every,
+            save_every=save_every,
+            save_every_s=save_every_s,
         )
+        if step_prefix not in STEP_PREFIXES:
+            raise ValueError(
+                f"step_prefix: expected one of {', '.join(STEP_PREFIXES)}, got {step_prefix!r}"
+            )
         # absolute: the job may change its working directory
         self._root = open_root(
             root if is_url(root) else Path(local_path(root)).absolute(), storage_options
@@ -166,8 +194,15 @@ class CheckpointManager:
         there = open_root(mirror, storage_options) if mirror is not None else None
         self._candidates = Candidates(self._root, there, storage_options)
         self._writer = BackgroundWriter(
-            self._candidates, self._jobs, self.retry_s, max_failures, (keep_last, keep_every)
+            self._candidates,
+            self._jobs,
+            self.retry_s,
+            max_failures,
+            (keep_last, keep_every),
+            Hooks(on_commit, on_error),
+            step_prefix,
         )
+        self._schedule = SaveSchedule(self._root, save_every, save_every_s)
         try:
             self._claim(there, mirror_every)
         except BaseException:
@@ -212,6 +247,9 @@ class CheckpointManager:
         asynchronous: bool | None = None,
         *,
         overwrite: bool = False,
+        only: str = "",
+        files: Mapping[str, bytes] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> bool:
         """Saves a step, and returns when the state may change again.
 
@@ -226,6 +264,11 @@ class CheckpointManager:
                 `RngState`, `PerRank`, generators, tensors and plain values.
             asynchronous: overrides the manager's setting for this save.
             overwrite: replace an existing step. The old one stays until the new one is complete.
+            only: `"trainable"` leaves out parameters that take no gradient, such as the base model
+                below an adapter. `resume` then keeps their present values, and says so.
+            files: contents of small files that lie in the step, by name, such as a config. Rank 0's
+                count. The manifest seals them.
+            metrics: numbers for the report that `on_commit` gets. They are not stored.
 
         Returns:
             False if `when_busy="skip"` and the previous save is still being written.
@@ -235,10 +278,12 @@ class CheckpointManager:
             CheckpointError: this save failed, or the previous background save did; its own
                 traceback is kept.
         """
-        step = _check_step(step)
+        began, step = time.monotonic(), _check_step(step)
         self._check_open("save")
+        extras = _extras(only, files)
         is_background = self.asynchronous if asynchronous is None else asynchronous
         changed = ", asynchronous=False" * (not is_background) + ", overwrite=True" * overwrite
+        changed += f", only={only!r}" * bool(only)
         call = f"save({step}{changed})"
         if self._group.meet("save", call, (self._writer.is_busy and self.when_busy == "skip", 0))[
             0
@@ -250,7 +295,8 @@ class CheckpointManager:
                 "step %d is saved already, and not saved again; overwrite=True replaces it", step
             )
             return True
-        what = step_name(step)
+        what = self._writer.name(step)
+        self._schedule.saved()
         with torch.no_grad():
             with self._group.phase(f"collect the state for {what}"):
                 if self._group.rank == 0 and not overwrite and self._writer.is_taken(step):
@@ -262,6 +308,8 @@ class CheckpointManager:
                         ),
                     )
                 exported = export(state)
+                if only:
+                    exported.drop_frozen()
                 shards = local_shards(exported.tensors)
                 objects, paths = pack_objects(exported, self._group.rank)
                 values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
@@ -272,7 +320,10 @@ class CheckpointManager:
             with self._group.phase(f"copy the state for {what}"):
                 tensors = [shards[i].tensor for i in layout.task.offers]
                 memory = self._stage.copy(tensors) if is_background else self._stage.live(tensors)
-        save = PendingSave(step, layout, memory, objects, overwrite)
+        stall_s = time.monotonic() - began if is_background else 0.0
+        save = PendingSave(
+            step, layout, memory, objects, overwrite, extras, dict(metrics or {}), stall_s
+        )
         if is_background:
             self._writer.submit(save, self._writers)
         else:
@@ -291,6 +342,27 @@ class CheckpointManager:
                 f"{method} was called on a manager that is closed ({printable(str(self.root))})",
                 hint="make a new one",
             )
+
+    def should_save(self, step: int) -> bool:
+        """Returns on all ranks whether it is time to save.
+
+        It is time if the step is a multiple of `save_every`, if `save_every_s` seconds have passed,
+        if somebody made the file `ROOT/.save-now`, which is removed then, or if any rank got
+        SIGUSR2. An object store is asked for the file every ten seconds.
+
+        Call it after each step, on all ranks.
+        """
+        step = _check_step(step)
+        self._check_open("should_save")
+        is_due = self._group.rank == 0 and self._schedule.is_due(step)
+        if self._signals is not None:
+            is_due = self._signals.take_request() or is_due
+        return bool(self._group.meet("should_save", f"should_save({step})", (is_due, 0))[0])
+
+    @property
+    def protected_steps(self) -> set[int]:
+        """Numbers of steps that retention never removes, such as the best one; rank 0's count."""
+        return self._writer.protected
 
     def wait(self) -> None:
         """Waits until the background save is committed.
@@ -518,6 +590,22 @@ def _check_step(step: int) -> int:
     return number
 
 
+def _extras(only: str, files: Mapping[str, bytes] | None) -> SaveExtras:
+    """Returns what a save has besides its state.
+
+    Raises:
+        ValueError: an unknown choice, or a name that a checkpoint needs for itself.
+    """
+    if only not in ("", TRAINABLE):
+        raise ValueError(f"only: expected {TRAINABLE!r}, or nothing, got {only!r}")
+    for name, data in (files or {}).items():
+        if not name or "/" in name or name.startswith((".", "ckpt.", "__")) or is_ours(name):
+            raise ValueError(f"files: a step cannot have a file named {name!r}")
+        if not isinstance(data, bytes):
+            raise TypeError(f"files[{name!r}]: expected bytes, got a {type(data).__name__}")
+    return SaveExtras(dict(files or {}), only)
+
+
 def _check_choice(step: int | None, path: object) -> int | None:
     """Returns the number of the step to resume from; None if the user gives none."""
     if step is not None and path is not None:
@@ -546,7 +634,7 @@ def _check(
             f"keep_last: expected at least 1, or None to keep all steps, got {keep_last!r}"
         )
     for name, value in numbers.items():
-        least = 0 if name in ("timeout_s", "retry_s") else 1
+        least = 0 if name in ("timeout_s", "retry_s", "save_every_s") else 1
         is_number = type(value) is int or (least == 0 and type(value) is float)
         if value is not None and (not is_number or not value >= least or value == 0 < least):
             raise ValueError(f"{name}: expected a number of at least {least}, got {value!r}")

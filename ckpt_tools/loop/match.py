@@ -143,8 +143,21 @@ def stored_state(catalog: Catalog) -> dict[str, dict[str, StoredState]]:
     return found
 
 
-def match(exported: ExportedState, catalog: Catalog, request: LoadRequest, where: str) -> Match:
+def match(
+    exported: ExportedState,
+    catalog: Catalog,
+    request: LoadRequest,
+    where: str,
+    lacks_frozen: bool = False,
+) -> Match:
     """Pairs a state's names with a checkpoint's.
+
+    Args:
+        exported: the state.
+        catalog: of the checkpoint.
+        request: what to load, and how.
+        where: the checkpoint, for messages.
+        lacks_frozen: the save has left out parameters that take no gradient.
 
     Raises:
         PlanError: names or shapes do not fit (the message is a table), or a glob matches nothing.
@@ -184,6 +197,13 @@ def match(exported: ExportedState, catalog: Catalog, request: LoadRequest, where
     absent = [
         n for n in (*missing, *missing_objects) if n not in tied | settled | empty and n not in gone
     ]
+    frozen = [n for n in absent if n in exported.frozen] if lacks_frozen else []
+    absent = [n for n in absent if n not in frozen]
+    if frozen:
+        notes.append(
+            f"the step has only what trains: {len(frozen)} frozen parameters keep their values:"
+            f" {_some(frozen)}"
+        )
     fitting = {n: s for n, s in tensors.items() if s in catalog.tensors and n not in kinds}
     fitting_objects = {n: s for n, s in objects.items() if s in catalog.objects and n not in kinds}
     used = {*fitting.values(), *fitting_objects.values(), *(names.get(n, n) for n in kinds)}

@@ -10,18 +10,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckpt_tools.core.box import Box
 from ckpt_tools.core.catalog import TORCH_ZIP, Catalog, Chunk, Extent, TensorEntry
+from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.core.coverage import check
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
 from ckpt_tools.loop.shards import Shard, alias_key
-from ckpt_tools.loop.write import FilePlan, ShardInfo, commit, plan_file, write_part
+from ckpt_tools.loop.write import (
+    FilePlan,
+    ShardInfo,
+    commit,
+    describe,
+    plan_file,
+    write_files,
+    write_part,
+)
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.manifest import SealedTensor
 from ckpt_tools.ranks.gloo import GlooGroup
@@ -69,7 +78,16 @@ class SaveLayout:
 class SaveReport:
     """The result of a save.
 
-    `own_nbytes` are the bytes of this rank's file. `nbytes` are those of all files, on rank 0.
+    Attributes:
+        path: the checkpoint.
+        own_nbytes, nbytes: bytes of this rank's file; on rank 0, of all files.
+        seconds: from the start of the write to the commit.
+        notes: remarks of the store.
+        step: its number; None for a checkpoint without one.
+        digest: on rank 0, CRC-64/NVME of the manifest, in hexadecimal. The manifest has the
+            checksum of every file, so the digest stands for all bytes.
+        stall_s: seconds for which `save` held the training loop.
+        metrics: as given to `save`.
     """
 
     path: str
@@ -77,6 +95,23 @@ class SaveReport:
     nbytes: int = 0
     seconds: float = 0.0
     notes: Sequence[str] = ()
+    step: int | None = None
+    digest: str = ""
+    stall_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveExtras:
+    """What a save has besides the state; only rank 0's counts.
+
+    Attributes:
+        files: contents of small files that lie in the checkpoint, by name.
+        only: `"trainable"` if frozen parameters are left out, else "".
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    only: str = ""
 
 
 # ---- agreeing ------------------------------------------------------------------------------------
@@ -315,6 +350,7 @@ def write(
     attempt: str,
     before_commit: Callable[[], None],
     overwrite: bool = False,
+    extras: SaveExtras = SaveExtras(),
 ) -> SaveReport:
     """Writes one checkpoint and makes it visible. All ranks call it with the agreed layout.
 
@@ -331,13 +367,14 @@ def write(
             committed.
         overwrite: replace an existing checkpoint once everything is written. Only rank 0's value
             counts.
+        extras: files to add, and what was left out.
 
     Raises:
         CheckpointError: this rank failed, or PeerError: another rank did. Then nothing new is
             visible at `target`.
     """
     what, began = target.url.rpartition("/")[2], time.monotonic()
-    notes: list[str] = []
+    notes, digest = list[str](), ""
     with ExitStack() as stack:
         with group.phase(f"begin {what}"):
             if group.rank == 0:
@@ -347,6 +384,7 @@ def write(
             if group.rank:
                 staged = target.join(attempt)
             part = write_part(layout.file, target, staged, memory, list(objects.values()), jobs)
+            files = write_files(staged, extras.files) if group.rank == 0 else {}
         parts = group.gather(part._replace(shares={}), f"write {what}")
         prints = group.xor(_prints(layout, part.shares), f"write {what}")
         with group.phase(f"commit {what}"):
@@ -363,10 +401,14 @@ def write(
                     places, attempt, lambda file: target.name(file, attempt)
                 )
                 before_commit()
-                notes = commit(target, staged, index, parts, _seal(layout.head, prints), step)
-    return SaveReport(
-        target.url, part.nbytes, sum(p.nbytes for p in parts), time.monotonic() - began, notes
-    )
+                manifest = describe(target, staged, index, parts, _seal(layout.head, prints))
+                manifest = replace(manifest, step=step, files={**manifest.files, **files})
+                if extras.only:
+                    manifest = replace(manifest, source={"only": extras.only})
+                digest = hex64(crc64nvme(manifest.render()))
+                notes = commit(staged, manifest, index)
+    nbytes, seconds = sum(p.nbytes for p in parts), time.monotonic() - began
+    return SaveReport(target.url, part.nbytes, nbytes, seconds, notes, step, digest)
 
 
 def _prints(layout: SaveLayout, shares: Mapping[str, int]) -> list[int]:

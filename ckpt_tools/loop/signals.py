@@ -1,4 +1,4 @@
-"""Notes SIGTERM and SIGUSR1 for training loops that ask for them.
+"""Notes SIGTERM, SIGUSR1 and SIGUSR2 for training loops that ask for them.
 
 One handler serves all managers of a process. If no loop asks for signals, or a second signal
 arrives, the signal acts as it would without the handler. Imports nothing of the package.
@@ -16,7 +16,8 @@ from typing import Any
 
 from ckpt_tools.core.logs import log
 
-NOTED = (signal.SIGTERM, signal.SIGUSR1)
+NOTED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SAVE_NOW = signal.SIGUSR2  # a request for a save, as often as wanted
 SAME_S = 1.0  # torchrun and Slurm both forward a signal: a second one so soon is a duplicate
 
 _watches: list[SignalWatch] = []
@@ -30,16 +31,25 @@ class SignalWatch:
     Attributes:
         was_asked: whether the training loop has asked for signals yet.
         number: the last signal that was noted; 0 for none.
+        is_polled: whether the training loop has asked for requests for a save yet.
+        wants_save: whether such a request has come since.
     """
 
     def __init__(self) -> None:
         self.was_asked, self.number = False, 0
+        self.is_polled, self.wants_save = False, False
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers, so signals act as usual
         if not _watches:
             _first.clear()
             _old.update({number: signal.signal(number, _handle) for number in NOTED})
         _watches.append(self)
+
+    def take_request(self) -> bool:
+        """Tells whether a request for a save has come since the last call."""
+        self.is_polled, is_wanted = True, self.wants_save
+        self.wants_save = False
+        return is_wanted
 
     def stop(self) -> None:
         """Stops noting signals; the last watch restores the previous handlers."""
@@ -54,6 +64,10 @@ class SignalWatch:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
+    if number == SAVE_NOW and any(watch.is_polled for watch in _watches):
+        for watch in _watches:
+            watch.wants_save = True
+        return
     name, now = signal.Signals(number).name, time.monotonic()
     if now - _first.get(number, -SAME_S) < SAME_S:
         return
@@ -66,7 +80,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
             (
                 " again"
                 if is_second
-                else ", and the training loop does not call preempted(): it is not handled"
+                else ", and the training loop does not ask for it: it is not handled"
             ),
         )
         _as_before(number, frame)

@@ -43,6 +43,7 @@ from ckpt_tools.loop.optimizers import (
     is_container,
 )
 
+TRAINABLE = "trainable"  # the only value of `only`
 STRUCTURE = "__structure__"  # last key of a value whose tensors are separate entries
 _RANK = "rank_"
 
@@ -124,6 +125,7 @@ class ExportedState:
         kept: non-persistent buffers of modules, which no checkpoint holds.
         roots: the top-level keys of the state.
         fresh: paths of new optimizer state: memory without values until something is loaded.
+        frozen: names of parameters that take no gradient.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -135,6 +137,13 @@ class ExportedState:
     kept: list[str] = field(default_factory=list)
     roots: set[str] = field(default_factory=set)
     fresh: list[Key] = field(default_factory=list)
+    frozen: set[str] = field(default_factory=set)
+
+    def drop_frozen(self) -> None:
+        """Leaves out the parameters that take no gradient."""
+        for name in self.frozen:
+            self.tensors.pop(name, None)
+            self.paths.pop(name, None)
 
 
 def flat_name(path: Key) -> str:
@@ -231,6 +240,12 @@ def calling(method: str, value: Any, path: Key) -> Iterator[None]:
         raise
 
 
+def _frozen(module: nn.Module) -> set[str]:
+    """Returns the names of the parameters that take no gradient, as a state dict names them."""
+    found = module.named_parameters(remove_duplicate=False)
+    return {_plain(name) for name, parameter in found if not parameter.requires_grad}
+
+
 # ---- export --------------------------------------------------------------------------------------
 
 
@@ -290,6 +305,7 @@ class _Exporter:
             with calling("state_dict", value, path):
                 exported = get_model_state_dict(value)
             exported = _tied(value, exported)
+            self.result.frozen |= {flat_name((*path, name)) for name in _frozen(value)}
             if self.stored is not None:
                 self._free_extra(exported, path)
                 self.result.kept += [f"{flat_name(path)}.{name}" for name in _non_persistent(value)]

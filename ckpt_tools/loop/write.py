@@ -22,7 +22,7 @@ from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation
 from ckpt_tools.publish.base import Attempt, Destination
 from ckpt_tools.publish.manifest import Manifest, SealedFile, SealedTensor, file_name, seal_file
-from ckpt_tools.storage import MemoryStore
+from ckpt_tools.storage import MemoryStore, write_file
 
 _MANIFEST_ROOM_BYTES = 1 << 20
 
@@ -146,15 +146,21 @@ def write_part(
     return RankFile(nbytes, checksums[name], tuple(sink.runs_of(name)), tuple(places), shares)
 
 
-def commit(
+def write_files(staged: Attempt, files: Mapping[str, bytes]) -> dict[str, SealedFile]:
+    """Writes small files beside the data; returns them as the manifest names them."""
+    for name, data in files.items():
+        write_file(staged.writable, name, data)
+    return {name: seal_file(len(data), crc64nvme(data), ()) for name, data in files.items()}
+
+
+def describe(
     target: Destination,
     staged: Attempt,
     index: bytes,
     parts: Sequence[RankFile],
     tensors: Mapping[str, SealedTensor],
-    step: int | None,
-) -> list[str]:
-    """Checks every rank's file, then publishes; returns notes.
+) -> Manifest:
+    """Checks every rank's file, and returns the manifest of the checkpoint.
 
     Args:
         target: the checkpoint to be.
@@ -162,11 +168,9 @@ def commit(
         index: the contents of `.metadata`.
         parts: the file of every rank.
         tensors: the sealed tensors, with known fingerprints.
-        step: for the manifest.
 
     Raises:
-        StorageError: a file is missing or differs from what its rank wrote, or the commit failed.
-            Then nothing is visible.
+        StorageError: a file is missing or differs from what its rank wrote.
     """
     files: dict[str, SealedFile] = {}
     found = staged.sizes_of(
@@ -186,7 +190,7 @@ def commit(
                 f" {found.get(name, 0)} ({name})"
             )
         files[name] = seal_file(part.nbytes, part.crc64, part.runs)
-    manifest = Manifest.now(
+    return Manifest.now(
         staged.attempt,
         "save",
         dcp.NAME,
@@ -195,8 +199,15 @@ def commit(
         files=files,
         index=(".metadata", SealedFile(len(index), hex64(crc64nvme(index)))),
         tensors=tensors,
-        step=step,
     )
+
+
+def commit(staged: Attempt, manifest: Manifest, index: bytes) -> list[str]:
+    """Publishes a checkpoint; returns notes.
+
+    Raises:
+        StorageError: it failed. Then nothing is visible.
+    """
     return staged.publish(
         Literal(file_name(staged.attempt), 0, manifest.render()), Literal(".metadata", 0, index)
     )

@@ -55,6 +55,9 @@ class BucketRoot:
     def remove_leftovers(self, grace_s: float = GRACE_S, dry_run: bool = False) -> list[Leftover]:
         return remove_abandoned(self._store(), grace_s, dry_run)
 
+    def has_file(self, name: str) -> bool:
+        return bool(self._store().sizes_of([name]))
+
     def read_note(self, name: str, most: int) -> bytes | None:
         # who can write a note into a bucket can also remove the steps
         store = self._listed or self._store()

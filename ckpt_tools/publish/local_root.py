@@ -66,6 +66,9 @@ class LocalRoot:
             Leftover(str(path), "directory") for path in remove_dead(self.path, dry_run=dry_run)
         ]
 
+    def has_file(self, name: str) -> bool:
+        return os.path.lexists(self.path / name)
+
     def read_note(self, name: str, most: int) -> bytes | None:
         path = self.path / name
         try:

@@ -124,6 +124,14 @@ class RunRoot(Protocol):
 
     # ---- notes -----------------------------------------------------------------------------------
 
+    def has_file(self, name: str) -> bool:
+        """Tells whether the root has a file of this name now.
+
+        Raises:
+            StorageError: the root cannot be read.
+        """
+        ...
+
     def read_note(self, name: str, most: int) -> bytes | None:
         """Returns the contents of a small file in the root.
 

@@ -23,6 +23,7 @@ from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.superseded import SUPERSEDED, RollbackNote, read_notes
 from ckpt_tools.storage import LocalStore, Store, open_store, place_of
 
+STEP_PREFIXES = ("step-", "checkpoint-", "global_step_")  # under which a run may save
 _STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?([0-9]{1,18})")
 _LOOKERS = 16  # each waits for a store
 
@@ -70,7 +71,7 @@ class Step:
         return (
             self.manifest is not None
             and self.manifest.operation != "seal"
-            and self.name == step_name(self.number)
+            and self.name in {step_name(self.number, prefix) for prefix in STEP_PREFIXES}
             and not os.path.islink(self.path)
         )
 
@@ -94,9 +95,14 @@ def number_in(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def step_name(number: int) -> str:
-    """Returns the name of a step's directory."""
-    return f"step-{number:08d}"
+def step_name(number: int, prefix: str = "step-") -> str:
+    """Returns the name of a step's directory.
+
+    Args:
+        number: of the step.
+        prefix: one of `STEP_PREFIXES`. Only numbers behind `step-` have leading zeros.
+    """
+    return f"step-{number:08d}" if prefix == "step-" else f"{prefix}{number}"
 
 
 def list_steps(root: RunRoot, with_superseded: bool = False) -> list[Step]:

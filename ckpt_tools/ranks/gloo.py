@@ -164,8 +164,8 @@ class GlooGroup(RankSet):
         """
         if self._is_alone:
             return list(flags)
-        # `preempted` is called after every step, and must cost no more than the exchange
-        if kind != "preempted" and not self._broken:
+        # these are called after every step, and must cost no more than the exchange
+        if kind not in ("preempted", "should_save") and not self._broken:
             self._tell("call", f"{call} at {time.strftime('%H:%M:%S')}")
         code = zlib.crc32(call.encode())
         found = np.array([code, -code, *flags], np.int64)

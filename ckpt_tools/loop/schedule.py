@@ -1,0 +1,64 @@
+"""Decides when a run saves: every n steps, every n seconds, or because somebody asked for it.
+
+Rank 0 looks at the clock and at the root; a signal may reach any rank.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import CheckpointError, printable
+from ckpt_tools.publish.run_root import RunRoot
+
+SAVE_NOW = ".save-now"
+_LOOK_S = 10.0  # between two requests to an object store
+
+
+class SaveSchedule:
+    """The reasons for a save, as rank 0 knows them.
+
+    Attributes:
+        every: save when the number of the step is a multiple of this; None for no such rule.
+        every_s: save when the last save began this many seconds ago; None for no such rule.
+    """
+
+    def __init__(self, root: RunRoot, every: int | None, every_s: float | None) -> None:
+        """Starts the clock."""
+        self.every, self.every_s, self._root = every, every_s, root
+        self._last_save, self._last_look = time.monotonic(), -_LOOK_S
+        self._is_ignored = False
+
+    def is_due(self, step: int) -> bool:
+        """Tells whether the clock, the number of the step, or the file `.save-now` asks for a save.
+
+        The file is removed at once, so that it asks once.
+        """
+        now = time.monotonic()
+        by_number = self.every is not None and step % self.every == 0
+        by_clock = self.every_s is not None and now - self._last_save >= self.every_s
+        return self._take_file(now) or by_number or by_clock
+
+    def saved(self) -> None:
+        """Notes that a save begins."""
+        self._last_save = time.monotonic()
+
+    def _take_file(self, now: float) -> bool:
+        if self._is_ignored or (self._root.checks_at_commit and now - self._last_look < _LOOK_S):
+            return False
+        self._last_look = now
+        try:
+            if not self._root.has_file(SAVE_NOW):
+                return False
+            self._root.remove_note(SAVE_NOW)
+        except (CheckpointError, OSError) as error:
+            log.warning(
+                "%s in %s is ignored from now on: %s",
+                SAVE_NOW,
+                printable(str(self._root.path)),
+                error,
+            )
+            self._is_ignored = True
+            return False
+        log.info("found %s: saving now", SAVE_NOW)
+        return True

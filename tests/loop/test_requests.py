@@ -1,0 +1,217 @@
+"""What decides when a run saves, what a save has besides the state, and what is told of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools import CheckpointManager, PlanError, SaveReport, StorageError
+
+
+def adapted(seed: int = 0) -> nn.Module:
+    """A frozen base and an adapter."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"base": nn.Linear(64, 64), "adapter": nn.Linear(64, 2)})
+    model["base"].requires_grad_(False)
+    return model
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model["adapter"](torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+# ---- only what trains ----------------------------------------------------------------------------
+
+
+def test_only_what_trains_is_saved_and_resumed_onto_a_base(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted()
+    optimizer = stepped(model)
+    want = {n: t.clone() for n, t in model.state_dict().items()}
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"model": model, "optimizer": optimizer}, only="trainable")
+    names = list(ckpt_tools.open(tmp_path / "run" / "step-00000001"))
+    assert {n for n in names if n.startswith("model.")} == {
+        "model.adapter.weight",
+        "model.adapter.bias",
+    }
+    other = adapted(1)
+    other["base"].load_state_dict(model["base"].state_dict())  # the base comes from elsewhere
+    again = stepped(other)
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        assert checkpoints.resume({"model": other, "optimizer": again}) == 1
+    assert all(torch.equal(other.state_dict()[n], t) for n, t in want.items())
+    moment = optimizer.state[model["adapter"].weight]["exp_avg"]
+    assert torch.equal(again.state[other["adapter"].weight]["exp_avg"], moment)
+    assert (
+        "2 frozen parameters keep their values: model.base.bias, model.base.weight" in (caplog.text)
+        or "2 frozen parameters keep their values: model.base.weight, model.base.bias"
+        in caplog.text
+    )
+
+
+def test_a_parameter_that_trains_now_is_not_taken_for_a_frozen_one(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"model": adapted()}, only="trainable")
+        thawed = adapted(1)
+        thawed["base"].requires_grad_(True)
+        with pytest.raises(PlanError, match=r"missing from the checkpoint: 2\n.*model\.base"):
+            checkpoints.resume({"model": thawed})
+
+
+def test_a_full_step_that_lacks_a_frozen_parameter_is_still_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"model": {"adapter": adapted()["adapter"]}})
+        with pytest.raises(PlanError, match="missing from the checkpoint"):
+            checkpoints.resume({"model": adapted()})
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_small_files_lie_in_the_step_and_are_sealed(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", keep_last=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": torch.ones(3)}, files={"config.json": b"{}"})
+    step = tmp_path / "run" / "step-00000002"
+    assert (step / "config.json").read_bytes() == b"{}"
+    assert not step.with_name("step-00000001").exists()  # no foreign file keeps it
+    state = {"w": torch.zeros(3)}
+    dcp.load(state, checkpoint_id=step, no_dist=True)
+    assert torch.equal(state["w"], torch.ones(3))
+    assert ckpt_tools.verify(step).problems == []
+    (step / "config.json").write_bytes(b"[]")
+    assert "config.json" in str(ckpt_tools.verify(step).problems)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "__0_0.distcp", "ckpt.manifest.json"])
+def test_a_file_with_a_name_that_a_step_needs_is_refused(name: str, tmp_path: Path) -> None:
+    with (
+        CheckpointManager(tmp_path / "run") as checkpoints,
+        pytest.raises(ValueError, match="cannot have a file"),
+    ):
+        checkpoints.save(1, {"w": torch.ones(3)}, files={name: b""})
+    assert ckpt_tools.steps(tmp_path / "run") == []
+
+
+# ---- when ----------------------------------------------------------------------------------------
+
+
+def test_steps_and_seconds_ask_for_a_save(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", save_every=3, save_every_s=0.3) as checkpoints:
+        assert [n for n in range(1, 7) if checkpoints.should_save(n)] == [3, 6]
+        deadline = time.monotonic() + 30
+        while not checkpoints.should_save(7):
+            assert time.monotonic() < deadline
+        assert checkpoints.should_save(7)  # until it is saved
+        checkpoints.save(7, {"w": torch.ones(3)})
+        assert not checkpoints.should_save(8) or time.monotonic() > deadline - 29.4
+
+
+def test_a_file_and_a_signal_ask_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        assert not checkpoints.should_save(1)
+        (tmp_path / "run" / ".save-now").touch()
+        assert checkpoints.should_save(2) and not checkpoints.should_save(3)
+        assert not (tmp_path / "run" / ".save-now").exists() and "saving now" in caplog.text
+        for step in (4, 6):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert checkpoints.should_save(step) and not checkpoints.should_save(step + 1)
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
+def test_a_request_that_cannot_be_removed_does_not_save_at_every_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        (tmp_path / "run" / ".save-now").mkdir()
+        assert not any(checkpoints.should_save(n) for n in range(5))
+    assert caplog.text.count("is ignored from now on") == 1
+
+
+# ---- what is told --------------------------------------------------------------------------------
+
+
+def test_hooks_get_each_commit_and_each_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[SaveReport] = []
+    failed: list[tuple[int, BaseException]] = []
+
+    def broken(_: SaveReport) -> None:
+        raise RuntimeError("of a user")
+
+    with CheckpointManager(
+        tmp_path / "run",
+        on_commit=[broken, told.append],
+        on_error=lambda step, error: failed.append((step, error)),
+    ) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)}, metrics={"loss": 0.5})
+        checkpoints.save(2, {"w": torch.ones(3)}, asynchronous=False)
+        with pytest.raises(StorageError):
+            checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
+        (tmp_path / "run" / "step-00000003").mkdir()  # it appears while the save is under way
+        (tmp_path / "run" / "step-00000003" / "x").touch()
+        with pytest.raises(StorageError):
+            checkpoints.save(3, {"w": torch.ones(3)}, overwrite=True, asynchronous=False)
+    assert [(r.step, r.metrics) for r in told] == [(1, {"loss": 0.5}), (2, {})]
+    assert all(r.stall_s > 0 and r.seconds > 0 and r.nbytes > 0 for r in told)
+    for report in told:
+        (manifest,) = Path(report.path).glob("ckpt.manifest.*")
+        assert report.digest == f"{ckpt_tools_crc(manifest.read_bytes()):016x}"
+    assert [step for step, _ in failed] == [3] and isinstance(failed[0][1], StorageError)
+    assert "on_commit failed; step 1 is complete all the same" in caplog.text
+
+
+def ckpt_tools_crc(data: bytes) -> int:
+    """CRC-64/NVME, bit by bit."""
+    crc = ~0 & (1 << 64) - 1
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x9A6C9329AC4BC9B5 if crc & 1 else 0)
+    return crc ^ (1 << 64) - 1
+
+
+def test_a_hook_that_is_no_function_is_refused(tmp_path: Path) -> None:
+    hook: Any = "log"
+    with pytest.raises(TypeError, match="a hook is a function"):
+        CheckpointManager(tmp_path / "run", on_commit=hook)
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prefix", "last"), [("checkpoint-", "checkpoint-3"), ("global_step_", "global_step_3")]
+)
+def test_steps_have_the_names_that_a_host_expects(prefix: str, last: str, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", keep_last=1, step_prefix=prefix) as checkpoints:
+        checkpoints.protected_steps.add(1)
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"w": torch.full((3,), float(step))})
+    names = {p.name for p in (tmp_path / "run").iterdir() if not p.name.startswith(".")}
+    assert names == {f"{prefix}1", last}
+    state = {"w": torch.zeros(3)}
+    with CheckpointManager(tmp_path / "run", step_prefix=prefix) as checkpoints:
+        assert checkpoints.resume(state) == 3 and state["w"][0] == 3
+
+
+def test_a_prefix_that_no_reader_knows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected one of step-, checkpoint-, global_step_"):
+        CheckpointManager(tmp_path / "run", step_prefix="model-")
