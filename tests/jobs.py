@@ -47,9 +47,12 @@ def interrupt(
     number: int = signal.SIGKILL,
     member: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Starts a command and sends it, or that one of the processes that it starts, a signal once it
-    is time; returns what it came to.
+    """Starts a command and sends it, or one of its ranks, a signal once it is time; returns what it
+    came to.
+
+    The first process that launch.py starts serves the store of the ranks.
     """
+    first = 1 if any(str(word).endswith("launch.py") for word in words) else 0
     with subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -62,7 +65,7 @@ def interrupt(
             while job.poll() is None and not is_time():
                 time.sleep(0.001)
             with suppress(OSError, IndexError):  # it has ended
-                os.kill(job.pid if member is None else children(job.pid)[member], number)
+                os.kill(job.pid if member is None else children(job.pid)[first + member], number)
             out, errors = job.communicate(timeout=300)
             return subprocess.CompletedProcess(words, job.returncode, out, errors)
         finally:

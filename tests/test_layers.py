@@ -26,10 +26,17 @@ LAYERS = [
     "loop",
     "distributed",
     "",
+    "integrations",
     "cli",
     "__main__",
 ]
-TORCH_LIVES_IN = ("loop/", "ranks/gloo.py", "ranks/launch.py", "formats/per_rank/dtensor_write.py")
+TORCH_LIVES_IN = (
+    "loop/",
+    "integrations/",
+    "ranks/gloo.py",
+    "ranks/launch.py",
+    "formats/per_rank/dtensor_write.py",
+)
 FILES = sorted(ROOT.rglob("*.py"))
 
 

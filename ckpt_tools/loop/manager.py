@@ -53,6 +53,7 @@ from ckpt_tools.loop.signals import SignalWatch
 from ckpt_tools.loop.state_dict import TRAINABLE, export
 from ckpt_tools.loop.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
+from ckpt_tools.operations.verify import verify as verify_checkpoint
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import (
@@ -173,13 +174,8 @@ class CheckpointManager:
         self._root = open_root(
             root if is_url(root) else Path(local_path(root)).absolute(), storage_options
         )
-        self.root, self._options = self._root.path, storage_options
-        self.keep_last, self.keep_every, self.asynchronous, self.when_busy = (
-            keep_last,
-            keep_every,
-            asynchronous,
-            when_busy,
-        )
+        self.root, self.storage_options = self._root.path, storage_options
+        self.asynchronous, self.when_busy = asynchronous, when_busy
         self.read_once, self.retry_s, self.max_failures = (
             read_once,
             min(retry_s, timeout_s * 0.8),
@@ -222,7 +218,7 @@ class CheckpointManager:
             if self._group.rank == 0:
                 retry_outage(f"cannot open {self.root}", self._open_root, self.retry_s)
                 if there is not None:
-                    self._mirror = Mirror(there, mirror_every, self.keep_last, self.keep_every)
+                    self._mirror = Mirror(there, mirror_every, *self._writer.keep)
                     self._writer.mirror = self._mirror
                     self._mirror.start(self._root)
         mine = self._writer.lock.written if self._writer.lock is not None else b""
@@ -360,6 +356,20 @@ class CheckpointManager:
         return bool(self._group.meet("should_save", f"should_save({step})", (is_due, 0))[0])
 
     @property
+    def rank(self) -> int:
+        """The number of this rank among those that save together."""
+        return self._group.rank
+
+    @property
+    def keep_last(self) -> int | None:
+        """How many of the newest complete steps stay; all if None. It may change between saves."""
+        return self._writer.keep[0]
+
+    @keep_last.setter
+    def keep_last(self, number: int | None) -> None:
+        self._writer.keep = (number, self._writer.keep[1])
+
+    @property
     def protected_steps(self) -> set[int]:
         """Numbers of steps that retention never removes, such as the best one; rank 0's count."""
         return self._writer.protected
@@ -452,7 +462,13 @@ class CheckpointManager:
             num_tries += 1
             try:
                 report = load_into(
-                    found, state, self._group, request, self.read_once, self._options, self._jobs
+                    found,
+                    state,
+                    self._group,
+                    request,
+                    self.read_once,
+                    self.storage_options,
+                    self._jobs,
                 )
                 break
             except BaseException as error:
@@ -490,12 +506,47 @@ class CheckpointManager:
                 return bool(known)
             is_bad = self._group.rank == 0 and bool(
                 damage(
-                    find_step(open_root(_folder_of(found), self._options), os.path.basename(found))
+                    find_step(
+                        open_root(_folder_of(found), self.storage_options), os.path.basename(found)
+                    )
                 )
             )
             return self._group.broadcast(is_bad, "find out whether the step is damaged")
         except PeerError:
             return False
+
+    def newest_sound(self, verify: bool = True) -> tuple[int, Path | str] | None:
+        """Returns on all ranks the number and path of the newest sound step; None if there is none.
+
+        It is for trainers that load in several places. Damaged steps are passed over, as in
+        `resume`: they do not count for retention, and the job replaces them.
+
+        Args:
+            verify: read every byte of the step, one share per rank.
+        """
+        self._check_open("newest_sound")
+        self._group.meet("newest_sound", f"newest_sound({verify})")
+        self.wait()
+        damaged: list[Path | str] = []
+        while True:
+            with self._group.phase("find the newest step"):
+                chosen: tuple[int, Path | str | None] = (0, None)
+                if self._group.rank == 0:
+                    chosen = self._candidates.choose(None, None, damaged)
+            number, found = self._group.broadcast(chosen, "find the newest step")
+            if found is None:
+                return None
+            options = self.storage_options
+            problems = (
+                verify_checkpoint(found, group=self._group, storage_options=options).problems
+                if verify
+                else ()
+            )
+            if not problems:
+                return number, found
+            if self._group.rank == 0:
+                self._candidates.pass_over(found, problems[0])
+            damaged.append(found)
 
     @property
     def last_save(self) -> SaveReport | None:

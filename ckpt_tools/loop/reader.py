@@ -17,14 +17,16 @@ from ckpt_tools.core.box import Box, whole
 from ckpt_tools.core.catalog import TensorEntry
 from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
-from ckpt_tools.errors import IntegrityError, PlanError, printable
+from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.loop.load import LoadReport, fill
 from ckpt_tools.loop.shards import Shard, as_bytes
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.manifest import of_source
+from ckpt_tools.storage import read
 
 _JOBS = 4
+_MAX_FILE_BYTES = 64 << 20
 
 
 class StoredTensor:
@@ -129,6 +131,31 @@ class Checkpoint(Mapping[str, StoredTensor]):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def names(self) -> list[str]:
+        """Returns the names of all entries: tensors, and objects such as a scheduler's values."""
+        return [*self._source.catalog.tensors, *self._source.catalog.objects]
+
+    def file(self, name: str) -> bytes:
+        """Returns the contents of a small file of the checkpoint, such as a config.
+
+        Raises:
+            StorageError: there is no such file, or it is larger than 64 MiB.
+            IntegrityError: it is not what was sealed.
+        """
+        nbytes = self._source.store.size(name)
+        if nbytes > _MAX_FILE_BYTES:
+            raise StorageError(
+                f"a file is too large to be read whole: {nbytes} bytes ({printable(name)})"
+            )
+        data = read(self._source.store, name)
+        sealed = self._sealed.files.get(name) if self._sealed else None
+        if sealed is not None and sealed.crc64nvme != hex64(crc64nvme(data)):
+            raise IntegrityError(
+                f"a file is not what was sealed ({printable(name)!r} in {printable(self.path)})",
+                hint="ckpt verify says what is damaged",
+            )
+        return data
 
     def close(self) -> None:
         """Closes its files and connections."""

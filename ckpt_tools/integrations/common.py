@@ -1,0 +1,168 @@
+"""What several hosts need: finding our steps among theirs, and loading a part of a step."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import NotACheckpointError, printable
+from ckpt_tools.formats.base import note_of
+from ckpt_tools.loop.load import load
+from ckpt_tools.loop.manager import CheckpointManager
+from ckpt_tools.loop.reader import open_checkpoint
+from ckpt_tools.operations.convert.convert import convert
+from ckpt_tools.publish.steps import number_in
+from ckpt_tools.storage import is_url
+
+_INDEX, _POINTER = ".metadata", "step.url"
+
+
+def ours(checkpoint: str | os.PathLike[str] | None) -> str:
+    """Returns the path or URL of a step that this tool has saved; "" for any other checkpoint.
+
+    A directory that `local_copy` has made stands for the step in the object store.
+    """
+    if checkpoint is None or is_url(checkpoint):
+        return str(checkpoint or "")
+    folder = Path(checkpoint)
+    if (folder / _POINTER).is_file():
+        return (folder / _POINTER).read_text()
+    return str(folder) if (folder / _INDEX).is_file() else ""
+
+
+def choose_newest(manager: CheckpointManager, folder: str, prefix: str, last_file: str) -> str:
+    """Returns on all ranks the newest sound step, or a newer complete checkpoint of the host.
+
+    Args:
+        manager: of the run.
+        folder: with the checkpoints of the host.
+        prefix: of their names, before the number.
+        last_file: which the host writes last.
+
+    Raises:
+        NotACheckpointError: there is neither.
+    """
+    sound = manager.newest_sound()
+    foreign = [
+        (number, path)
+        for path in Path(folder).glob(f"{prefix}*")
+        if (number := number_in(path.name)) is not None
+        and (path / last_file).is_file()
+        and not ours(path)
+    ]
+    number, path = max(foreign, default=(-1, Path()))
+    if sound is not None and sound[0] > number and ours(sound[1]):
+        return os.fspath(sound[1])
+    if not foreign:
+        raise NotACheckpointError(
+            f"no complete checkpoint in {printable(str(manager.root))}",
+            hint="begin without a checkpoint to resume from",
+        )
+    log.warning("%s was written by the trainer itself, which reads it", printable(str(path)))
+    return str(path)
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    """Returns the files of a directory by name."""
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+
+
+def put_model(step: str, folder: str, kind: str) -> None:
+    """Writes a step's model into a folder, in Hugging Face's form, and replaces what is there.
+
+    Args:
+        step: path or URL, with the configs in it.
+        folder: of the result, which may have other files.
+        kind: `"hf"` or `"peft"`.
+    """
+    with tempfile.TemporaryDirectory(dir=folder, prefix="_") as beside:
+        convert(step, Path(beside, "out"), to=kind, base=step)
+        for path in Path(beside, "out").iterdir():
+            if path.is_file() and note_of(path.name) is None:
+                path.replace(Path(folder, path.name))
+
+
+class Watch:
+    """Asks a manager after each step whether to save, and whether the job was told to end."""
+
+    def __init__(self, manager: CheckpointManager) -> None:
+        """Stores the manager."""
+        self._manager, self._signal = manager, 0
+
+    def wants_save(self, step: int) -> bool:
+        """Tells on all ranks whether to save now."""
+        self._signal = self._manager.preempted()
+        return self._manager.should_save(step) or bool(self._signal)
+
+    def end_if_preempted(self) -> None:
+        """Ends the process after the save that SIGTERM or SIGUSR1 has asked for.
+
+        Raises:
+            SystemExit: with 128 and the number of the signal.
+        """
+        if self._signal:
+            self._manager.wait()
+            raise SystemExit(128 + self._signal)
+
+
+def local_copy(
+    manager: CheckpointManager, checkpoint: str, folder: str, names: Sequence[str]
+) -> str:
+    """Returns a local directory for a host that reads small files itself.
+
+    For a step in an object store, it has copies of these files, and the URL for `ours`.
+
+    Args:
+        manager: for the options of its store.
+        checkpoint: path or URL.
+        folder: a temporary directory.
+        names: of small files.
+    """
+    if not is_url(checkpoint):
+        return checkpoint
+    copied = Path(folder, checkpoint.rstrip("/").rpartition("/")[2])
+    copied.mkdir()
+    with open_checkpoint(checkpoint, storage_options=manager.storage_options) as step:
+        for name in names:
+            (copied / name).write_bytes(step.file(name))
+    (copied / _POINTER).write_text(checkpoint)
+    return str(copied)
+
+
+def load_into_step(
+    manager: CheckpointManager,
+    where: str,
+    state: MutableMapping[str, Any],
+    keys: Sequence[str] = (),
+) -> None:
+    """Loads a step, or some top-level keys of it, into a state. Keys that it lacks are logged.
+
+    With `keys`, and if the step is one of the manager's run, newer steps make way at the next
+    commit, as after `CheckpointManager.resume(step=…)`.
+
+    Args:
+        manager: of the run.
+        where: path or URL of the step.
+        state: by top-level key; without `keys`, all of it is loaded.
+        keys: what to load.
+    """
+    if not keys:
+        load(where, state, storage_options=manager.storage_options)
+        return
+    with open_checkpoint(where, storage_options=manager.storage_options) as step:
+        stored = {name.partition(".")[0] for name in step.names()}
+    if missing := [key for key in keys if key not in stored]:
+        log.warning("%s has no %s: it starts anew", printable(where), ", ".join(missing))
+    globs = [f"{key}.*" for key in keys if key in stored]
+    name, root = where.rstrip("/").rpartition("/")[2], str(manager.root).rstrip("/")
+    number = number_in(name)
+    if not globs:
+        return
+    if number is not None and where.rstrip("/").rpartition("/")[0] == root:
+        manager.resume(state, step=number, select=globs)
+    else:
+        load(where, state, select=globs, storage_options=manager.storage_options)

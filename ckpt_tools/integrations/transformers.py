@@ -1,0 +1,211 @@
+"""Checkpoints of transformers' `Trainer`: `class MyTrainer(CheckpointMixin, Trainer)`, or
+`install(trainer)`.
+
+`checkpoint-N` is a step of this tool then: it appears when it is complete, and a save holds
+training only for a copy in memory. Written against transformers 5.24. DeepSpeed is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.errors import PlanError
+from ckpt_tools.integrations.common import (
+    Watch,
+    choose_newest,
+    contents,
+    load_into_step,
+    local_copy,
+    ours,
+    put_model,
+)
+from ckpt_tools.loop.manager import CheckpointManager
+from ckpt_tools.loop.state_dict import RngState
+
+_PREFIX, _STATE = "checkpoint-", "trainer_state.json"
+_Trainer: Any = Any if TYPE_CHECKING else object
+
+
+def install(trainer: Any, root: str | os.PathLike[str] | None = None, **options: Any) -> None:
+    """Gives an existing `Trainer` our saves and resumes.
+
+    Args:
+        trainer: of transformers, or of a library that builds on it.
+        root: where the steps go, a path or a URL such as `s3://bucket/run`. If None: `output_dir`.
+        **options: of `CheckpointManager`, such as `mirror` or `storage_options`.
+    """
+    kind = type(trainer)
+    trainer.__class__ = type(kind.__name__, (CheckpointMixin, kind), {})
+    trainer.checkpoint_root, trainer.checkpoint_options = root, options
+
+
+class CheckpointMixin(_Trainer):  # type: ignore[misc]
+    """Put it before `Trainer`: it replaces the methods that save and load checkpoints.
+
+    The options of the Trainer keep their meaning. With PEFT, only what trains is saved. SIGTERM
+    saves and ends the job with 143.
+
+    Attributes:
+        checkpoint_root: where the steps go, a path or a URL; `output_dir` if None.
+        checkpoint_options: more options of `CheckpointManager`.
+        checkpoints: the manager, while `train` runs.
+    """
+
+    checkpoint_root: str | os.PathLike[str] | None = None
+    checkpoint_options: Mapping[str, Any] = {}
+    checkpoints: Any = None
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Trains. `resume_from_checkpoint=True` takes the newest sound checkpoint, and passes over
+        damaged ones. A checkpoint that the Trainer itself has written is read as the Trainer does.
+        """
+        if self.is_deepspeed_enabled:
+            raise PlanError("DeepSpeed saves its own checkpoints", hint="use the Trainer as it is")
+        root, limit = self.checkpoint_root or self.args.output_dir, self.args.save_total_limit
+        options = {"keep_last": limit if limit and limit > 0 else None, "step_prefix": _PREFIX}
+        with (
+            tempfile.TemporaryDirectory() as small,
+            CheckpointManager(root, **{**options, **self.checkpoint_options}) as manager,
+        ):
+            self.checkpoints, watch = manager, _callback(manager)
+            self.add_callback(watch)
+            try:
+                chosen = resume_from_checkpoint or None
+                if chosen is True:
+                    chosen = choose_newest(manager, self.args.output_dir, _PREFIX, _STATE)
+                if chosen is not None:
+                    chosen = local_copy(manager, os.fspath(chosen), small, [_STATE])
+                return super().train(chosen, *args, **kwargs)
+            finally:
+                self.remove_callback(watch)
+                self.checkpoints = None
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.checkpoints is None or trial is not None:
+            super()._save_checkpoint(model, trial)
+            return
+        self.store_flos()
+        step, manager = self.state.global_step, self.checkpoints
+        self._protect_best(step)
+        state = {"model": self.model, "rng": RngState()}
+        if not self.args.save_only_model:
+            state |= self._training_state()
+        only = "trainable" if hasattr(self._inner, "peft_config") else ""
+        files = self._files() if manager.rank == 0 else None
+        manager.save(step, state, overwrite=True, only=only, files=files)
+        if self.args.push_to_hub:
+            manager.wait()
+            self._push(os.path.join(manager.root, f"{_PREFIX}{step}"))
+
+    def _protect_best(self, step: int) -> None:
+        """Counts the best step within `save_total_limit`, as the Trainer does."""
+        best, limit = self.state.best_global_step, self.args.save_total_limit
+        manager = self.checkpoints
+        manager.protected_steps.clear()
+        if not best:
+            return
+        manager.protected_steps.add(best)
+        self.state.best_model_checkpoint = os.path.join(manager.root, f"{_PREFIX}{best}")
+        if limit and limit > 0:
+            numbers = sorted({*(s.number for s in manager.steps() if not s.problem), step})
+            manager.keep_last = max(1, limit - (best not in numbers[-limit:]))
+
+    def _training_state(self) -> dict[str, Any]:
+        """Returns what a resume needs besides the model and the generators."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        scaler = getattr(self.accelerator, "scaler", None)
+        state = {"optimizer": optimizer, "scheduler": self.lr_scheduler, "scaler": scaler}
+        return {name: value for name, value in state.items() if value is not None}
+
+    @property
+    def _inner(self) -> Any:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def _files(self) -> dict[str, bytes]:
+        """Returns the Trainer's state, and what `from_pretrained` needs besides weights."""
+        from transformers.trainer_callback import ExportableState
+
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, state = type(callback).__name__, callback.state()
+                known = self.state.stateful_callbacks.get(name)
+                several = isinstance(known, list)
+                self.state.stateful_callbacks[name] = [*known, state] if several else state
+        with tempfile.TemporaryDirectory() as folder:
+            self.state.save_to_json(os.path.join(folder, _STATE))
+            return {**self._configs, **contents(folder)}
+
+    @cached_property
+    def _configs(self) -> dict[str, bytes]:
+        model = self._inner
+        configs = [getattr(model, name, None) for name in ("config", "generation_config")]
+        adapters = list(getattr(model, "peft_config", {}).values())[:1]
+        with tempfile.TemporaryDirectory() as folder:
+            for item in (*(adapters or configs), self.processing_class):
+                if hasattr(item, "save_pretrained"):
+                    item.save_pretrained(folder)
+            Path(folder, "training_args.json").write_text(self.args.to_json_string())
+            return contents(folder)
+
+    def _push(self, step: str) -> None:
+        """Puts the model in Hugging Face's form where the Trainer's upload takes it."""
+        if self.is_world_process_zero():
+            kind = "peft" if hasattr(self._inner, "peft_config") else "hf"
+            put_model(step, self.args.output_dir, kind)
+        self._push_from_checkpoint(step)
+
+    # ---- loading ---------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if where := ours(resume_from_checkpoint):
+            load_into_step(self.checkpoints, where, {"model": model or self.model})
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if where := ours(checkpoint):
+            state = {"model": self.model, "rng": RngState(), **self._training_state()}
+            load_into_step(self.checkpoints, where, state, list(self._training_state()))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if not ours(checkpoint):  # ours came with the optimizer
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if where := ours(checkpoint):
+            load_into_step(self.checkpoints, where, {"rng": RngState()})
+        else:
+            super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        self.checkpoints.wait()
+        if where := ours(self.state.best_model_checkpoint):
+            load_into_step(self.checkpoints, where, {"model": self.model})
+        else:
+            super()._load_best_model()
+
+
+def _callback(manager: CheckpointManager) -> Any:
+    """Saves when the manager asks for it, and ends the job on SIGTERM."""
+    from transformers import TrainerCallback
+
+    watch = Watch(manager)
+
+    class Callback(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_save |= watch.wants_save(state.global_step)
+            return control
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            watch.end_if_preempted()
+
+    return Callback()
