@@ -37,6 +37,9 @@ class PendingSave:
 
     Attributes:
         step: its number.
+        name: of its directory.
+        is_numbered: whether the name is that of the step, so that retention, a mirror and a
+            rollback concern it.
         layout: as agreed.
         memory: of this rank's shards.
         objects: packed objects of this rank.
@@ -47,6 +50,8 @@ class PendingSave:
     """
 
     step: int
+    name: str
+    is_numbered: bool
     layout: SaveLayout
     memory: Sequence[memoryview]
     objects: Mapping[str, bytes]
@@ -110,19 +115,17 @@ class BackgroundWriter:
         """Returns the name of a step's directory."""
         return step_name(step, self._prefix)
 
-    def target(self, step: int) -> Destination:
-        """Returns the destination of a step."""
-        return self.root.destination(self.name(step))
+    def target(self, name: str) -> Destination:
+        """Returns the destination of a step, by its name."""
+        return self.root.destination(name)
 
-    def is_taken(self, step: int) -> bool:
+    def is_taken(self, name: str) -> bool:
         """Tells whether the run has a step that no save may replace.
 
         Some roots are not asked: their commit refuses such a save.
         """
-        is_left = (
-            self.candidates.branch is not None and self.name(step) in self.candidates.branch[1]
-        )
-        target = self.target(step)
+        is_left = self.candidates.branch is not None and name in self.candidates.branch[1]
+        target = self.target(name)
         return (
             not self.root.checks_at_commit
             and not is_left
@@ -187,29 +190,32 @@ class BackgroundWriter:
         """
         deadline, attempts = time.monotonic() + self.retry_s, list[str]()
         while True:
-            attempts.append(group.broadcast(str(uuid.uuid4()), f"begin {self.name(save.step)}"))
+            attempts.append(group.broadcast(str(uuid.uuid4()), f"begin {save.name}"))
             try:
                 report = self._try(save, group, attempts)
                 break
             except BaseException as error:
-                if not tries_again(group, error, deadline, self.name(save.step), len(attempts)):
+                if not tries_again(group, error, deadline, save.name, len(attempts)):
                     if group.rank == 0:
                         self._hooks.failed(save.step, error)
                     raise
         report.stall_s, report.metrics = save.stall_s or report.seconds, save.metrics
-        self._failures, self.last_step, self.last_save = 0, save.step, report
+        self._failures, self.last_save = 0, report
+        if save.is_numbered:
+            self.last_step = save.step
         self.candidates.passed.discard(report.path)
         for note in report.notes:
             if note not in self._told:
-                log.warning("%s: %s", self.name(save.step), note)
+                log.warning("%s: %s", save.name, note)
         self._told.update(report.notes)
         if group.rank == 0:
-            self._follow_up(save.step, report.path)
+            if save.is_numbered:
+                self._follow_up(save.step, report.path)
             self._hooks.committed(report)
         return report
 
     def _try(self, save: PendingSave, group: GlooGroup, attempts: Sequence[str]) -> SaveReport:
-        target, what = self.target(save.step), self.name(save.step)
+        target, what = self.target(save.name), save.name
         is_there = False
         with group.phase(f"begin {what}"):
             self._read_back.check(save.objects)
@@ -217,7 +223,7 @@ class BackgroundWriter:
                 self._check_lock()
                 # an earlier attempt has committed, but its reply was lost in an outage
                 is_there = len(attempts) > 1 and _attempt_of(target) in attempts[:-1]
-                if self.candidates.branch is not None and not is_there:
+                if save.is_numbered and self.candidates.branch is not None and not is_there:
                     note = RollbackNote(what, attempts[-1], *self.candidates.branch)
                     write_note(self.root, note)
                     rollback.make_way(self.root, note)
@@ -237,6 +243,23 @@ class BackgroundWriter:
             overwrite,
             save.extras,
         )
+
+    def remove(self, name: str) -> None:
+        """Removes a checkpoint in the background, once the save under way is committed.
+
+        If that save fails, the checkpoint stays.
+        """
+        self._background().submit(self._remove, name, self._running)
+
+    def _remove(self, name: str, running: Future[SaveReport] | None) -> None:
+        if running is not None and running.exception() is not None:
+            log.warning("%s stays, since the save after it has failed", printable(name))
+            return
+        try:
+            self._check_lock()
+            self.root.remove(name, str(uuid.uuid4()))
+        except (CheckpointError, OSError) as error:
+            log.warning("could not remove %s: %s", printable(name), with_hint(error))
 
     def _check_lock(self) -> None:
         if self.lock is not None:

@@ -18,7 +18,7 @@ import operator
 import os
 import signal
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -63,6 +63,7 @@ from ckpt_tools.publish.steps import (
     find_latest,
     find_step,
     list_steps,
+    number_in,
 )
 from ckpt_tools.ranks.gloo import GlooGroup
 from ckpt_tools.storage import check_url, is_url, local_path
@@ -235,7 +236,7 @@ class CheckpointManager:
 
     # ---- saving ----------------------------------------------------------------------------------
 
-    @checked()
+    @checked(names_only=("only",))
     def save(
         self,
         step: int,
@@ -243,9 +244,10 @@ class CheckpointManager:
         asynchronous: bool | None = None,
         *,
         overwrite: bool = False,
-        only: str = "",
+        only: str | Callable[[str], bool] = "",
         files: Mapping[str, bytes] | None = None,
         metrics: Mapping[str, float] | None = None,
+        name: str | None = None,
     ) -> bool:
         """Saves a step, and returns when the state may change again.
 
@@ -261,10 +263,14 @@ class CheckpointManager:
             asynchronous: overrides the manager's setting for this save.
             overwrite: replace an existing step. The old one stays until the new one is complete.
             only: `"trainable"` leaves out parameters that take no gradient, such as the base model
-                below an adapter. `resume` then keeps their present values, and says so.
+                below an adapter. `resume` then keeps their present values, and says so. A function
+                of a name, such as `model.layers.0.weight`, chooses among the entries of modules.
+                A resume of the rest needs `strict=False`.
             files: contents of small files that lie in the step, by name, such as a config. Rank 0's
                 count. The manifest seals them.
             metrics: numbers for the report that `on_commit` gets. They are not stored.
+            name: of the directory below the root, if a trainer names its checkpoints itself.
+                Retention, `resume` and a mirror leave such a checkpoint alone; see `remove`.
 
         Returns:
             False if `when_busy="skip"` and the previous save is still being written.
@@ -276,28 +282,27 @@ class CheckpointManager:
         """
         began, step = time.monotonic(), _check_step(step)
         self._check_open("save")
-        extras = _extras(only, files)
+        extras, what = _extras(only, files), _check_name(name) or self._writer.name(step)
         is_background = self.asynchronous if asynchronous is None else asynchronous
         changed = ", asynchronous=False" * (not is_background) + ", overwrite=True" * overwrite
-        changed += f", only={only!r}" * bool(only)
+        changed += f", only={_shown(only)}" * bool(only) + f", name={name!r}" * (name is not None)
         call = f"save({step}{changed})"
         if self._group.meet("save", call, (self._writer.is_busy and self.when_busy == "skip", 0))[
             0
         ]:
             return False
         self.wait()
-        if step == self._writer.last_step and not overwrite:
+        if step == self._writer.last_step and not overwrite and name is None:
             log.warning(
                 "step %d is saved already, and not saved again; overwrite=True replaces it", step
             )
             return True
-        what = self._writer.name(step)
         self._schedule.saved()
         with torch.no_grad():
             with self._group.phase(f"collect the state for {what}"):
-                if self._group.rank == 0 and not overwrite and self._writer.is_taken(step):
+                if self._group.rank == 0 and not overwrite and self._writer.is_taken(what):
                     raise StorageError(
-                        f"step {step} is there already: {printable(self._writer.target(step).url)}",
+                        f"step {step} is there already: {printable(self._writer.target(what).url)}",
                         hint=(
                             "a step is saved once: pass overwrite=True to replace it, or move it"
                             " away"
@@ -305,7 +310,9 @@ class CheckpointManager:
                     )
                 exported = export(state)
                 if only:
-                    exported.drop_frozen()
+                    exported.leave_out(
+                        only if callable(only) else lambda name: name not in exported.frozen
+                    )
                 shards = local_shards(exported.tensors)
                 objects, paths = pack_objects(exported, self._group.rank)
                 values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
@@ -318,7 +325,16 @@ class CheckpointManager:
                 memory = self._stage.copy(tensors) if is_background else self._stage.live(tensors)
         stall_s = time.monotonic() - began if is_background else 0.0
         save = PendingSave(
-            step, layout, memory, objects, overwrite, extras, dict(metrics or {}), stall_s
+            step,
+            what,
+            name is None,
+            layout,
+            memory,
+            objects,
+            overwrite,
+            extras,
+            dict(metrics or {}),
+            stall_s,
         )
         if is_background:
             self._writer.submit(save, self._writers)
@@ -338,6 +354,16 @@ class CheckpointManager:
                 f"{method} was called on a manager that is closed ({printable(str(self.root))})",
                 hint="make a new one",
             )
+
+    def remove(self, name: str) -> None:
+        """Removes a checkpoint that was saved under a name of its own.
+
+        If a save is under way, that happens in the background after its commit. If that save fails,
+        the checkpoint stays. Only rank 0's call counts.
+        """
+        self._check_open("remove")
+        if self._group.rank == 0:
+            self._writer.remove(_check_name(name))
 
     def should_save(self, step: int) -> bool:
         """Returns on all ranks whether it is time to save.
@@ -641,20 +667,40 @@ def _check_step(step: int) -> int:
     return number
 
 
-def _extras(only: str, files: Mapping[str, bytes] | None) -> SaveExtras:
+def _shown(only: str | Callable[[str], bool]) -> str:
+    return "a function" if callable(only) else repr(only)
+
+
+def _extras(only: str | Callable[[str], bool], files: Mapping[str, bytes] | None) -> SaveExtras:
     """Returns what a save has besides its state.
 
     Raises:
         ValueError: an unknown choice, or a name that a checkpoint needs for itself.
     """
-    if only not in ("", TRAINABLE):
-        raise ValueError(f"only: expected {TRAINABLE!r}, or nothing, got {only!r}")
+    if not callable(only) and only not in ("", TRAINABLE):
+        raise ValueError(f"only: expected {TRAINABLE!r} or a function of a name, got {only!r}")
     for name, data in (files or {}).items():
         if not name or "/" in name or name.startswith((".", "ckpt.", "__")) or is_ours(name):
             raise ValueError(f"files: a step cannot have a file named {name!r}")
         if not isinstance(data, bytes):
             raise TypeError(f"files[{name!r}]: expected bytes, got a {type(data).__name__}")
-    return SaveExtras(dict(files or {}), only)
+    return SaveExtras(dict(files or {}), "chosen" if callable(only) else only)
+
+
+def _check_name(name: str | None) -> str:
+    """Returns the name of a directory below the root; "" for None.
+
+    Raises:
+        ValueError: it leads elsewhere, is hidden, or is that of a step.
+    """
+    if name is None:
+        return ""
+    parts = name.split("/")
+    if any(not part or part.startswith(".") or "\0" in part for part in parts):
+        raise ValueError(f"name: expected the name of a directory below the root, got {name!r}")
+    if number_in(parts[0]) is not None and len(parts) == 1:
+        raise ValueError(f"name: {name!r} is the name of a step; leave the name out")
+    return name
 
 
 def _check_choice(step: int | None, path: object) -> int | None:

@@ -107,7 +107,8 @@ class SaveExtras:
 
     Attributes:
         files: contents of small files that lie in the checkpoint, by name.
-        only: `"trainable"` if frozen parameters are left out, else "".
+        only: `"trainable"` if frozen parameters are left out, `"chosen"` if a function chose, else
+            "".
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)

@@ -43,7 +43,7 @@ from ckpt_tools.loop.optimizers import (
     is_container,
 )
 
-TRAINABLE = "trainable"  # the only value of `only`
+TRAINABLE = "trainable"
 STRUCTURE = "__structure__"  # last key of a value whose tensors are separate entries
 _RANK = "rank_"
 
@@ -126,6 +126,7 @@ class ExportedState:
         roots: the top-level keys of the state.
         fresh: paths of new optimizer state: memory without values until something is loaded.
         frozen: names of parameters that take no gradient.
+        of_modules: names of the entries of modules.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -138,12 +139,13 @@ class ExportedState:
     roots: set[str] = field(default_factory=set)
     fresh: list[Key] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
+    of_modules: set[str] = field(default_factory=set)
 
-    def drop_frozen(self) -> None:
-        """Leaves out the parameters that take no gradient."""
-        for name in self.frozen:
-            self.tensors.pop(name, None)
-            self.paths.pop(name, None)
+    def leave_out(self, accepts: Callable[[str], bool]) -> None:
+        """Leaves out the entries of modules whose names a function does not accept."""
+        for name in [n for n in self.of_modules if not accepts(n)]:
+            for entries in (self.tensors, self.objects, self.paths):
+                entries.pop(name, None)
 
 
 def flat_name(path: Key) -> str:
@@ -309,7 +311,9 @@ class _Exporter:
             if self.stored is not None:
                 self._free_extra(exported, path)
                 self.result.kept += [f"{flat_name(path)}.{name}" for name in _non_persistent(value)]
+            known = {*self.result.tensors, *self.result.objects}
             self.emit(exported, path, is_root=True)
+            self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known
         elif isinstance(value, Optimizer) and not is_container(value):
             with calling("state_dict", value, path):
                 found = export_optimizer(value, self.holders, path, self.stored)

@@ -119,6 +119,7 @@ class GlooGroup(RankSet):
 
     _made = 0
     _broken = ""
+    _pg: Any = None  # of torch
 
     def __init__(self, timeout_s: float, pg: dist.ProcessGroup | None = None) -> None:
         """Opens a gloo group over the ranks of `pg`, or over all ranks if it is None.
@@ -350,9 +351,14 @@ class GlooGroup(RankSet):
         return missing
 
     def close(self) -> None:
-        """Destroys the process group."""
+        """Destroys the process group.
+
+        Its threads must end now. A thread that still holds a tensor of Python when the interpreter
+        ends would abort the process (pytorch/pytorch#179291).
+        """
         if not self._is_alone and dist.is_initialized():
             dist.destroy_process_group(self._pg)
+        self._pg = None
         self._is_alone = True
 
 

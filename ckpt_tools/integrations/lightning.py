@@ -1,0 +1,234 @@
+"""Strategies for PyTorch Lightning and Fabric whose checkpoints are ours.
+
+    Trainer(strategy=ModelParallelStrategy(), …)         # FSDP2; or FSDPStrategy()
+    Fabric(strategy=FabricModelParallelStrategy(…), …)   # or FabricFSDPStrategy()
+
+At the end of a job with Fabric, call `fabric.strategy.teardown()`: it waits for the last save.
+`ModelCheckpoint` decides when, and which stay. A save holds training only for a copy in memory. A
+checkpoint has the names of Lightning's own, and `meta.pt`, so stock Lightning loads it. Written
+against Lightning 2.6.6.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import PlanError, UnsafePickleError, printable
+from ckpt_tools.integrations.common import ours
+from ckpt_tools.loop.load import load
+from ckpt_tools.loop.manager import CheckpointManager
+from ckpt_tools.loop.reader import open_checkpoint
+
+_META = "meta.pt"
+_Strategy: Any = Any if TYPE_CHECKING else object
+
+
+class _Managers(_Strategy):  # type: ignore[misc]
+    """What the strategies share: a manager for each folder with checkpoints.
+
+    Attributes:
+        checkpoint_options: of `CheckpointManager`, such as `storage_options`.
+    """
+
+    checkpoint_options: Mapping[str, Any] = {}
+
+    def _save(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        rest: Mapping[str, Any],
+        step: int,
+        only: Callable[[str], bool] | str = "",
+    ) -> None:
+        folder, name = os.path.split(str(self.broadcast(path)))
+        managers = self.__dict__.setdefault("_checkpoint_managers", {})
+        if folder not in managers:
+            options = {"keep_last": None, **self.checkpoint_options}
+            managers[folder] = CheckpointManager(folder, **options)
+        files = {_META: _packed(rest, name)} if managers[folder].rank == 0 else None
+        managers[folder].save(step, state, name=name, overwrite=True, files=files, only=only)
+
+    def _load(
+        self, path: str, state: dict[str, Any], strict: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Loads modules and optimizers in place, and returns all other values."""
+        self.wait_for_checkpoints()
+        options = self.checkpoint_options.get("storage_options")
+        load(path, state, strict=strict, storage_options=options)
+        with open_checkpoint(path, storage_options=options) as checkpoint:
+            return _unpacked(checkpoint.file(_META), path, weights_only)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint after the save that is under way; see `CheckpointManager.remove`."""
+        folder, name = os.path.split(str(filepath))
+        manager = self.__dict__.get("_checkpoint_managers", {}).get(folder)
+        if manager is not None and ours(filepath):
+            manager.remove(name)
+        elif self.is_global_zero:
+            super().remove_checkpoint(filepath)
+
+    def wait_for_checkpoints(self) -> None:
+        """Waits until the saves in the background are committed."""
+        for manager in self.__dict__.get("_checkpoint_managers", {}).values():
+            manager.wait()
+
+    def teardown(self) -> None:
+        """Waits for the last save, and releases the folders."""
+        for manager in self.__dict__.pop("_checkpoint_managers", {}).values():
+            manager.close()
+        with suppress(NotImplementedError):  # Fabric's sharded strategies have no CheckpointIO
+            super().teardown()
+
+
+class _TrainerCheckpoints(_Managers):
+    """The checkpoints of a `Trainer`. Subclasses name the model as stock Lightning does."""
+
+    _model_key = "state_dict"
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the live tensors. A hook may leave some out, and the save copies the rest."""
+        self._exported = get_model_state_dict(self.model)
+        return dict(self._exported)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Returns nothing, since the save takes the optimizer itself."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("storage_options: set them in `checkpoint_options` of the strategy")
+        key, chosen = self._model_key, checkpoint.pop("state_dict")
+        for name, tensor in chosen.items():
+            if self._exported.get(name) is not tensor:
+                raise PlanError(
+                    f"a hook has changed the tensor {printable(name)!r} of the state dict",
+                    hint="a hook may leave tensors out; save others as attributes of the module",
+                )
+        accepted = {f"{key}.{name}" for name in chosen}
+        only: Any = accepted.__contains__ if len(chosen) < len(self._exported) else ""
+        state = {key: self.model}
+        if checkpoint.pop("optimizer_states", None) is not None:
+            state |= self._numbered_optimizers()
+        self._save(filepath, state, checkpoint, checkpoint["global_step"], only)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if not (where := ours(str(self.broadcast(checkpoint_path)))):
+            return dict(super().load_checkpoint(checkpoint_path, weights_only))
+        state = {self._model_key: self.model, **self._numbered_optimizers()}
+        return self._load(where, state, self.lightning_module.strict_loading, weights_only)
+
+    def _numbered_optimizers(self) -> dict[str, Any]:
+        return {f"optimizer_{number}": value for number, value in enumerate(self.optimizers)}
+
+
+class _FabricCheckpoints(_Managers):
+    """The checkpoints of Fabric. A filter chooses entries of modules and dicts by name."""
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("storage_options: set them in `checkpoint_options` of the strategy")
+        if unknown := set(filter or {}) - state.keys():
+            raise KeyError(f"filter: the state has no {', '.join(sorted(unknown))}")
+        live, rest = _split(state)
+        accepted, filtered = set[str](), False
+        for key, value in state.items():
+            accepts = (filter or {}).get(key, _everything)
+            if isinstance(value, torch.nn.Module):
+                names = [n for n, t in get_model_state_dict(value).items() if accepts(n, t)]
+                accepted |= {f"{key}.{name}" for name in names}
+                filtered |= accepts is not _everything
+            elif key in (filter or {}):
+                rest[key] = {name: item for name, item in value.items() if accepts(name, item)}
+        step = int(rest.get("step", rest.get("iteration", 0)) or 0)
+        self._save(path, live, rest, step, accepted.__contains__ if filtered else "")
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        where = ours(str(self.broadcast(path)))
+        if not where or not isinstance(state, dict):
+            return dict(super().load_checkpoint(path, state, strict, weights_only))
+        live, rest = _split(state)
+        found = self._load(where, live, strict, weights_only)
+        if strict and (missing := rest.keys() - found.keys()):
+            raise KeyError(f"the checkpoint has no {', '.join(sorted(missing))} ({where})")
+        for key in rest.keys() & found.keys():
+            state[key] = found.pop(key)
+        return found
+
+
+def _everything(name: str, value: Any) -> bool:
+    del name, value
+    return True
+
+
+def _split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the modules and optimizers of a state, and everything else."""
+    kinds = (torch.nn.Module, torch.optim.Optimizer)
+    live = {key: value for key, value in state.items() if isinstance(value, kinds)}
+    return live, {key: value for key, value in state.items() if key not in live}
+
+
+def _packed(rest: Mapping[str, Any], name: str) -> bytes:
+    """Returns `meta.pt`, and warns if a load will need `weights_only=False`."""
+    data = io.BytesIO()
+    torch.save(dict(rest), data)
+    try:
+        _unpacked(data.getvalue(), name, weights_only=True)
+    except UnsafePickleError as error:
+        log.warning("%s; only a load with weights_only=False will accept it", error)
+    return data.getvalue()
+
+
+def _unpacked(data: bytes, where: str, weights_only: bool | None) -> dict[str, Any]:
+    """Returns the values of `meta.pt`. Code in it runs only with `weights_only=False`."""
+    try:
+        found = torch.load(io.BytesIO(data), weights_only=weights_only is not False)
+    except Exception as error:
+        raise UnsafePickleError(
+            f"{_META} holds more than plain values: {printable(str(error)[:200])}"
+            f" ({printable(str(where))})",
+            hint="load it with weights_only=False if you trust its author",
+        ) from error
+    return dict(found)
+
+
+@cache
+def __getattr__(name: str) -> Any:
+    """Makes a strategy when it is imported, so that Lightning is imported then."""
+    fabric = name.startswith("Fabric")
+    kind = name.removeprefix("Fabric")
+    if kind not in ("ModelParallelStrategy", "FSDPStrategy"):
+        raise AttributeError(name)
+    try:
+        from lightning.fabric import strategies as of_fabric
+        from lightning.pytorch import strategies as of_trainer
+    except ImportError:
+        from lightning_fabric import strategies as of_fabric
+        from pytorch_lightning import strategies as of_trainer
+    base = _FabricCheckpoints if fabric else _TrainerCheckpoints
+    more = {"_model_key": "model"} if kind == "FSDPStrategy" and not fabric else {}
+    return type(name, (base, getattr(of_fabric if fabric else of_trainer, kind)), more)
