@@ -67,7 +67,10 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         if self.is_deepspeed_enabled:
             raise PlanError("DeepSpeed saves its own checkpoints", hint="use the Trainer as it is")
         root, limit = self.checkpoint_root or self.args.output_dir, self.args.save_total_limit
-        options = {"keep_last": limit if limit and limit > 0 else None, "step_prefix": _PREFIX}
+        options = {
+            "keep_last": limit if limit and limit > 0 else None,
+            "step_format": f"{_PREFIX}{{}}",
+        }
         with (
             tempfile.TemporaryDirectory() as small,
             CheckpointManager(root, **{**options, **self.checkpoint_options}) as manager,

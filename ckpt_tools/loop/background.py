@@ -90,7 +90,7 @@ class BackgroundWriter:
         max_failures: int,
         keep: tuple[int | None, int | None],
         hooks: Hooks,
-        prefix: str,
+        step_format: str,
     ) -> None:
         """Stores the manager's settings.
 
@@ -99,11 +99,11 @@ class BackgroundWriter:
             jobs, retry_s, max_failures: as for the manager.
             keep: its keep_last and keep_every.
             hooks: called after each commit and each failure.
-            prefix: of the names of steps.
+            step_format: of the names of steps.
         """
         self.candidates, self.root = candidates, candidates.root
         self.jobs, self.retry_s, self.max_failures, self.keep = jobs, retry_s, max_failures, keep
-        self._hooks, self._prefix, self.protected = hooks, prefix, set[int]()
+        self._hooks, self._format, self.protected = hooks, step_format, set[int]()
         self._read_back, self._told = ReadBack(), set[str]()  # warnings on the store, logged once
 
     @property
@@ -113,7 +113,7 @@ class BackgroundWriter:
 
     def name(self, step: int) -> str:
         """Returns the name of a step's directory."""
-        return step_name(step, self._prefix)
+        return step_name(step, self._format)
 
     def target(self, name: str) -> Destination:
         """Returns the destination of a step, by its name."""

@@ -163,6 +163,7 @@ def load_into(
     where = printable(str(path))
     with group.phase(f"open {where}"):
         shards = job.open(path, storage_options)
+    _refuse_extra(group, job.found, where)
     shards = _share(group, job.source, shards, job.found.tensors, read_once, job.jobs, job.report)
     with group.phase(f"read {where}"):
         job.read(shards)
@@ -170,6 +171,21 @@ def load_into(
     with group.phase(f"restore {where}"):
         job.restore()
     return job.report
+
+
+def _refuse_extra(group: GlooGroup, found: Match, where: str) -> None:
+    """Refuses stored names under the state's keys that no rank's state has.
+
+    Raises:
+        PlanError: there are such names.
+    """
+    what = f"compare the names of {where}"
+    if not group.sum([found.extra_error is not None], what)[0]:
+        return
+    everywhere = set.intersection(*map(set, group.all_gather(found.extra, what)))
+    with group.phase(what):
+        if everywhere and found.extra_error is not None:
+            raise found.extra_error
 
 
 class _Load:

@@ -57,7 +57,7 @@ from ckpt_tools.operations.verify import verify as verify_checkpoint
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import (
-    STEP_PREFIXES,
+    STEP_FORMATS,
     Step,
     damage,
     find_latest,
@@ -107,7 +107,7 @@ class CheckpointManager:
         save_every_s: float | None = None,
         on_commit: OnCommit | Sequence[OnCommit] | None = None,
         on_error: OnError | Sequence[OnError] | None = None,
-        step_prefix: str = "step-",
+        step_format: str = STEP_FORMATS[0],
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Claims a directory for this job, and removes unfinished files of dead jobs from it.
@@ -145,8 +145,8 @@ class CheckpointManager:
             on_commit: a function, or a list of functions, of the `SaveReport` of each committed
                 step. Rank 0 calls it, in the thread that wrote the step. An exception is logged.
             on_error: the same for a failed save: `(step, error)`.
-            step_prefix: of the directories' names: `step-` (step-00000500), `checkpoint-`
-                (checkpoint-500) or `global_step_`.
+            step_format: of the names of the steps: `step-{:08d}`, `step-{}`, `checkpoint-{}` or
+                `global_step_{}`.
             storage_options: options of the object store, in fsspec's form.
 
         Raises:
@@ -167,9 +167,9 @@ class CheckpointManager:
             save_every=save_every,
             save_every_s=save_every_s,
         )
-        if step_prefix not in STEP_PREFIXES:
+        if step_format not in STEP_FORMATS:
             raise ValueError(
-                f"step_prefix: expected one of {', '.join(STEP_PREFIXES)}, got {step_prefix!r}"
+                f"step_format: expected one of {', '.join(STEP_FORMATS)}, got {step_format!r}"
             )
         # absolute: the job may change its working directory
         self._root = open_root(
@@ -197,7 +197,7 @@ class CheckpointManager:
             max_failures,
             (keep_last, keep_every),
             Hooks(on_commit, on_error),
-            step_prefix,
+            step_format,
         )
         self._schedule = SaveSchedule(self._root, save_every, save_every_s)
         try:
@@ -248,6 +248,7 @@ class CheckpointManager:
         files: Mapping[str, bytes] | None = None,
         metrics: Mapping[str, float] | None = None,
         name: str | None = None,
+        names_differ: bool = False,
     ) -> bool:
         """Saves a step, and returns when the state may change again.
 
@@ -271,6 +272,9 @@ class CheckpointManager:
             metrics: numbers for the report that `on_commit` gets. They are not stored.
             name: of the directory below the root, if a trainer names its checkpoints itself.
                 Retention, `resume` and a mirror leave such a checkpoint alone; see `remove`.
+            names_differ: the ranks have different names, such as the stages of a pipeline. The
+                lowest rank that has a value writes it. Without this, a name that a rank lacks is
+                refused.
 
         Returns:
             False if `when_busy="skip"` and the previous save is still being written.
@@ -286,6 +290,7 @@ class CheckpointManager:
         is_background = self.asynchronous if asynchronous is None else asynchronous
         changed = ", asynchronous=False" * (not is_background) + ", overwrite=True" * overwrite
         changed += f", only={_shown(only)}" * bool(only) + f", name={name!r}" * (name is not None)
+        changed += ", names_differ=True" * names_differ
         call = f"save({step}{changed})"
         if self._group.meet("save", call, (self._writer.is_busy and self.when_busy == "skip", 0))[
             0
@@ -314,8 +319,15 @@ class CheckpointManager:
                         only if callable(only) else lambda name: name not in exported.frozen
                     )
                 shards = local_shards(exported.tensors)
-                objects, paths = pack_objects(exported, self._group.rank)
-                values = (*exported.objects, *(f"{name} (PerRank)" for name in exported.per_rank))
+            below = None
+            if names_differ:
+                named = self._group.all_gather(tuple(exported.objects), "share the names of values")
+                below = {n for names in named[: self._group.rank] for n in names}
+            with self._group.phase(f"collect the values for {what}"):
+                objects, paths = pack_objects(exported, self._group.rank, below)
+                values = tuple(f"{name} (PerRank)" for name in exported.per_rank)
+                if not names_differ:
+                    values = (*exported.objects, *values)
             offers = offers_of(shards)
             self._layout = layout = agree_layout(
                 self._group, self._layout, offers, tuple(objects), values, paths

@@ -97,6 +97,9 @@ class Match(NamedTuple):
         alike: stored names that must hold the same value as one of `objects`. A flattened optimizer
             keeps each option for every parameter of a group.
         resized: how to load tensors whose shape in the checkpoint differs.
+        extra: stored names under the state's keys that this rank's state lacks. They are an error
+            if no other rank has them either.
+        extra_error: that error.
     """
 
     tensors: dict[str, str]
@@ -106,6 +109,8 @@ class Match(NamedTuple):
     notes: list[str]
     alike: dict[str, list[str]]
     resized: dict[str, OnMismatch]
+    extra: list[str]
+    extra_error: PlanError | None
 
 
 class _Misfit(NamedTuple):
@@ -233,10 +238,13 @@ def match(
         if not _fits_type(exported.tensors[n], catalog.tensors[s], request.cast)
     ]
     misfit = _Misfit(absent, extra, shapes, types, kinds)
+    error = None
     if shapes or types or (request.strict and (absent or extra or kinds)):
-        raise PlanError(
+        error = PlanError(
             _table(exported, catalog, names, misfit, where), hint=_hint(misfit, request.strict)
         )
+        if shapes or types or absent or kinds:
+            raise error
     if stateless:
         notes.append(
             f"{len(stateless)} entries of optimizer state are not in the checkpoint: those"
@@ -259,7 +267,7 @@ def match(
     if left and not any(names):
         notes.append(f"the state has no such keys; left out: {_some(left)}")
     notes += _tied_apart(exported, catalog, fitting)
-    return Match(fitting, fitting_objects, new, gone, notes, alike, resized)
+    return Match(fitting, fitting_objects, new, gone, notes, alike, resized, extra, error)
 
 
 def check_unread(catalog: Catalog, state: Mapping[str, Any], request: LoadRequest) -> None:

@@ -23,7 +23,8 @@ from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.superseded import SUPERSEDED, RollbackNote, read_notes
 from ckpt_tools.storage import LocalStore, Store, open_store, place_of
 
-STEP_PREFIXES = ("step-", "checkpoint-", "global_step_")  # under which a run may save
+# the names under which a run may save; the first one is our own
+STEP_FORMATS = ("step-{:08d}", "step-{}", "checkpoint-{}", "global_step_{}")
 _STEP = re.compile(r"(?:step|checkpoint|global_step|epoch)[-_]?([0-9]{1,18})")
 _LOOKERS = 16  # each waits for a store
 
@@ -71,7 +72,7 @@ class Step:
         return (
             self.manifest is not None
             and self.manifest.operation != "seal"
-            and self.name in {step_name(self.number, prefix) for prefix in STEP_PREFIXES}
+            and self.name in {step_name(self.number, form) for form in STEP_FORMATS}
             and not os.path.islink(self.path)
         )
 
@@ -95,14 +96,14 @@ def number_in(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def step_name(number: int, prefix: str = "step-") -> str:
+def step_name(number: int, form: str = STEP_FORMATS[0]) -> str:
     """Returns the name of a step's directory.
 
     Args:
         number: of the step.
-        prefix: one of `STEP_PREFIXES`. Only numbers behind `step-` have leading zeros.
+        form: one of `STEP_FORMATS`.
     """
-    return f"step-{number:08d}" if prefix == "step-" else f"{prefix}{number}"
+    return form.format(number)
 
 
 def list_steps(root: RunRoot, with_superseded: bool = False) -> list[Step]:

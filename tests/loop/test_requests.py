@@ -197,21 +197,19 @@ def test_a_hook_that_is_no_function_is_refused(tmp_path: Path) -> None:
 # ---- names ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prefix", "last"), [("checkpoint-", "checkpoint-3"), ("global_step_", "global_step_3")]
-)
-def test_steps_have_the_names_that_a_host_expects(prefix: str, last: str, tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "run", keep_last=1, step_prefix=prefix) as checkpoints:
+@pytest.mark.parametrize("form", ["step-{}", "checkpoint-{}", "global_step_{}"])
+def test_steps_have_the_names_that_a_host_expects(form: str, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", keep_last=1, step_format=form) as checkpoints:
         checkpoints.protected_steps.add(1)
         for step in (1, 2, 3):
             checkpoints.save(step, {"w": torch.full((3,), float(step))})
     names = {p.name for p in (tmp_path / "run").iterdir() if not p.name.startswith(".")}
-    assert names == {f"{prefix}1", last}
+    assert names == {form.format(1), form.format(3)}
     state = {"w": torch.zeros(3)}
-    with CheckpointManager(tmp_path / "run", step_prefix=prefix) as checkpoints:
+    with CheckpointManager(tmp_path / "run", step_format=form) as checkpoints:
         assert checkpoints.resume(state) == 3 and state["w"][0] == 3
 
 
-def test_a_prefix_that_no_reader_knows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected one of step-, checkpoint-, global_step_"):
-        CheckpointManager(tmp_path / "run", step_prefix="model-")
+def test_a_form_that_no_reader_knows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step_format: expected one of step-"):
+        CheckpointManager(tmp_path / "run", step_format="model-{}")
