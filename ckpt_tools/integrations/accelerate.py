@@ -34,7 +34,7 @@ _REFUSED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """Where a job continues.
 
     Attributes:
@@ -138,7 +138,7 @@ def load_state(
     step: int | None = None,
     path: str | os.PathLike[str] | None = None,
     **options: Any,
-) -> Place:
+) -> Position:
     """Loads the newest sound step of a run, on any number of ranks.
 
     Args:
@@ -157,11 +157,11 @@ def load_state(
     if path is not None and not ours(path):
         log.warning("%s is Accelerate's own: Accelerator.load_state loads it", path)
         accelerator.load_state(os.fspath(path))
-        return Place(rng=RngState().state_dict())
+        return Position(rng=RngState().state_dict())
     state = _state(accelerator) | {"rng": RngState(), "place": {"epoch": 0, "batch": 0, "step": 0}}
     resumed = manager.resume(state, step, path=path)
     if resumed is None:
-        return Place()
+        return Position()
     accelerator.step = state["place"].pop("step")
     for loader, stored in zip(accelerator._dataloaders, state.get("loaders", ()), strict=True):
         if isinstance(stored, Mapping):
@@ -169,7 +169,7 @@ def load_state(
             if "generator" in stored:
                 loader.synchronized_generator.set_state(stored["generator"])
     place = state["place"]
-    return Place(resumed, place["epoch"], place["batch"], RngState().state_dict())
+    return Position(resumed, place["epoch"], place["batch"], RngState().state_dict())
 
 
 def _state(accelerator: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _Strategy: Any = Any if TYPE_CHECKING else object
 
 
 class _Managers(_Strategy):  # type: ignore[misc]
-    """What the strategies share: a manager for each folder with checkpoints.
+    """Has a manager for each folder with checkpoints. All strategies share it.
 
     Attributes:
         checkpoint_options: of `CheckpointManager`, such as `storage_options`.

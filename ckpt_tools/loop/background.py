@@ -211,6 +211,7 @@ class BackgroundWriter:
         if group.rank == 0:
             if save.is_numbered:
                 self._follow_up(save.step, report.path)
+            report.mirror_lag_steps = len(self.mirror.needed()) if self.mirror else 0
             self._hooks.committed(report)
         return report
 

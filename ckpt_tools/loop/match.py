@@ -202,13 +202,8 @@ def match(
     absent = [
         n for n in (*missing, *missing_objects) if n not in tied | settled | empty and n not in gone
     ]
-    frozen = [n for n in absent if n in exported.frozen] if lacks_frozen else []
-    absent = [n for n in absent if n not in frozen]
-    if frozen:
-        notes.append(
-            f"the step has only what trains: {len(frozen)} frozen parameters keep their values:"
-            f" {_some(frozen)}"
-        )
+    if lacks_frozen:
+        absent = _without_frozen(absent, exported.frozen, notes)
     fitting = {n: s for n, s in tensors.items() if s in catalog.tensors and n not in kinds}
     fitting_objects = {n: s for n, s in objects.items() if s in catalog.objects and n not in kinds}
     used = {*fitting.values(), *fitting_objects.values(), *(names.get(n, n) for n in kinds)}
@@ -268,6 +263,17 @@ def match(
         notes.append(f"the state has no such keys; left out: {_some(left)}")
     notes += _tied_apart(exported, catalog, fitting)
     return Match(fitting, fitting_objects, new, gone, notes, alike, resized, extra, error)
+
+
+def _without_frozen(absent: Sequence[str], frozen: set[str], notes: list[str]) -> list[str]:
+    """Returns the absent names but for frozen parameters, which a note names."""
+    kept = [n for n in absent if n in frozen]
+    if kept:
+        notes.append(
+            f"the step has only what trains: {len(kept)} frozen parameters keep their values:"
+            f" {_some(kept)}"
+        )
+    return [n for n in absent if n not in frozen]
 
 
 def check_unread(catalog: Catalog, state: Mapping[str, Any], request: LoadRequest) -> None:

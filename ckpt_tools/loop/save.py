@@ -88,6 +88,7 @@ class SaveReport:
             checksum of every file, so the digest stands for all bytes.
         stall_s: seconds for which `save` held the training loop.
         metrics: as given to `save`.
+        mirror_lag_steps: on rank 0, steps that the mirror does not have yet, this one included.
     """
 
     path: str
@@ -99,6 +100,7 @@ class SaveReport:
     digest: str = ""
     stall_s: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    mirror_lag_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

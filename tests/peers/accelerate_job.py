@@ -59,14 +59,14 @@ def prepared():
 
 
 def main():
-    from ckpt_tools.integrations.accelerate import Place, load_state, save_state
+    from ckpt_tools.integrations.accelerate import Position, load_state, save_state
 
     OUT.mkdir(exist_ok=True)
     accelerator, net, optimizer, scheduler, loader = prepared()
     counter, root = Counter(), WANTED.get("root") or str(OUT / "run")
     accelerator.register_for_checkpointing(counter)
     torch.manual_seed(5 + accelerator.process_index)
-    place, step = Place(), 0
+    place, step = Position(), 0
     if WANTED.get("load"):
         place = load_state(accelerator, root, path=WANTED["load"])
         step = WANTED["at"]

@@ -40,6 +40,14 @@ _PEERS = {
     "torchtitan": (
         "torchtitan==0.3.0 torchdata tyro docstring-parser typeguard einops spmd_types==0.2.3"
     ),
+    "trackers": (
+        "wandb mlflow-skinny tensorboard gitpython gitdb smmap platformdirs protobuf pydantic"
+        " pydantic-core annotated-types typing-inspection sentry-sdk cachetools cloudpickle"
+        " importlib-metadata==8.7.0 xxhash zipp opentelemetry-api opentelemetry-sdk opentelemetry-proto"
+        " opentelemetry-semantic-conventions sqlparse requests urllib3 idna certifi"
+        " charset-normalizer absl-py grpcio markdown tensorboard-data-server werkzeug python-dotenv"
+        " databricks-sdk google-auth pyasn1 pyasn1-modules fastapi starlette uvicorn h11 anyio"
+    ),
     "verl": (
         "verl==0.9.1 tensordict pyvers orjson omegaconf hydra-core antlr4-python3-runtime==4.9.3"
         " peft==0.21.2 ray msgpack cloudpickle codetiming protobuf datasets multiprocess dill"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -26,12 +27,20 @@ from tests.peers.environments import JOBS, python_of
 from tests.servers.servers import running
 
 RANKS = (2, 3) if LONG else (2,)
-HOSTS = {"transformers": "", "accelerate": ""}  # the environment; "" is that of the tests
+# the environment and the script of each host; "" is the environment of the tests
+HOSTS = {
+    "transformers": ("", "transformers_job.py", "."),
+    "accelerate": ("", "accelerate_job.py", "run"),
+    "lightning": ("lightning", "lightning_saves_job.py", "saved"),
+    "torchtitan": ("torchtitan", "torchtitan_saves_job.py", "run"),
+    "trackers": ("trackers", "trackers_job.py", ""),
+}
 
 
 def command(host: str, num_ranks: int, out: Path, wanted: dict[str, Any]) -> list[str]:
-    words = [JOBS / f"{host}_job.py", out, json.dumps(wanted)]
-    python = python_of(HOSTS[host]) if HOSTS[host] else sys.executable
+    peer, script, _ = HOSTS[host]
+    words = [JOBS / script, out, json.dumps({"ranks": num_ranks, **wanted})]
+    python = python_of(peer) if peer else sys.executable
     return [python, *(torchrun_command(num_ranks, *words)[1:] if num_ranks else map(str, words))]
 
 
@@ -69,9 +78,9 @@ def kill(host: str, num_ranks: int, out: Path, root: Path, wanted: dict[str, Any
 
 def steps_in(root: Path) -> list[int]:
     return sorted(
-        int(path.name.rpartition("-")[2])
-        for path in root.glob("*-*")
-        if path.is_dir() and not path.name.startswith(".") and "superseded" not in path.name
+        int(found[1])
+        for path in root.glob("*")
+        if path.is_dir() and (found := re.fullmatch(r"[a-z]+[-=](\d+)(?:\.ckpt)?", path.name))
     )
 
 
@@ -88,8 +97,8 @@ def losses(out: Path) -> dict[str, dict[int, str]]:
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize(
     ("host", "fsdp"),
-    [("transformers", 2), ("accelerate", 2), ("accelerate", 1)]
-    + [("transformers", 1), ("transformers", 0), ("accelerate", 0)] * LONG,
+    [("transformers", 2), ("accelerate", 2), ("lightning", 2), ("torchtitan", 2)]
+    + [("accelerate", 1), ("transformers", 1), ("transformers", 0), ("accelerate", 0)] * LONG,
 )
 def test_a_killed_job_has_the_losses_of_one_that_was_not(
     host: str, fsdp: int, num_ranks: int, tmp_path: Path
@@ -97,9 +106,10 @@ def test_a_killed_job_has_the_losses_of_one_that_was_not(
     wanted = {"steps": 20, "fsdp": fsdp, "save": 3}
     run(host, num_ranks, tmp_path / "whole", wanted)
     part = tmp_path / "part"
-    root = part / "run" if host == "accelerate" else part
+    root = part / HOSTS[host][2]
     kill(host, num_ranks, part, root, wanted)
-    run(host, num_ranks, part, {**wanted, "resume": True})
+    newest = str(root / f"step={max(steps_in(root))}.ckpt") if host == "lightning" else True
+    run(host, num_ranks, part, {**wanted, "resume": newest})
     want, got = losses(tmp_path / "whole"), losses(part)
     assert got == want and all(len(found) == 20 for found in want.values())
 
@@ -195,3 +205,109 @@ def test_accelerate_switches_from_its_own_checkpoint(tmp_path: Path) -> None:
     for name, found in got.items():
         assert found == {n: w for n, w in want[name].items() if n > 5}
     assert ckpt_tools.verify(tmp_path / "part" / "run" / "step-00000010").problems == []
+
+
+# ---- Lightning -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fabric", [False, True])
+def test_lightning_resumes_on_other_ranks_and_stock_lightning_reads_it(
+    fabric: bool, tmp_path: Path
+) -> None:
+    wanted = {"steps": 10, "fabric": fabric}
+    run("lightning", 2, tmp_path / "whole", wanted)
+    (five,) = (tmp_path / "whole" / "saved").glob("*=5.ckpt")
+    run("lightning", 3, tmp_path / "three", {**wanted, "steps": 6, "resume": str(five)})
+    run("lightning", 2, tmp_path / "part", {**wanted, "resume": str(five)})
+    run("lightning", 2, tmp_path / "stock", {**wanted, "resume": str(five), "stock": True})
+    want = losses(tmp_path / "whole")["losses-0.txt"]
+    for name in ("part", "stock"):
+        assert losses(tmp_path / name)["losses-0.txt"] == {n: w for n, w in want.items() if n > 5}
+    assert list(losses(tmp_path / "three")["losses-0.txt"]) == [6]
+    # and the other way: ours continues from stock
+    run("lightning", 2, tmp_path / "theirs", {**wanted, "steps": 5, "stock": True})
+    (stock,) = (tmp_path / "theirs" / "saved").glob("*=5.ckpt")
+    run("lightning", 2, tmp_path / "back", {**wanted, "resume": str(stock)})
+    assert losses(tmp_path / "back")["losses-0.txt"] == {n: w for n, w in want.items() if n > 5}
+
+
+def test_model_checkpoint_decides_which_stay(tmp_path: Path) -> None:
+    """The previous checkpoint goes only after the next one is complete."""
+    kept = {"save_top_k": 1, "monitor": "loss", "mode": "min", "save_last": "link"}
+    run("lightning", 2, tmp_path / "ours", {"steps": 12, "save": 2, "checkpoint": kept})
+    run(
+        "lightning",
+        2,
+        tmp_path / "theirs",
+        {"steps": 12, "save": 2, "checkpoint": kept, "stock": 1},
+    )
+    ours, theirs = tmp_path / "ours" / "saved", tmp_path / "theirs" / "saved"
+    assert steps_in(ours) == steps_in(theirs)
+    assert os.path.realpath(ours / "last.ckpt") != str(ours / "last.ckpt")
+    for number in steps_in(ours):
+        assert ckpt_tools.verify(ours / f"step={number}.ckpt").problems == []
+
+
+def test_a_filter_of_fabric(tmp_path: Path) -> None:
+    """The filter keeps the last layer, which stock refuses for sharded checkpoints."""
+    run("lightning", 2, tmp_path, {"steps": 5, "fabric": True, "filter": True})
+    (step,) = (tmp_path / "saved").glob("*=5.ckpt")
+    with ckpt_tools.open(step) as checkpoint:
+        names = [n for n in checkpoint if n.startswith("model.")]
+    assert names == ["model.2.weight"]
+
+
+# ---- torchtitan ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_torchtitan_continues_from_stock_and_stock_from_ours(stages: int, tmp_path: Path) -> None:
+    """Also if the ranks are stages of a pipeline, each with names of its own."""
+    ranks, wanted = 2 * stages, {"steps": 10, "stages": stages}
+    run("torchtitan", ranks, tmp_path / "whole", wanted)
+    want = losses(tmp_path / "whole")
+    for first, second in (("stock", ""), ("", "stock")):
+        out = tmp_path / f"{first}-{second}"
+        run("torchtitan", ranks, out, {**wanted, "steps": 5, "stock": bool(first)})
+        run("torchtitan", ranks, out, {**wanted, "stock": bool(second)})
+        assert losses(out) == want
+
+
+def test_hugging_face_formats_of_torchtitan_in_a_bucket(tmp_path: Path) -> None:
+    """Stock torchtitan refuses them there."""
+    (tmp_path / "server").mkdir()
+    with running("moto", tmp_path / "server") as server:
+        server.bucket("runs")
+        more = server.environment
+        config = {"folder": "s3://runs/a", "last_save_model_only": True, "last_save_in_hf": True}
+        run("torchtitan", 2, tmp_path / "one", {"steps": 10, "config": config}, **more)
+        config = {
+            "folder": "s3://runs/b",
+            "initial_load_in_hf": True,
+            "initial_load_path": "s3://runs/a/step-10-hf",
+        }
+        run("torchtitan", 2, tmp_path / "two", {"steps": 0, "seed": 3, "config": config}, **more)
+        names = server.bucket("runs").ls("runs/a", detail=False)
+        assert sorted(name.rpartition("/")[2] for name in names if "step" in name) == [
+            "step-10-hf",
+            "step-5",
+        ]
+    want, got = (torch.load(tmp_path / name / "end-0.pt") for name in ("one", "two"))
+    assert want.keys() == got.keys() and all(torch.equal(got[n], t) for n, t in want.items())
+
+
+def test_a_seed_of_torchtitan_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    config = {"last_save_model_only": True}
+    run("torchtitan", 1, tmp_path, {"steps": 0, "seed": 7, "seed_only": True, "config": config})
+    want = torch.load(tmp_path / "end-0.pt")
+    run("torchtitan", 2, tmp_path, {"steps": 0, "seed": 1})
+    got = torch.load(tmp_path / "end-0.pt")
+    assert all(torch.equal(got[n], t) for n, t in want.items())
+
+
+# ---- trackers ------------------------------------------------------------------------------------
+
+
+def test_trackers_are_told_of_each_step(tmp_path: Path) -> None:
+    """W&B offline, MLflow in files, TensorBoard."""
+    run("trackers", 0, tmp_path, {})

@@ -1,0 +1,70 @@
+"""Real trackers, without a network: `trackers_job.py OUT` saves two steps and tells each tracker."""
+
+import glob
+import json
+import os
+import sys
+from pathlib import Path
+
+OUT = Path(sys.argv[1])
+os.environ |= {
+    "WANDB_MODE": "offline",
+    "WANDB_DIR": str(OUT),
+    "WANDB_SILENT": "true",
+    "MLFLOW_TRACKING_URI": f"file://{OUT}/mlruns",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+}
+import mlflow
+import torch
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from ckpt_tools import CheckpointManager
+from ckpt_tools.integrations.trackers import (
+    mlflow_reference,
+    mlflow_scalars,
+    tensorboard_scalars,
+    wandb_reference,
+    wandb_scalars,
+)
+
+
+def main():
+    run, writer = wandb.init(project="p"), SummaryWriter(OUT / "tb")
+    active = mlflow.start_run()
+    told = []
+    hooks = [
+        told.append,
+        tensorboard_scalars(writer),
+        wandb_scalars(run),
+        wandb_reference(run),
+        mlflow_scalars(),
+        mlflow_reference(),
+    ]
+    with CheckpointManager(OUT / "run", on_commit=hooks) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": torch.ones(1000)}, metrics={"loss": 1.0 / step})
+    writer.close()
+    found = EventAccumulator(str(OUT / "tb"))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("checkpoint/loss")] == [(1, 1.0), (2, 0.5)]
+    assert {"checkpoint/stall_s", "checkpoint/bytes"} <= set(found.Tags()["scalars"])
+    client = mlflow.MlflowClient()
+    history = client.get_metric_history(active.info.run_id, "checkpoint/bytes")
+    assert [m.step for m in history] == [1, 2] and history[0].value == told[0].nbytes > 4000
+    (path,) = glob.glob(f"{OUT}/mlruns/*/{active.info.run_id}/artifacts/checkpoints/step-2.json")
+    facts = json.loads(Path(path).read_text())
+    assert facts["uri"] == f"file://{told[1].path}" and facts["metrics"] == {"loss": 0.5}
+    assert facts["digest"] == f"crc64nvme:{told[1].digest}"
+    mlflow.end_run()
+    run.finish()
+    records = b"".join(p.read_bytes() for p in OUT.glob("wandb/*/*.wandb"))
+    assert b"checkpoint/loss" in records and f"file://{told[1].path}".encode() in records
+    assert told[1].digest.encode() in records
+    kept = [p for p in OUT.glob("wandb/**/*") if p.is_file() and p.suffix == ".distcp"]
+    assert kept == [], "a reference copies nothing"
+
+
+if __name__ == "__main__":
+    main()
