@@ -25,6 +25,8 @@ from ckpt_tools.errors import (
 from ckpt_tools.version import __version__
 
 if TYPE_CHECKING:
+    from ckpt_tools.loop.ema import Ema
+    from ckpt_tools.loop.export import HuggingFace
     from ckpt_tools.loop.load import LoadReport, load
     from ckpt_tools.loop.manager import CheckpointManager
     from ckpt_tools.loop.reader import Checkpoint, StoredTensor
@@ -56,7 +58,9 @@ __all__ = [
     "CopyResult",
     "DiffResult",
     "Difference",
+    "Ema",
     "FormatError",
+    "HuggingFace",
     "IntegrityError",
     "LoadReport",
     "Manifest",
@@ -117,6 +121,8 @@ _LAZY = {
     "PerRank": "loop.state_dict",
     "RngState": "loop.state_dict",
     "save": "loop.single_save",
+    "Ema": "loop.ema",
+    "HuggingFace": "loop.export",
     "latest": "loop.runs",
     "steps": "loop.runs",
     "prune": "loop.runs",

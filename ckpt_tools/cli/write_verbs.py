@@ -97,6 +97,15 @@ def merge(
             "--keep-prefix", help="Keep names as stored: `model.`, `_orig_mod.`, `module.`, …."
         ),
     ] = False,
+    model_key: Annotated[
+        str | None,
+        typer.Option(
+            "--model-key",
+            metavar="KEY",
+            help="The key below which the model lies, such as `ema.model`; found if absent.",
+            show_default=False,
+        ),
+    ] = None,
     lora: Annotated[
         str | None,
         typer.Option(
@@ -148,6 +157,7 @@ def merge(
             max_shard_bytes=max_shard_size,
             keep_prefix=keep_prefix,
             lora=lora,
+            model_key=model_key,
             **options,
         )
     _report(context.obj, result, quiet, as_json)

@@ -473,9 +473,25 @@ def _below_its_file(
     return (*prefix, *keys) if is_twice else prefix
 
 
-def model_only(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
-    """Returns the model's tensors under their names within the model, and the keys taken off."""
+def model_only(catalog: Catalog, key: str | None = None) -> tuple[Catalog, tuple[str, ...]]:
+    """Returns the model's tensors under their names within the model, and the keys taken off.
+
+    Args:
+        catalog: of the whole state.
+        key: of the model, such as `ema.model`; found if None.
+
+    Raises:
+        PlanError: no tensor is below that key.
+    """
     prefix, optimizers = find_model(catalog), find_optimizers(catalog)
+    if key is not None:
+        prefix = tuple(key.split("."))
+        if not any(key_path(catalog, fqn)[: len(prefix)] == prefix for fqn in catalog.tensors):
+            roots = sorted({key_path(catalog, fqn)[0] for fqn in catalog.tensors})
+            raise PlanError(
+                f"no tensor is below the key {printable(key)!r}",
+                hint=f"the keys at the top: {printable(', '.join(roots[:8]))}",
+            )
 
     def is_model(fqn: str) -> bool:
         path = key_path(catalog, fqn)

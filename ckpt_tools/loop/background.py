@@ -18,6 +18,7 @@ from ckpt_tools.errors import CheckpointError, PeerError, printable
 from ckpt_tools.loop import rollback
 from ckpt_tools.loop.archives import ReadBack
 from ckpt_tools.loop.candidates import Candidates
+from ckpt_tools.loop.export import Exporter
 from ckpt_tools.loop.hooks import Hooks
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.retention import retain
@@ -65,7 +66,7 @@ class BackgroundWriter:
     """Writes the steps of a run, in the background or at once.
 
     Attributes:
-        lock, mirror: only on rank 0, and only if the run has them.
+        lock, mirror, exporter: only on rank 0, and only if the run has them.
         resumed: a step that stays until a newer one is committed.
         last_step: the newest step that was written or resumed from.
         last_save: the report of the last save.
@@ -74,6 +75,7 @@ class BackgroundWriter:
 
     lock: RootLock | None = None
     mirror: Mirror | None = None
+    exporter: Exporter | None = None
     resumed: Path | str | None = None
     last_step: int | None = None
     last_save: SaveReport | None = None
@@ -279,6 +281,8 @@ class BackgroundWriter:
                 )
         if self.mirror is not None:
             self.mirror.offer(step, Path(path))
+        if self.exporter is not None:
+            self.exporter.offer(step, path)
         self._background().submit(self._retain)
 
     def _retain(self) -> None:
@@ -287,6 +291,7 @@ class BackgroundWriter:
             *([self.resumed] if self.resumed else []),
             *([self.last_save.path] if self.last_save else []),
             *(self.mirror.needed() if self.mirror else []),
+            *(self.exporter.needed() if self.exporter else []),
             *(self.root.step_path(self.name(step)) for step in set(self.protected)),
         ]
         if retain(self.root, self.keep, kept, self._told, self.candidates.passed):

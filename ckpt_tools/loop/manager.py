@@ -41,6 +41,7 @@ from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.loop import at_exit, rollback
 from ckpt_tools.loop.background import BackgroundWriter, PendingSave, tries_again
 from ckpt_tools.loop.candidates import Candidates
+from ckpt_tools.loop.export import Exporter, HuggingFace
 from ckpt_tools.loop.hooks import Hooks, OnCommit, OnError
 from ckpt_tools.loop.load import LoadReport, load_into
 from ckpt_tools.loop.match import LoadRequest, OnMismatch
@@ -85,7 +86,9 @@ class CheckpointManager:
     `os._exit` ends a save that is being written.
     """
 
-    @checked(name="CheckpointManager", names_only=("jobs", "mirror", "on_commit", "on_error"))
+    @checked(
+        name="CheckpointManager", names_only=("jobs", "mirror", "on_commit", "on_error", "export")
+    )
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -108,6 +111,7 @@ class CheckpointManager:
         on_commit: OnCommit | Sequence[OnCommit] | None = None,
         on_error: OnError | Sequence[OnError] | None = None,
         step_format: str = STEP_FORMATS[0],
+        export: HuggingFace | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Claims a directory for this job, and removes unfinished files of dead jobs from it.
@@ -147,6 +151,7 @@ class CheckpointManager:
             on_error: the same for a failed save: `(step, error)`.
             step_format: of the names of the steps: `step-{:08d}`, `step-{}`, `checkpoint-{}` or
                 `global_step_{}`.
+            export: write a copy in Hugging Face's layout beside a step, in the background.
             storage_options: options of the object store, in fsspec's form.
 
         Raises:
@@ -202,6 +207,8 @@ class CheckpointManager:
         self._schedule = SaveSchedule(self._root, save_every, save_every_s)
         try:
             self._claim(there, mirror_every)
+            if export is not None and self._group.rank == 0:
+                self._writer.exporter = Exporter(export, storage_options)
         except BaseException:
             self._release()
             raise
@@ -628,6 +635,8 @@ class CheckpointManager:
             self._writer.wait(is_last=True)
             if self._mirror is not None:
                 self._mirror.close()
+            if self._writer.exporter is not None:
+                self._writer.exporter.close()
         finally:
             self._release()
 
@@ -637,6 +646,8 @@ class CheckpointManager:
         self._writer.close()
         if self._mirror is not None:
             self._mirror.wait()
+        if self._writer.exporter is not None:
+            self._writer.exporter.wait()
         if self._signals is not None:
             self._signals.stop()
         if self._writer.lock is not None:

@@ -59,6 +59,7 @@ def merge(
     max_shard_bytes: int | None = None,
     keep_prefix: bool = False,
     lora: Path_ | None = None,
+    model_key: str | None = None,
     **options: Unpack[Options],
 ) -> TransferResult:
     """Joins the shards of a model into one safetensors file, ready for inference.
@@ -76,6 +77,8 @@ def merge(
         max_shard_bytes: upper bound of a shard's payload. A larger tensor gets its own shard.
         keep_prefix: keep the model's key and wrappers' prefixes in the names.
         lora: a PEFT directory whose LoRA adapter is added to the weights, in float32 arithmetic.
+        model_key: the key of the state below which the model lies, such as `ema.model`. If None,
+            it is found.
         **options: see `Options`.
 
     Raises:
@@ -96,7 +99,7 @@ def merge(
                 " --max-shard-size out"
             ),
         )
-    catalog, stripped = model_view(source.catalog, keep_prefix)
+    catalog, stripped = model_view(source.catalog, keep_prefix, model_key)
     model = catalog
     if select or exclude:
         catalog = select_from(catalog, select, exclude, source.catalog)
@@ -243,9 +246,11 @@ def _destination(dst: Path_, options: Options) -> Destination:
 # ---- what to take, and as what -------------------------------------------------------------------
 
 
-def model_view(catalog: Catalog, keep_prefix: bool) -> tuple[Catalog, dict[str, int]]:
+def model_view(
+    catalog: Catalog, keep_prefix: bool, key: str | None = None
+) -> tuple[Catalog, dict[str, int]]:
     """Returns the model's tensors under their inference names, and a count per removed prefix."""
-    model, prefix = model_only(catalog)
+    model, prefix = model_only(catalog, key)
     if keep_prefix:
         cut = len(".".join(prefix)) + 1 if prefix else 0
         return rename(model, lambda fqn: ".".join(prefix) + "." + fqn if cut else fqn), {}

@@ -62,6 +62,7 @@ NOTHING = {
     "--keep-dtype": "zz* --dtype bf16",
     "--max-shard-size": "0B",
     "--lora": "no/such",
+    "--model-key": "no.such",
     "--storage-option": "key=value",
     "--to-storage-option": "key=value",
     "--shapes": "no/such.json",
