@@ -249,6 +249,9 @@ def test_of_two_runs_at_one_place_one_wins_and_the_other_says_so(verb: str, work
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+ROUNDS = 20 if LONG else 10
+
+
 @pytest.mark.parametrize("is_sealed", [False, True])
 def test_of_two_copies_that_start_at_the_same_instant_exactly_one_works(
     work: Path, is_sealed: bool
@@ -268,7 +271,7 @@ def test_of_two_copies_that_start_at_the_same_instant_exactly_one_works(
         "    print(*sorted(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, *(f"out{i}" for i in range(20))],
+        [sys.executable, "-c", script, *(f"out{i}" for i in range(ROUNDS))],
         cwd=work,
         capture_output=True,
         text=True,
@@ -278,7 +281,7 @@ def test_of_two_copies_that_start_at_the_same_instant_exactly_one_works(
     # the second may find a finished copy
     assert set(done.stdout.splitlines()) <= {"0 0", "0 15"}, done
     assert not leftovers(work)
-    assert all(ckpt_tools.diff(work / "src", work / f"out{i}").is_same for i in range(20))
+    assert all(ckpt_tools.diff(work / "src", work / f"out{i}").is_same for i in range(ROUNDS))
 
 
 def test_modes_follow_the_umask_and_what_is_private_stays_private(work: Path) -> None:

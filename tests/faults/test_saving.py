@@ -144,7 +144,7 @@ def losses(folder: Path) -> dict[int, float]:
 SMALL = ("data.batch_size=4", "data.seq_len=32")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1] if LONG else [signal.SIGTERM])
 def test_a_signal_ends_the_step_saves_it_and_exits_with_its_code(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Hostile input by the million: `python -m tests.fuzz.fuzz TARGET --runs 1000000 [--seed 1] [--keep
+"""Hostile input by the million: `python -m tests.fuzz.fuzz TARGET… --runs 1000000 [--seed 1] [--keep
 DIR]`.
 
 Genuine files are mutated, and pickles are also put together from opcodes. Whatever comes, a reader
@@ -456,12 +456,12 @@ def hostile(rng: random.Random) -> bytes:
         return buffer.getvalue()
 
 
-def fuzz(name: str, runs: int, seed: int, keep: Path) -> Counter[str]:
+def fuzz(name: str, pool: list[bytes], runs: int, seed: int, keep: Path) -> Counter[str]:
     """Feeds a reader; returns how often it read and how often it refused.
 
     The input is in the file `last` of `keep` while it is being read, so that it survives a crash.
     """
-    rng, target, pool, seen = random.Random(seed), TARGETS[name], SEEDS[name](), Counter[str]()
+    rng, target, seen = random.Random(seed), TARGETS[name], Counter[str]()
     genuine = list(pool)
     keep.mkdir(parents=True, exist_ok=True)
     last = keep / f"last-{name}"
@@ -514,15 +514,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("targets", choices=TARGETS, nargs="+", metavar="TARGET")
     parser.add_argument("--runs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, default=Path("fuzz-found"))
     args = parser.parse_args()
-    began = time.monotonic()
+    seeds = [SEEDS[name]() for name in args.targets]  # some start a process
     sys.addaudithook(_hook)
-    seen = fuzz(args.target, args.runs, args.seed, args.keep)
-    print(f"{args.target}: {args.runs:,} runs, {time.monotonic() - began:.0f} s, {dict(seen)}")
+    for name, pool in zip(args.targets, seeds, strict=True):
+        began = time.monotonic()
+        seen = fuzz(name, pool, args.runs, args.seed, args.keep)
+        print(f"{name}: {args.runs:,} runs, {time.monotonic() - began:.0f} s, {dict(seen)}")
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def killed(directory: Path) -> None:
     assert not (directory / "step-00000020").exists()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 1, 4])
+@pytest.mark.parametrize("num_ranks", [2, 1, 4] if LONG else [2])
 def test_twenty_steps_are_ten_and_a_kill_and_ten_more(
     num_ranks: int, whole: Path, tmp_path: Path
 ) -> None:
