@@ -37,7 +37,6 @@ from ckpt_tools.errors import (
     StorageError,
     printable,
 )
-from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.loop import at_exit, rollback
 from ckpt_tools.loop.background import BackgroundWriter, PendingSave, tries_again
 from ckpt_tools.loop.candidates import Candidates
@@ -47,11 +46,11 @@ from ckpt_tools.loop.load import LoadReport, load_into
 from ckpt_tools.loop.match import LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.pack_objects import pack_objects
-from ckpt_tools.loop.save import SaveExtras, SaveLayout, SaveReport, agree_layout, offers_of
+from ckpt_tools.loop.save import SaveLayout, SaveReport, agree_layout, extras_of, offers_of
 from ckpt_tools.loop.schedule import SaveSchedule
 from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.signals import SignalWatch
-from ckpt_tools.loop.state_dict import TRAINABLE, export
+from ckpt_tools.loop.state_dict import export
 from ckpt_tools.loop.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.operations.verify import verify as verify_checkpoint
@@ -293,7 +292,7 @@ class CheckpointManager:
         """
         began, step = time.monotonic(), _check_step(step)
         self._check_open("save")
-        extras, what = _extras(only, files), _check_name(name) or self._writer.name(step)
+        extras, what = extras_of(only, files), _check_name(name) or self._writer.name(step)
         is_background = self.asynchronous if asynchronous is None else asynchronous
         changed = ", asynchronous=False" * (not is_background) + ", overwrite=True" * overwrite
         changed += f", only={_shown(only)}" * bool(only) + f", name={name!r}" * (name is not None)
@@ -320,11 +319,7 @@ class CheckpointManager:
                             " away"
                         ),
                     )
-                exported = export(state)
-                if only:
-                    exported.leave_out(
-                        only if callable(only) else lambda name: name not in exported.frozen
-                    )
+                exported = export(state, only=only)
                 shards = local_shards(exported.tensors)
             below = None
             if names_differ:
@@ -692,22 +687,6 @@ def _check_step(step: int) -> int:
 
 def _shown(only: str | Callable[[str], bool]) -> str:
     return "a function" if callable(only) else repr(only)
-
-
-def _extras(only: str | Callable[[str], bool], files: Mapping[str, bytes] | None) -> SaveExtras:
-    """Returns what a save has besides its state.
-
-    Raises:
-        ValueError: an unknown choice, or a name that a checkpoint needs for itself.
-    """
-    if not callable(only) and only not in ("", TRAINABLE):
-        raise ValueError(f"only: expected {TRAINABLE!r} or a function of a name, got {only!r}")
-    for name, data in (files or {}).items():
-        if not name or "/" in name or name.startswith((".", "ckpt.", "__")) or is_ours(name):
-            raise ValueError(f"files: a step cannot have a file named {name!r}")
-        if not isinstance(data, bytes):
-            raise TypeError(f"files[{name!r}]: expected bytes, got a {type(data).__name__}")
-    return SaveExtras(dict(files or {}), "chosen" if callable(only) else only)
 
 
 def _check_name(name: str | None) -> str:

@@ -21,7 +21,9 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.dcp.metadata import ItemLocation, Metadata, Template, TensorMeta
+from ckpt_tools.formats.registry import is_ours
 from ckpt_tools.loop.shards import Shard, alias_key
+from ckpt_tools.loop.state_dict import TRAINABLE
 from ckpt_tools.loop.write import (
     FilePlan,
     ShardInfo,
@@ -115,6 +117,22 @@ class SaveExtras:
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     only: str = ""
+
+
+def extras_of(only: str | Callable[[str], bool], files: Mapping[str, bytes] | None) -> SaveExtras:
+    """Returns what a save has besides its state.
+
+    Raises:
+        ValueError: an unknown choice, or a name that a checkpoint needs for itself.
+    """
+    if not callable(only) and only not in ("", TRAINABLE):
+        raise ValueError(f"only: expected {TRAINABLE!r} or a function of a name, got {only!r}")
+    for name, data in (files or {}).items():
+        if not name or "/" in name or name.startswith((".", "ckpt.", "__")) or is_ours(name):
+            raise ValueError(f"files: a step cannot have a file named {name!r}")
+        if not isinstance(data, bytes):
+            raise TypeError(f"files[{name!r}]: expected bytes, got a {type(data).__name__}")
+    return SaveExtras(dict(files or {}), "chosen" if callable(only) else only)
 
 
 # ---- agreeing ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ckpt_tools.core.threads import num_threads
 from ckpt_tools.loop.archives import ReadBack
 from ckpt_tools.loop.pack_objects import pack_objects
-from ckpt_tools.loop.save import SaveReport, agree_layout, offers_of, write
+from ckpt_tools.loop.save import SaveReport, agree_layout, extras_of, offers_of, write
 from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.state_dict import export
 from ckpt_tools.operations.arguments import checked
@@ -25,12 +25,14 @@ from ckpt_tools.publish.steps import number_in
 from ckpt_tools.ranks.gloo import GlooGroup
 
 
-@checked()
+@checked(names_only=("only",))
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
     overwrite: bool = False,
+    only: str | Callable[[str], bool] = "",
+    files: Mapping[str, bytes] | None = None,
     jobs: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -46,6 +48,7 @@ def save(
         state: modules, optimizers, other objects with `state_dict`, tensors and plain values by
             name, as `CheckpointManager.save` takes them.
         overwrite: replace a checkpoint at that path, once the new one is complete.
+        only, files: as for `CheckpointManager.save`.
         jobs: threads of this rank; the processors of the machine, at most 4, if None.
         storage_options: of the object store, as fsspec takes them.
         process_group: the ranks that save together; all if None. Without an initialised
@@ -59,10 +62,11 @@ def save(
     """
     group = GlooGroup(timeout_s, process_group)
     try:
+        extras = extras_of(only, files)
         group.meet("save", f"save({os.fspath(path)!r}{', overwrite=True' * overwrite})")
         with torch.no_grad():
             with group.phase("collect the state"):
-                exported = export(state)
+                exported = export(state, only=only)
                 shards = local_shards(exported.tensors)
                 objects, paths = pack_objects(exported, group.rank)
                 ReadBack().check(objects)
@@ -75,7 +79,17 @@ def save(
         attempt = group.broadcast(str(uuid.uuid4()), "begin")
         num_jobs = num_threads(jobs, is_beside_training=True)
         return write(
-            group, target, step, layout, memory, objects, num_jobs, attempt, _nothing, overwrite
+            group,
+            target,
+            step,
+            layout,
+            memory,
+            objects,
+            num_jobs,
+            attempt,
+            _nothing,
+            overwrite,
+            extras,
         )
     finally:
         group.close()

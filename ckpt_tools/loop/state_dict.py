@@ -251,7 +251,11 @@ def _frozen(module: nn.Module) -> set[str]:
 # ---- export --------------------------------------------------------------------------------------
 
 
-def export(state: Mapping[str, Any], stored: Stored | None = None) -> ExportedState:
+def export(
+    state: Mapping[str, Any],
+    stored: Stored | None = None,
+    only: str | Callable[[str], bool] = "",
+) -> ExportedState:
     """Returns a user's state under flat names.
 
     The tensors are the live ones: nothing is copied or gathered.
@@ -260,6 +264,7 @@ def export(state: Mapping[str, Any], stored: Stored | None = None) -> ExportedSt
         state: dicts, lists and tuples (nested freely) of modules, optimizers, objects with
             `state_dict`, generators, tensors and plain values.
         stored: the optimizer state of each parameter in the checkpoint to load; None for a save.
+        only: as for `CheckpointManager.save`.
 
     Raises:
         PlanError: two entries have the same name, the state lacks an optimizer's parameters, or a
@@ -275,7 +280,10 @@ def export(state: Mapping[str, Any], stored: Stored | None = None) -> ExportedSt
     exporter.result.roots = {str(key) for key in state}
     exporter.visit_container(state, ())
     exporter.check_meta()
-    return exporter.result
+    result = exporter.result
+    if only:
+        result.leave_out(only if callable(only) else lambda name: name not in result.frozen)
+    return result
 
 
 def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:

@@ -33,6 +33,7 @@ HOSTS = {
     "accelerate": ("", "accelerate_job.py", "run"),
     "lightning": ("lightning", "lightning_saves_job.py", "saved"),
     "torchtitan": ("torchtitan", "torchtitan_saves_job.py", "run"),
+    "verl": ("verl", "verl_saves_job.py", "."),
     "trackers": ("trackers", "trackers_job.py", ""),
 }
 
@@ -303,6 +304,48 @@ def test_a_seed_of_torchtitan_is_the_same_on_any_number_of_ranks(tmp_path: Path)
     run("torchtitan", 2, tmp_path, {"steps": 0, "seed": 1})
     got = torch.load(tmp_path / "end-0.pt")
     assert all(torch.equal(got[n], t) for n, t in want.items())
+
+
+# ---- verl ----------------------------------------------------------------------------------------
+
+OURS = {"CKPT_VERL": "1"}
+needs_verl = pytest.mark.skipif(not LONG, reason="600 MB to install: CKPT_LONG=1")
+
+
+@needs_verl
+def test_verl_switches_resumes_on_other_ranks_and_keeps_one(tmp_path: Path) -> None:
+    """From verl's own checkpoint on two ranks, to ours on two and three."""
+    run("verl", 2, tmp_path / "whole", {"steps": 6})
+    run("verl", 2, tmp_path / "part", {"steps": 2})
+    run("verl", 2, tmp_path / "part", {"steps": 4, "from": 2}, **OURS)
+    run("verl", 2, tmp_path / "part", {"steps": 6, "from": 4, "keep": 1}, **OURS)
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+    step = tmp_path / "part" / "global_step_4" / "actor"
+    assert ckpt_tools.verify(step).problems == [] and (step / "config.json").is_file()
+    run("verl", 3, tmp_path / "part", {"steps": 5, "from": 4}, **OURS)
+    run("verl", 2, tmp_path / "kept", {"steps": 6, "keep": 1}, **OURS)
+    assert [p.parent.name for p in (tmp_path / "kept").glob("*/actor")] == ["global_step_6"]
+
+
+@needs_verl
+def test_verl_saves_an_adapter_alone_and_in_a_bucket(tmp_path: Path) -> None:
+    (tmp_path / "server").mkdir()
+    with running("moto", tmp_path / "server") as server:
+        files = server.bucket("runs")
+        more = {**server.environment, **OURS, "CKPT_VERL_ROOT": "s3://runs/a"}
+        wanted = {"steps": 4, "lora": True, "config": {"save_lora_only": True}, "keep": 1}
+        run("verl", 2, tmp_path / "whole", {**wanted, "steps": 6}, **OURS)
+        run("verl", 2, tmp_path / "part", wanted, **more)
+        run("verl", 2, tmp_path / "part", {**wanted, "steps": 6, "from": 4}, **more)
+        assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+        assert not list((tmp_path / "part").glob("global_step_*"))
+        assert sorted(p.rpartition("/")[2] for p in files.ls("runs/a", refresh=True)) == [
+            "global_step_4",  # verl forgets, when it starts again, what it saved before
+            "global_step_6",
+        ]
+    with ckpt_tools.open(tmp_path / "whole" / "global_step_6" / "actor") as step:
+        names = [n for n in step if n.startswith("model.")]
+    assert names and all("lora_" in n for n in names)
 
 
 # ---- trackers ------------------------------------------------------------------------------------
