@@ -175,6 +175,28 @@ def test_only_the_model(tmp_path: Path) -> None:
     assert "checkpoint-4 has no optimizer, scheduler: it starts anew" in told
 
 
+def test_the_ways_back_of_the_how_to(tmp_path: Path) -> None:
+    """A stock Trainer continues from the converted step, and `from_pretrained` reads the model."""
+    from transformers import AutoModelForCausalLM
+
+    wanted, step = {"steps": 10, "fsdp": 2}, tmp_path / "ours" / "checkpoint-5"
+    run("transformers", 2, tmp_path / "ours", wanted)
+    ckpt_tools.convert(step, tmp_path / "stock" / "checkpoint-5", to="accelerate")
+    stock = tmp_path / "stock" / "checkpoint-5"
+    (stock / "scheduler.bin").rename(stock / "scheduler.pt")
+    shutil.copy(step / "trainer_state.json", stock)
+    run("transformers", 2, tmp_path / "stock", {**wanted, "stock": True, "resume": True})
+    want = losses(tmp_path / "ours")["losses.txt"]
+    assert losses(tmp_path / "stock")["losses.txt"] == {n: w for n, w in want.items() if n > 5}
+    ckpt_tools.convert(step, tmp_path / "hf", to="hf", base=step)
+    names = {p.name for p in (tmp_path / "hf").iterdir()}
+    assert len([n for n in names if "manifest" in n]) == 1 and "trainer_state.json" not in names
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with ckpt_tools.open(step) as stored:
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, stored[f"model.{name}"].torch()), name
+
+
 def test_a_bucket_as_the_root(tmp_path: Path) -> None:
     (tmp_path / "server").mkdir()
     with running("moto", tmp_path / "server") as server:

@@ -18,11 +18,13 @@ from ckpt_tools.engine.run import run
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
 from ckpt_tools.engine.sinks import HashSink
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
+from ckpt_tools.formats.base import note_of
 from ckpt_tools.formats.registry import Source
 from ckpt_tools.operations.convert.child_process import last_line, run_python
 from ckpt_tools.storage import is_url
 from ckpt_tools.storage.small_files import parse_json, read_beside
 
+_OF_TRAINERS = ("trainer_state.json", "training_args.json")
 _WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -166,7 +168,8 @@ def base_files(
     for name in sorted(
         entry.name for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)
     ):
-        if name == "config.json" or name.startswith(".") or name.endswith(_WEIGHTS):
+        is_other = name in _OF_TRAINERS or note_of(name) is not None or name.endswith(_WEIGHTS)
+        if name == "config.json" or name.startswith(".") or is_other:
             continue
         try:
             left = _MAX_TOTAL_BYTES - sum(map(len, files.values()))
