@@ -21,13 +21,13 @@ from ckpt_tools.loop.candidates import Candidates
 from ckpt_tools.loop.export import Exporter
 from ckpt_tools.loop.hooks import Hooks
 from ckpt_tools.loop.mirror import Mirror
-from ckpt_tools.loop.retention import retain
+from ckpt_tools.loop.retention import remove_named, retain
 from ckpt_tools.loop.save import SaveExtras, SaveLayout, SaveReport, write
 from ckpt_tools.loop.waiting import is_outage, pause_of, wait_for, with_hint
 from ckpt_tools.publish.base import Destination
 from ckpt_tools.publish.lock import RootLock
 from ckpt_tools.publish.manifest import find_manifest
-from ckpt_tools.publish.steps import step_name
+from ckpt_tools.publish.steps import STEP_FORMATS, step_name
 from ckpt_tools.publish.superseded import RollbackNote, write_note
 from ckpt_tools.ranks.gloo import GlooGroup
 
@@ -247,20 +247,33 @@ class BackgroundWriter:
             save.extras,
         )
 
+    def refuse_hooks(self, method: str) -> None:
+        """Refuses a call from a hook, which would wait for itself.
+
+        Raises:
+            CheckpointError: a hook runs in this thread.
+        """
+        if self._hooks.is_calling:
+            raise CheckpointError(
+                f"{method} was called by on_commit or on_error, and would wait for itself",
+                hint="set a flag there, and call it in the training loop",
+            )
+
     def remove(self, name: str) -> None:
         """Removes a checkpoint in the background, once the save under way is committed.
 
-        If that save fails, the checkpoint stays.
+        If that save fails, or the one before it has failed, the checkpoint stays.
         """
-        self._background().submit(self._remove, name, self._running)
+        self._background().submit(self._remove, name, self._running, self._failures)
 
-    def _remove(self, name: str, running: Future[SaveReport] | None) -> None:
-        if running is not None and running.exception() is not None:
+    def _remove(self, name: str, running: Future[SaveReport] | None, failures: int) -> None:
+        if failures or (running is not None and running.exception() is not None):
             log.warning("%s stays, since the save after it has failed", printable(name))
             return
         try:
             self._check_lock()
-            self.root.remove(name, str(uuid.uuid4()))
+            if reason := remove_named(self.root, name):
+                log.warning("%s stays: %s", printable(name), reason)
         except (CheckpointError, OSError) as error:
             log.warning("could not remove %s: %s", printable(name), with_hint(error))
 
@@ -292,7 +305,11 @@ class BackgroundWriter:
             *([self.last_save.path] if self.last_save else []),
             *(self.mirror.needed() if self.mirror else []),
             *(self.exporter.needed() if self.exporter else []),
-            *(self.root.step_path(self.name(step)) for step in set(self.protected)),
+            *(
+                self.root.step_path(step_name(step, form))
+                for step in set(self.protected)
+                for form in STEP_FORMATS
+            ),
         ]
         if retain(self.root, self.keep, kept, self._told, self.candidates.passed):
             self.resumed = None  # a newer one is committed

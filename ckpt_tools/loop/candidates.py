@@ -75,6 +75,13 @@ class Candidates:
             self.pass_over(passed, reason)
         return (choice.step.number, choice.step.path) if choice.step else (0, None)
 
+    def leave_newer(self, number: int) -> None:
+        """Notes that the next save begins a branch after a step; -1 if it begins the run."""
+        self.branch = None
+        newer = rollback.newer_than(self._steps_of_mirror(), number)
+        newer |= rollback.newer_than(list_steps(self.root), number)
+        self._leave(number, newer)
+
     def pass_over(self, step: Path | str, reason: object) -> None:
         """Notes that a step is unusable, so that the job may save it again."""
         log.warning("passed over %s: %s", step, reason)
@@ -133,7 +140,7 @@ class Candidates:
         if newer:
             self.branch = number, newer
             log.warning(
-                "resuming from step %d: when a new step is committed, these are set aside: %s",
-                number,
+                "%s: when a new step is committed, these are set aside: %s",
+                "a new run" if number < 0 else f"resuming from step {number}",
                 ", ".join(sorted(newer)),
             )

@@ -655,9 +655,9 @@ def _per_rank(
 
 
 def _lacks_frozen(source: Source) -> bool:
-    """Tells whether the checkpoint was saved with `only="trainable"`."""
+    """Tells whether the save may have left out frozen parameters."""
     manifest = of_source(source)
-    return manifest is not None and manifest.source.get("only") == TRAINABLE
+    return manifest is not None and manifest.source.get("only") in (TRAINABLE, "chosen")
 
 
 def _set_per_rank(state: Any, held: PlacedPerRank, value: Any) -> None:

@@ -45,7 +45,7 @@ from ckpt_tools.loop.hooks import Hooks, OnCommit, OnError
 from ckpt_tools.loop.load import LoadReport, load_into
 from ckpt_tools.loop.match import LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
-from ckpt_tools.loop.pack_objects import pack_objects
+from ckpt_tools.loop.pack_objects import checksums, pack_objects, refuse_conflicts
 from ckpt_tools.loop.save import SaveLayout, SaveReport, agree_layout, extras_of, offers_of
 from ckpt_tools.loop.schedule import SaveSchedule
 from ckpt_tools.loop.shards import Stage, local_shards
@@ -279,8 +279,8 @@ class CheckpointManager:
             name: of the directory below the root, if a trainer names its checkpoints itself.
                 Retention, `resume` and a mirror leave such a checkpoint alone; see `remove`.
             names_differ: the ranks have different names, such as the stages of a pipeline. The
-                lowest rank that has a value writes it. Without this, a name that a rank lacks is
-                refused.
+                lowest rank that has a value writes it; a value that differs is refused. Without
+                this, a name that a rank lacks is refused.
 
         Returns:
             False if `when_busy="skip"` and the previous save is still being written.
@@ -292,7 +292,7 @@ class CheckpointManager:
         """
         began, step = time.monotonic(), _check_step(step)
         self._check_open("save")
-        extras, what = extras_of(only, files), _check_name(name) or self._writer.name(step)
+        what = _check_name(name) or self._writer.name(step)
         is_background = self.asynchronous if asynchronous is None else asynchronous
         changed = ", asynchronous=False" * (not is_background) + ", overwrite=True" * overwrite
         changed += f", only={_shown(only)}" * bool(only) + f", name={name!r}" * (name is not None)
@@ -319,13 +319,18 @@ class CheckpointManager:
                             " away"
                         ),
                     )
+                extras = extras_of(only, files)
                 exported = export(state, only=only)
                 shards = local_shards(exported.tensors)
             below = None
+            named: list[dict[str, int]] = []
             if names_differ:
-                named = self._group.all_gather(tuple(exported.objects), "share the names of values")
+                with self._group.phase(f"collect the values for {what}"):
+                    mine = checksums(exported)
+                named = self._group.all_gather(mine, "share the names of values")
                 below = {n for names in named[: self._group.rank] for n in names}
             with self._group.phase(f"collect the values for {what}"):
+                refuse_conflicts(named)
                 objects, paths = pack_objects(exported, self._group.rank, below)
                 values = tuple(f"{name} (PerRank)" for name in exported.per_rank)
                 if not names_differ:
@@ -363,6 +368,7 @@ class CheckpointManager:
                 f" ({self._pid})",
                 hint="call it in the parent, or make a manager",
             )
+        self._writer.refuse_hooks(method)
         if not self._is_open:
             raise CheckpointError(
                 f"{method} was called on a manager that is closed ({printable(str(self.root))})",
@@ -373,11 +379,14 @@ class CheckpointManager:
         """Removes a checkpoint that was saved under a name of its own.
 
         If a save is under way, that happens in the background after its commit. If that save fails,
-        the checkpoint stays. Only rank 0's call counts.
+        the checkpoint stays. So does anything that is not a checkpoint of this tool alone. Only
+        the call of rank 0 counts.
         """
         self._check_open("remove")
-        if self._group.rank == 0:
-            self._writer.remove(_check_name(name))
+        if name is None:
+            raise TypeError("name: expected a string, got None")
+        if _check_name(name) and self._group.rank == 0:
+            self._writer.remove(name)
 
     def should_save(self, step: int) -> bool:
         """Returns on all ranks whether it is time to save.
@@ -393,7 +402,10 @@ class CheckpointManager:
         is_due = self._group.rank == 0 and self._schedule.is_due(step)
         if self._signals is not None:
             is_due = self._signals.take_request() or is_due
-        return bool(self._group.meet("should_save", f"should_save({step})", (is_due, 0))[0])
+        is_due = bool(self._group.meet("should_save", f"should_save({step})", (is_due, 0))[0])
+        if is_due and not self._schedule.is_periodic(step):
+            self._schedule.ask()
+        return is_due
 
     @property
     def rank(self) -> int:
@@ -407,6 +419,7 @@ class CheckpointManager:
 
     @keep_last.setter
     def keep_last(self, number: int | None) -> None:
+        _check_keep_last(number)
         self._writer.keep = (number, self._writer.keep[1])
 
     @property
@@ -421,6 +434,7 @@ class CheckpointManager:
             CheckpointError: the save failed; raised once, with its own traceback. With
                 `max_failures=n`, the n-th failure in a row raises, and earlier ones are logged.
         """
+        self._writer.refuse_hooks("wait")
         self._writer.wait()
 
     # ---- resuming --------------------------------------------------------------------------------
@@ -555,6 +569,19 @@ class CheckpointManager:
         except PeerError:
             return False
 
+    def branch_from(self, number: int | None) -> None:
+        """Begins a new branch of the run after a step, without a load; None: a new run.
+
+        It is for trainers that load in several places. When the next step is committed, newer
+        steps get names `step-….superseded-…`, as after `resume(step=number)`.
+        """
+        self._check_open("branch_from")
+        self._group.meet("branch_from", f"branch_from({number})")
+        self.wait()
+        with self._group.phase("begin a branch"):
+            if self._group.rank == 0:
+                self._candidates.leave_newer(-1 if number is None else number)
+
     def newest_sound(self, verify: bool = True) -> tuple[int, Path | str] | None:
         """Returns on all ranks the number and path of the newest sound step; None if there is none.
 
@@ -626,6 +653,7 @@ class CheckpointManager:
         """
         if not self._is_open or os.getpid() != self._pid:
             return  # a forked child holds only a copy of the manager
+        self._writer.refuse_hooks("close")
         try:
             self._writer.wait(is_last=True)
             if self._mirror is not None:
@@ -697,11 +725,13 @@ def _check_name(name: str | None) -> str:
     """
     if name is None:
         return ""
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a string, got {name!r}")
     parts = name.split("/")
     if any(not part or part.startswith(".") or "\0" in part for part in parts):
         raise ValueError(f"name: expected the name of a directory below the root, got {name!r}")
-    if number_in(parts[0]) is not None and len(parts) == 1:
-        raise ValueError(f"name: {name!r} is the name of a step; leave the name out")
+    if number_in(parts[0]) is not None:
+        raise ValueError(f"name: {parts[0]!r} is the name of a step, and steps have no name here")
     return name
 
 
@@ -710,6 +740,13 @@ def _check_choice(step: int | None, path: object) -> int | None:
     if step is not None and path is not None:
         raise ValueError("resume takes `step` or `path`, not both")
     return None if step is None else _check_step(step)
+
+
+def _check_keep_last(number: int | None) -> None:
+    if number is not None and (type(number) is not int or number < 1):
+        raise ValueError(
+            f"keep_last: expected at least 1, or None to keep all steps, got {number!r}"
+        )
 
 
 def _check(
@@ -728,10 +765,7 @@ def _check(
         raise ValueError(
             f"mirror: expected a URL, and a root on a disk; got {mirror!r} and {str(root)!r}"
         )
-    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-        raise ValueError(
-            f"keep_last: expected at least 1, or None to keep all steps, got {keep_last!r}"
-        )
+    _check_keep_last(keep_last)
     for name, value in numbers.items():
         least = 0 if name in ("timeout_s", "retry_s", "save_every_s") else 1
         is_number = type(value) is int or (least == 0 and type(value) is float)

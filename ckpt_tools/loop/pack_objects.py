@@ -5,11 +5,60 @@ Imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Container
+import zlib
+from collections.abc import Container, Mapping, Sequence
 
+from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.loop.archives import check_value, pack
 from ckpt_tools.loop.restore import state_of_rank
 from ckpt_tools.loop.state_dict import ExportedState, name_of_rank
+
+
+def checksums(exported: ExportedState) -> dict[str, int]:
+    """Returns a checksum of each value of this rank; 0 for a tensor.
+
+    Ranks whose names differ compare them: of a name that several ranks have, one value is stored.
+    """
+    values = {
+        name: zlib.crc32(pack(value, exported.paths[name])) or 1
+        for name, value in exported.objects.items()
+    }
+    return values | dict.fromkeys(exported.tensors, 0)
+
+
+def refuse_conflicts(ranks: Sequence[Mapping[str, int]]) -> None:
+    """Refuses values that differ between ranks, and names that mean two things.
+
+    Args:
+        ranks: the checksums of each rank's values, as `checksums` returns them.
+
+    Raises:
+        PlanError: with the first such name.
+    """
+    first: dict[str, tuple[int, int]] = {}
+    for rank, found in enumerate(ranks):
+        for name, code in found.items():
+            holder, other = first.setdefault(name, (rank, code))
+            if other != code:
+                kinds = "a tensor on one and a value on the other" if not (other and code) else ""
+                raise PlanError(
+                    f"{printable(name)!r} differs between rank {holder} and rank {rank}"
+                    + (f": {kinds}" if kinds else ""),
+                    hint=(
+                        "a name that several ranks have must have one value: give each stage a key"
+                        " of its own, or put the value into a PerRank"
+                    ),
+                )
+    for name in first:
+        above = name.rpartition(".")[0]
+        while above:
+            if above in first:
+                raise PlanError(
+                    f"{printable(above)!r} is a value on rank {first[above][0]}, and holds"
+                    f" {printable(name)!r} on rank {first[name][0]}",
+                    hint="give every rank the same containers",
+                )
+            above = above.rpartition(".")[0]
 
 
 def pack_objects(

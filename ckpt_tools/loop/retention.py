@@ -16,8 +16,8 @@ from ckpt_tools.errors import CheckpointError, NotACheckpointError, printable
 from ckpt_tools.formats.base import note_of
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, damage, find_step, survey
-from ckpt_tools.storage import is_url, local_path
+from ckpt_tools.publish.steps import Step, damage, find_step, look_at, survey
+from ckpt_tools.storage import is_url, local_path, open_store
 
 _MAX_NAMES = 3
 _PIN_TEXT = (
@@ -228,6 +228,26 @@ def _foreign_files(root: RunRoot, step: Step) -> list[str]:
     assert step.manifest is not None
     listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
     return [n for n in root.all_files(step.name) if n not in listed and not note_of(n)]
+
+
+def remove_named(root: RunRoot, name: str) -> str:
+    """Removes a checkpoint with a name of its own, in one instant.
+
+    Returns why it stays: it is no checkpoint that a save wrote, or other files lie in it. Returns
+    "" if it is removed.
+    """
+    path = root.step_path(name)
+    if os.path.islink(path):
+        return "it is a link"
+    step = look_at(None, open_store(path, root.options))
+    if step.manifest is None or step.manifest.operation != "save":
+        return step.problem or "no save wrote it"
+    listed = {*step.manifest.files, *(step.manifest.index or ())[:1]}
+    foreign = [n for n in root.all_files(name) if n not in listed and not note_of(n)]
+    if foreign:
+        return f"other files lie in it: {printable(', '.join(foreign[:_MAX_NAMES]))}"
+    root.remove(name, step.manifest.attempt)
+    return ""
 
 
 # ---- pins ----------------------------------------------------------------------------------------

@@ -128,6 +128,8 @@ def extras_of(only: str | Callable[[str], bool], files: Mapping[str, bytes] | No
     if not callable(only) and only not in ("", TRAINABLE):
         raise ValueError(f"only: expected {TRAINABLE!r} or a function of a name, got {only!r}")
     for name, data in (files or {}).items():
+        if not isinstance(name, str) or len(name.encode()) > 200 or not name.isprintable():
+            raise ValueError(f"files: expected a short printable name, got {name!r}")
         if not name or "/" in name or name.startswith((".", "ckpt.", "__")) or is_ours(name):
             raise ValueError(f"files: a step cannot have a file named {name!r}")
         if not isinstance(data, bytes):

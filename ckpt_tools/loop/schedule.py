@@ -27,21 +27,29 @@ class SaveSchedule:
         """Starts the clock."""
         self.every, self.every_s, self._root = every, every_s, root
         self._last_save, self._last_look = time.monotonic(), -_LOOK_S
-        self._is_ignored = False
+        self._is_ignored, self._is_pending = False, False
 
     def is_due(self, step: int) -> bool:
         """Tells whether the clock, the number of the step, or the file `.save-now` asks for a save.
 
-        The file is removed at once, so that it asks once.
+        The file is removed at once. Its request holds until the next save.
         """
-        now = time.monotonic()
-        by_number = self.every is not None and step % self.every == 0
-        by_clock = self.every_s is not None and now - self._last_save >= self.every_s
-        return self._take_file(now) or by_number or by_clock
+        if self._take_file(time.monotonic()):
+            self._is_pending = True
+        return self._is_pending or self.is_periodic(step)
+
+    def is_periodic(self, step: int) -> bool:
+        """Tells whether the number of the step or the clock asks for a save."""
+        by_clock = self.every_s is not None and time.monotonic() - self._last_save >= self.every_s
+        return by_clock or (self.every is not None and step % self.every == 0)
+
+    def ask(self) -> None:
+        """Asks for a save, because of a signal. The request holds until the next save."""
+        self._is_pending = True
 
     def saved(self) -> None:
         """Notes that a save begins."""
-        self._last_save = time.monotonic()
+        self._last_save, self._is_pending = time.monotonic(), False
 
     def _take_file(self, now: float) -> bool:
         if self._is_ignored or (self._root.checks_at_commit and now - self._last_look < _LOOK_S):

@@ -71,7 +71,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
     name, now = signal.Signals(number).name, time.monotonic()
     if now - _first.get(number, -SAME_S) < SAME_S:
         return
-    is_second, is_asked = number in _first, any(watch.was_asked for watch in _watches)
+    is_asked = number != SAVE_NOW and any(watch.was_asked for watch in _watches)
+    is_second = number in _first
     _first[number] = now
     if is_second or not is_asked:
         log.warning(

@@ -75,7 +75,11 @@ class RemoteDestination:
             )
         self._others = [n for n in store.list_files() if n not in known]
         files = [n for n in self._others if n != LOCK]
-        foreign = [*(n for n in files if not is_ours(n)), *store.folders()]
+        foreign = [n for n in files if not is_ours(n)]
+        if foreign:  # a save may have sealed small files of other names
+            sealed = find_manifest(store)
+            foreign = [n for n in foreign if sealed is None or n not in sealed.files]
+        foreign += store.folders()
         return bool(foreign) or not all(attempt_of(n) or is_note(n) for n in files), foreign
 
     def exists(self) -> bool:

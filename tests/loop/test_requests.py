@@ -127,11 +127,15 @@ def test_a_file_and_a_signal_ask_once(tmp_path: Path, caplog: pytest.LogCaptureF
     with CheckpointManager(tmp_path / "run") as checkpoints:
         assert not checkpoints.should_save(1)
         (tmp_path / "run" / ".save-now").touch()
-        assert checkpoints.should_save(2) and not checkpoints.should_save(3)
+        assert checkpoints.should_save(2) and checkpoints.should_save(3)  # until it is saved
+        checkpoints.save(3, {"w": torch.ones(3)})
+        assert not checkpoints.should_save(3)
         assert not (tmp_path / "run" / ".save-now").exists() and "saving now" in caplog.text
         for step in (4, 6):
             os.kill(os.getpid(), signal.SIGUSR2)
-            assert checkpoints.should_save(step) and not checkpoints.should_save(step + 1)
+            assert checkpoints.should_save(step)
+            checkpoints.save(step, {"w": torch.ones(3)})
+            assert not checkpoints.should_save(step + 1)
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 
@@ -213,3 +217,99 @@ def test_steps_have_the_names_that_a_host_expects(form: str, tmp_path: Path) -> 
 def test_a_form_that_no_reader_knows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step_format: expected one of step-"):
         CheckpointManager(tmp_path / "run", step_format="model-{}")
+
+
+# ---- names of checkpoints, and their removal -----------------------------------------------------
+
+
+def test_a_named_checkpoint_is_beside_the_steps(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with CheckpointManager(root, keep_last=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": torch.ones(3)})
+        checkpoints.save(9, {"w": torch.zeros(3)}, name="best/one")
+        checkpoints.wait()
+        assert [s.number for s in checkpoints.steps()] == [2]
+        assert ckpt_tools.verify(root / "best" / "one").problems == []
+        state = {"w": torch.full((3,), 5.0)}
+        assert checkpoints.resume(state) == 2
+        checkpoints.remove("best/one")
+    assert not (root / "best" / "one").exists() and (root / "step-00000002").exists()
+
+
+@pytest.mark.parametrize("name", ["step-9", "step-9/sub", "../x", "/abs", ".h", "a//b", ""])
+def test_a_name_that_is_not_below_the_root_is_refused(name: str, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        with pytest.raises(ValueError, match="name"):
+            checkpoints.save(1, {"w": torch.ones(3)}, name=name)
+        with pytest.raises(ValueError, match="name"):
+            checkpoints.remove(name)
+
+
+def test_remove_takes_nothing_but_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nothing: Any = None
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)}, name="a/b")
+        (tmp_path / "run" / "mine").mkdir()
+        (tmp_path / "run" / "mine" / "x").touch()
+        checkpoints.wait()
+        (tmp_path / "run" / "link").symlink_to("a/b")
+        for name in ("a", "mine", "link", "no-such", "a/b/__0_0.distcp"):
+            checkpoints.remove(name)
+        with pytest.raises(TypeError):
+            checkpoints.remove(nothing)
+    assert (tmp_path / "run" / "a" / "b" / ".metadata").exists()
+    assert (tmp_path / "run" / "mine" / "x").exists() and (tmp_path / "run" / "link").is_symlink()
+    assert caplog.text.count("stays") == 5
+
+
+def test_a_checkpoint_stays_if_the_save_after_it_fails(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", max_failures=3) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)}, name="a")
+        checkpoints.wait()
+        (tmp_path / "run" / "b").mkdir()
+        (tmp_path / "run" / "b" / "mine").touch()
+        checkpoints.save(2, {"w": torch.ones(3)}, name="b", overwrite=True)
+        checkpoints.wait()  # only logged
+        checkpoints.remove("a")
+    assert (tmp_path / "run" / "a" / ".metadata").exists()
+
+
+def test_a_hook_that_calls_the_manager_is_told_and_nothing_hangs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Any] = []
+    with CheckpointManager(tmp_path / "run", on_commit=lambda _: calls[0]()) as checkpoints:
+        for number, call in enumerate(
+            (checkpoints.wait, checkpoints.close, lambda: checkpoints.should_save(1))
+        ):
+            calls[:] = [call]
+            checkpoints.save(number, {"w": torch.ones(3)})
+            checkpoints.wait()
+    assert caplog.text.count("would wait for itself") == 3
+
+
+def test_a_new_run_in_an_old_root_sets_the_old_steps_aside(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        for step in (5, 6):
+            checkpoints.save(step, {"w": torch.zeros(3)})
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.branch_from(None)
+        checkpoints.save(1, {"w": torch.ones(3)})
+    state = {"w": torch.zeros(3)}
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        assert checkpoints.resume(state) == 1 and state["w"][0] == 1
+
+
+def test_a_term_signal_is_not_lost_behind_a_request(tmp_path: Path) -> None:
+    old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        with CheckpointManager(tmp_path / "run") as checkpoints:
+            assert checkpoints.preempted() == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert checkpoints.preempted() == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGUSR2, old)
