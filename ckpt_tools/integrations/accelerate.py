@@ -24,12 +24,14 @@ import torch
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import PlanError
-from ckpt_tools.integrations.common import ours
+from ckpt_tools.integrations.common import options_of, ours
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.loop.state_dict import PerRank, RngState
+from ckpt_tools.storage import is_url
 
-_managers: WeakKeyDictionary[Any, dict[str, CheckpointManager]] = WeakKeyDictionary()
-_epoch_starts: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
+_managers: WeakKeyDictionary[Any, dict[str, tuple[CheckpointManager, Any]]] = WeakKeyDictionary()
+# of each loader: the generators of this rank, and that of the shuffle, when its epoch began
+_epoch_starts: WeakKeyDictionary[Any, tuple[Any, torch.Tensor | None]] = WeakKeyDictionary()
 _REFUSED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
@@ -42,28 +44,62 @@ class Position:
         epoch: the epoch to begin or to continue.
         batch: how many batches of that epoch are done.
         rng: states of this rank's generators, as the load has left them; None in a new run.
+        epoch_rng: their states when that epoch began; None if unknown.
     """
 
     step: int | None = None
     epoch: int = 0
     batch: int = 0
     rng: Mapping[str, Any] | None = None
+    epoch_rng: Mapping[str, Any] | None = None
 
     def batches(self, accelerator: Any, loader: Any, epoch: int) -> Iterator[tuple[int, Any]]:
         """Yields the number of each batch of an epoch, and the batch, without those that are done.
 
-        Taking the first batch draws random numbers. So the generators are restored after it.
+        Beginning an epoch and taking its first batch draw random numbers. So an epoch that is
+        continued begins with the generators of its own beginning, and goes on with those of the
+        save.
         """
         is_first = epoch == self.epoch and self.rng is not None
         done = self.batch if is_first else 0
-        if (generator := getattr(loader, "synchronized_generator", None)) is not None:
-            _epoch_starts[loader] = generator.get_state()
-        if done and not getattr(loader, "use_stateful_dataloader", False):
-            loader = accelerator.skip_first_batches(loader, done)
-        for number, batch in enumerate(loader, done):
-            if self.rng is not None and is_first and number == done:
-                RngState().load_state_dict(self.rng)
+        if is_first:
+            _set_rng(self.epoch_rng if done else self.rng)
+        _epoch_starts[loader] = RngState().state_dict(), _generator_state(loader)
+        skipping, is_stateful = loader, getattr(loader, "use_stateful_dataloader", False)
+        if done and not is_stateful:
+            skipping = accelerator.skip_first_batches(loader, done)
+        number = done - 1
+        for number, batch in enumerate(skipping, done):
+            if done and number == done:
+                _set_rng(self.rng)
             yield number, batch
+        if done and number < done:  # the epoch was complete
+            _set_rng(self.rng)
+        if skipping is not loader:
+            loader.iteration = skipping.iteration
+
+
+def _set_rng(states: Mapping[str, Any] | None) -> None:
+    if states is not None:
+        RngState().load_state_dict(states)
+
+
+def _generator_state(loader: Any) -> torch.Tensor | None:
+    generator = getattr(loader, "synchronized_generator", None)
+    return None if generator is None else generator.get_state()
+
+
+class _EpochStart:
+    """The states of this rank's generators when the present epoch began."""
+
+    def __init__(self, states: Mapping[str, Any]) -> None:
+        self.states = states
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.states)
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        self.states = states
 
 
 def manager_of(accelerator: Any, root: str | os.PathLike[str], **options: Any) -> CheckpointManager:
@@ -74,7 +110,11 @@ def manager_of(accelerator: Any, root: str | os.PathLike[str], **options: Any) -
     Args:
         accelerator: whose ranks save together.
         root: of the run, a path or a URL.
-        **options: of `CheckpointManager`, at the first call.
+        **options: of `CheckpointManager`, at the first call. As in Accelerate, all steps stay but
+            for `ProjectConfiguration(total_limit=…)`.
+
+    Raises:
+        ValueError: a later call has other options.
     """
     if accelerator.distributed_type.name in _REFUSED:
         raise PlanError(
@@ -84,9 +124,17 @@ def manager_of(accelerator: Any, root: str | os.PathLike[str], **options: Any) -
     if accelerator not in _managers:
         _close_at_the_end(accelerator)
     made = _managers.setdefault(accelerator, {})
-    if os.fspath(root) not in made:
-        made[os.fspath(root)] = CheckpointManager(root, **options)
-    return made[os.fspath(root)]
+    key = os.fspath(root) if is_url(root) else os.path.abspath(root)
+    if key not in made:
+        limit = accelerator.project_configuration.total_limit
+        usual = options_of(options, keep_last=limit)
+        made[key] = CheckpointManager(root, **usual), options
+    manager, before = made[key]
+    if options and options != before:
+        raise ValueError(
+            f"the manager of {root} has other options: {before}; give them at the first call"
+        )
+    return manager
 
 
 def _close_at_the_end(accelerator: Any) -> None:
@@ -94,7 +142,7 @@ def _close_at_the_end(accelerator: Any) -> None:
     end_training = accelerator.end_training
 
     def end() -> None:
-        for manager in _managers.pop(accelerator, {}).values():
+        for manager, _ in _managers.pop(accelerator, {}).values():
             manager.close()
         end_training()
 
@@ -126,8 +174,10 @@ def save_state(
         False if the save was skipped; see `CheckpointManager.save`.
     """
     manager = manager_of(accelerator, root, **options)
+    if not accelerator.sync_gradients:
+        log.warning("saved in the middle of an accumulation: its gradients are not in the step")
     place = {"epoch": epoch, "batch": batch, "step": accelerator.step}
-    state = _state(accelerator) | {"place": place, "rng": RngState()}
+    state = _state(accelerator, batch) | {"place": place, "rng": RngState()}
     return manager.save(step, state, only=only)
 
 
@@ -158,22 +208,40 @@ def load_state(
         log.warning("%s is Accelerate's own: Accelerator.load_state loads it", path)
         accelerator.load_state(os.fspath(path))
         return Position(rng=RngState().state_dict())
-    state = _state(accelerator) | {"rng": RngState(), "place": {"epoch": 0, "batch": 0, "step": 0}}
+    state = _state(accelerator) | {
+        "rng": RngState(),
+        "place": {"epoch": 0, "batch": 0, "step": 0},
+    }
+    loaders = len(accelerator._dataloaders)
     resumed = manager.resume(state, step, path=path)
     if resumed is None:
         return Position()
     accelerator.step = state["place"].pop("step")
-    for loader, stored in zip(accelerator._dataloaders, state.get("loaders", ()), strict=True):
-        if isinstance(stored, Mapping):
-            loader.set_epoch(stored["iteration"])
-            if "generator" in stored:
-                loader.synchronized_generator.set_state(stored["generator"])
+    stored = state.get("loaders", [])
+    if len(stored) != loaders:
+        raise PlanError(
+            f"the step has {len(stored)} data loaders, and the job has prepared {loaders}",
+            hint="prepare the same loaders as the job that saved",
+        )
+    for loader, found in zip(accelerator._dataloaders, stored, strict=True):
+        if isinstance(found, Mapping):
+            loader.set_epoch(found["iteration"])
+            generator = getattr(loader, "synchronized_generator", None)
+            if generator is not None and "generator" in found:
+                generator.set_state(found["generator"])
+    start = state["epoch_start"].value.states
     place = state["place"]
-    return Position(resumed, place["epoch"], place["batch"], RngState().state_dict())
+    rng = RngState().state_dict()
+    return Position(resumed, place["epoch"], place["batch"], rng, start)
 
 
-def _state(accelerator: Any) -> dict[str, Any]:
-    """Returns what an accelerator knows, each with the name that `ckpt merge` and others expect."""
+def _state(accelerator: Any, batch: int = 1) -> dict[str, Any]:
+    """Returns what an accelerator knows, each with the name that `ckpt merge` and others expect.
+
+    Args:
+        accelerator: whose state it is.
+        batch: how many batches of the epoch are done; 0 if it has not begun.
+    """
     optimizers = [getattr(o, "optimizer", o) for o in accelerator._optimizers]
     found = _numbered("model", accelerator._models) | _numbered("optimizer", optimizers)
     found |= _numbered("scheduler", accelerator._schedulers)
@@ -181,11 +249,13 @@ def _state(accelerator: Any) -> dict[str, Any]:
     if accelerator.scaler is not None:
         found["scaler"] = accelerator.scaler
     if accelerator._dataloaders:
-        found["loaders"] = [_loader(loader) for loader in accelerator._dataloaders]
-    return found
+        found["loaders"] = [_loader(loader, batch) for loader in accelerator._dataloaders]
+    known = [_epoch_starts[x][0] for x in accelerator._dataloaders if x in _epoch_starts]
+    start = known[-1] if known and batch else RngState().state_dict()
+    return {**found, "epoch_start": PerRank(_EpochStart(start), on_resize="reset")}
 
 
-def _loader(loader: Any) -> Any:
+def _loader(loader: Any, batch: int) -> Any:
     """Returns what reproduces the order of a data loader.
 
     A stateful one has a position of its own on each rank. Any other counts its epochs, and shuffles
@@ -193,11 +263,11 @@ def _loader(loader: Any) -> Any:
     """
     if getattr(loader, "use_stateful_dataloader", False):
         return PerRank(loader)
-    generator = getattr(loader, "synchronized_generator", None)
-    found = {"iteration": getattr(loader, "iteration", 0)}
-    if generator is not None:
-        found["generator"] = _epoch_starts.get(loader, generator.get_state())
-    return found
+    found: dict[str, Any] = {"iteration": getattr(loader, "iteration", 0)}
+    generator = _generator_state(loader)
+    if batch and loader in _epoch_starts:
+        generator = _epoch_starts[loader][1]
+    return found if generator is None else {**found, "generator": generator}
 
 
 def _numbered(name: str, values: list[Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,15 @@ def choose_newest(manager: CheckpointManager, folder: str, prefix: str, last_fil
     return str(path)
 
 
+def set_aside(path: str) -> None:
+    """Gives a directory of the host another name, if a step is to have its name."""
+    if is_url(path) or not os.path.isdir(path) or ours(path):
+        return
+    number = next(n for n in range(1, 1000) if not os.path.lexists(f"{path}.set-aside-{n}"))
+    os.rename(path, f"{path}.set-aside-{number}")
+    log.warning("%s is not a step of this tool, and is now %s.set-aside-%d", path, path, number)
+
+
 def contents(folder: str) -> dict[str, bytes]:
     """Returns the files of a directory by name."""
     return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
@@ -81,22 +90,34 @@ def put_model(step: str, folder: str, kind: str) -> None:
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="_") as beside:
         convert(step, Path(beside, "out"), to=kind, base=step)
-        for path in Path(beside, "out").iterdir():
-            if path.is_file() and note_of(path.name) is None:
-                path.replace(Path(folder, path.name))
+        files = [p for p in Path(beside, "out").iterdir() if note_of(p.name) is None]
+        shards = [p for p in files if p.suffix == ".safetensors"]
+        if len(shards) == 1 and kind == "hf":  # one file needs no index
+            files = [p for p in files if p.name != "model.safetensors.index.json"]
+        for old in Path(folder).glob("*model*"):  # a loader could take them for the new ones
+            if old.name.endswith((".safetensors", ".safetensors.index.json", ".bin")):
+                old.unlink()
+        for path in files:
+            is_only = path in shards and len(shards) == 1 and kind == "hf"
+            path.replace(Path(folder, "model.safetensors" if is_only else path.name))
 
 
 class Watch:
-    """Asks a manager after each step whether to save, and whether the job was told to end."""
+    """Asks a manager after each step whether to save, and whether the job was told to end.
+
+    Attributes:
+        is_pending: whether a save was asked for after the last step.
+    """
 
     def __init__(self, manager: CheckpointManager) -> None:
         """Stores the manager."""
-        self._manager, self._signal = manager, 0
+        self._manager, self._signal, self.is_pending = manager, 0, False
 
     def wants_save(self, step: int) -> bool:
         """Tells on all ranks whether to save now."""
         self._signal = self._manager.preempted()
-        return self._manager.should_save(step) or bool(self._signal)
+        self.is_pending = self._manager.should_save(step) or bool(self._signal)
+        return self.is_pending
 
     def end_if_preempted(self) -> None:
         """Ends the process after the save that SIGTERM or SIGUSR1 has asked for.
@@ -133,36 +154,35 @@ def local_copy(
     return str(copied)
 
 
-def load_into_step(
-    manager: CheckpointManager,
-    where: str,
-    state: MutableMapping[str, Any],
-    keys: Sequence[str] = (),
+def load_keys(
+    manager: CheckpointManager, where: str, state: MutableMapping[str, Any], keys: Sequence[str]
 ) -> None:
-    """Loads a step, or some top-level keys of it, into a state. Keys that it lacks are logged.
-
-    With `keys`, and if the step is one of the manager's run, newer steps make way at the next
-    commit, as after `CheckpointManager.resume(step=…)`.
+    """Loads some top-level keys of a step into a state. Keys that it lacks are logged.
 
     Args:
-        manager: of the run.
+        manager: for the options of its store.
         where: path or URL of the step.
-        state: by top-level key; without `keys`, all of it is loaded.
+        state: by top-level key.
         keys: what to load.
     """
-    if not keys:
-        load(where, state, storage_options=manager.storage_options)
-        return
-    with open_checkpoint(where, storage_options=manager.storage_options) as step:
+    options = manager.storage_options
+    with open_checkpoint(where, storage_options=options) as step:
         stored = {name.partition(".")[0] for name in step.names()}
     if missing := [key for key in keys if key not in stored]:
         log.warning("%s has no %s: it starts anew", printable(where), ", ".join(missing))
     globs = [f"{key}.*" for key in keys if key in stored]
-    name, root = where.rstrip("/").rpartition("/")[2], str(manager.root).rstrip("/")
-    number = number_in(name)
-    if not globs:
-        return
-    if number is not None and where.rstrip("/").rpartition("/")[0] == root:
-        manager.resume(state, step=number, select=globs)
-    else:
-        load(where, state, select=globs, storage_options=manager.storage_options)
+    if globs:
+        report = load(where, state, select=globs, storage_options=options)
+        for note in report.notes if manager.rank == 0 else ():
+            log.warning("%s: %s", printable(where), note)
+
+
+def options_of(given: Mapping[str, Any], **usual: Any) -> dict[str, Any]:
+    """Returns the options of a manager inside a trainer.
+
+    Raises:
+        ValueError: `when_busy="skip"`: the trainer would count a skipped save as done.
+    """
+    if given.get("when_busy", "wait") != "wait":
+        raise ValueError("when_busy: a trainer counts a skipped save as done, so only 'wait' works")
+    return {**usual, **given}

@@ -23,16 +23,19 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import PlanError, UnsafePickleError, printable
-from ckpt_tools.integrations.common import ours
+from ckpt_tools.integrations.common import options_of, ours
 from ckpt_tools.loop.load import load
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.loop.reader import open_checkpoint
+from ckpt_tools.loop.single_save import save
+from ckpt_tools.publish.steps import number_in
+from ckpt_tools.storage import is_url
 
 _META = "meta.pt"
 _Strategy: Any = Any if TYPE_CHECKING else object
 
 
-class _Managers(_Strategy):  # type: ignore[misc]
+class _Checkpoints(_Strategy):  # type: ignore[misc]
     """Has a manager for each folder with checkpoints. All strategies share it.
 
     Attributes:
@@ -40,6 +43,7 @@ class _Managers(_Strategy):  # type: ignore[misc]
     """
 
     checkpoint_options: Mapping[str, Any] = {}
+    _has_ended = False
 
     def _save(
         self,
@@ -48,20 +52,27 @@ class _Managers(_Strategy):  # type: ignore[misc]
         rest: Mapping[str, Any],
         step: int,
         only: Callable[[str], bool] | str = "",
+        blocks: bool = False,
     ) -> None:
-        folder, name = os.path.split(str(self.broadcast(path)))
+        path = str(self.broadcast(path)).rstrip("/")
+        path = path if is_url(path) else os.path.abspath(path)
+        folder, name = os.path.split(path)
+        files = {_META: _packed(rest, name)} if self.is_global_zero else None
+        options = options_of(self.checkpoint_options, keep_last=None)
+        if self._has_ended or blocks or number_in(name) is not None or name.startswith("."):
+            self.wait_for_checkpoints()
+            store = options.get("storage_options")
+            save(path, state, overwrite=True, files=files, only=only, storage_options=store)
+            return
         managers = self.__dict__.setdefault("_checkpoint_managers", {})
         if folder not in managers:
-            options = {"keep_last": None, **self.checkpoint_options}
             managers[folder] = CheckpointManager(folder, **options)
-        files = {_META: _packed(rest, name)} if managers[folder].rank == 0 else None
         managers[folder].save(step, state, name=name, overwrite=True, files=files, only=only)
 
     def _load(
         self, path: str, state: dict[str, Any], strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         """Loads modules and optimizers in place, and returns all other values."""
-        self.wait_for_checkpoints()
         options = self.checkpoint_options.get("storage_options")
         load(path, state, strict=strict, storage_options=options)
         with open_checkpoint(path, storage_options=options) as checkpoint:
@@ -69,9 +80,14 @@ class _Managers(_Strategy):  # type: ignore[misc]
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint after the save that is under way; see `CheckpointManager.remove`."""
-        folder, name = os.path.split(str(filepath))
+        path = str(filepath)
+        path = path if is_url(path) else os.path.abspath(path)
+        folder, name = os.path.split(path)
         manager = self.__dict__.get("_checkpoint_managers", {}).get(folder)
-        if manager is not None and ours(filepath):
+        if os.path.islink(path):
+            if self.is_global_zero:
+                os.unlink(path)
+        elif manager is not None and number_in(name) is None and not name.startswith("."):
             manager.remove(name)
         elif self.is_global_zero:
             super().remove_checkpoint(filepath)
@@ -82,17 +98,22 @@ class _Managers(_Strategy):  # type: ignore[misc]
             manager.wait()
 
     def teardown(self) -> None:
-        """Waits for the last save, and releases the folders."""
+        """Waits for the last save, and releases the folders. Later saves block."""
+        self._has_ended = True
         for manager in self.__dict__.pop("_checkpoint_managers", {}).values():
             manager.close()
         with suppress(NotImplementedError):  # Fabric's sharded strategies have no CheckpointIO
             super().teardown()
 
 
-class _TrainerCheckpoints(_Managers):
+class _TrainerCheckpoints(_Checkpoints):
     """The checkpoints of a `Trainer`. Subclasses name the model as stock Lightning does."""
 
     _model_key = "state_dict"
+
+    def setup(self, trainer: Any) -> None:
+        self._has_ended = False
+        super().setup(trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the live tensors. A hook may leave some out, and the save copies the rest."""
@@ -120,11 +141,15 @@ class _TrainerCheckpoints(_Managers):
         state = {key: self.model}
         if checkpoint.pop("optimizer_states", None) is not None:
             state |= self._numbered_optimizers()
-        self._save(filepath, state, checkpoint, checkpoint["global_step"], only)
+        # Lightning sets the link to the new checkpoint at once
+        callbacks = self.lightning_module.trainer.checkpoint_callbacks
+        blocks = any(getattr(c, "save_last", None) == "link" for c in callbacks)
+        self._save(filepath, state, checkpoint, checkpoint["global_step"], only, blocks)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        self.wait_for_checkpoints()
         if not (where := ours(str(self.broadcast(checkpoint_path)))):
             return dict(super().load_checkpoint(checkpoint_path, weights_only))
         state = {self._model_key: self.model, **self._numbered_optimizers()}
@@ -134,7 +159,7 @@ class _TrainerCheckpoints(_Managers):
         return {f"optimizer_{number}": value for number, value in enumerate(self.optimizers)}
 
 
-class _FabricCheckpoints(_Managers):
+class _FabricCheckpoints(_Checkpoints):
     """The checkpoints of Fabric. A filter chooses entries of modules and dicts by name."""
 
     def save_checkpoint(
@@ -156,9 +181,12 @@ class _FabricCheckpoints(_Managers):
                 names = [n for n, t in get_model_state_dict(value).items() if accepts(n, t)]
                 accepted |= {f"{key}.{name}" for name in names}
                 filtered |= accepts is not _everything
+            elif key in (filter or {}) and not isinstance(value, Mapping):
+                raise TypeError(f"filter: {key!r} is no module and no dict")
             elif key in (filter or {}):
                 rest[key] = {name: item for name, item in value.items() if accepts(name, item)}
-        step = int(rest.get("step", rest.get("iteration", 0)) or 0)
+        step = rest.get("step", rest.get("iteration", 0))
+        step = step if type(step) is int and step >= 0 else 0
         self._save(path, live, rest, step, accepted.__contains__ if filtered else "")
 
     def load_checkpoint(
@@ -168,6 +196,7 @@ class _FabricCheckpoints(_Managers):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
+        self.wait_for_checkpoints()
         where = ours(str(self.broadcast(path)))
         if not where or not isinstance(state, dict):
             return dict(super().load_checkpoint(path, state, strict, weights_only))
@@ -176,7 +205,10 @@ class _FabricCheckpoints(_Managers):
         if strict and (missing := rest.keys() - found.keys()):
             raise KeyError(f"the checkpoint has no {', '.join(sorted(missing))} ({where})")
         for key in rest.keys() & found.keys():
-            state[key] = found.pop(key)
+            if _has_state(state[key]):
+                state[key].load_state_dict(found.pop(key))
+            else:
+                state[key] = found.pop(key)
         return found
 
 
@@ -186,10 +218,15 @@ def _everything(name: str, value: Any) -> bool:
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the modules and optimizers of a state, and everything else."""
+    """Returns the modules and optimizers of a state, and the values of everything else."""
     kinds = (torch.nn.Module, torch.optim.Optimizer)
     live = {key: value for key, value in state.items() if isinstance(value, kinds)}
-    return live, {key: value for key, value in state.items() if key not in live}
+    rest = {key: value for key, value in state.items() if key not in live}
+    return live, {k: v.state_dict() if _has_state(v) else v for k, v in rest.items()}
+
+
+def _has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _packed(rest: Mapping[str, Any], name: str) -> bytes:
@@ -211,7 +248,7 @@ def _unpacked(data: bytes, where: str, weights_only: bool | None) -> dict[str, A
         raise UnsafePickleError(
             f"{_META} holds more than plain values: {printable(str(error)[:200])}"
             f" ({printable(str(where))})",
-            hint="load it with weights_only=False if you trust its author",
+            hint="torch.serialization.add_safe_globals allows its types; or weights_only=False",
         ) from error
     return dict(found)
 

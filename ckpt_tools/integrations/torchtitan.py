@@ -19,6 +19,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 
 from ckpt_tools.errors import NotACheckpointError, PlanError
+from ckpt_tools.integrations.common import options_of
 from ckpt_tools.loop.load import load
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.loop.runs import latest, steps
@@ -79,7 +80,7 @@ class CkptToolsManager(BaseCheckpointManager):  # type: ignore[misc]
         self.manager: Any = None
         if not config.load_only:
             kept = {"keep_last": config.keep_latest_k or None, "step_format": "step-{}"}
-            self.manager = CheckpointManager(self.folder, **{**kept, **config.options})
+            self.manager = CheckpointManager(self.folder, **options_of(config.options, **kept))
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -107,11 +108,16 @@ class CkptToolsManager(BaseCheckpointManager):  # type: ignore[misc]
             return
         source = f"step-{step}-hf-source"
         manager.save(step, self.adapter.to_hf(model), name=source, **how)
-        if manager.rank == 0:
-            paths = (f"{self.folder}/{source}", f"{self.folder}/step-{step}-hf")
-            more = {"storage_options": self.storage} if self.storage else {}
-            merge(*paths, max_shard_bytes=_SHARD_BYTES, keep_prefix=True, overwrite=True, **more)
-        dist.barrier()
+        with manager.phase(f"write step-{step}-hf"):
+            if manager.rank == 0:
+                merge(
+                    f"{self.folder}/{source}",
+                    f"{self.folder}/step-{step}-hf",
+                    max_shard_bytes=_SHARD_BYTES,
+                    keep_prefix=True,
+                    overwrite=True,
+                    storage_options=self.storage,
+                )
         manager.remove(source)
 
     # ---- loading ---------------------------------------------------------------------------------
@@ -124,11 +130,7 @@ class CkptToolsManager(BaseCheckpointManager):  # type: ignore[misc]
         if number == 0:  # a seed has only the model
             self._load_model(path)
             return True
-        unknown = set(self.config.exclude_from_loading) - self.others.keys()
-        if unknown:
-            raise ValueError(f"exclude_from_loading: no such state: {', '.join(unknown)}")
-        excluded = self.config.exclude_from_loading
-        wanted = {k: v for k, v in self.others.items() if k not in excluded}
+        wanted = self._wanted()
         model, others = self.model.state_dict(), _states(wanted)
         state = {**model, **others}
         if self.manager is not None:
@@ -139,6 +141,13 @@ class CkptToolsManager(BaseCheckpointManager):  # type: ignore[misc]
         for key in others:
             wanted[key].load_state_dict(state[key])
         return True
+
+    def _wanted(self) -> dict[str, Any]:
+        """Returns the states that are not excluded from loading."""
+        excluded = self.config.exclude_from_loading
+        if unknown := set(excluded) - self.others.keys():
+            raise ValueError(f"exclude_from_loading: no such state: {', '.join(unknown)}")
+        return {key: value for key, value in self.others.items() if key not in excluded}
 
     def _find(self, step: int) -> tuple[int, Any] | None:
         """Returns the number and path of the step to load; None if the folder has none."""
@@ -151,8 +160,13 @@ class CkptToolsManager(BaseCheckpointManager):  # type: ignore[misc]
         if self.manager is not None:
             found: tuple[int, Any] | None = self.manager.newest_sound(verify=False)
             return found
-        newest = latest(self.folder, storage_options=self.storage)
-        return None if newest is None else (newest.number or 0, newest.path)
+        told: list[Any] = [None]
+        if dist.get_rank() == 0:
+            newest = latest(self.folder, verify=True, storage_options=self.storage)
+            told = [None if newest is None else (newest.number or 0, newest.path)]
+        dist.broadcast_object_list(told)
+        found = told[0]
+        return found if found is None else (int(found[0]), found[1])
 
     def _load_initial(self) -> bool:
         config = self.config
@@ -162,12 +176,13 @@ class CkptToolsManager(BaseCheckpointManager):  # type: ignore[misc]
         if path is None:
             return False
         if not config.initial_load_model_only:
-            model, others = self.model.state_dict(), _states(self.others)
+            wanted = self._wanted()
+            model, others = self.model.state_dict(), _states(wanted)
             state = {**model, **others}
             load(path, state, storage_options=self.storage)
             self.model.load_state_dict(model)
             for key in others:
-                self.others[key].load_state_dict(state[key])
+                wanted[key].load_state_dict(state[key])
         elif config.initial_load_in_hf_quantized:
             raise PlanError("quantized checkpoints are not read", hint="use the stock manager")
         else:

@@ -14,18 +14,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.errors import PlanError
+from ckpt_tools.core.catalog import strip_wrappers
+from ckpt_tools.core.logs import log
+from ckpt_tools.errors import NotACheckpointError, PlanError
 from ckpt_tools.integrations.common import (
     Watch,
     choose_newest,
     contents,
-    load_into_step,
+    load_keys,
     local_copy,
+    options_of,
     ours,
     put_model,
+    set_aside,
 )
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.loop.state_dict import RngState
+from ckpt_tools.publish.steps import number_in
 
 _PREFIX, _STATE = "checkpoint-", "trainer_state.json"
 _Trainer: Any = Any if TYPE_CHECKING else object
@@ -40,7 +45,8 @@ def install(trainer: Any, root: str | os.PathLike[str] | None = None, **options:
         **options: of `CheckpointManager`, such as `mirror` or `storage_options`.
     """
     kind = type(trainer)
-    trainer.__class__ = type(kind.__name__, (CheckpointMixin, kind), {})
+    if not issubclass(kind, CheckpointMixin):
+        trainer.__class__ = type(kind.__name__, (CheckpointMixin, kind), {})
     trainer.checkpoint_root, trainer.checkpoint_options = root, options
 
 
@@ -59,6 +65,7 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
     checkpoint_root: str | os.PathLike[str] | None = None
     checkpoint_options: Mapping[str, Any] = {}
     checkpoints: Any = None
+    _watch: Any = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trains. `resume_from_checkpoint=True` takes the newest sound checkpoint, and passes over
@@ -66,27 +73,37 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         """
         if self.is_deepspeed_enabled:
             raise PlanError("DeepSpeed saves its own checkpoints", hint="use the Trainer as it is")
+        _warn_of_bypassed(type(self))
         root, limit = self.checkpoint_root or self.args.output_dir, self.args.save_total_limit
-        options = {
-            "keep_last": limit if limit and limit > 0 else None,
-            "step_format": f"{_PREFIX}{{}}",
-        }
+        kept = limit if limit and limit > 0 else None
+        usual = {"keep_last": kept, "step_format": f"{_PREFIX}{{}}"}
+        options = options_of(self.checkpoint_options, **usual)
         with (
             tempfile.TemporaryDirectory() as small,
-            CheckpointManager(root, **{**options, **self.checkpoint_options}) as manager,
+            CheckpointManager(root, **options) as manager,
         ):
-            self.checkpoints, watch = manager, _callback(manager)
-            self.add_callback(watch)
+            self.checkpoints, self._watch = manager, Watch(manager)
+            callback = _callback(self._watch)
+            self.add_callback(callback)
             try:
                 chosen = resume_from_checkpoint or None
                 if chosen is True:
-                    chosen = choose_newest(manager, self.args.output_dir, _PREFIX, _STATE)
+                    chosen = self._choose_newest()
+                number = None if chosen is None else number_in(Path(str(chosen)).name)
+                if chosen is None or number is not None:
+                    manager.branch_from(number)
                 if chosen is not None:
                     chosen = local_copy(manager, os.fspath(chosen), small, [_STATE])
                 return super().train(chosen, *args, **kwargs)
             finally:
-                self.remove_callback(watch)
+                self.remove_callback(callback)
                 self.checkpoints = None
+
+    def _choose_newest(self) -> str:
+        try:
+            return choose_newest(self.checkpoints, self.args.output_dir, _PREFIX, _STATE)
+        except NotACheckpointError as error:
+            raise ValueError(str(error)) from error  # as the Trainer does
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -100,10 +117,15 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         state = {"model": self.model, "rng": RngState()}
         if not self.args.save_only_model:
             state |= self._training_state()
-        only = "trainable" if hasattr(self._inner, "peft_config") else ""
+        if manager.rank == 0:
+            set_aside(os.path.join(manager.root, f"{_PREFIX}{step}"))
         files = self._files() if manager.rank == 0 else None
-        manager.save(step, state, overwrite=True, only=only, files=files)
-        if self.args.push_to_hub:
+        manager.save(step, state, overwrite=True, only=self._only(), files=files)
+        self._watch.is_pending = False
+        callbacks = [type(c) for c in self.callback_handler.callbacks]
+        if any("on_save" in vars(kind) and not _is_known(kind) for kind in callbacks):
+            manager.wait()  # such a callback may look into the checkpoint
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
             manager.wait()
             self._push(os.path.join(manager.root, f"{_PREFIX}{step}"))
 
@@ -111,14 +133,42 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         """Counts the best step within `save_total_limit`, as the Trainer does."""
         best, limit = self.state.best_global_step, self.args.save_total_limit
         manager = self.checkpoints
+        numbers = sorted({*(s.number for s in manager.steps() if not s.problem), step})
+        if best in numbers:  # an evaluation may have been the best one without a save
+            self.state.best_model_checkpoint = os.path.join(manager.root, f"{_PREFIX}{best}")
+        kept = number_in(Path(self.state.best_model_checkpoint or "").name)
         manager.protected_steps.clear()
-        if not best:
-            return
-        manager.protected_steps.add(best)
-        self.state.best_model_checkpoint = os.path.join(manager.root, f"{_PREFIX}{best}")
-        if limit and limit > 0:
-            numbers = sorted({*(s.number for s in manager.steps() if not s.problem), step})
-            manager.keep_last = max(1, limit - (best not in numbers[-limit:]))
+        if kept is not None:
+            manager.protected_steps.add(kept)
+            if limit and limit > 0:
+                manager.keep_last = max(1, limit - (kept not in numbers[-limit:]))
+
+    def _determine_best_metric(self, metrics: Any, trial: Any) -> bool:
+        """Has a save that was asked for take place also after an evaluation."""
+        is_best = bool(super()._determine_best_metric(metrics, trial))
+        return is_best or (self._watch is not None and self._watch.is_pending)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Waits for the last save. The Trainer removes nothing: retention has done that."""
+        if self.checkpoints is None:
+            return super()._finalize_training(*args, **kwargs)
+        self.checkpoints.wait()
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+
+    def _only(self) -> Any:
+        """Returns what to save of the model: with PEFT, what trains and all adapters."""
+        model = self._inner
+        adapters = [f".{name}." for name in getattr(model, "peft_config", {})]
+        left_out = {
+            f"model.{strip_wrappers(name)}"
+            for name, parameter in self.model.named_parameters()
+            if not parameter.requires_grad and not any(a in f"{name}." for a in adapters)
+        }
+        return (lambda name: name not in left_out) if adapters else ""
 
     def _training_state(self) -> dict[str, Any]:
         """Returns what a resume needs besides the model and the generators."""
@@ -149,7 +199,8 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
     def _configs(self) -> dict[str, bytes]:
         model = self._inner
         configs = [getattr(model, name, None) for name in ("config", "generation_config")]
-        adapters = list(getattr(model, "peft_config", {}).values())[:1]
+        known = getattr(model, "peft_config", {})
+        adapters = [known[name] for name in getattr(model, "active_adapters", [])[:1]]
         with tempfile.TemporaryDirectory() as folder:
             for item in (*(adapters or configs), self.processing_class):
                 if hasattr(item, "save_pretrained"):
@@ -168,14 +219,14 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if where := ours(resume_from_checkpoint):
-            load_into_step(self.checkpoints, where, {"model": model or self.model})
+            load_keys(self.checkpoints, where, {"model": model or self.model}, ["model"])
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if where := ours(checkpoint):
-            state = {"model": self.model, "rng": RngState(), **self._training_state()}
-            load_into_step(self.checkpoints, where, state, list(self._training_state()))
+            state = {"model": self.model, **self._training_state()}
+            load_keys(self.checkpoints, where, state, list(self._training_state()))
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -185,23 +236,35 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if where := ours(checkpoint):
-            load_into_step(self.checkpoints, where, {"rng": RngState()})
+            load_keys(self.checkpoints, where, {"rng": RngState()}, ["rng"])
         else:
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
-        self.checkpoints.wait()
         if where := ours(self.state.best_model_checkpoint):
-            load_into_step(self.checkpoints, where, {"model": self.model})
+            load_keys(self.checkpoints, where, {"model": self.model}, ["model"])
         else:
             super()._load_best_model()
 
 
-def _callback(manager: CheckpointManager) -> Any:
-    """Saves when the manager asks for it, and ends the job on SIGTERM."""
-    from transformers import TrainerCallback
+def _is_known(kind: type) -> bool:
+    """Tells whether transformers, or this module, has made a callback."""
+    return kind.__module__.split(".")[0] == "transformers" or kind.__module__ == __name__
 
-    watch = Watch(manager)
+
+def _warn_of_bypassed(kind: type) -> None:
+    """Warns of a user's methods that the mixin replaces."""
+    for name in ("_save_checkpoint", "save_model", "_save_optimizer_and_scheduler"):
+        owner = next(
+            (c for c in kind.__mro__ if name in vars(c) and c is not CheckpointMixin), None
+        )
+        if owner is not None and not owner.__module__.startswith("transformers."):
+            log.warning("%s.%s is not called for checkpoints", owner.__name__, name)
+
+
+def _callback(watch: Watch) -> Any:
+    """Returns a callback that saves when the manager asks for it, and ends the job on SIGTERM."""
+    from transformers import TrainerCallback
 
     class Callback(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

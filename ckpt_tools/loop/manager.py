@@ -19,6 +19,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -411,6 +412,15 @@ class CheckpointManager:
     def rank(self) -> int:
         """The number of this rank among those that save together."""
         return self._group.rank
+
+    def phase(self, what: str) -> AbstractContextManager[None]:
+        """Returns a context in which a failure of one rank is told to all, such as after a save.
+
+        Args:
+            what: names it in messages: "write the model".
+        """
+        self._check_open("phase")
+        return self._group.phase(what)
 
     @property
     def keep_last(self) -> int | None:

@@ -20,7 +20,7 @@ if WANTED.get("fsdp"):
 
     cpu_fsdp.allow(WANTED["fsdp"])
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 
 
 class Counter:
@@ -46,7 +46,12 @@ def prepared():
             **({"use_orig_params": True} if WANTED["fsdp"] == 1 else {}),
         )
     accelerator = Accelerator(
-        cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=WANTED.get("accumulate", 1)
+        cpu=True,
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=WANTED.get("accumulate", 1),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=bool(WANTED.get("seedable"))
+        ),
     )
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 4), nn.LayerNorm(4))
@@ -93,7 +98,9 @@ def main():
                     accelerator.save_state(str(OUT / f"stock-{step}"))
                     (OUT / "at.json").write_text(json.dumps([step, epoch, number + 1]))
                 else:
-                    save_state(accelerator, root, step, epoch=epoch, batch=number + 1)
+                    last = number + 1 == len(loader) and WANTED.get("next")
+                    at = (epoch + 1, 0) if last else (epoch, number + 1)
+                    save_state(accelerator, root, step, epoch=at[0], batch=at[1])
             if step == WANTED["steps"]:
                 accelerator.wait_for_everyone()
                 accelerator.end_training()

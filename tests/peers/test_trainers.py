@@ -216,6 +216,40 @@ def test_a_bucket_as_the_root(tmp_path: Path) -> None:
 # ---- Accelerate ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "more"),
+    [
+        (0, {}),
+        (0, {"seedable": True}),
+        (0, {"next": True, "save": 7}),
+        (0, {"save": 7}),
+        (2, {"next": True, "save": 7}),
+        (2, {"seedable": True}),
+    ],
+)
+def test_accelerate_continues_the_shuffle(
+    num_ranks: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """In the middle of an epoch and at its end; two epochs later the order is still the same.
+
+    An epoch has 14 batches, or seven for each of two ranks.
+    """
+    wanted = {"steps": 40, "save": 10, **more}
+    run("accelerate", num_ranks, tmp_path / "whole", wanted)
+    stop = {**wanted, "steps": 7 if "save" in more else 10}
+    if num_ranks == 0 and "save" in more:
+        wanted["save"] = stop["save"] = stop["steps"] = 14
+    run("accelerate", num_ranks, tmp_path / "part", stop)
+    run("accelerate", num_ranks, tmp_path / "part", wanted)
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+
+
+def test_accelerate_loads_a_step_of_two_ranks_in_one_process(tmp_path: Path) -> None:
+    run("accelerate", 2, tmp_path, {"steps": 5})
+    run("accelerate", 0, tmp_path, {"steps": 8})
+    assert ckpt_tools.latest(tmp_path / "run").number == 5  # type: ignore[union-attr]
+
+
 def test_accelerate_switches_from_its_own_checkpoint(tmp_path: Path) -> None:
     wanted = {"steps": 10, "fsdp": 2, "save": 5}
     run("accelerate", 2, tmp_path / "whole", wanted)
