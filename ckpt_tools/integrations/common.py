@@ -170,9 +170,12 @@ def load_keys(
         stored = {name.partition(".")[0] for name in step.names()}
     if missing := [key for key in keys if key not in stored]:
         log.warning("%s has no %s: it starts anew", printable(where), ", ".join(missing))
-    globs = [f"{key}.*" for key in keys if key in stored]
-    if globs:
-        report = load(where, state, select=globs, storage_options=options)
+    there = [key for key in keys if key in stored]
+    rest = state.keys() - set(keys)  # such as the model, by whose names an optimizer is stored
+    if there:
+        wanted = {key: state[key] for key in (*rest, *there)}
+        globs = [f"{key}.*" for key in there] if rest else []
+        report = load(where, wanted, select=globs, storage_options=options)
         for note in report.notes if manager.rank == 0 else ():
             log.warning("%s: %s", printable(where), note)
 

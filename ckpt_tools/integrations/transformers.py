@@ -200,7 +200,8 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         model = self._inner
         configs = [getattr(model, name, None) for name in ("config", "generation_config")]
         known = getattr(model, "peft_config", {})
-        adapters = [known[name] for name in getattr(model, "active_adapters", [])[:1]]
+        active = getattr(model, "active_adapters", ()) if known else ()
+        adapters = [known[name] for name in list(active() if callable(active) else active)[:1]]
         with tempfile.TemporaryDirectory() as folder:
             for item in (*(adapters or configs), self.processing_class):
                 if hasattr(item, "save_pretrained"):

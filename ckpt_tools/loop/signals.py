@@ -17,6 +17,8 @@ from typing import Any
 from ckpt_tools.core.logs import log
 
 NOTED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_ASKS: dict[int, str] = {signal.SIGTERM: "preempted()", signal.SIGUSR1: "preempted()"}
+_ASKS[signal.SIGUSR2] = "should_save()"
 SAVE_NOW = signal.SIGUSR2  # a request for a save, as often as wanted
 SAME_S = 1.0  # torchrun and Slurm both forward a signal: a second one so soon is a duplicate
 
@@ -81,7 +83,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
             (
                 " again"
                 if is_second
-                else ", and the training loop does not ask for it: it is not handled"
+                else f", and the training loop does not call {_ASKS[number]}: it is not handled"
             ),
         )
         _as_before(number, frame)

@@ -16,6 +16,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError, SaveReport, StorageError
+from ckpt_tools.loop.pack_objects import refuse_conflicts
 
 
 def adapted(seed: int = 0) -> nn.Module:
@@ -313,3 +314,17 @@ def test_a_term_signal_is_not_lost_behind_a_request(tmp_path: Path) -> None:
             assert checkpoints.preempted() == signal.SIGTERM
     finally:
         signal.signal(signal.SIGUSR2, old)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "what"),
+    [
+        ([{"lr": 1}, {"lr": 2}], "'lr' differs between rank 0 and rank 1"),
+        ([{"x": 0}, {"x": 2}], "a tensor on one and a value on the other"),
+        ([{"x.k": 1}, {"x": 2}], "'x' is a value on rank 1, and holds 'x.k' on rank 0"),
+    ],
+)
+def test_stages_that_contradict_each_other_are_refused(ranks: Any, what: str) -> None:
+    with pytest.raises(PlanError, match=what):
+        refuse_conflicts(ranks)
+    refuse_conflicts([{"a": 1, "x": 0}, {"b": 2, "x": 0}])

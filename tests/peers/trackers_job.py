@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 OUT = Path(sys.argv[1])
@@ -59,11 +60,21 @@ def main():
     assert facts["digest"] == f"crc64nvme:{told[1].digest}"
     mlflow.end_run()
     run.finish()
-    records = b"".join(p.read_bytes() for p in OUT.glob("wandb/*/*.wandb"))
-    assert b"checkpoint/loss" in records and f"file://{told[1].path}".encode() in records
-    assert told[1].digest.encode() in records
+    wanted = [b"checkpoint/loss", f"file://{told[1].path}".encode(), told[1].digest.encode()]
+    for _ in range(120):  # another process writes it
+        if all(text in log() for text in wanted):
+            break
+        time.sleep(0.5)
+    else:
+        raise AssertionError([text for text in wanted if text not in log()])
     kept = [p for p in OUT.glob("wandb/**/*") if p.is_file() and p.suffix == ".distcp"]
     assert kept == [], "a reference copies nothing"
+
+
+def log():
+    """What W&B has logged: blocks of 32 KiB, each with a header of seven bytes."""
+    logs = [p.read_bytes() for p in OUT.glob("wandb/*/*.wandb")]
+    return b"".join(log[at + 7 : at + 32768] for log in logs for at in range(0, len(log), 32768))
 
 
 if __name__ == "__main__":
