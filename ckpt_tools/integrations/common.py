@@ -66,7 +66,7 @@ def choose_newest(manager: CheckpointManager, folder: str, prefix: str, last_fil
     return str(path)
 
 
-def set_aside(path: str) -> None:
+def move_foreign(path: str) -> None:
     """Gives a directory of the host another name, if a step is to have its name."""
     if is_url(path) or not os.path.isdir(path) or ours(path):
         return

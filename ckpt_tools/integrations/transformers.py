@@ -23,10 +23,10 @@ from ckpt_tools.integrations.common import (
     contents,
     load_keys,
     local_copy,
+    move_foreign,
     options_of,
     ours,
     put_model,
-    set_aside,
 )
 from ckpt_tools.loop.manager import CheckpointManager
 from ckpt_tools.loop.state_dict import RngState
@@ -118,7 +118,7 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         if not self.args.save_only_model:
             state |= self._training_state()
         if manager.rank == 0:
-            set_aside(os.path.join(manager.root, f"{_PREFIX}{step}"))
+            move_foreign(os.path.join(manager.root, f"{_PREFIX}{step}"))
         files = self._files() if manager.rank == 0 else None
         manager.save(step, state, overwrite=True, only=self._only(), files=files)
         self._watch.is_pending = False
