@@ -56,9 +56,9 @@ class Position:
     def batches(self, accelerator: Any, loader: Any, epoch: int) -> Iterator[tuple[int, Any]]:
         """Yields the number of each batch of an epoch, and the batch, without those that are done.
 
-        Beginning an epoch and taking its first batch draw random numbers. So an epoch that is
-        continued begins with the generators of its own beginning, and goes on with those of the
-        save.
+        Beginning an epoch and taking its first batch draw random numbers. So a resumed epoch begins
+        with the generators as they were at its beginning. After the skipped batches, they are set
+        to their states at the save.
         """
         is_first = epoch == self.epoch and self.rng is not None
         done = self.batch if is_first else 0
@@ -158,7 +158,7 @@ def save_state(
     batch: int = 0,
     only: str = "",
     **options: Any,
-) -> bool:
+) -> None:
     """Saves everything that the accelerator has prepared or registered, as one step of a run.
 
     Args:
@@ -169,16 +169,13 @@ def save_state(
         batch: how many of its batches are done.
         only: `"trainable"` leaves out frozen parameters.
         **options: of `CheckpointManager`, at the first call.
-
-    Returns:
-        False if the save was skipped; see `CheckpointManager.save`.
     """
     manager = manager_of(accelerator, root, **options)
     if not accelerator.sync_gradients:
         log.warning("saved in the middle of an accumulation: its gradients are not in the step")
     place = {"epoch": epoch, "batch": batch, "step": accelerator.step}
     state = _state(accelerator, batch) | {"place": place, "rng": RngState()}
-    return manager.save(step, state, only=only)
+    manager.save(step, state, only=only)
 
 
 def load_state(

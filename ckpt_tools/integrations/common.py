@@ -1,4 +1,4 @@
-"""What several hosts need: finding our steps among theirs, and loading a part of a step."""
+"""Finds our steps among those of a host, and loads parts of a step. Several hosts use it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from ckpt_tools.operations.convert.convert import convert
 from ckpt_tools.publish.steps import number_in
 from ckpt_tools.storage import is_url
 
-_INDEX, _POINTER = ".metadata", "step.url"
+_INDEX = ".metadata"
+_copies: dict[str, str] = {}  # directories made by `local_copy`, and the URLs of their steps
 
 
 def ours(checkpoint: str | os.PathLike[str] | None) -> str:
-    """Returns the path or URL of a step that this tool has saved; "" for any other checkpoint.
+    """Returns the path or URL of a checkpoint that this tool loads; "" for one of the host's form.
 
-    A directory that `local_copy` has made stands for the step in the object store.
+    It has DCP's index at its top, as each of our steps has. A directory that `local_copy` has made
+    stands for the step in the object store.
     """
     if checkpoint is None or is_url(checkpoint):
         return str(checkpoint or "")
     folder = Path(checkpoint)
-    if (folder / _POINTER).is_file():
-        return (folder / _POINTER).read_text()
+    if str(folder) in _copies:
+        return _copies[str(folder)]
     return str(folder) if (folder / _INDEX).is_file() else ""
 
 
@@ -135,7 +137,7 @@ def local_copy(
 ) -> str:
     """Returns a local directory for a host that reads small files itself.
 
-    For a step in an object store, it has copies of these files, and the URL for `ours`.
+    For a step in an object store, it has copies of these files, and `ours` knows its URL.
 
     Args:
         manager: for the options of its store.
@@ -150,7 +152,7 @@ def local_copy(
     with open_checkpoint(checkpoint, storage_options=manager.storage_options) as step:
         for name in names:
             (copied / name).write_bytes(step.file(name))
-    (copied / _POINTER).write_text(checkpoint)
+    _copies[str(copied)] = checkpoint
     return str(copied)
 
 

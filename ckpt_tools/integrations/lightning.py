@@ -57,7 +57,14 @@ class _Checkpoints(_Strategy):  # type: ignore[misc]
         path = str(self.broadcast(path)).rstrip("/")
         path = path if is_url(path) else os.path.abspath(path)
         folder, name = os.path.split(path)
-        files = {_META: _packed(rest, name)} if self.is_global_zero else None
+        files, problem = None, ""
+        if self.is_global_zero:
+            try:
+                files = {_META: _packed(rest, name)}
+            except Exception as error:  # noqa: BLE001  of an object of the user
+                problem = f"{type(error).__name__}: {error}"
+        if problem := self.broadcast(problem):  # else the other ranks would wait
+            raise PlanError(f"{_META} cannot be written: {printable(problem)} ({printable(name)})")
         options = options_of(self.checkpoint_options, keep_last=None)
         if self._has_ended or blocks or number_in(name) is not None or name.startswith("."):
             self.wait_for_checkpoints()

@@ -66,6 +66,7 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
     checkpoint_options: Mapping[str, Any] = {}
     checkpoints: Any = None
     _watch: Any = None
+    _numbers: set[int]  # of the steps that were found at the start, or saved since
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trains. `resume_from_checkpoint=True` takes the newest sound checkpoint, and passes over
@@ -92,6 +93,9 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
                 number = None if chosen is None else number_in(Path(str(chosen)).name)
                 if chosen is None or number is not None:
                     manager.branch_from(number)
+                # the same on all ranks, since no save has begun
+                there = [s.number for s in manager.steps() if not s.problem]
+                self._numbers = {n for n in there if number is not None and n <= number}
                 if chosen is not None:
                     chosen = local_copy(manager, os.fspath(chosen), small, [_STATE])
                 return super().train(chosen, *args, **kwargs)
@@ -133,7 +137,8 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         """Counts the best step within `save_total_limit`, as the Trainer does."""
         best, limit = self.state.best_global_step, self.args.save_total_limit
         manager = self.checkpoints
-        numbers = sorted({*(s.number for s in manager.steps() if not s.problem), step})
+        self._numbers.add(step)
+        numbers = sorted(self._numbers)
         if best in numbers:  # an evaluation may have been the best one without a save
             self.state.best_model_checkpoint = os.path.join(manager.root, f"{_PREFIX}{best}")
         kept = number_in(Path(self.state.best_model_checkpoint or "").name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
-from ckpt_tools.loop.waiting import FIRST_WORD_S, NEXT_WORD_S, with_hint
+from ckpt_tools.loop.waiting import wait_for_thread, with_hint
 from ckpt_tools.operations.convert.convert import convert
 
 
@@ -109,14 +109,7 @@ class Exporter:
 
     def wait(self) -> None:
         """Waits until no step is left to convert; logs this after 5 s and then every minute."""
-        began, wait_s = time.monotonic(), FIRST_WORD_S
-        while (thread := self._thread) is not None:
-            thread.join(wait_s)
-            if thread.is_alive():
-                log.warning(
-                    "waiting for a copy for Hugging Face, for %.0f s", time.monotonic() - began
-                )
-                wait_s = NEXT_WORD_S
+        wait_for_thread(lambda: self._thread, "a copy for Hugging Face")
 
     def close(self) -> None:
         """Waits until no step is left to convert.

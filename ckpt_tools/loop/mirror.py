@@ -6,7 +6,6 @@ One process copies one step at a time, and always takes the newest waiting step.
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from ckpt_tools.core.logs import log
 from ckpt_tools.errors import CheckpointError, StorageError, printable
 from ckpt_tools.loop import rollback
 from ckpt_tools.loop.retention import retain
-from ckpt_tools.loop.waiting import FIRST_WORD_S, NEXT_WORD_S, with_hint
+from ckpt_tools.loop.waiting import wait_for_thread, with_hint
 from ckpt_tools.operations.copy import copy
 from ckpt_tools.publish.manifest import find_manifest
 from ckpt_tools.publish.run_root import RunRoot
@@ -203,16 +202,8 @@ class Mirror:
 
     def wait(self) -> None:
         """Waits until nothing is left to copy; logs this after 5 s and then every minute."""
-        began, wait_s = time.monotonic(), FIRST_WORD_S
-        while (thread := self._thread) is not None:
-            thread.join(wait_s)
-            if thread.is_alive():
-                log.warning(
-                    "waiting for a step to be mirrored to %s, for %.0f s so far",
-                    printable(str(self.there.path)),
-                    time.monotonic() - began,
-                )
-                wait_s = NEXT_WORD_S
+        where = printable(str(self.there.path))
+        wait_for_thread(lambda: self._thread, f"a step to be mirrored to {where}")
 
     def close(self) -> None:
         """Waits until nothing is left to copy.

@@ -125,8 +125,8 @@ class ExportedState:
         kept: non-persistent buffers of modules, which no checkpoint holds.
         roots: the top-level keys of the state.
         fresh: paths of new optimizer state: memory without values until something is loaded.
-        frozen: names of parameters that take no gradient.
-        of_modules: names of the entries of modules.
+        frozen: names of parameters that take no gradient; for a load, or a save of a part.
+        of_modules: names of the entries of modules; for a save of a part.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -276,7 +276,7 @@ def export(
             hint='give each object a name: {"model": model, "optimizer": optimizer}',
         )
     _check_nesting(state, (), ())
-    exporter = _Exporter(holders_of(state), stored)
+    exporter = _Exporter(holders_of(state), stored, bool(only))
     exporter.result.roots = {str(key) for key in state}
     exporter.visit_container(state, ())
     exporter.check_meta()
@@ -303,8 +303,9 @@ def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
 class _Exporter:
     """Walks a state and gives every leaf its name."""
 
-    def __init__(self, holders: StateOwners, stored: Stored | None) -> None:
+    def __init__(self, holders: StateOwners, stored: Stored | None, is_partial: bool) -> None:
         self.holders, self.stored, self.result = holders, stored, ExportedState()
+        self.is_partial = is_partial  # only a part of each module is wanted
 
     def visit(self, value: Any, path: Key) -> None:
         """Exports a value of the state itself."""
@@ -315,13 +316,15 @@ class _Exporter:
             with calling("state_dict", value, path):
                 exported = get_model_state_dict(value)
             exported = _tied(value, exported)
-            self.result.frozen |= {flat_name((*path, name)) for name in _frozen(value)}
+            if self.is_partial or self.stored is not None:
+                self.result.frozen |= {flat_name((*path, name)) for name in _frozen(value)}
             if self.stored is not None:
                 self._free_extra(exported, path)
                 self.result.kept += [f"{flat_name(path)}.{name}" for name in _non_persistent(value)]
-            known = {*self.result.tensors, *self.result.objects}
+            known = {*self.result.tensors, *self.result.objects} if self.is_partial else set()
             self.emit(exported, path, is_root=True)
-            self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known
+            if self.is_partial:
+                self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known
         elif isinstance(value, Optimizer) and not is_container(value):
             with calling("state_dict", value, path):
                 found = export_optimizer(value, self.holders, path, self.stored)

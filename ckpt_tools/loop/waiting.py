@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -55,6 +56,21 @@ def retry_outage(what: str, call: Callable[[], T], retry_s: float) -> T:
 def is_outage(error: BaseException) -> bool:
     """Tells whether an error means that a store cannot be reached."""
     return isinstance(error, StorageError) and error.is_transient
+
+
+def wait_for_thread(find: Callable[[], threading.Thread | None], what: str) -> None:
+    """Waits until there is no thread any more; logs this after 5 s and then every minute.
+
+    Args:
+        find: returns the thread that works now, or None.
+        what: names the work in the log: "a step to be mirrored to s3://bucket/run".
+    """
+    began, wait_s = time.monotonic(), FIRST_WORD_S
+    while (thread := find()) is not None:
+        thread.join(wait_s)
+        if thread.is_alive():
+            log.warning("waiting for %s, for %.0f s so far", what, time.monotonic() - began)
+            wait_s = NEXT_WORD_S
 
 
 def wait_for(running: Future[T], what: str) -> T:

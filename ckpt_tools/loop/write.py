@@ -95,7 +95,7 @@ def plan_file(rank: int, pieces: Sequence[ShardInfo]) -> FilePlan:
     steps = schedule(
         plan_transfer(Catalog("memory", entries), target), {}, *tile_bytes(DEFAULT_MEMORY_BYTES, 2)
     )
-    return FilePlan(target, tuple(steps), tuple(staged for _, staged in laid_out))
+    return FilePlan(target, tuple(steps), tuple(location for _, location in laid_out))
 
 
 def write_part(

@@ -76,9 +76,11 @@ class RemoteDestination:
         self._others = [n for n in store.list_files() if n not in known]
         files = [n for n in self._others if n != LOCK]
         foreign = [n for n in files if not is_ours(n)]
-        if foreign:  # a save may have sealed small files of other names
+        if foreign:  # a save may have written small files of other names
             sealed = find_manifest(store)
-            foreign = [n for n in foreign if sealed is None or n not in sealed.files]
+            own = sealed.files.keys() if sealed is not None else _unfinished(store, files, foreign)
+            foreign = [n for n in foreign if n not in own]
+            files = [n for n in files if sealed is not None or n not in own]
         foreign += store.folders()
         return bool(foreign) or not all(attempt_of(n) or is_note(n) for n in files), foreign
 
@@ -192,6 +194,17 @@ def _try(data: bytes, work: str) -> UploadNotes | None:
             }
             return UploadNotes(body["attempt"], list(map(str, body["files"])), uploads)
     return None
+
+
+def _unfinished(store: RemoteStore, files: Sequence[str], names: Sequence[str]) -> set[str]:
+    """Returns the small files among `names` that a save which never committed has written.
+
+    Their objects carry the id of an attempt that has left a data file, too.
+    """
+    attempts = {attempt_of(name)[:8] for name in files} - {""}
+    if not attempts or any(name in INDEXES for name in files):
+        return set()
+    return {n for n, info in store.about_all(names).items() if info.owner[:8] in attempts}
 
 
 class RemoteAttempt:

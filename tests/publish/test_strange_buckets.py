@@ -266,29 +266,29 @@ def test_links_that_stay_behind_are_named(tmp_path: Path) -> None:
 def test_overwrite_in_a_bucket_replaces_what_we_wrote_and_nothing_else(
     server: Server, tmp_path: Path
 ) -> None:
-    fs, options = server.bucket("replaced"), {"storage_options": server.options}
+    fs, options = server.bucket("replaced-one"), {"storage_options": server.options}
     source = save_locally(tmp_path / "run", {"w": torch.ones(300)})
     for _ in range(2):
-        ckpt_tools.convert(source, "s3://replaced/t.pt", to="torch", overwrite=True, **options)
-        ckpt_tools.merge(source, "s3://replaced/m.safetensors", overwrite=True, **options)
+        ckpt_tools.convert(source, "s3://replaced-one/t.pt", to="torch", overwrite=True, **options)
+        ckpt_tools.merge(source, "s3://replaced-one/m.safetensors", overwrite=True, **options)
     for name in ("t.pt", "x.safetensors"):
-        fs.pipe_file(f"replaced/own/{name}", b"my notes")
+        fs.pipe_file(f"replaced-one/own/{name}", b"my notes")
         with pytest.raises(StorageError, match="holds files that --overwrite never replaces"):
             (
-                ckpt_tools.merge(source, f"s3://replaced/own/{name}", overwrite=True, **options)
+                ckpt_tools.merge(source, f"s3://replaced-one/own/{name}", overwrite=True, **options)
                 if name.startswith("x")
                 else ckpt_tools.convert(
-                    source, f"s3://replaced/own/{name}", to="torch", overwrite=True, **options
+                    source, f"s3://replaced-one/own/{name}", to="torch", overwrite=True, **options
                 )
             )
-        assert fs.cat_file(f"replaced/own/{name}") == b"my notes"
+        assert fs.cat_file(f"replaced-one/own/{name}") == b"my notes"
     (tmp_path / "x.safetensors").write_text("my notes")
     with pytest.raises(StorageError, match="holds files that --overwrite never replaces"):
         ckpt_tools.merge(source, tmp_path / "x.safetensors", overwrite=True)
-    ckpt_tools.merge(source, "s3://replaced/sh", max_shard_bytes=400, **options)
+    ckpt_tools.merge(source, "s3://replaced-one/sh", max_shard_bytes=400, **options)
     with pytest.raises(StorageError, match="a checkpoint of another kind is there"):
-        ckpt_tools.reshard(source, "s3://replaced/sh", to_ranks=2, overwrite=True, **options)
-    assert ckpt_tools.verify("s3://replaced/sh", **options).problems == []
+        ckpt_tools.reshard(source, "s3://replaced-one/sh", to_ranks=2, overwrite=True, **options)
+    assert ckpt_tools.verify("s3://replaced-one/sh", **options).problems == []
 
 
 @pytest.mark.parametrize(
@@ -322,3 +322,26 @@ def test_a_url_with_one_slash_is_no_path(
     with pytest.raises((StorageError, PlanError)):
         ckpt_tools.inspect("S3://bucket/x")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+
+
+def test_small_files_of_a_save_that_died_do_not_block_its_step(server: Server) -> None:
+    """A killed save leaves its data and its small files, and no index."""
+    files = server.bucket("small")
+    root, options = "s3://small/died", server.options
+    state = {"w": torch.ones(4)}
+    with CheckpointManager(root, storage_options=options) as checkpoints:
+        checkpoints.save(1, state, files={"config.json": b"{}"})
+    for name in files.find("small/died/step-00000001", refresh=True):
+        if "manifest" in name or name.endswith(".metadata"):
+            files.rm_file(name)
+    with CheckpointManager(root, storage_options=options) as checkpoints:
+        assert checkpoints.resume(state) is None
+        checkpoints.save(1, state, files={"config.json": b"[]"})
+        checkpoints.save(1, state, files={"config.json": b"{1}"}, overwrite=True)
+    assert files.cat("small/died/step-00000001/config.json") == b"{1}"
+    files.pipe("small/mine/step-00000001/config.json", b"of a user")
+    with (
+        pytest.raises(StorageError, match="exists"),
+        CheckpointManager("s3://small/mine", storage_options=options) as checkpoints,
+    ):
+        checkpoints.save(1, state, files={"config.json": b"{}"})
