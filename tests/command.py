@@ -1,8 +1,9 @@
-"""Runs `ckpt` in a process of its own, forked from one that has imported it.
+"""Runs `ckpt`, or a job of several ranks, in a process that is forked from one with all imports.
 
-Half of a short command's time goes into imports. The forked process has the given arguments,
-environment, directory and streams, and runs what `python -m ckpt_tools` runs. Tests of start-up,
-streams and signals start a new interpreter instead.
+Half of a short command's time goes into imports, and two thirds of a short job's. The forked
+process has the given arguments, environment, directory and streams. It runs what
+`python -m ckpt_tools` or `tests/launch.py` runs. Tests of start-up, streams, signals and kills start
+a new interpreter instead.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _LENGTH = struct.Struct("<I")
-_servers: dict[int, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
+_servers: dict[tuple[int, str], tuple[socket.socket, subprocess.Popen[bytes]]] = {}
+ROOT = str(Path(__file__).parents[1])
 
 
 def run_command(
@@ -39,6 +42,37 @@ def run_command(
     Raises:
         TimeoutExpired: it did not end in time, and was killed.
     """
+    return _ask("command", words, env, cwd, timeout)
+
+
+def run_job(
+    words: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    timeout: float = 400,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command line of this interpreter, such as `torchrun_command` gives.
+
+    Raises:
+        TimeoutExpired: it did not end in time, and all its processes were killed.
+    """
+    if words[1] == "-c" or os.environ.get("CKPT_DEVICE"):  # no process with a GPU can be forked
+        return subprocess.run(
+            words, env=env, cwd=cwd, timeout=timeout, capture_output=True, text=True
+        )
+    assert words[0] == sys.executable
+    return _ask("job", words[1:], env, cwd, timeout)
+
+
+def _ask(
+    kind: str,
+    words: Sequence[object],
+    env: Mapping[str, str] | None,
+    cwd: str | os.PathLike[str] | None,
+    timeout: float,
+) -> subprocess.CompletedProcess[str]:
+    """Lets the server of a kind run something; returns its exit status and output."""
     args = [os.fspath(w) if isinstance(w, os.PathLike) else str(w) for w in words]
     request = {
         "args": args,
@@ -46,7 +80,7 @@ def run_command(
         "cwd": os.getcwd() if cwd is None else os.fspath(cwd),
     }
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        line = _server()
+        line = _server(kind)
         body = json.dumps(request).encode("utf-8", "surrogateescape")
         fds = array.array("i", [out.fileno(), errors.fileno()])
         line.sendmsg(
@@ -58,7 +92,7 @@ def run_command(
         try:
             (status,) = struct.unpack("<i", line.recv(4))
         except TimeoutError:
-            os.kill(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
             line.settimeout(None)
             line.recv(4)
             raise subprocess.TimeoutExpired(args, timeout) from None
@@ -67,31 +101,31 @@ def run_command(
         for file in (out, errors):
             file.seek(0)
             texts.append(file.read().decode().replace("\r\n", "\n").replace("\r", "\n"))
-    return subprocess.CompletedProcess(["ckpt", *args], status, *texts)
+    return subprocess.CompletedProcess([kind, *args], status, *texts)
 
 
-def _server() -> socket.socket:
-    """Returns the line to this process's server, and starts it if there is none."""
-    if os.getpid() not in _servers:
+def _server(kind: str) -> socket.socket:
+    """Returns the line to this process's server of a kind, and starts it if there is none."""
+    key = (os.getpid(), kind)
+    if key not in _servers:
         mine, theirs = socket.socketpair()
-        root = str(Path(__file__).parents[1])
         process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, __file__, kind, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": root},
+            env=os.environ | _ENVIRONMENT | {"PYTHONPATH": ROOT},
         )
         theirs.close()
-        _servers[os.getpid()] = (mine, process)
+        _servers[key] = (mine, process)
         atexit.register(mine.close)
-    return _servers[os.getpid()][0]
+    return _servers[key][0]
 
 
 # ---- the server ----------------------------------------------------------------------------------
 
 
-def serve(line: socket.socket) -> None:
+def serve(kind: str, line: socket.socket) -> None:
     """Forks one process for each request, and answers with its id and its exit status."""
-    _import_everything()
+    _import_everything(kind)
     while True:
         head, ancillary, *_ = line.recvmsg(_LENGTH.size, socket.CMSG_SPACE(8))
         if not head:
@@ -104,7 +138,7 @@ def serve(line: socket.socket) -> None:
         pid = os.fork()
         if not pid:
             line.close()
-            _run(json.loads(body.decode("utf-8", "surrogateescape")), list(fds))
+            _run(kind, json.loads(body.decode("utf-8", "surrogateescape")), list(fds))
         for fd in fds:
             os.close(fd)
         line.sendall(_LENGTH.pack(pid))
@@ -112,7 +146,8 @@ def serve(line: socket.socket) -> None:
         line.sendall(struct.pack("<i", os.waitstatus_to_exitcode(status)))
 
 
-MODULES = (
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch looks once
+_COMMAND = (
     "s3fs tqdm rich.console ckpt_tools.cli.app ckpt_tools.cli.findings ckpt_tools.cli.render"
     " ckpt_tools.loop.retention ckpt_tools.operations.convert.convert ckpt_tools.operations.copy"
     " ckpt_tools.operations.diff ckpt_tools.operations.inspect ckpt_tools.operations.merge_reshard"
@@ -120,30 +155,37 @@ MODULES = (
 ).split()
 
 
-def _import_everything() -> None:
-    """Imports what commands import, but not torch."""
-    for name in MODULES:
+_JOB = (
+    "torch torch._dynamo torch.distributed.checkpoint.state_dict torch.distributed.fsdp"
+    " torch.distributed.tensor.parallel torch.testing._internal.distributed.fake_pg s3fs"
+    " ckpt_tools.cli.app ckpt_tools.loop.manager training.train tests.launch"
+    " transformers.models.llama.modeling_llama transformers.models.gpt2.modeling_gpt2"
+).split()
+
+
+def _import_everything(kind: str) -> None:
+    """Imports what commands or jobs import. A command is started without torch."""
+    for name in _COMMAND if kind == "command" else _JOB:
         importlib.import_module(name)
-    assert "torch" not in sys.modules
-    assert threading.active_count() == 1, "a process with threads cannot be forked"
+    assert (kind == "command") == ("torch" not in sys.modules)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
 
 
-def _run(request: Mapping[str, object], fds: list[int]) -> None:
-    """Becomes `ckpt` with these arguments, and ends the process."""
+def _run(kind: str, request: Mapping[str, Any], fds: list[int]) -> None:
+    """Becomes a command or a job's launcher with these arguments, and ends the process."""
     status = 1
     try:
+        os.setsid()
         os.environ.clear()
-        os.environ.update(request["env"])  # type: ignore[call-overload]
+        os.environ.update(request["env"])
         os.chdir(str(request["cwd"]))
         for number, fd in enumerate(fds, start=1):
             os.dup2(fd, number)
             os.close(fd)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.argv = ["ckpt", *request["args"]]  # type: ignore[misc]
+        sys.argv = [kind, *request["args"]]
         random.seed()
-        from ckpt_tools.cli.app import main
-
-        main(may_share=True)
+        _command() if kind == "command" else _job()
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -160,6 +202,27 @@ def _run(request: Mapping[str, object], fds: list[int]) -> None:
         os._exit(status)
 
 
+def _command() -> None:
+    from ckpt_tools.cli.app import main
+
+    main(may_share=True)
+
+
+def _job() -> None:
+    """Launches ranks, or is the only one. They find what the caller's PYTHONPATH names."""
+    from tests import launch
+
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
+    if sys.argv[1].endswith("launch.py"):
+        del sys.argv[0]
+        launch.main()
+    else:
+        words = sys.argv[1:]
+        sys.path[0] = launch.first_path(words)
+        launch.run_and_exit(words)
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

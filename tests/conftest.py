@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.command import run_command
+from tests.command import run_command, run_job
 from tests.jobs import PYTHON_PATH, torchrun_command
 from tests.servers import servers
 from tests.servers.servers import Server
@@ -54,11 +54,9 @@ CASES = {
 
 def torchrun(num_ranks: int, script: str, *args: str, **environment: str) -> None:
     """Runs a script of tests/dist on real gloo processes, and shows what it printed if it fails."""
-    command = torchrun_command(num_ranks, HERE / "dist" / script, *args)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH} | environment
-    result = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=400
-    )
+    command = torchrun_command(num_ranks, HERE / "dist" / script, *args)
+    result = run_job(command, env=os.environ | environment)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -55,6 +55,11 @@ def serve_store() -> str:
     return os.read(port_reader, 10).decode()
 
 
+def first_path(words: list[str]) -> str:
+    """Returns the folder where the interpreter of a script or a module looks first."""
+    return os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.abspath(words[0]))
+
+
 def run(words: list[str]) -> None:
     """Runs a script or a module as its own interpreter would."""
     if words[0] == "-m":
@@ -136,7 +141,7 @@ def watch(pids: set[int], stopped_by: list[int]) -> int:
 def main() -> None:
     """Launches the ranks."""
     num_ranks, *words = sys.argv[1:]
-    sys.path[0] = os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.abspath(words[0]))
+    sys.path[0] = first_path(words)
     spec = importlib.util.find_spec(f"{words[1]}.__main__") if words[0] == "-m" else None
     load_imports(Path(spec.origin if spec and spec.origin else words[0]))
     environment = {

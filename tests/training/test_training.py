@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_tools
+from tests.command import run_job
 from tests.conftest import HERE
 from tests.dist import device
 from tests.dist.strategies import VARIANTS
@@ -52,9 +53,7 @@ QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def run(*words: str, status: int = 0, **environment: str) -> str:
-    result = subprocess.run(
-        words, env=os.environ | QUIET | environment, capture_output=True, text=True, timeout=800
-    )
+    result = run_job(words, env=os.environ | QUIET | environment, timeout=800)
     assert result.returncode == status, result.stdout + result.stderr
     return result.stdout + result.stderr
 

@@ -28,6 +28,7 @@ from ckpt_tools.errors import PlanError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.registry import Request, TargetTensor, open_source
 from ckpt_tools.ranks.launch import first_host, slurm_variables
+from tests.command import run_job
 from tests.jobs import LONG, interrupt, torchrun_command
 from tests.servers import slurm
 from tests.servers.hosts import ended, network, two_by_two
@@ -47,13 +48,7 @@ STATE = {
 
 def group(size: int, *words: object, timeout: float = 180) -> subprocess.CompletedProcess[str]:
     """Runs `ckpt` as so many processes."""
-    return subprocess.run(
-        torchrun_command(size, "-m", "ckpt_tools", *words),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=ROOT,
-    )
+    return run_job(torchrun_command(size, "-m", "ckpt_tools", *words), timeout=timeout, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
