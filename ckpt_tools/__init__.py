@@ -27,7 +27,8 @@ from ckpt_tools.version import __version__
 if TYPE_CHECKING:
     from ckpt_tools.loop.ema import Ema
     from ckpt_tools.loop.export import HuggingFace
-    from ckpt_tools.loop.load import LoadReport, load
+    from ckpt_tools.loop.load import load
+    from ckpt_tools.loop.load_request import LoadReport
     from ckpt_tools.loop.manager import CheckpointManager
     from ckpt_tools.loop.reader import Checkpoint, StoredTensor
     from ckpt_tools.loop.reader import open_checkpoint as open
@@ -129,7 +130,7 @@ _LAZY = {
     "Pruned": "loop.retention",
     "Step": "publish.steps",
     "SaveReport": "loop.save",
-    "LoadReport": "loop.load",
+    "LoadReport": "loop.load_request",
     "Checkpoint": "loop.reader",
     "StoredTensor": "loop.reader",
     "Manifest": "publish.manifest",

@@ -314,6 +314,11 @@ class BackgroundWriter:
         if retain(self.root, self.keep, kept, self._told, self.candidates.passed):
             self.resumed = None  # a newer one is committed
 
+    def retain_copied(self) -> None:
+        """Removes old steps that stayed only until they were copied. Rank 0 calls it at the end."""
+        if self.last_save is not None and (self.mirror or self.exporter):
+            self._retain()
+
     def close(self) -> None:
         """Ends the thread after its last task."""
         if self._pool is not None:

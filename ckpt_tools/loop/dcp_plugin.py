@@ -52,7 +52,8 @@ from ckpt_tools.formats.dcp import format as dcp
 from ckpt_tools.formats.pickle.state import plain_path
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.loop.archives import check_loadable, unpack
-from ckpt_tools.loop.load import LoadReport, fill
+from ckpt_tools.loop.load_request import LoadReport
+from ckpt_tools.loop.read_shards import fill
 from ckpt_tools.loop.shards import Shard, Stage
 from ckpt_tools.loop.write import (
     NOTHING,

@@ -10,29 +10,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ckpt_tools.core.box import Box, whole
-from ckpt_tools.core.catalog import Catalog, TensorEntry
-from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
+from ckpt_tools.core.catalog import TensorEntry
 from ckpt_tools.core.threads import num_threads
-from ckpt_tools.engine.crc_watch import CrcWatch, compare_positions, read_whole
-from ckpt_tools.engine.run import run
-from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES, schedule, tile_bytes
-from ckpt_tools.engine.sinks import FillSink
+from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats.pickle.state import plain_path
 from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.loop.archives import unpack
 from ckpt_tools.loop.divide import divide
+from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
 from ckpt_tools.loop.match import (
-    LoadRequest,
     Match,
-    OnMismatch,
     check_unread,
     int_keys,
     match,
@@ -42,9 +37,10 @@ from ckpt_tools.loop.match import (
 )
 from ckpt_tools.loop.numbers import name_numbers
 from ckpt_tools.loop.objects import Key
+from ckpt_tools.loop.read_shards import empty_tensor, read_shards
 from ckpt_tools.loop.rename import parameter_renamer, renamed, substituter
 from ckpt_tools.loop.restore import restore, set_state_of_rank
-from ckpt_tools.loop.shards import Shard, Stage, alias_key, has_bytes, local_shards
+from ckpt_tools.loop.shards import Shard, alias_key, local_shards
 from ckpt_tools.loop.shared_read import read_together
 from ckpt_tools.loop.state_dict import (
     STRUCTURE,
@@ -59,34 +55,8 @@ from ckpt_tools.loop.state_dict import (
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.manifest import of_source
 from ckpt_tools.ranks.gloo import GlooGroup
-from ckpt_tools.storage import MemoryStore, read
+from ckpt_tools.storage import read
 from ckpt_tools.storage.prefetch import GAP_BYTES
-from ckpt_tools.storage.retries import read_again_if_wrong
-
-_BATCH_BYTES = 64 << 20
-
-
-@dataclass(slots=True)
-class LoadReport:
-    """The result of a load on this rank.
-
-    Attributes:
-        path: the checkpoint.
-        num_tensors, num_objects: how many of the state's entries were loaded.
-        read_nbytes, needed_nbytes, received_nbytes: bytes that this rank read; those of them that
-            any rank needed; bytes received from other ranks.
-        num_proved: chunks that were read in full and whose checksum was right.
-        notes: entries that did not carry over and their fate, mapped names, and entries left out.
-    """
-
-    path: str
-    num_tensors: int = 0
-    num_objects: int = 0
-    read_nbytes: int = 0
-    needed_nbytes: int = 0
-    received_nbytes: int = 0
-    num_proved: int = 0
-    notes: list[str] = field(default_factory=list)
 
 
 @checked(names_only=("rename", "select"))
@@ -231,7 +201,9 @@ class _Load:
         ]
         self.report = LoadReport(str(source.path), notes=[*self.named.notes, *found.notes, *unread])
         self.made = {
-            n: _make(source.catalog.tensors[n]) for n in found.new if n in source.catalog.tensors
+            n: empty_tensor(source.catalog.tensors[n])
+            for n in found.new
+            if n in source.catalog.tensors
         }
         self.by_hand = {n: how for n, how in found.resized.items() if callable(how)}
         tensors = {
@@ -249,7 +221,7 @@ class _Load:
     def read(self, shards: Sequence[Shard]) -> None:
         """Reads the shards into their memory, and the objects."""
         source, found, exported, request = self.source, self.found, self.exported, self.request
-        _read_shards(source, shards, found.tensors, self.jobs, DEFAULT_MEMORY_BYTES, self.report)
+        read_shards(source, shards, found.tensors, self.jobs, DEFAULT_MEMORY_BYTES, self.report)
         for name, how in self.by_hand.items():
             _fit_by_hand(
                 source,
@@ -359,8 +331,8 @@ def _fit_by_hand(
 ) -> None:
     """Reads a whole tensor and fits it to the state's shape with the user's function."""
     entry = source.catalog.tensors[stored]
-    read_whole_tensor = _make(entry)
-    _read_shards(
+    read_whole_tensor = empty_tensor(entry)
+    read_shards(
         source,
         local_shards({name: read_whole_tensor}),
         {name: stored},
@@ -429,163 +401,10 @@ def _share(
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _make(entry: TensorEntry) -> torch.Tensor:
-    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name), device="cpu")
-
-
-def _read_shards(
-    source: Source,
-    shards: Sequence[Shard],
-    names: Mapping[str, str],
-    jobs: int,
-    memory_bytes: int,
-    report: LoadReport,
-) -> None:
-    """Fills shards. `names` maps shard names to stored names that differ."""
-    entries = {
-        n: replace(source.catalog.tensors[names.get(n, n)], fqn=n) for n in {s.fqn for s in shards}
-    }
-    fill(
-        replace(source, catalog=replace(source.catalog, tensors=entries)),
-        shards,
-        jobs,
-        memory_bytes,
-        report,
-    )
-
-
-def fill(
-    source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, report: LoadReport
-) -> None:
-    """Reads the bytes of shards straight into the shards' memory.
-
-    Shards on a device go through host memory, `_BATCH_BYTES` at a time. One batch is read while the
-    previous one is copied.
-
-    Args:
-        source: its catalog has all of the shards' names. Values are cast where a shard's type
-            differs.
-        shards: their memory must not overlap.
-        jobs, memory_bytes: threads, and the budget of their buffers.
-        report: receives the counts.
-
-    Raises:
-        IntegrityError: a range that was read in full is not what was written.
-        CheckpointError: it cannot be read.
-    """
-    stages = Stage(), Stage()
-    try:
-        for number, batch in enumerate(_batches(source.catalog, shards)):
-            with stages[number % 2].fill([shard.tensor for shard in batch]) as views:
-                _fill(source, batch, views, jobs, memory_bytes, report)
-    finally:
-        for stage in stages:
-            stage.settle()
-
-
-def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[list[Shard]]:
-    """Divides shards that need a buffer into batches, tensor by tensor in stored order."""
-    nbytes: dict[str, int] = {}
-    by_tensor: dict[str, list[Shard]] = {}
-    for shard in shards:
-        nbytes[shard.fqn] = nbytes.get(shard.fqn, 0) + (
-            0 if has_bytes(shard.tensor) else shard.nbytes
-        )
-        by_tensor.setdefault(shard.fqn, []).append(shard)
-    batches: list[list[Shard]] = [[]]
-    room = _BATCH_BYTES
-    for fqn in sorted(
-        by_tensor,
-        key=lambda n: min((c.extent[:2] for c in catalog.tensors[n].chunks), default=("", 0)),
-    ):
-        if nbytes[fqn] > max(room, 0) and room < _BATCH_BYTES:
-            batches.append([])
-            room = _BATCH_BYTES
-        batches[-1] += by_tensor[fqn]
-        room -= nbytes[fqn]
-    return batches
-
-
-def _fill(
-    source: Source,
-    shards: Sequence[Shard],
-    views: Sequence[memoryview],
-    jobs: int,
-    memory_bytes: int,
-    report: LoadReport,
-) -> None:
-    catalog = source.catalog
-    slots: dict[str, list[Slot]] = {}
-    for number, shard in enumerate(shards):
-        slots.setdefault(shard.fqn, []).append(Slot(shard.box, str(number), 0))
-    memory = MemoryStore({str(number): view for number, view in enumerate(views)})
-    target = Target("memory", memory.list_files(), {n: tuple(s) for n, s in slots.items()})
-    plan = plan_transfer(
-        replace(catalog, tensors={n: catalog.tensors[n] for n in slots}),
-        target,
-        {s.fqn: s.dtype for s in shards},
-    )
-    read_again_if_wrong(
-        source.store, lambda: _read(source, plan, memory, jobs, memory_bytes, report)
-    )
-    report.needed_nbytes += plan.payload_bytes
-
-
-def _read(
-    source: Source,
-    plan: Plan,
-    memory: MemoryStore,
-    jobs: int,
-    memory_bytes: int,
-    report: LoadReport,
-) -> None:
-    """Reads once from the usual positions of payloads, then checks that they lie there.
-
-    A look at each position first would leave scattered pages in the page cache. These cost a cold
-    file half of its read-ahead. If an assumed position was wrong, the tensor is read again.
-    """
-    used = {
-        t.fqn: _used(source.catalog.tensors[t.fqn], {c.src for c in t.copies}) for t in plan.tensors
-    }
-    assumed = source.assume(used.values())
-    is_remote = source.store.capabilities.is_remote
-    if not is_remote:  # announced sequential reads are fastest on a disk
-        files = {
-            c.extent.file
-            for t in used.values()
-            for c in t.chunks
-            if c.extent.file in source.catalog.file_sizes
-        }
-        source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
-    steps = schedule(plan, assumed, *tile_bytes(memory_bytes, jobs))
-    crc_watch = CrcWatch(read_whole(plan, assumed))
-    report.read_nbytes += run(
-        steps, source.store, FillSink(memory), jobs, looks_ahead=is_remote, crc_watch=crc_watch
-    ).read_nbytes
-    real = source.compare(used.values(), assumed)
-    report.num_proved += crc_watch.prove(dict(real.crcs))
-    wrong = {t.fqn for t in used.values() if any(c.extent in real.moved for c in t.chunks)}
-    if wrong:
-        again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
-        late = CrcWatch(read_whole(again, real.found))
-        run(
-            schedule(again, real.found, *tile_bytes(memory_bytes, jobs)),
-            source.store,
-            FillSink(memory),
-            jobs,
-            crc_watch=late,
-        )
-        report.num_proved += late.prove(dict(compare_positions(real.found, real.found).crcs))
-
-
 def _distinct(shards: Sequence[Shard]) -> list[Shard]:
     """Returns the shards without those whose memory another shard fills already."""
     seen: dict[Any, Shard] = {}
     return [s for s in shards if (key := alias_key(s)) is None or seen.setdefault(key, s) is s]
-
-
-def _used(entry: TensorEntry, numbers: set[int]) -> TensorEntry:
-    return replace(entry, chunks=tuple(entry.chunks[i] for i in sorted(numbers)))
 
 
 def _read_object(

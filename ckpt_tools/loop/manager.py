@@ -13,8 +13,6 @@ Imports torch.
 
 from __future__ import annotations
 
-import math
-import operator
 import os
 import signal
 import time
@@ -30,46 +28,45 @@ import torch.distributed as dist
 from ckpt_tools.core.logs import log
 from ckpt_tools.core.threads import num_threads, ranks_on_host
 from ckpt_tools.errors import (
-    CatalogError,
     CheckpointError,
-    FormatError,
-    IntegrityError,
-    PeerError,
     StorageError,
     printable,
 )
 from ckpt_tools.loop import at_exit, rollback
-from ckpt_tools.loop.background import BackgroundWriter, PendingSave, tries_again
+from ckpt_tools.loop.arguments import (
+    check_choice,
+    check_keep_last,
+    check_manager,
+    check_name,
+    check_step,
+    shown_choice,
+)
+from ckpt_tools.loop.background import BackgroundWriter, PendingSave
 from ckpt_tools.loop.candidates import Candidates
 from ckpt_tools.loop.export import Exporter, HuggingFace
 from ckpt_tools.loop.hooks import Hooks, OnCommit, OnError
-from ckpt_tools.loop.load import LoadReport, load_into
-from ckpt_tools.loop.match import LoadRequest, OnMismatch
+from ckpt_tools.loop.load import load_into
+from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.pack_objects import checksums, pack_objects, refuse_conflicts
 from ckpt_tools.loop.save import SaveLayout, SaveReport, agree_layout, extras_of, offers_of
 from ckpt_tools.loop.schedule import SaveSchedule
+from ckpt_tools.loop.search import StepSearch
 from ckpt_tools.loop.shards import Stage, local_shards
 from ckpt_tools.loop.signals import SignalWatch
 from ckpt_tools.loop.state_dict import export
 from ckpt_tools.loop.waiting import retry_outage
 from ckpt_tools.operations.arguments import checked
-from ckpt_tools.operations.verify import verify as verify_checkpoint
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.run_root import RunRoot
 from ckpt_tools.publish.steps import (
     STEP_FORMATS,
     Step,
-    damage,
     find_latest,
-    find_step,
     list_steps,
-    number_in,
 )
 from ckpt_tools.ranks.gloo import GlooGroup
-from ckpt_tools.storage import check_url, is_url, local_path
-
-_MAX_STEP = 10**18
+from ckpt_tools.storage import is_url, local_path
 
 
 class CheckpointManager:
@@ -158,13 +155,14 @@ class CheckpointManager:
             StorageError: another job holds the directory, it is not writable, or not all ranks see
                 it.
         """
-        _check(
+        check_manager(
             root,
             keep_last,
             when_busy,
             mirror,
             max_failures,
             timeout_s,
+            step_format,
             jobs=jobs,
             retry_s=retry_s,
             keep_every=keep_every,
@@ -172,10 +170,6 @@ class CheckpointManager:
             save_every=save_every,
             save_every_s=save_every_s,
         )
-        if step_format not in STEP_FORMATS:
-            raise ValueError(
-                f"step_format: expected one of {', '.join(STEP_FORMATS)}, got {step_format!r}"
-            )
         # absolute: the job may change its working directory
         self._root = open_root(
             root if is_url(root) else Path(local_path(root)).absolute(), storage_options
@@ -195,6 +189,7 @@ class CheckpointManager:
         self._stage, self._pid = Stage(), os.getpid()
         there = open_root(mirror, storage_options) if mirror is not None else None
         self._candidates = Candidates(self._root, there, storage_options)
+        self._search = StepSearch(self._candidates, self._group, storage_options)
         self._writer = BackgroundWriter(
             self._candidates,
             self._jobs,
@@ -291,12 +286,14 @@ class CheckpointManager:
             CheckpointError: this save failed, or the previous background save did; its own
                 traceback is kept.
         """
-        began, step = time.monotonic(), _check_step(step)
+        began, step = time.monotonic(), check_step(step)
         self._check_open("save")
-        what = _check_name(name) or self._writer.name(step)
+        what = check_name(name) or self._writer.name(step)
         is_background = self.asynchronous if asynchronous is None else asynchronous
         changed = ", asynchronous=False" * (not is_background) + ", overwrite=True" * overwrite
-        changed += f", only={_shown(only)}" * bool(only) + f", name={name!r}" * (name is not None)
+        changed += f", only={shown_choice(only)}" * bool(only) + f", name={name!r}" * (
+            name is not None
+        )
         changed += ", names_differ=True" * names_differ
         call = f"save({step}{changed})"
         if self._group.meet("save", call, (self._writer.is_busy and self.when_busy == "skip", 0))[
@@ -386,7 +383,7 @@ class CheckpointManager:
         self._check_open("remove")
         if name is None:
             raise TypeError("name: expected a string, got None")
-        if _check_name(name) and self._group.rank == 0:
+        if check_name(name) and self._group.rank == 0:
             self._writer.remove(name)
 
     def should_save(self, step: int) -> bool:
@@ -398,7 +395,7 @@ class CheckpointManager:
 
         Call it after each step, on all ranks.
         """
-        step = _check_step(step)
+        step = check_step(step)
         self._check_open("should_save")
         is_due = self._group.rank == 0 and self._schedule.is_due(step)
         if self._signals is not None:
@@ -429,7 +426,7 @@ class CheckpointManager:
 
     @keep_last.setter
     def keep_last(self, number: int | None) -> None:
-        _check_keep_last(number)
+        check_keep_last(number)
         self._writer.keep = (number, self._writer.keep[1])
 
     @property
@@ -499,7 +496,7 @@ class CheckpointManager:
             CheckpointError: it cannot be read; or another rank failed.
         """
         self._check_open("resume")
-        step = _check_choice(step, path)
+        step = check_choice(step, path)
         request = LoadRequest(select, strict, cast, trust_pickle, rename or {}, on_mismatch or {})
         words = [
             f"{name}={str(value)!r}"
@@ -508,43 +505,23 @@ class CheckpointManager:
         ]
         self._group.meet("resume", f"resume({', '.join(filter(None, (*words, str(request))))})")
         self.wait()
-        damaged: list[Path | str] = []
-        deadline, num_tries = time.monotonic() + self.retry_s, 0
-        while True:
-            with self._group.phase("find the step to resume"):
-                chosen: tuple[int, Path | str | None] = (0, None)
-                if self._group.rank == 0:
-                    left = max(0.0, deadline - time.monotonic())
-                    chosen = retry_outage(
-                        "cannot find the step to resume",
-                        lambda: self._candidates.choose(step, path, damaged),
-                        left,
-                    )
-            number, found = self._group.broadcast(chosen, "find the step to resume")
-            if found is None:
-                return None
-            num_tries += 1
-            try:
-                report = load_into(
-                    found,
-                    state,
-                    self._group,
-                    request,
-                    self.read_once,
-                    self.storage_options,
-                    self._jobs,
-                )
-                break
-            except BaseException as error:
-                if tries_again(
-                    self._group, error, deadline, f"cannot load step {number}", num_tries
-                ):
-                    continue
-                if step is not None or path is not None or not self._is_damage(found, error):
-                    raise
-                if self._group.rank == 0:
-                    self._candidates.pass_over(found, error)
-                damaged.append(found)
+        loaded = self._search.load(
+            lambda found: load_into(
+                found,
+                state,
+                self._group,
+                request,
+                self.read_once,
+                self.storage_options,
+                self._jobs,
+            ),
+            step,
+            path,
+            self.retry_s,
+        )
+        if loaded is None:
+            return None
+        number, found, report = loaded
         self.last_load = report
         for note in report.notes if self._group.rank == 0 else ():
             log.warning("%s: %s", os.path.basename(found), note)
@@ -554,30 +531,6 @@ class CheckpointManager:
         if self._mirror is not None:
             self._mirror.resumed = self._writer.resumed
         return number
-
-    def _is_damage(self, found: Path | str, error: BaseException) -> bool:
-        """Returns on all ranks whether damaged bytes made the load fail on any rank.
-
-        A FormatError or CatalogError may come from damage, too. Then rank 0 reads the whole step.
-        """
-        try:
-            reasons = [
-                isinstance(error, IntegrityError),
-                isinstance(error, FormatError | CatalogError | IntegrityError),
-            ]
-            known, suspected = self._group.sum(reasons, "find out whether the step is damaged")
-            if known or not suspected:
-                return bool(known)
-            is_bad = self._group.rank == 0 and bool(
-                damage(
-                    find_step(
-                        open_root(_folder_of(found), self.storage_options), os.path.basename(found)
-                    )
-                )
-            )
-            return self._group.broadcast(is_bad, "find out whether the step is damaged")
-        except PeerError:
-            return False
 
     def branch_from(self, number: int | None) -> None:
         """Begins a new branch of the run after a step, without a load; None: a new run.
@@ -604,26 +557,7 @@ class CheckpointManager:
         self._check_open("newest_sound")
         self._group.meet("newest_sound", f"newest_sound({verify})")
         self.wait()
-        damaged: list[Path | str] = []
-        while True:
-            with self._group.phase("find the newest step"):
-                chosen: tuple[int, Path | str | None] = (0, None)
-                if self._group.rank == 0:
-                    chosen = self._candidates.choose(None, None, damaged)
-            number, found = self._group.broadcast(chosen, "find the newest step")
-            if found is None:
-                return None
-            options = self.storage_options
-            problems = (
-                verify_checkpoint(found, group=self._group, storage_options=options).problems
-                if verify
-                else ()
-            )
-            if not problems:
-                return number, found
-            if self._group.rank == 0:
-                self._candidates.pass_over(found, problems[0])
-            damaged.append(found)
+        return self._search.newest_sound(verify)
 
     @property
     def last_save(self) -> SaveReport | None:
@@ -670,6 +604,7 @@ class CheckpointManager:
                 self._mirror.close()
             if self._writer.exporter is not None:
                 self._writer.exporter.close()
+            self._writer.retain_copied()
         finally:
             self._release()
 
@@ -706,84 +641,3 @@ class CheckpointManager:
             log.exception("the save in the background failed as well")
         finally:
             self._release()
-
-
-def _folder_of(found: Path | str) -> str:
-    """Returns the directory or prefix of a step: the root or the mirror."""
-    return os.fspath(found).rstrip("/").rpartition("/")[0] or "/"
-
-
-def _check_step(step: int) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(f"step: expected an integer, got {step!r}") from None
-    if isinstance(step, bool) or not 0 <= number < _MAX_STEP:
-        raise ValueError(f"step: expected an integer from 0 on, below 10**18, got {step!r}")
-    return number
-
-
-def _shown(only: str | Callable[[str], bool]) -> str:
-    return "a function" if callable(only) else repr(only)
-
-
-def _check_name(name: str | None) -> str:
-    """Returns the name of a directory below the root; "" for None.
-
-    Raises:
-        ValueError: it leads elsewhere, is hidden, or is that of a step.
-    """
-    if name is None:
-        return ""
-    if not isinstance(name, str):
-        raise TypeError(f"name: expected a string, got {name!r}")
-    parts = name.split("/")
-    if any(not part or part.startswith(".") or "\0" in part for part in parts):
-        raise ValueError(f"name: expected the name of a directory below the root, got {name!r}")
-    if number_in(parts[0]) is not None:
-        raise ValueError(f"name: {parts[0]!r} is the name of a step, and steps have no name here")
-    return name
-
-
-def _check_choice(step: int | None, path: object) -> int | None:
-    """Returns the number of the step to resume from; None if the user gives none."""
-    if step is not None and path is not None:
-        raise ValueError("resume takes `step` or `path`, not both")
-    return None if step is None else _check_step(step)
-
-
-def _check_keep_last(number: int | None) -> None:
-    if number is not None and (type(number) is not int or number < 1):
-        raise ValueError(
-            f"keep_last: expected at least 1, or None to keep all steps, got {number!r}"
-        )
-
-
-def _check(
-    root: str | os.PathLike[str],
-    keep_last: int | None,
-    when_busy: str,
-    mirror: str | None,
-    max_failures: int,
-    timeout_s: float,
-    **numbers: float | None,
-) -> None:
-    for place in (root, mirror):
-        if is_url(place):
-            check_url(place)
-    if mirror is not None and (is_url(root) or not is_url(mirror)):
-        raise ValueError(
-            f"mirror: expected a URL, and a root on a disk; got {mirror!r} and {str(root)!r}"
-        )
-    _check_keep_last(keep_last)
-    for name, value in numbers.items():
-        least = 0 if name in ("timeout_s", "retry_s", "save_every_s") else 1
-        is_number = type(value) is int or (least == 0 and type(value) is float)
-        if value is not None and (not is_number or not value >= least or value == 0 < least):
-            raise ValueError(f"{name}: expected a number of at least {least}, got {value!r}")
-    if not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s: expected more than 0, got {timeout_s!r}")
-    if when_busy not in ("wait", "skip"):
-        raise ValueError(f"when_busy: expected 'wait' or 'skip', got {when_busy!r}")
-    if type(max_failures) is not int or max_failures < 1:
-        raise ValueError(f"max_failures: expected at least 1, got {max_failures!r}")

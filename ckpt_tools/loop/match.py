@@ -5,10 +5,9 @@ Imports torch.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -24,65 +23,12 @@ from ckpt_tools.core.catalog import (
     strip_wrappers,
 )
 from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.loop.load_request import LoadRequest, OnMismatch
+from ckpt_tools.loop.misfits import Misfits, misfit_hint, misfit_table, shown_names
 from ckpt_tools.loop.objects import Key
 from ckpt_tools.loop.optimizers import StoredState
 from ckpt_tools.loop.shards import alias_key, local_shards
 from ckpt_tools.loop.state_dict import ExportedState, flat_name
-
-_SHOWN = 8
-OnMismatch = str | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """A request to load a checkpoint or a part of it.
-
-    `CheckpointManager.resume` describes every field.
-    """
-
-    select: Sequence[str] = ()
-    strict: bool = True
-    cast: bool = False
-    trust_pickle: bool = False
-    rename: Mapping[str, str] = field(default_factory=dict)
-    on_mismatch: Mapping[str, OnMismatch] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, kind in (
-            ("select", (list, tuple)),
-            ("rename", Mapping),
-            ("on_mismatch", Mapping),
-        ):
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(
-                    f"{name}: expected {'a list of globs' if name == 'select' else 'a dict'}, got"
-                    f" {getattr(self, name)!r}"
-                )
-        for glob, how in self.on_mismatch.items():
-            if how not in ("grow", "skip") and not callable(how):
-                raise ValueError(
-                    f"on_mismatch[{glob!r}]: expected 'grow', 'skip' or a function, got {how!r}"
-                )
-
-    def __str__(self) -> str:
-        """Returns the options that differ from a plain load, so that ranks can compare them."""
-        shown = {"select": list(self.select), "rename": dict(self.rename)}
-        shown["on_mismatch"] = {
-            glob: how if isinstance(how, str) else "a function"
-            for glob, how in self.on_mismatch.items()
-        }
-        words = [f"{name}={value!r}" for name, value in shown.items() if value]
-        words += [
-            f"{name}={getattr(self, name)}"
-            for name, usual in (("strict", True), ("cast", False), ("trust_pickle", False))
-            if getattr(self, name) is not usual
-        ]
-        return ", ".join(words)
-
-    @property
-    def wants(self) -> Callable[[str], bool]:
-        """Returns a function that tells whether a name is wanted."""
-        return matcher(self.select) if self.select else lambda _: True
 
 
 class Match(NamedTuple):
@@ -111,16 +57,6 @@ class Match(NamedTuple):
     resized: dict[str, OnMismatch]
     extra: list[str]
     extra_error: PlanError | None
-
-
-class _Misfit(NamedTuple):
-    """Names of a state, and of a checkpoint, that do not fit."""
-
-    absent: list[str]
-    extra: list[str]
-    shapes: list[str]
-    types: list[str]
-    kinds: list[str]
 
 
 def root_of(name: str, paths: Mapping[str, Key]) -> str:
@@ -232,11 +168,12 @@ def match(
         for n, s in fitting.items()
         if not _fits_type(exported.tensors[n], catalog.tensors[s], request.cast)
     ]
-    misfit = _Misfit(absent, extra, shapes, types, kinds)
+    misfits = Misfits(absent, extra, shapes, types, kinds)
     error = None
     if shapes or types or (request.strict and (absent or extra or kinds)):
         error = PlanError(
-            _table(exported, catalog, names, misfit, where), hint=_hint(misfit, request.strict)
+            misfit_table(exported, catalog, names, misfits, where),
+            hint=misfit_hint(misfits, request.strict),
         )
         if shapes or types or absent or kinds:
             raise error
@@ -248,7 +185,7 @@ def match(
     if absent or kinds:
         notes.append(
             f"{len(absent) + len(kinds)} entries are not in the checkpoint and keep their values:"
-            f" {_some([*absent, *kinds])}"
+            f" {shown_names([*absent, *kinds])}"
         )
     notes += _turned(exported, catalog, new, gone, free)
     notes += [_told(n, how, exported, catalog.tensors[tensors[n]]) for n, how in resized.items()]
@@ -260,7 +197,7 @@ def match(
         - {root_of(s, {}) for s in used}
     )
     if left and not any(names):
-        notes.append(f"the state has no such keys; left out: {_some(left)}")
+        notes.append(f"the state has no such keys; left out: {shown_names(left)}")
     notes += _tied_apart(exported, catalog, fitting)
     return Match(fitting, fitting_objects, new, gone, notes, alike, resized, extra, error)
 
@@ -271,7 +208,7 @@ def _without_frozen(absent: Sequence[str], frozen: set[str], notes: list[str]) -
     if kept:
         notes.append(
             f"the step has only what trains: {len(kept)} frozen parameters keep their values:"
-            f" {_some(kept)}"
+            f" {shown_names(kept)}"
         )
     return [n for n in absent if n not in frozen]
 
@@ -342,7 +279,7 @@ def _turned(
     for place, names in lost.items():
         notes.append(
             f"{printable(place)}: {len(names)} tensors of the state are replaced by what was"
-            f" stored: {_some(names)}"
+            f" stored: {shown_names(names)}"
         )
     return notes
 
@@ -548,87 +485,4 @@ def _fits_type(tensor: torch.Tensor, entry: TensorEntry, cast: bool) -> bool:
     name = str(tensor.dtype).removeprefix("torch.")
     return name == entry.dtype.name or (
         cast and tensor.dtype.is_floating_point and entry.dtype.is_castable
-    )
-
-
-def _table(
-    exported: ExportedState, catalog: Catalog, names: Mapping[str, str], misfit: _Misfit, where: str
-) -> str:
-    def ours(name: str) -> str:
-        value = exported.tensors.get(name)
-        return (
-            ""
-            if value is None
-            else f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        )
-
-    def theirs(name: str) -> str:
-        entry = catalog.tensors.get(names.get(name, name))
-        return "" if entry is None else f"{entry.dtype.name} {list(entry.shape)}"
-
-    def both(name: str) -> str:
-        return (
-            f"state {ours(name) or 'a plain value'}, checkpoint {theirs(name) or 'a plain value'}"
-        )
-
-    lines = [f"the checkpoint does not fit the state ({printable(where)})"]
-    for title, group, describe in (
-        (
-            "missing from the checkpoint",
-            misfit.absent,
-            lambda n: ours(n) + _nearest(n, misfit.extra),
-        ),
-        ("in the checkpoint, but not in the state", misfit.extra, theirs),
-        ("shapes differ", misfit.shapes, both),
-        ("types differ", [n for n in misfit.types if n not in set(misfit.shapes)], both),
-        ("kinds differ", misfit.kinds, both),
-    ):
-        if group:
-            width = min(60, max(len(printable(n)) for n in group[:_SHOWN]))
-            lines.append(f"  {title}: {len(group)}")
-            lines += [f"    {printable(n):{width}}  {describe(n)}".rstrip() for n in group[:_SHOWN]]
-            lines += [f"    … and {len(group) - _SHOWN} more"] if len(group) > _SHOWN else []
-    return "\n".join(lines)
-
-
-def _nearest(name: str, others: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, others[:2000], 1, 0.8)
-    return f"  nearest: {printable(close[0])}" if close else ""
-
-
-def _hint(misfit: _Misfit, strict: bool) -> str:
-    absent, extra = misfit.absent, misfit.extra
-    if absent and len(absent) == len(extra):
-        ours, theirs = _difference(absent[0], extra[0])
-        if {ours + n.removeprefix(theirs) for n in extra} == set(absent):
-            return (
-                f"the names differ by a prefix only: {printable(theirs)!r} in the checkpoint,"
-                f" {printable(ours)!r} in the state"
-            )
-    if misfit.shapes:
-        return (
-            f"choose how to load other shapes: on_mismatch={{{misfit.shapes[0]!r}: 'grow' or"
-            " 'skip'}, or a function"
-        )
-    if misfit.types and (not strict or not (absent or extra or misfit.kinds)):
-        return "pass cast=True to convert on the way"
-    return "pass strict=False to load what fits and keep the rest, or select=[…] to load a part"
-
-
-def _difference(ours: str, theirs: str) -> tuple[str, str]:
-    """Returns the parts of two names before their longest common suffix."""
-    same = next(
-        (
-            i
-            for i, (a, b) in enumerate(zip(reversed(ours), reversed(theirs), strict=False))
-            if a != b
-        ),
-        min(len(ours), len(theirs)),
-    )
-    return ours[: len(ours) - same], theirs[: len(theirs) - same]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(printable(n) for n in names[:_SHOWN]) + (
-        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     )

@@ -19,7 +19,8 @@ from ckpt_tools.core.checksum import crc64nvme, hex64
 from ckpt_tools.engine.schedule import DEFAULT_MEMORY_BYTES
 from ckpt_tools.errors import IntegrityError, PlanError, StorageError, printable
 from ckpt_tools.formats.registry import Source, open_source
-from ckpt_tools.loop.load import LoadReport, fill
+from ckpt_tools.loop.load_request import LoadReport
+from ckpt_tools.loop.read_shards import fill
 from ckpt_tools.loop.shards import Shard, as_bytes
 from ckpt_tools.operations.arguments import checked
 from ckpt_tools.publish.manifest import of_source

@@ -3,8 +3,8 @@ DIR]`.
 
 Genuine files are mutated, and pickles are also put together from opcodes. Whatever comes, a reader
 may do one of two things: read it, or raise a CheckpointError (for a configuration: its own error).
-Anything else ends the run and leaves the input in DIR: another exception, a crash, more than 5 s,
-more than 300 MiB, a file or a process made. The last line tells what was seen.
+Anything else ends the run and leaves the input in DIR: another exception, a crash, more than 5 s of
+a processor, more than 300 MiB, a file or a process made. The last line tells what was seen.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import struct
 import sys
 import tempfile
@@ -491,7 +492,8 @@ def fuzz(name: str, pool: list[bytes], runs: int, seed: int, keep: Path) -> Coun
             shared[: len(data) + 8] = struct.pack("<Q", len(data)) + data
             if number % (1 if name == "accelerate" else 64) == 0:
                 # as a rule 64 of them within the time of one
-                faulthandler.dump_traceback_later(SECONDS, exit=True)
+                signal.setitimer(signal.ITIMER_PROF, SECONDS)
+                faulthandler.dump_traceback_later(60 * SECONDS, exit=True)
             try:
                 _watch[0] = True
                 target(data)
@@ -502,6 +504,7 @@ def fuzz(name: str, pool: list[bytes], runs: int, seed: int, keep: Path) -> Coun
                 seen[type(error).__name__] += 1
             finally:
                 _watch[0] = False
+    signal.setitimer(signal.ITIMER_PROF, 0)
     faulthandler.cancel_dump_traceback_later()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) >> 10
     assert grown < MEBIBYTES, f"{grown} MiB"
@@ -524,6 +527,7 @@ def main() -> None:
     args = parser.parse_args()
     seeds = [SEEDS[name]() for name in args.targets]  # some start a process
     sys.addaudithook(_hook)
+    faulthandler.register(signal.SIGPROF, chain=True)  # shows where it was, then ends the process
     for name, pool in zip(args.targets, seeds, strict=True):
         began = time.monotonic()
         seen = fuzz(name, pool, args.runs, args.seed, args.keep)

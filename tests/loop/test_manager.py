@@ -122,7 +122,7 @@ def test_what_goes_through_other_memory_is_loaded_in_batches_and_proved_all_the_
     monkeypatch.setattr(Stage, "fill", counted)
     for most_nbytes, num_batches in ((1 << 30, 1), (6000, 8), (1, 12)):
         batches.clear()
-        monkeypatch.setattr("ckpt_tools.loop.load._BATCH_BYTES", most_nbytes)
+        monkeypatch.setattr("ckpt_tools.loop.read_shards._BATCH_BYTES", most_nbytes)
         got = {
             name: (
                 torch.zeros_like(value).mT.contiguous().mT

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckpt_tools.errors import PlanError, printable
 from ckpt_tools.formats import torch_save
 from ckpt_tools.operations.convert.training_state import FORMS
 from ckpt_tools.storage import is_url
+from ckpt_tools.transfer.options import Options, Path_
 
 TARGETS = (
     "dcp",
@@ -29,7 +30,7 @@ def check_request(to: str, dst: str, how: Mapping[str, Any]) -> None:
     Args:
         to: the target, one of `TARGETS`.
         dst: path or URL.
-        how: see `convert.Conversion`.
+        how: see `Conversion`.
 
     Raises:
         PlanError: the message names the option.
@@ -126,3 +127,51 @@ def substitute(rule: str) -> Callable[[str], str]:
             raise PlanError(f"--rename {printable(rule)!r}: {printable(str(error))}") from error
 
     return renamed
+
+
+class Conversion(Options, total=False):
+    """The options of a conversion, in addition to `Options`.
+
+    Attributes:
+        ranks: for `dcp`, `accelerate` and `per-rank`: the number of ranks to split for. If absent,
+            the source's number, or 1.
+        dtype, keep_dtype: as for `merge`; the model's tensors only.
+        select: globs of names in the target; only entries that match are written.
+        exclude: globs of names in the target; entries that match are left out.
+        rename: `REGEX=REPLACEMENT` each, applied in order to the names of parameters, in the model
+            and in optimizers.
+        key_map: a file with renames and transforms, or the name of a built-in one; see `key_map`.
+        settings: the named numbers that the map needs. `heads` and `kv_heads` come from the config
+            of `base`.
+        param_order: the parameters that an optimizer's numbers mean. `model`: each group has its
+            parameters in the model's order. Else names in order, or a file of names; see
+            `param_order.read_order`.
+        optimizer: one of `FORMS`: how optimizer state is named. If absent, by parameter, with
+            groups.
+        keep_prefix: keep the prefixes of wrappers in names. For `safetensors` and `hf`, also keep
+            the key above the model.
+        model_only: leave out everything but the model.
+        base: the directory of the model's config, tokenizer and code. For `hf` and `per-rank`,
+            these files are copied.
+        mesh: for `per-rank`: `DEVICE:AXIS` of the job that will load the result. If absent, the
+            source's, or `cuda:fsdp`.
+        max_shard_bytes: for `hf`, upper bound of a shard's payload, 5 GB if absent.
+        check: for `hf`: load the result with transformers in a separate process, and compare.
+    """
+
+    ranks: int | None
+    dtype: str | None
+    keep_dtype: Sequence[str]
+    select: Sequence[str]
+    exclude: Sequence[str]
+    rename: Sequence[str]
+    key_map: Path_ | None
+    settings: Mapping[str, int] | None
+    param_order: Path_ | Sequence[str] | Mapping[str, Sequence[str]] | None
+    optimizer: str | None
+    keep_prefix: bool
+    model_only: bool
+    base: Path_ | None
+    mesh: str | None
+    max_shard_bytes: int | None
+    check: bool

@@ -556,3 +556,17 @@ def _named(optimizer: OptimizerState, form: str) -> Iterable[tuple[Path, Any]]:
             (*root, "param_groups", number, "params"),
             [numbers[f] if form == "ids" else f for f in group["params"]],
         )
+
+
+def refuse_unnamed(parts: TrainingState, why: str) -> None:
+    """Refuses optimizers whose parameter numbers have no known names, if names are needed."""
+    for optimizer in parts.optimizers:
+        if optimizer.is_unnamed:
+            raise PlanError(
+                f"{why}, and {printable(optimizer.prefix) or 'the optimizer'} has numbers for its"
+                " parameters",
+                hint=(
+                    "say what they mean with --param-order FILE or --param-order model, or leave it"
+                    " out with --model-only"
+                ),
+            )
