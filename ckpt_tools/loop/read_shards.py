@@ -1,0 +1,178 @@
+"""Reads tensors of a checkpoint straight into the memory of shards.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ckpt_tools.core.catalog import Catalog, TensorEntry
+from ckpt_tools.core.plan import Plan, Slot, Target, plan_transfer
+from ckpt_tools.engine.crc_watch import CrcWatch, compare_positions, read_whole
+from ckpt_tools.engine.run import run
+from ckpt_tools.engine.schedule import schedule, tile_bytes
+from ckpt_tools.engine.sinks import FillSink
+from ckpt_tools.formats.registry import Source
+from ckpt_tools.loop.load_request import LoadReport
+from ckpt_tools.loop.shards import Shard, Stage, has_bytes
+from ckpt_tools.storage import MemoryStore
+from ckpt_tools.storage.retries import read_again_if_wrong
+
+_BATCH_BYTES = 64 << 20
+
+
+def empty_tensor(entry: TensorEntry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name), device="cpu")
+
+
+def read_shards(
+    source: Source,
+    shards: Sequence[Shard],
+    names: Mapping[str, str],
+    jobs: int,
+    memory_bytes: int,
+    report: LoadReport,
+) -> None:
+    """Fills shards. `names` maps shard names to stored names that differ."""
+    entries = {
+        n: replace(source.catalog.tensors[names.get(n, n)], fqn=n) for n in {s.fqn for s in shards}
+    }
+    fill(
+        replace(source, catalog=replace(source.catalog, tensors=entries)),
+        shards,
+        jobs,
+        memory_bytes,
+        report,
+    )
+
+
+def fill(
+    source: Source, shards: Sequence[Shard], jobs: int, memory_bytes: int, report: LoadReport
+) -> None:
+    """Reads the bytes of shards straight into the shards' memory.
+
+    Shards on a device go through host memory, `_BATCH_BYTES` at a time. One batch is read while the
+    previous one is copied.
+
+    Args:
+        source: its catalog has all of the shards' names. Values are cast where a shard's type
+            differs.
+        shards: their memory must not overlap.
+        jobs, memory_bytes: threads, and the budget of their buffers.
+        report: receives the counts.
+
+    Raises:
+        IntegrityError: a range that was read in full is not what was written.
+        CheckpointError: it cannot be read.
+    """
+    stages = Stage(), Stage()
+    try:
+        for number, batch in enumerate(_batches(source.catalog, shards)):
+            with stages[number % 2].fill([shard.tensor for shard in batch]) as views:
+                _fill(source, batch, views, jobs, memory_bytes, report)
+    finally:
+        for stage in stages:
+            stage.settle()
+
+
+def _batches(catalog: Catalog, shards: Sequence[Shard]) -> list[list[Shard]]:
+    """Divides shards that need a buffer into batches, tensor by tensor in stored order."""
+    nbytes: dict[str, int] = {}
+    by_tensor: dict[str, list[Shard]] = {}
+    for shard in shards:
+        nbytes[shard.fqn] = nbytes.get(shard.fqn, 0) + (
+            0 if has_bytes(shard.tensor) else shard.nbytes
+        )
+        by_tensor.setdefault(shard.fqn, []).append(shard)
+    batches: list[list[Shard]] = [[]]
+    room = _BATCH_BYTES
+    for fqn in sorted(
+        by_tensor,
+        key=lambda n: min((c.extent[:2] for c in catalog.tensors[n].chunks), default=("", 0)),
+    ):
+        if nbytes[fqn] > max(room, 0) and room < _BATCH_BYTES:
+            batches.append([])
+            room = _BATCH_BYTES
+        batches[-1] += by_tensor[fqn]
+        room -= nbytes[fqn]
+    return batches
+
+
+def _fill(
+    source: Source,
+    shards: Sequence[Shard],
+    views: Sequence[memoryview],
+    jobs: int,
+    memory_bytes: int,
+    report: LoadReport,
+) -> None:
+    catalog = source.catalog
+    slots: dict[str, list[Slot]] = {}
+    for number, shard in enumerate(shards):
+        slots.setdefault(shard.fqn, []).append(Slot(shard.box, str(number), 0))
+    memory = MemoryStore({str(number): view for number, view in enumerate(views)})
+    target = Target("memory", memory.list_files(), {n: tuple(s) for n, s in slots.items()})
+    plan = plan_transfer(
+        replace(catalog, tensors={n: catalog.tensors[n] for n in slots}),
+        target,
+        {s.fqn: s.dtype for s in shards},
+    )
+    read_again_if_wrong(
+        source.store, lambda: _read(source, plan, memory, jobs, memory_bytes, report)
+    )
+    report.needed_nbytes += plan.payload_bytes
+
+
+def _read(
+    source: Source,
+    plan: Plan,
+    memory: MemoryStore,
+    jobs: int,
+    memory_bytes: int,
+    report: LoadReport,
+) -> None:
+    """Reads once from the usual positions of payloads, then checks that they lie there.
+
+    A look at each position first would leave scattered pages in the page cache. These cost a cold
+    file half of its read-ahead. If an assumed position was wrong, the tensor is read again.
+    """
+    used = {
+        t.fqn: _used(source.catalog.tensors[t.fqn], {c.src for c in t.copies}) for t in plan.tensors
+    }
+    assumed = source.assume(used.values())
+    is_remote = source.store.capabilities.is_remote
+    if not is_remote:  # announced sequential reads are fastest on a disk
+        files = {
+            c.extent.file
+            for t in used.values()
+            for c in t.chunks
+            if c.extent.file in source.catalog.file_sizes
+        }
+        source.store.will_read((file, 0, source.catalog.file_sizes[file]) for file in files)
+    steps = schedule(plan, assumed, *tile_bytes(memory_bytes, jobs))
+    crc_watch = CrcWatch(read_whole(plan, assumed))
+    report.read_nbytes += run(
+        steps, source.store, FillSink(memory), jobs, looks_ahead=is_remote, crc_watch=crc_watch
+    ).read_nbytes
+    real = source.compare(used.values(), assumed)
+    report.num_proved += crc_watch.prove(dict(real.crcs))
+    wrong = {t.fqn for t in used.values() if any(c.extent in real.moved for c in t.chunks)}
+    if wrong:
+        again = replace(plan, tensors=tuple(t for t in plan.tensors if t.fqn in wrong))
+        late = CrcWatch(read_whole(again, real.found))
+        run(
+            schedule(again, real.found, *tile_bytes(memory_bytes, jobs)),
+            source.store,
+            FillSink(memory),
+            jobs,
+            crc_watch=late,
+        )
+        report.num_proved += late.prove(dict(compare_positions(real.found, real.found).crcs))
+
+
+def _used(entry: TensorEntry, numbers: set[int]) -> TensorEntry:
+    return replace(entry, chunks=tuple(entry.chunks[i] for i in sorted(numbers)))

@@ -1,0 +1,143 @@
+"""Finds, with all ranks, the step to resume from, and falls back from damaged steps to older ones.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.errors import CatalogError, FormatError, IntegrityError, PeerError
+from ckpt_tools.loop.background import tries_again
+from ckpt_tools.loop.candidates import Candidates, Chosen
+from ckpt_tools.loop.load_request import LoadReport
+from ckpt_tools.loop.waiting import retry_outage
+from ckpt_tools.operations.verify import verify as verify_checkpoint
+from ckpt_tools.publish.destinations import open_root
+from ckpt_tools.publish.steps import damage, find_step
+from ckpt_tools.ranks.gloo import GlooGroup
+
+Found = Path | str
+
+
+class StepSearch:
+    """The search for a step. All ranks call its methods together."""
+
+    def __init__(
+        self, candidates: Candidates, group: GlooGroup, options: Mapping[str, Any] | None
+    ) -> None:
+        """Stores what the search needs.
+
+        Args:
+            candidates: the steps of the run; rank 0's count.
+            group: all ranks.
+            options: of the object store, in fsspec's form.
+        """
+        self._candidates, self._group, self._options = candidates, group, options
+
+    def load(
+        self,
+        load: Callable[[Found], LoadReport],
+        step: int | None,
+        path: str | os.PathLike[str] | None,
+        retry_s: float,
+    ) -> tuple[int, Found, LoadReport] | None:
+        """Loads a step; returns its number, its path and the report, or None if there is no step.
+
+        Args:
+            load: loads a checkpoint into the state.
+            step: load only the step with this number.
+            path: load only this checkpoint.
+            retry_s: seconds of retries while the store cannot be reached.
+
+        Raises:
+            CheckpointError: the step cannot be loaded. Without `step` and `path`, a damaged step is
+                passed over instead.
+        """
+        damaged: list[Found] = []
+        deadline, num_tries = time.monotonic() + retry_s, 0
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            number, found = self._choose("find the step to resume", step, path, damaged, left)
+            if found is None:
+                return None
+            num_tries += 1
+            try:
+                return number, found, load(found)
+            except BaseException as error:
+                what = f"cannot load step {number}"
+                if tries_again(self._group, error, deadline, what, num_tries):
+                    continue
+                if step is not None or path is not None or not self._is_damage(found, error):
+                    raise
+                self._pass_over(found, error, damaged)
+
+    def newest_sound(self, verify: bool) -> tuple[int, Found] | None:
+        """Returns the number and path of the newest step without damage; None if there is none.
+
+        Args:
+            verify: read every byte of the step, one share per rank.
+        """
+        damaged: list[Found] = []
+        while True:
+            number, found = self._choose("find the newest step", None, None, damaged, 0.0)
+            if found is None:
+                return None
+            result = (
+                verify_checkpoint(found, group=self._group, storage_options=self._options)
+                if verify
+                else None
+            )
+            if result is None or not result.problems:
+                return number, found
+            self._pass_over(found, result.problems[0], damaged)
+
+    def _choose(
+        self,
+        what: str,
+        step: int | None,
+        path: str | os.PathLike[str] | None,
+        damaged: list[Found],
+        retry_s: float,
+    ) -> Chosen:
+        """Returns on all ranks what rank 0 chooses."""
+        with self._group.phase(what):
+            chosen: Chosen = (0, None)
+            if self._group.rank == 0:
+                chosen = retry_outage(
+                    f"cannot {what}",
+                    lambda: self._candidates.choose(step, path, damaged),
+                    retry_s,
+                )
+        return self._group.broadcast(chosen, what)
+
+    def _pass_over(self, found: Found, reason: object, damaged: list[Found]) -> None:
+        if self._group.rank == 0:
+            self._candidates.pass_over(found, reason)
+        damaged.append(found)
+
+    def _is_damage(self, found: Found, error: BaseException) -> bool:
+        """Returns on all ranks whether damaged bytes made the load fail on any rank.
+
+        A FormatError or CatalogError may come from damage, too. Then rank 0 reads the whole step.
+        """
+        what = "find out whether the step is damaged"
+        try:
+            reasons = [
+                isinstance(error, IntegrityError),
+                isinstance(error, FormatError | CatalogError | IntegrityError),
+            ]
+            known, suspected = self._group.sum(reasons, what)
+            if known or not suspected:
+                return bool(known)
+            is_bad = False
+            if self._group.rank == 0:
+                folder, _, name = os.fspath(found).rstrip("/").rpartition("/")
+                is_bad = bool(damage(find_step(open_root(folder or "/", self._options), name)))
+            return self._group.broadcast(is_bad, what)
+        except PeerError:
+            return False

@@ -1,0 +1,399 @@
+"""Lays out a training state for each target of a conversion: its catalog, format and request."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tools.core.box import whole
+from ckpt_tools.core.catalog import (
+    Catalog,
+    TensorEntry,
+    choose,
+    matcher,
+    model_only,
+    refuse_unread,
+    strip_wrappers,
+)
+from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.core.placements import split
+from ckpt_tools.errors import PlanError, printable
+from ckpt_tools.formats import accelerate, safetensors, torch_save
+from ckpt_tools.formats.dcp import format as dcp
+from ckpt_tools.formats.deepspeed import zero as deepspeed
+from ckpt_tools.formats.in_memory import InMemoryFile
+from ckpt_tools.formats.per_rank import files as per_rank
+from ckpt_tools.formats.pickle.state import TupleItem
+from ckpt_tools.formats.registry import (
+    Format,
+    Request,
+    Source,
+    TargetTensor,
+    whole_tensor,
+)
+from ckpt_tools.formats.torch_save import name_of, nested
+from ckpt_tools.formats.zip.write import render_archive
+from ckpt_tools.operations.convert.dtensor_mesh import (
+    find_sharded,
+    mesh_of,
+    scheduler_of,
+    sharded_state,
+)
+from ckpt_tools.operations.convert.huggingface import (
+    adapter_config,
+    base_files,
+    find_base,
+    untie,
+)
+from ckpt_tools.operations.convert.lora import adapter_of, refuse_adapters
+from ckpt_tools.operations.convert.options import Conversion
+from ckpt_tools.operations.convert.training_state import (
+    TrainingState,
+    put_together,
+    refuse_unnamed,
+    unpack_objects,
+)
+from ckpt_tools.operations.merge_reshard import (
+    check_kept,
+    saved_boxes,
+    shards,
+    target_dtype,
+    uncast,
+)
+from ckpt_tools.operations.side_files import carried
+from ckpt_tools.storage import read
+
+_MAX_SHARD_BYTES = 5_000_000_000  # the default of transformers
+
+
+class TargetLayout:
+    """One conversion: its source, and the catalog and request for the target."""
+
+    def __init__(
+        self, source: Source, parts: TrainingState, how: Conversion, is_model: bool
+    ) -> None:
+        self.source, self.parts, self.how, self.is_model = source, parts, how, is_model
+        self.made = InMemoryFile(source.catalog.made)
+        self.ranks = how.get("ranks") or source.catalog.world_size or 1
+        self._is_kept = matcher(how.get("keep_dtype", ()))
+        self._model_names: set[str] = set()
+
+    def lay_out(self, to: str, dst: str) -> tuple[Catalog, Format, Request]:
+        """Returns the catalog to write from, the target's format, and the request."""
+        if to in ("safetensors", "hf"):
+            return self._model(to, dst)
+        if to == "peft":
+            return self._adapter()
+        if to == "deepspeed-universal":
+            return self._universal()
+        if to == "per-rank":
+            return self._per_rank()
+        return self._torch(dst) if to == "torch" else self._ranks(to)
+
+    def _catalog(self, prefix: tuple[str, ...] | None = None, form: str = "") -> Catalog:
+        """Returns the catalog of the entries to write, under the target's names."""
+        catalog = put_together(
+            self.parts, form or self.how.get("optimizer") or "groups", self.made, prefix
+        )
+        above = self.parts.prefix if prefix is None else prefix
+        self._model_names = {name_of((*above, fqn)) for fqn in self.parts.model}
+        select, exclude = self.how.get("select", ()), self.how.get("exclude", ())
+        check_kept(self.how.get("keep_dtype", ()), self.how.get("dtype"), list(catalog.tensors))
+        self.parts.notes += uncast(catalog.tensors.values(), self.how.get("dtype"))
+        kept = choose(replace(catalog, unread=self._unread()), select, exclude)
+        refuse_unread(kept)
+        if excluded := [t for fqn, t in catalog.tensors.items() if fqn not in kept.tensors]:
+            self.parts.notes.append(
+                f"--select and --exclude leave out {len(excluded)} tensors with"
+                f" {sum(t.nbytes for t in excluded):,} bytes"
+            )
+        if not kept.tensors:
+            raise PlanError(
+                f"no tensors are left of {len(catalog.tensors)}",
+                hint="choose other globs for --select and --exclude",
+            )
+        return kept
+
+    def _unread(self) -> dict[str, str]:
+        """Returns the tensors of unread kinds, by the names that they would have."""
+        unread = (
+            model_only(self.source.catalog)[0].unread
+            if self.is_model
+            else self.source.catalog.unread
+        )
+        return {
+            fqn if self.how.get("keep_prefix") else strip_wrappers(fqn): kind
+            for fqn, kind in unread.items()
+        }
+
+    def _unpacked(self, catalog: Catalog) -> tuple[Catalog, dict[str, Any], list[str]]:
+        return unpack_objects(catalog, self.source.with_made(self.made.files).store, self.made)
+
+    def _dtype(self, entry: TensorEntry) -> DType:
+        return target_dtype(entry, self.how.get("dtype"), self._is_kept)
+
+    def _targets(self, catalog: Catalog) -> list[TargetTensor]:
+        """Returns whole tensors, those of the model in the requested type."""
+        return [
+            whole_tensor(t, self._dtype(t) if t.fqn in self._model_names else None)
+            for t in catalog.tensors.values()
+        ]
+
+    def _model(self, to: str, dst: str) -> tuple[Catalog, Format, Request]:
+        catalog, most = (
+            self._catalog(None if self.how.get("keep_prefix") else ()),
+            self.how.get("max_shard_bytes"),
+        )
+        if to == "safetensors":
+            return (
+                catalog,
+                safetensors,
+                shards(self._targets(catalog), most, dst.rstrip("/").rpartition("/")[2]),
+            )
+        refuse_adapters(catalog.tensors, self.source.path)
+        base = self.how.get("base")
+        if base is None:
+            self.parts.notes.append(
+                f"no config and no tokenizer go along: --base {find_base(self.source.path)} would"
+                " bring them"
+            )
+        config, files = (
+            base_files(base, [self._dtype(t).name for t in catalog.tensors.values()])
+            if base is not None
+            else ({}, {})
+        )
+        catalog = untie(self.source, catalog, config, self.parts.notes)
+        return (
+            catalog,
+            safetensors,
+            replace(shards(self._targets(catalog), most or _MAX_SHARD_BYTES, ""), files=files),
+        )
+
+    def _adapter(self) -> tuple[Catalog, Format, Request]:
+        """Plans a PEFT directory: only the adapter, and its config from `base`."""
+        base = self.how.get("base")
+        if base is None:
+            raise PlanError(
+                "--to peft needs --base DIR with the adapter_config.json that the job was made with"
+            )
+        catalog = self._catalog(())
+        catalog = replace(catalog, tensors=adapter_of(catalog.tensors), objects={}, paths={})
+        files = {"adapter_config.json": adapter_config(base, catalog.tensors)}
+        # the names are those of PEFT
+        targets = [whole_tensor(t, self._dtype(t)) for t in catalog.tensors.values()]
+        return (
+            catalog,
+            safetensors,
+            Request(
+                targets,
+                file_name="adapter_model.safetensors",
+                files=files,
+                index="adapter_config.json",
+            ),
+        )
+
+    def _torch(self, dst: str) -> tuple[Catalog, Format, Request]:
+        catalog = self._catalog()
+        catalog, values, unknown = self._unpacked(catalog)
+        if unknown := [name for name in unknown if name not in self.source.catalog.unknown]:
+            self.parts.notes.append(
+                f"values of types that are not known stay behind: {printable(', '.join(unknown))}"
+            )
+        name = dst.rpartition("/")[2]
+        return (
+            catalog,
+            torch_save,
+            Request(self._targets(catalog), paths=catalog.paths, file_name=name, values=values),
+        )
+
+    def _universal(self) -> tuple[Catalog, Format, Request]:
+        """Plans fp32 weights and moments with one folder per parameter, groups, and client state.
+
+        The groups are those of the only optimizer. Plain values become the client state.
+        """
+        if len(self.parts.optimizers) != 1:
+            raise PlanError(
+                "a universal checkpoint has one optimizer by parameter name, got"
+                f" {len(self.parts.optimizers)}"
+            )
+        refuse_unnamed(self.parts, "a universal checkpoint names its parameters")
+        optimizer = self.parts.optimizers[0]
+        optimizer.prefix = "optimizer"
+        trained = {fqn for group in optimizer.groups for fqn in group["params"]}
+        rest = put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made)
+        _, values, _ = self._unpacked(replace(rest, tensors={}))
+        self.parts = replace(
+            self.parts,
+            tensors={},
+            objects={},
+            paths={},
+            model={n: t for n, t in self.parts.model.items() if n in trained},
+        )
+        catalog = self._catalog(("model",))
+        steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+        step = self._scalar(steps[0]) if steps else 0.0
+        targets = [
+            replace(t, dtype=BY_NAME["float32"]) if t.dtype.is_castable else t
+            for t in self._targets(catalog)
+        ]
+        states: dict[str, Any] = {
+            "global_steps": int(step),
+            "global_samples": 0,
+            "skipped_steps": 0,
+            "lr_scheduler": None,
+        }
+        states |= {"dp_world_size": 1, "mp_world_size": 1}
+        states |= nested(values, {fqn: path for fqn, path in rest.paths.items() if fqn in values})
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.groups]
+        request = Request(targets, values={"param_groups": groups, "step": step, "states": states})
+        return replace(catalog, objects={}), deepspeed, request
+
+    def _per_rank(self) -> tuple[Catalog, Format, Request]:
+        """Plans one file per rank for the model, the numbered optimizer, and the scheduler."""
+        if len(self.parts.optimizers) > 1:
+            raise PlanError(
+                f"verl has one optimizer, got {len(self.parts.optimizers)}", hint="--model-only"
+            )
+        for optimizer in self.parts.optimizers:
+            optimizer.prefix = "optim"
+        scheduler = self._scheduler("verl keeps no such thing, or every rank its own")
+        catalog, values, _ = self._unpacked(self._catalog(("model",), "ids"))
+        trained = {
+            fqn
+            for optimizer in self.parts.optimizers
+            if not optimizer.is_unnamed
+            for fqn in optimizer.state
+        }
+        found = find_sharded(self.parts.model, trained)
+        if plain := sorted(self.parts.model.keys() - found):
+            self.parts.notes.append(
+                f"taken for buffers, which every rank holds whole: {len(plain)}"
+                f" ({printable(', '.join(plain[:5]))})"
+            )
+        sharded = sharded_state(catalog, found)
+        targets = [
+            (
+                replace(
+                    t,
+                    boxes=tuple(
+                        split(whole(t.shape), 0, self.ranks, rank) for rank in range(self.ranks)
+                    ),
+                )
+                if t.fqn in sharded
+                else t
+            )
+            for t in self._targets(catalog)
+        ]
+        base = self.how.get("base")
+        config = (
+            base_files(base, [t.dtype.name for t in targets if t.fqn in self._model_names])[1]
+            if base is not None
+            else {}
+        )
+        files = {f"huggingface/{name}": data for name, data in config.items()}
+        files |= {
+            "fsdp_config.json": (
+                json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()
+            )
+        }
+        return (
+            catalog,
+            per_rank,
+            Request(
+                targets,
+                self.ranks,
+                paths={
+                    **catalog.paths,
+                    "extra_state.lr_scheduler": ("extra_state", "lr_scheduler"),
+                },
+                values={**values, "extra_state.lr_scheduler": scheduler},
+                files=files,
+                index="fsdp_config.json",
+                mesh=mesh_of(
+                    self.how.get("mesh"), self.source.catalog.extras.get("mesh", ""), sharded
+                ),
+            ),
+        )
+
+    def _scheduler(self, why: str) -> Any:
+        """Returns the state of the scheduler; None if there is none.
+
+        It removes all entries except the model and the optimizers, and notes those that are lost.
+        """
+        rest, values, unknown = self._unpacked(
+            put_together(replace(self.parts, model={}, optimizers=[]), "groups", self.made)
+        )
+        state, left = scheduler_of(values, rest.paths)
+        if left := sorted(
+            {*left, *unknown, *(str(rest.paths.get(fqn, (fqn,))[0]) for fqn in rest.tensors)}
+        ):
+            self.parts.notes.append(f"left behind, since {why}: {printable(', '.join(left))}")
+        self.parts = replace(self.parts, tensors={}, objects={}, paths={})
+        return state
+
+    def _scalar(self, value: TensorEntry | float) -> float:
+        """Returns an optimizer step, given as a number or a float32 scalar tensor."""
+        if not isinstance(value, TensorEntry):
+            return float(value)
+        found = self.source.format.locate(self.source.store, [value])
+        extent = found.get(value.chunks[0].extent, value.chunks[0].extent)
+        data = read(self.source.with_made(self.made.files).store, *extent[:3])
+        return (
+            float(struct.unpack("<f", data)[0])
+            if value.dtype.name == "float32" and not value.shape
+            else 0.0
+        )
+
+    def _ranks(self, to: str) -> tuple[Catalog, Format, Request]:
+        files = self._for_accelerate() if to == "accelerate" else {}
+        catalog = self._catalog(("model",) if to == "accelerate" else None)
+        is_split = self.source.format.NAME in ("dcp", "accelerate", "per_rank")
+        world_size = (self.source.catalog.world_size if is_split else None) or 1
+        pairs = zip(self._targets(catalog), catalog.tensors.values(), strict=True)
+        targets = [
+            replace(target, boxes=tuple(saved_boxes(t, world_size, self.ranks)))
+            for target, t in pairs
+        ]
+        objects = {o.fqn: o.extent.nbytes for o in catalog.objects.values()}
+        self.parts.notes += _tuples(catalog)
+        return (
+            catalog,
+            accelerate if to == "accelerate" else dcp,
+            Request(targets, self.ranks, objects, catalog.paths, files=files),
+        )
+
+    def _for_accelerate(self) -> dict[str, bytes]:
+        """Names optimizers as Accelerate does; returns the scheduler's file, if there is one."""
+        refuse_unnamed(self.parts, "Accelerate names the parameters")
+        for number, found in enumerate(self.parts.optimizers):
+            found.prefix = "optimizer" if number == 0 else f"optimizer_{number}.optimizer"
+        files: dict[str, bytes] = {}
+        if self.source.format is accelerate:
+            files, keys, notes = carried(self.source, self.ranks)
+            self.parts.notes += notes
+            objects = {
+                fqn: item
+                for fqn, item in self.parts.objects.items()
+                if self.parts.paths[fqn][0] not in keys
+            }
+            self.parts = replace(self.parts, objects=objects)
+        scheduler = self._scheduler(
+            "Accelerate has it in pickles of its own, which are not written, or has no such thing"
+        )
+        return files if scheduler is None else files | {"scheduler.bin": render_archive(scheduler)}
+
+
+def _tuples(catalog: Catalog) -> list[str]:
+    """Returns a note on tuples with tensors, which DCP stores like lists."""
+    found = {
+        ".".join(map(str, path[:number]))
+        for path in catalog.paths.values()
+        for number, key in enumerate(path)
+        if isinstance(key, TupleItem)
+    }
+    if not found:
+        return []
+    names = ", ".join(map(printable, sorted(found)))
+    return [f"tuples with tensors become lists, because DCP has no tuples: {names}"]
