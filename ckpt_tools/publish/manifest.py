@@ -27,7 +27,7 @@ VERSION = 2
 CHECKSUM = "crc64nvme"
 
 
-class SealedRun(NamedTuple):
+class SealedRange(NamedTuple):
     """A range of a file, a payload or a cell of one, with its checksums as 16 and 8 hex digits."""
 
     start: int
@@ -41,7 +41,7 @@ class SealedFile(NamedTuple):
 
     nbytes: int
     crc64nvme: str
-    runs: tuple[SealedRun, ...] = ()
+    runs: tuple[SealedRange, ...] = ()
 
 
 class SealedTensor(NamedTuple):
@@ -265,11 +265,13 @@ def _sealed(entry: Mapping[str, Any]) -> SealedFile:
     # for a few days they had no CRC-32
     runs = [run for run in entry.get("runs", ()) if len(run) != 3]
     return SealedFile(
-        entry["nbytes"], _hex(entry["crc64nvme"]), tuple(_run(run, entry["nbytes"]) for run in runs)
+        entry["nbytes"],
+        _hex(entry["crc64nvme"]),
+        tuple(_sealed_range(run, entry["nbytes"]) for run in runs),
     )
 
 
-def _run(run: Sequence[Any], file_nbytes: int) -> SealedRun:
+def _sealed_range(run: Sequence[Any], file_nbytes: int) -> SealedRange:
     start, nbytes, crc64, crc32 = run
     if (
         type(start) is not int
@@ -277,7 +279,7 @@ def _run(run: Sequence[Any], file_nbytes: int) -> SealedRun:
         or not 0 <= start < start + nbytes <= file_nbytes
     ):
         raise ValueError(f"a run is {run!r} of a file of {file_nbytes} bytes")
-    return SealedRun(start, nbytes, _hex(crc64), _hex(crc32, 8))
+    return SealedRange(start, nbytes, _hex(crc64), _hex(crc32, 8))
 
 
 def _hex(value: object, digits: int = 16) -> str:
@@ -297,7 +299,7 @@ def seal_file(nbytes: int, crc64: int, runs: Iterable[tuple[int, int, int, int]]
         nbytes,
         hex64(crc64),
         tuple(
-            SealedRun(start, length, hex64(crc), f"{crc32:08x}")
+            SealedRange(start, length, hex64(crc), f"{crc32:08x}")
             for start, length, crc, crc32 in runs
         ),
     )

@@ -1,8 +1,8 @@
-"""Plans copies within one S3: the runs of a target that the store copies, and the rest for this
+"""Plans copies within one S3: the ranges of a target that the store copies, and the rest for this
 process.
 
 A part of a multipart upload has at least 5 MiB (but for the last) and a file at most 10,000 of
-them; so a run that is too short, and the seam before a long one, go through the engine as ever.
+them; so a range that is too short, and the seam before a long one, go through the engine as ever.
 Only where the source's manifest has the checksums: bytes that nobody here sees could not be sealed
 otherwise. A slot's are joined from those of the cells that make it up whole; where no frame around
 it has its CRC-32, the tensor's fingerprint is enough.
@@ -32,8 +32,8 @@ from ckpt_tools.transfer.prove import SealedFingerprint
 _MAX_COPY_BYTES = 256 << 20
 
 
-class CopyRun(NamedTuple):
-    """Bytes of a target file that are one run of a source file."""
+class CopyRange(NamedTuple):
+    """Bytes of a target file that are one range of a source file."""
 
     start: int
     nbytes: int
@@ -42,11 +42,11 @@ class CopyRun(NamedTuple):
 
 
 class UploadPart(NamedTuple):
-    """A part of an upload. `run` is the source of a copied part; None if its bytes are sent."""
+    """A part of an upload. `source` is the source of a copied part; None if its bytes are sent."""
 
     start: int
     nbytes: int
-    run: CopyRun | None
+    source: CopyRange | None
 
 
 class KnownSlot(NamedTuple):
@@ -91,11 +91,11 @@ class ServerCopy:
             CopiedRange(
                 part.start,
                 part.nbytes,
-                part.run.file,
-                part.run.source_start + part.start - part.run.start,
+                part.source.file,
+                part.source.source_start + part.start - part.source.start,
             )
             for part in parts
-            if part.run is not None
+            if part.source is not None
         ]
         return self.copy_target.create_copied(path, nbytes, tuple(p.start for p in parts), copied)
 
@@ -123,15 +123,15 @@ def plan_within(
     """
     target = plan.target
     slots = _Slots(manifest, prints, {trailer.file for trailer in target.trailers}, located)
-    runs: dict[str, list[CopyRun]] = {}
+    ranges: dict[str, list[CopyRange]] = {}
     for tensor in plan.tensors:
-        for slot, found in slots.runs(tensor):
-            runs.setdefault(slot.file, []).extend(found)
+        for slot, found in slots.ranges(tensor):
+            ranges.setdefault(slot.file, []).extend(found)
     parts = {
         file: cut_parts(target.file_sizes[file], found, file in slots.framed)
-        for file, found in runs.items()
+        for file, found in ranges.items()
     }
-    parts = {file: found for file, found in parts.items() if any(p.run for p in found)}
+    parts = {file: found for file, found in parts.items() if any(p.source for p in found)}
     if not parts:
         return None
     sent = {file: _sent_ranges(found) for file, found in parts.items()}
@@ -160,7 +160,7 @@ def plan_within(
         if rest:
             copies = plan_copies([c.box for c in tensor.chunks], [s.box for s in rest])
             tensors.append(replace(tensor, slots=rest, copies=tuple(copies)))
-    nbytes = sum(p.nbytes for found in parts.values() for p in found if p.run)
+    nbytes = sum(p.nbytes for found in parts.values() for p in found if p.source)
     return ServerCopy(
         copy_target, parts, replace(plan, tensors=tuple(tensors)), vouched, trusted, nbytes
     )
@@ -192,8 +192,8 @@ class _Slots:
             file: sorted(sealed.runs) for file, sealed in manifest.files.items() if sealed.runs
         }
 
-    def runs(self, tensor: TensorPlan) -> Iterator[tuple[Slot, list[CopyRun]]]:
-        """Yields the slots of a tensor with what of them is one run at both ends."""
+    def ranges(self, tensor: TensorPlan) -> Iterator[tuple[Slot, list[CopyRange]]]:
+        """Yields the slots of a tensor with what of them is one range at both ends."""
         if tensor.fqn not in self._prints or not (self._cells or _is_one(tensor)):
             return
         copies: dict[int, list[Copy]] = {}
@@ -207,8 +207,8 @@ class _Slots:
                 self.known[tensor.fqn, number] = known
                 yield slot, found
 
-    def _found(self, tensor: TensorPlan, slot: Slot, copies: Iterable[Copy]) -> Iterator[CopyRun]:
-        """Yields the copies into a slot that are one run at both ends."""
+    def _found(self, tensor: TensorPlan, slot: Slot, copies: Iterable[Copy]) -> Iterator[CopyRange]:
+        """Yields the copies into a slot that are one range at both ends."""
         itemsize = tensor.dst_dtype.itemsize
         for copy in copies:
             chunk = tensor.chunks[copy.src]
@@ -225,10 +225,10 @@ class _Slots:
                     slot.start + into[0] * itemsize,
                     extent.start + of[0] * itemsize,
                 )
-                yield CopyRun(start, copy.box.numel * itemsize, extent.file, source_start)
+                yield CopyRange(start, copy.box.numel * itemsize, extent.file, source_start)
 
     def _know(
-        self, tensor: TensorPlan, slot: Slot, runs: Iterable[CopyRun]
+        self, tensor: TensorPlan, slot: Slot, ranges: Iterable[CopyRange]
     ) -> Sequence[HashedRange]:
         """Returns the pieces of a slot with their checksums, as far as anybody needs them; none if
         they are unknown.
@@ -236,18 +236,18 @@ class _Slots:
         nbytes = slot.box.numel * tensor.dst_dtype.itemsize
         if slot.file not in self.framed and _is_one(tensor):
             return [HashedRange(slot.start, nbytes, self._prints[tensor.fqn].crc64, 0)]
-        pieces = [piece for run in runs for piece in self._pieces(run)]
+        pieces = [piece for source in ranges for piece in self._pieces(source)]
         return pieces if sum(piece.nbytes for piece in pieces) == nbytes else ()
 
-    def _pieces(self, run: CopyRun) -> Iterator[HashedRange]:
-        """Yields the cells that lie in a run, where they will be."""
-        cells, end = self._cells.get(run.file, ()), run.source_start + run.nbytes
-        for number in range(bisect_left(cells, (run.source_start,)), len(cells)):
+    def _pieces(self, source: CopyRange) -> Iterator[HashedRange]:
+        """Yields the cells that lie in a source range, where they will be."""
+        cells, end = self._cells.get(source.file, ()), source.source_start + source.nbytes
+        for number in range(bisect_left(cells, (source.source_start,)), len(cells)):
             cell = cells[number]
             if cell.start + cell.nbytes > end:
                 return
             yield HashedRange(
-                run.start + cell.start - run.source_start,
+                source.start + cell.start - source.source_start,
                 cell.nbytes,
                 int(cell.crc64nvme, 16),
                 int(cell.crc32, 16),
@@ -262,20 +262,20 @@ def _sent_ranges(parts: Sequence[UploadPart]) -> list[tuple[int, int]]:
     """Returns the ranges of a file that are sent, neighbours joined."""
     ranges: list[tuple[int, int]] = []
     for part in parts:
-        if part.run is None:
+        if part.source is None:
             first = ranges.pop()[0] if ranges and ranges[-1][1] == part.start else part.start
             ranges.append((first, part.start + part.nbytes))
     return ranges
 
 
-def cut_parts(nbytes: int, runs: Sequence[CopyRun], framed: bool = False) -> list[UploadPart]:
-    """Cuts a file into the parts of an upload: long runs are copied, all else is sent.
+def cut_parts(nbytes: int, ranges: Sequence[CopyRange], framed: bool = False) -> list[UploadPart]:
+    """Cuts a file into the parts of an upload: long ranges are copied, all else is sent.
 
     Args:
         nbytes: of the file.
-        runs: which bytes are runs of source files; they do not overlap.
-        framed: what stands before a run is written once the slot is full, so something of it has to
-            pass here.
+        ranges: which bytes are copied from source files; they do not overlap.
+        framed: the bytes before a range are written once the slot is full, so part of them is sent
+            from here.
 
     Returns:
         Parts that tile the file; all but the last have at least 5 MiB, and there are at most
@@ -284,27 +284,27 @@ def cut_parts(nbytes: int, runs: Sequence[CopyRun], framed: bool = False) -> lis
     least = max(MIN_PART_BYTES, -(-3 * nbytes // MAX_PARTS))
     parts: list[UploadPart] = []
     sent = 0  # where what is to be sent begins
-    for run in sorted(runs):
-        end = run.start + run.nbytes
-        short = 0 if run.start == sent else max(int(framed), least - (run.start - sent))
+    for source in sorted(ranges):
+        end = source.start + source.nbytes
+        short = 0 if source.start == sent else max(int(framed), least - (source.start - sent))
         stolen = -(-short // MAX_ITEMSIZE) * MAX_ITEMSIZE  # so that no element is cut
-        left = run.nbytes - stolen
+        left = source.nbytes - stolen
         if left < least:
             continue
-        parts += _pieces(sent, run.start + stolen, least, None)
-        parts += _pieces(run.start + stolen, end, least, run)
+        parts += _pieces(sent, source.start + stolen, least, None)
+        parts += _pieces(source.start + stolen, end, least, source)
         sent = end
     return parts + _pieces(sent, nbytes, least, None)
 
 
-def _pieces(start: int, stop: int, least: int, run: CopyRun | None) -> list[UploadPart]:
+def _pieces(start: int, stop: int, least: int, source: CopyRange | None) -> list[UploadPart]:
     """Cuts a range into equal parts, the last one a little longer or shorter."""
-    size = max(least, PART_BYTES if run is None else _MAX_COPY_BYTES)
+    size = max(least, PART_BYTES if source is None else _MAX_COPY_BYTES)
     cuts = list(range(start, stop, size))
     if len(cuts) > 1 and stop - cuts[-1] < least:
         cuts.pop()
     return (
-        [UploadPart(a, b - a, run) for a, b in zip(cuts, [*cuts[1:], stop], strict=True)]
+        [UploadPart(a, b - a, source) for a, b in zip(cuts, [*cuts[1:], stop], strict=True)]
         if cuts
         else []
     )

@@ -23,7 +23,7 @@ from ckpt_tools.engine.run import BatchResult
 from ckpt_tools.engine.sinks import SinkState
 from ckpt_tools.formats.dcp import metadata as dcp_metadata
 from ckpt_tools.publish.journal import Journal
-from ckpt_tools.publish.manifest import Manifest, SealedFile, SealedRun, SealedTensor
+from ckpt_tools.publish.manifest import Manifest, SealedFile, SealedRange, SealedTensor
 from tests.many_chunks import as_torch_gathers, written
 
 WORK = "0" * 64  # what the journal is of
@@ -247,7 +247,7 @@ def _manifest() -> list[bytes]:
     tensors = {"a": SealedTensor("float32", (3, 4), "0" * 16)}
     files = {
         "f": SealedFile(3, "0" * 16),
-        "g": SealedFile(9, "2" * 16, (SealedRun(1, 8, "3" * 16, "4" * 8),)),
+        "g": SealedFile(9, "2" * 16, (SealedRange(1, 8, "3" * 16, "4" * 8),)),
     }
     sealed = Manifest.now(
         "ffffffff-ffff-4fff-8fff-ffffffffffff",

@@ -28,7 +28,7 @@ from ckpt_tools.formats.registry import open_source
 from ckpt_tools.publish.manifest import find_manifest
 from ckpt_tools.storage import LocalStore, RemoteStore
 from ckpt_tools.storage.s3.multipart import MAX_PARTS, MIN_PART_BYTES
-from ckpt_tools.transfer.server_copy import CopyRun, cut_parts
+from ckpt_tools.transfer.server_copy import CopyRange, cut_parts
 from tests.conftest import torchrun
 from tests.publish.test_bucket import MIB, save_locally, tensors, uploads
 from tests.servers.servers import Server
@@ -44,24 +44,24 @@ from tests.strategies import flip
 def test_a_file_is_cut_into_parts_that_a_store_takes(
     gaps: list[tuple[int, int]], tail: int, scale: int, framed: bool
 ) -> None:
-    runs, at = [], 0
+    ranges, at = [], 0
     for gap, nbytes in gaps:
-        runs.append(CopyRun(at + gap * 1024 * scale, nbytes * 1024 * scale, "f", 7))
-        at = runs[-1].start + runs[-1].nbytes
+        ranges.append(CopyRange(at + gap * 1024 * scale, nbytes * 1024 * scale, "f", 7))
+        at = ranges[-1].start + ranges[-1].nbytes
     total = at + tail * 1024 * scale
-    parts = cut_parts(total, runs, framed)
+    parts = cut_parts(total, ranges, framed)
     assert [p.start for p in parts] == [0, *(p.start + p.nbytes for p in parts)][: len(parts)]
     assert sum(p.nbytes for p in parts) == total and len(parts) <= MAX_PARTS
     assert all(p.nbytes >= MIN_PART_BYTES for p in parts[:-1]) and all(p.nbytes > 0 for p in parts)
-    for part in (p for p in parts if p.run is not None):
+    for part in (p for p in parts if p.source is not None):
         assert (
-            part.run in runs
-            and part.run.start <= part.start
-            and part.start + part.nbytes <= part.run.start + part.run.nbytes
+            part.source in ranges
+            and part.source.start <= part.start
+            and part.start + part.nbytes <= part.source.start + part.source.nbytes
         )
-        assert (part.start - part.run.start) % 16 == 0
-    copied = {0, *(p.start + p.nbytes for p in parts if p.run is not None)}
-    for part in (p for p in parts if p.run is not None and framed and p.start == p.run.start):
+        assert (part.start - part.source.start) % 16 == 0
+    copied = {0, *(p.start + p.nbytes for p in parts if p.source is not None)}
+    for part in (p for p in parts if p.source is not None and framed and p.start == p.source.start):
         # else what stands before it would wait for bytes that never pass
         assert part.start in copied
 
