@@ -26,6 +26,7 @@ from ckpt_tools.formats.registry import Source, open_source
 from ckpt_tools.loop.archives import unpack
 from ckpt_tools.loop.divide import divide
 from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
+from ckpt_tools.loop.loader_states import deal_in_turn
 from ckpt_tools.loop.match import (
     Match,
     check_unread,
@@ -455,12 +456,16 @@ def _per_rank(
         f"{name}: the checkpoint has the states of {stored} rank{'s' * (stored != 1)}, this job has"
         f" {group.size}"
     )
-    if callable(wrapper.on_resize) and stored:
+    if stored and (callable(wrapper.on_resize) or wrapper.on_resize == "round-robin"):
         states = [
             _read_object(source, name_of_rank(name, r), request.trust_pickle) for r in range(stored)
         ]
-        report.notes.append(f"{what}; redistributed")
-        return (wrapper.on_resize(states, group.rank, group.size),)
+        if callable(wrapper.on_resize):
+            state, note = wrapper.on_resize(states, group.rank, group.size), "redistributed"
+        else:
+            state, note = deal_in_turn(states, group.rank, group.size)
+        report.notes.append(f"{what}; {note}")
+        return (state,)
     if wrapper.on_resize == "refuse":
         raise PlanError(
             what,

@@ -48,6 +48,7 @@ from ckpt_tools.loop.hooks import Hooks, OnCommit, OnError
 from ckpt_tools.loop.load import load_into
 from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
+from ckpt_tools.loop.on_exception import saved_on_exception
 from ckpt_tools.loop.pack_objects import checksums, pack_objects, refuse_conflicts
 from ckpt_tools.loop.save import SaveLayout, SaveReport, agree_layout, extras_of, offers_of
 from ckpt_tools.loop.schedule import SaveSchedule
@@ -186,7 +187,7 @@ class CheckpointManager:
             GlooGroup(timeout_s, process_group),
             GlooGroup(timeout_s, process_group),
         )
-        self._stage, self._pid = Stage(), os.getpid()
+        self._stage, self._pid, self._process_group = Stage(), os.getpid(), process_group
         there = open_root(mirror, storage_options) if mirror is not None else None
         self._candidates = Candidates(self._root, there, storage_options)
         self._search = StepSearch(self._candidates, self._group, storage_options)
@@ -404,6 +405,29 @@ class CheckpointManager:
         if is_due and not self._schedule.is_periodic(step):
             self._schedule.ask()
         return is_due
+
+    @checked()
+    def save_on_exception(
+        self,
+        step: Callable[[], int | None],
+        state: Mapping[str, Any],
+        *,
+        wait_s: float = 30.0,
+    ) -> AbstractContextManager[None]:
+        """Returns a context that saves if its block raises; the exception continues afterwards.
+
+        All ranks enter it. It saves only if every rank raises after the same step, and not inside
+        an optimizer's `step`; else the log says why it does not. Positions in the data may be one
+        batch ahead of the step.
+
+        Args:
+            step: returns the number of the last complete step; None before the first.
+            state: as given to `save`.
+            wait_s: seconds to wait for the exceptions of other ranks. The ranks that did not raise
+                may wait in a collective for this one, so all of it is lost time.
+        """
+        self._check_open("save_on_exception")
+        return saved_on_exception(self, step, state, wait_s, self._process_group)
 
     @property
     def rank(self) -> int:

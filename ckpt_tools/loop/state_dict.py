@@ -53,16 +53,19 @@ class PerRank:
 
     The states of all ranks are stored, and each goes back to its own rank. `on_resize` decides what
     happens when the number of ranks has changed. `"refuse"` is an error. With `"reset"`, every rank
-    keeps its present state, and the report says so. A function `(states, rank, world_size) ->
-    state` redistributes the old ranks' states.
+    keeps its present state, and the report says so. `"round-robin"` is for a `StatefulDataLoader`
+    of torchdata whose sampler deals one common order to the ranks in turn, as
+    `DistributedSampler` does: the new ranks continue where the old ones stood. A function
+    `(states, rank, world_size) -> state` redistributes the old ranks' states.
     """
 
     def __init__(
         self, value: Any, on_resize: str | Callable[[Sequence[Any], int, int], Any] = "refuse"
     ) -> None:
-        if on_resize not in ("refuse", "reset") and not callable(on_resize):
+        if on_resize not in ("refuse", "reset", "round-robin") and not callable(on_resize):
             raise ValueError(
-                f"on_resize: expected 'refuse', 'reset' or a function, got {on_resize!r}"
+                "on_resize: expected 'refuse', 'reset', 'round-robin' or a function, got"
+                f" {on_resize!r}"
             )
         self.value, self.on_resize = value, on_resize
 
