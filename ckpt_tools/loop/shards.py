@@ -90,6 +90,13 @@ def _pieces(
     return [(box, value._local_tensor.detach())]
 
 
+def is_meta(value: torch.Tensor) -> bool:
+    """Tells whether a tensor, or this rank's shard of it, has no memory."""
+    if isinstance(value, ShardedTensor):  # it refuses the question where a rank has no shard
+        return any(shard.tensor.is_meta for shard in value.local_shards())
+    return value.is_meta
+
+
 def _check_own_memory(fqn: str, value: torch.Tensor) -> None:
     """Refuses a tensor whose elements share memory: nothing could be loaded into it."""
     if value.layout is torch.strided and any(

@@ -42,6 +42,7 @@ from ckpt_tools.loop.optimizers import (
     extra_of,
     is_container,
 )
+from ckpt_tools.loop.shards import is_meta
 
 TRAINABLE = "trainable"
 STRUCTURE = "__structure__"  # last key of a value whose tensors are separate entries
@@ -424,7 +425,7 @@ class _Exporter:
         Raises:
             PlanError: there are such tensors; the hint has the call that gives them memory.
         """
-        without = [name for name, tensor in self.result.tensors.items() if tensor.is_meta]
+        without = [name for name, tensor in self.result.tensors.items() if is_meta(tensor)]
         if without:
             kept = (
                 ", then initialise the buffers that no checkpoint holds:"

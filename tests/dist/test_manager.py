@@ -151,5 +151,10 @@ def test_ranks_that_do_not_make_the_same_calls_are_told_who_did_what(scenario: s
     torchrun(3, "calls.py", str(tmp_path), scenario)
 
 
+@pytest.mark.skipif(bool(CRASHES), reason="FSDP1 crashes where ranks share a GPU")
+def test_a_rank_without_any_row_of_a_tensor(tmp_path: Path) -> None:
+    torchrun(3, "fewer_rows.py", str(tmp_path))
+
+
 def test_shards_of_another_shape_are_loaded_as_declared(tmp_path: Path) -> None:
     torchrun(3, "resize.py", str(tmp_path))

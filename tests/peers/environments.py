@@ -37,6 +37,10 @@ _PEERS = {
         " websockets"
     ),
     "peft": "peft==0.21.2",
+    "ray": (
+        "ray==2.60.0 msgpack protobuf cloudpickle pandas pytz tzdata python-dateutil six pyarrow"
+        " jsonschema jsonschema-specifications referencing rpds-py"
+    ),
     "torchtitan": (
         "torchtitan==0.3.0 torchdata tyro docstring-parser typeguard einops spmd_types==0.2.3"
     ),
