@@ -30,6 +30,7 @@ RANKS = (2, 3) if LONG else (2,)
 # the environment and the script of each host; "" is the environment of the tests
 HOSTS = {
     "transformers": ("", "transformers_job.py", "."),
+    "peft": ("peft", "transformers_job.py", "."),
     "accelerate": ("", "accelerate_job.py", "run"),
     "lightning": ("lightning", "lightning_saves_job.py", "saved"),
     "torchtitan": ("torchtitan", "torchtitan_saves_job.py", "run"),
@@ -73,7 +74,8 @@ def kill(host: str, num_ranks: int, out: Path, root: Path, wanted: dict[str, Any
         return (len(steps_in(root)) >= 2 and any(root.glob(".tmp.*"))) or len(steps_in(root)) >= 3
 
     os.environ |= environment()
-    done = jobs.interrupt(words, is_saving, signal.SIGKILL, random.randrange(num_ranks))
+    member = random.randrange(num_ranks) if num_ranks else None
+    done = jobs.interrupt(words, is_saving, signal.SIGKILL, member)
     assert done.returncode != 0 and steps_in(root)
 
 
@@ -211,6 +213,47 @@ def test_a_bucket_as_the_root(tmp_path: Path) -> None:
         want, got = losses(tmp_path / "whole"), losses(tmp_path / "part")
         assert got["losses.txt"] == {n: w for n, w in want["losses.txt"].items() if n > 5}
         assert not any((tmp_path / "part").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("fsdp", [0, 2])
+def test_an_adapter_is_saved_killed_resumed_and_exported(fsdp: int, tmp_path: Path) -> None:
+    """The step has no base model, and PEFT's own merge of the export gives the trained model."""
+    ranks, wanted = (2 if fsdp else 0), {"steps": 20, "save": 4, "fsdp": fsdp, "peft": True}
+    run("peft", ranks, tmp_path / "whole", wanted)
+    part = tmp_path / "part"
+    kill("peft", ranks, part, part, wanted)
+    run("peft", ranks, part, {**wanted, "resume": True})
+    assert losses(part) == losses(tmp_path / "whole")
+    step = part / "checkpoint-20"
+    with ckpt_tools.open(step) as stored:
+        names = [name for name in stored if name.startswith("model.")]
+    assert len(names) == 8 and all("lora_" in name for name in names)
+    ckpt_tools.convert(step, tmp_path / "adapter", to="peft", base=step)
+    words = [python_of("peft"), JOBS / "peft_loads_job.py", tmp_path / "adapter", part / "end.pt"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "loaded" in done.stdout, done.stderr[-3000:]
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_a_sound_step(tmp_path: Path) -> None:
+    """The disk has room for one step. The job goes on from it once there is room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1600k", "tmpfs", str(disk)]).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    wanted = {"steps": 12, "fsdp": 2, "save": 4}
+    try:
+        told = run("transformers", 2, tmp_path / "out", {**wanted, "root": str(disk)}, code=1)
+        assert "No space left" in told or "no room: expected" in told
+        (saved,) = steps_in(disk)
+        assert ckpt_tools.verify(disk / f"checkpoint-{saved}").problems == []
+        subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
+        run("transformers", 2, tmp_path / "out", {**wanted, "root": str(disk), "resume": True})
+        assert steps_in(disk) == [4, 8, 12]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    run("transformers", 2, tmp_path / "whole", wanted)
+    want, got = losses(tmp_path / "whole"), losses(tmp_path / "out")
+    assert got["losses.txt"] == want["losses.txt"]
 
 
 # ---- Accelerate ----------------------------------------------------------------------------------
