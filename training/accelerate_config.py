@@ -217,6 +217,33 @@ KEYS: dict[str, Key] = {
 }
 
 
+_SPELLINGS = {  # of guides, of older releases, and of transformers' `fsdp_config`
+    **{
+        spelling: f"Accelerate calls it fsdp_config.{name} now"
+        for spelling, name in {
+            "fsdp_wrap_policy": "fsdp_auto_wrap_policy",
+            "auto_wrap_policy": "fsdp_auto_wrap_policy",
+            "min_num_param": "fsdp_min_num_params",
+            "min_num_params": "fsdp_min_num_params",
+            "fsdp_min_num_param": "fsdp_min_num_params",
+            "transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+            "backward_prefetch": "fsdp_backward_prefetch",
+            "forward_prefetch": "fsdp_forward_prefetch",
+            "sync_module_states": "fsdp_sync_module_states",
+            "use_orig_params": "fsdp_use_orig_params",
+            "limit_all_gathers": "fsdp_limit_all_gathers",
+            "activation_checkpointing": "fsdp_activation_checkpointing",
+            "cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
+            "state_dict_type": "fsdp_state_dict_type",
+            "version": "fsdp_version",
+        }.items()
+    },
+    **dict.fromkeys(
+        ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"), "refused: for TPUs"
+    ),
+}
+
+
 def read(path: str) -> Mapped:
     """Reads an Accelerate configuration file, and returns its keys as ours.
 
@@ -283,6 +310,8 @@ def _flatten(given: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _map(name: str, value: Any, version: int, mapped: Mapped) -> None:
     key = KEYS.get(name)
+    if key is None and name.rpartition(".")[2] in _SPELLINGS:
+        raise ConfigError(_SPELLINGS[name.rpartition(".")[2]])
     if key is None:
         raise ConfigError("unknown key: neither Accelerate 1.15 nor this program knows it")
     if not key.to:

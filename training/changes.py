@@ -32,7 +32,6 @@ _QUIET = (
     "model.may_change",
 )
 _FIXED = ("data.shuffle", "data.drop_last")  # they change the meaning of a position in the data
-_OPTIONS = ("weight_decay", "eps")
 
 
 def differences(before: Config, now: Config) -> Iterator[tuple[str, Any, Any]]:
@@ -128,16 +127,37 @@ def apply_optim(
 ) -> None:
     """Applies this run's hyperparameters to a loaded optimizer and its schedule."""
     optim = now.optim
-    for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+    groups = optimizer.param_groups
+    decays = [optim.weight_decay] if len(groups) == 1 else [optim.weight_decay, 0.0]
+    for group, factor, decay in zip(groups, scheduler.lr_lambdas, decays, strict=True):
         group["initial_lr"], group["betas"] = optim.lr, (optim.beta1, optim.beta2)
         group["lr"] = optim.lr * factor(scheduler.last_epoch)
-        group |= {option: getattr(optim, option) for option in _OPTIONS}
+        group |= {"eps": optim.eps, "weight_decay": decay}
         is_auto = optim.implementation == "auto"
         group |= {
             kind: None if is_auto else optim.implementation == kind for kind in ("fused", "foreach")
         }
     scheduler.base_lrs = [optim.lr] * len(optimizer.param_groups)
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+@contextlib.contextmanager
+def explaining_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Names `optim.decay` where a checkpoint's optimizer has another number of groups.
+
+    Raises:
+        ConfigError: it has one group and this run's optimizer two, or the other way round.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if "optimizer.param_groups.1." not in str(error):
+            raise
+        mine, theirs = ("two groups", "all") if len(optimizer.param_groups) > 1 else ("one", "")
+        raise ConfigError(
+            f"optim.decay: this run's optimizer has {mine}, and the checkpoint's has not: set"
+            f" optim.decay = {theirs!r}"
+        ) from error
 
 
 def check_data(

@@ -33,6 +33,7 @@ class Run:
 
     dir: str = "run"  # checkpoints, metrics.jsonl, config.toml, export/, profile/
     steps: int = 100  # last step, counted from the start of training
+    epochs: int = 0  # instead of `steps`: how often the data is seen; 0: `steps` counts
     seed: int = 0
     resume_from: str = ""  # A checkpoint to start from, instead of the newest in `dir`.
     export: bool = False  # At the end, merge to dir/export: safetensors and the model's config.
@@ -51,6 +52,7 @@ class Model:
     dim: int = 0  # 0 here and below: the size that belongs to `name`
     num_layers: int = 0
     num_heads: int = 0
+    num_kv_heads: int = 0  # heads of keys and values; each serves a group of query heads
     hidden_dim: int = 0
     vocab_size: int = 0
     max_seq_len: int = 0
@@ -84,6 +86,8 @@ class Optim:
     min_lr_ratio: float = 0.1  # the cosine ends at this fraction of `lr`
     warmup_steps: int = 0
     weight_decay: float = 0.01
+    # "matrices": not norms, biases and embeddings; "": that, or all if FSDP1 keeps flat parameters
+    decay: Literal["", "matrices", "all"] = ""
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -101,6 +105,10 @@ class Fsdp:
     reshard_after_forward: bool | int | None = None
     shard_size: int = 0  # HYBRID_*: ranks that share one copy; 0: the ranks of a node
     tensor_parallel: int = 1
+    # with tensor_parallel: norms and residuals also split the sequence over the tensor ranks
+    sequence_parallel: bool = False
+    # with tensor_parallel: the loss of a vocabulary that stays split; no rank has all logits
+    loss_parallel: bool = False
     wrap: Literal["layers", "classes", "size", "none"] = "layers"
     wrap_classes: list[str] = field(default_factory=list)
     min_num_params: int = 100_000_000  # wrap = "size"
@@ -148,6 +156,8 @@ class Compute:
     checkpoint_every: int = 0  # activation checkpointing of every k-th block; 1: all, 0: none
     compile: bool = False  # each block
     compile_backend: str = "inductor"
+    # tokens whose logits are in float32 at one time; 0: all of a micro-batch
+    loss_chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +167,8 @@ class Checkpoint:
     every: int = 0  # steps; the last step is always saved
     keep_last: int = 3
     keep_every: int = 0
+    # the saved step with the lowest validation loss is never removed
+    keep_best: bool = False
     asynchronous: bool = True
     dir: str = ""  # path or URL of the steps, such as s3://bucket/run; `run.dir` if empty
     mirror: str = ""  # URL for background copies of steps, to survive the loss of this machine
@@ -172,6 +184,9 @@ class Metrics:
     validate_batches: int = 8
     # a bar if standard error is a terminal, else a line every ten steps
     progress: bool = True
+    tensorboard: bool = False  # also to run.dir/tensorboard
+    # a project of Weights & Biases: also to run.dir/wandb, offline unless WANDB_MODE is set
+    wandb: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,11 +439,28 @@ def _problems(config: Config) -> list[str]:
             "data.validation, a token file, and metrics.validate_every, the steps between"
             " validations, need each other"
         )
+    if config.run.epochs and config.run.steps != Run().steps:
+        found.append(
+            f"run.epochs = {config.run.epochs} and run.steps = {config.run.steps}: give one of them"
+        )
+    if config.checkpoint.keep_best and (
+        not config.metrics.validate_every or config.checkpoint.every % config.metrics.validate_every
+    ):
+        found.append(
+            "checkpoint.keep_best needs a validation of each saved step: checkpoint.every must be a"
+            " multiple of metrics.validate_every, which is above 0"
+        )
+    if config.optim.decay == "matrices" and keeps_flat(config):
+        found.append(
+            'optim.decay = "matrices" needs fsdp1.use_orig_params = true: flat parameters mix'
+            " matrices and norms"
+        )
     if config.checkpoint.mirror and (
         "://" in config.checkpoint.dir or "://" not in config.checkpoint.mirror
     ):
         found.append("checkpoint.mirror is a URL such as s3://bucket/run, beside steps on a disk")
-    return found + _sharding_problems(config) + _precision_problems(config)
+    found += _tensor_problems(config) + _sharding_problems(config)
+    return found + _precision_problems(config)
 
 
 def _range_problems(config: Config) -> list[str]:
@@ -454,6 +486,8 @@ def _range_problems(config: Config) -> list[str]:
                 if type(size := getattr(config.model, f.name)) is int
             },
             "compute.checkpoint_every": config.compute.checkpoint_every,
+            "compute.loss_chunk": config.compute.loss_chunk,
+            "run.epochs": config.run.epochs,
             "run.seed": config.run.seed,
         },
     )
@@ -491,6 +525,28 @@ def _range_problems(config: Config) -> list[str]:
 
 def _betas(optim: Optim) -> dict[str, float]:
     return {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2}
+
+
+def keeps_flat(config: Config) -> bool:
+    """Tells whether FSDP1 keeps the parameters of a unit as one flat parameter."""
+    return config.fsdp.api == "fsdp1" and not config.fsdp1.use_orig_params
+
+
+def _tensor_problems(config: Config) -> list[str]:
+    fsdp, found = config.fsdp, []
+    for key in ("sequence_parallel", "loss_parallel"):
+        if getattr(fsdp, key) and (fsdp.tensor_parallel == 1 or config.model.path):
+            found.append(
+                f"fsdp.{key} needs fsdp.tensor_parallel above 1 and a built-in model (model.name)"
+            )
+    if fsdp.sequence_parallel and config.data.seq_len % max(1, fsdp.tensor_parallel):
+        found.append(
+            f"fsdp.sequence_parallel: data.seq_len = {config.data.seq_len} is not a multiple of"
+            f" fsdp.tensor_parallel = {fsdp.tensor_parallel}"
+        )
+    if fsdp.loss_parallel and config.compute.loss_chunk:
+        found.append("compute.loss_chunk and fsdp.loss_parallel: give one of them")
+    return found
 
 
 def _sharding_problems(config: Config) -> list[str]:

@@ -3,7 +3,7 @@
 A line has step, loss, lr, grad_norm, tokens_per_s, step_s, data_s, checkpoint_s, peak_mib and
 epoch. The keys data_s and checkpoint_s are rank 0's, and parts of step_s. The list peak_mib has the
 memory of each rank: of CUDA's allocator, or of the resident set on the CPU. Lines of validation
-have step and validation_loss.
+have step, validation_loss and validation_perplexity.
 """
 
 from __future__ import annotations
@@ -22,13 +22,25 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from training.loggers import Logger
+
 FILE = "metrics.jsonl"
+_MAX_EXPONENT = 700.0  # of a float
 
 
 class Meter:
     """A meter of steps: it times their parts and writes the metrics on rank 0."""
 
-    def __init__(self, directory: Path, first: int, last: int, every: int, progress: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        first: int,
+        last: int,
+        every: int,
+        progress: bool,
+        loggers: Sequence[Logger] = (),
+    ) -> None:
+        self.loggers = loggers
         self.path, self.every, self.last = directory / FILE, every, last
         self.is_writer = dist.get_rank() == 0
         self.spent = {"data_s": 0.0, "checkpoint_s": 0.0}
@@ -103,9 +115,10 @@ class Meter:
         self.began += time.perf_counter() - began
 
     def validation(self, step: int, loss: float) -> None:
-        """Writes the mean loss over the validation data."""
-        self.write({"step": step, "validation_loss": loss})
-        self.say(f"step {step:5d}  validation loss {loss:.4f}")
+        """Writes the mean loss over the validation data, and its perplexity."""
+        perplexity = math.exp(loss) if loss < _MAX_EXPONENT else math.inf
+        self.write({"step": step, "validation_loss": loss, "validation_perplexity": perplexity})
+        self.say(f"step {step:5d}  validation loss {loss:.4f}, perplexity {perplexity:,.2f}")
 
     def say(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
@@ -117,6 +130,8 @@ class Meter:
             if not self.has_written:  # the old lines stay until there is a new one
                 _forget(self.path, self.first)
             self.has_written = True
+            for logger in self.loggers:
+                logger.write(line)
             with self.path.open("a") as file:
                 file.write(
                     json.dumps(
@@ -127,6 +142,8 @@ class Meter:
 
     def close(self) -> None:
         self.bar.close()
+        for logger in self.loggers:
+            logger.close()
 
 
 def _finite(value: Any) -> Any:
@@ -176,7 +193,7 @@ def _forget(path: Path, step: int) -> None:
 
 
 def plot(directory: Path) -> list[Path]:
-    """Draws loss, throughput and memory of a run over its steps; returns a PNG and an SVG.
+    """Draws the metrics of a run over its steps; returns a PNG and an SVG.
 
     Raises:
         FileNotFoundError: the run has no metrics.
@@ -194,9 +211,9 @@ def plot(directory: Path) -> list[Path]:
     ]
     steps = [line for line in lines if "loss" in line]
     checks = [line for line in lines if "validation_loss" in line]
-    figure, (loss, speed, memory) = plt.subplots(
-        3, 1, figsize=(8, 9), sharex=True, layout="constrained"
-    )
+    figure, panels = plt.subplots(5, 1, figsize=(8, 13), sharex=True, layout="constrained")
+    loss, rate, norm, speed, memory = panels
+    figure.suptitle(f"{directory.absolute().name}: {len(steps):,} lines up to step {_last(lines)}")
     x = [line["step"] for line in steps]
     loss.plot(
         x, [math.nan if line["loss"] is None else line["loss"] for line in steps], label="training"
@@ -208,17 +225,27 @@ def plot(directory: Path) -> list[Path]:
         loss.plot([c["step"] for c in checks], losses, "o-", label="validation")
     loss.set_ylabel("loss")
     loss.legend()
-    speed.plot(x, [line["tokens_per_s"] for line in steps])
-    speed.set_ylabel("tokens/s, all ranks")
+    for axes, key, label in (
+        (rate, "lr", "learning rate"),
+        (norm, "grad_norm", "norm of the gradients"),
+        (speed, "tokens_per_s", "tokens/s, all ranks"),
+    ):
+        axes.plot(x, [math.nan if line[key] is None else line[key] for line in steps])
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
     _memory(memory, x, [line["peak_mib"] for line in steps])
     memory.set_xlabel("step")
-    for axes in (loss, speed, memory):
+    for axes in panels:
         axes.grid(alpha=0.3)
     paths = [directory / "metrics.png", directory / "metrics.svg"]
     for path in paths:
         figure.savefig(path)
     plt.close(figure)
     return paths
+
+
+def _last(lines: Sequence[dict[str, Any]]) -> int:
+    return max((line["step"] for line in lines), default=0)
 
 
 def _memory(axes: Any, steps: Sequence[int], peaks: Sequence[Sequence[float]]) -> None:

@@ -28,13 +28,21 @@ class ModelConfig:
     dim: int = 192
     num_layers: int = 4
     num_heads: int = 6
+    num_kv_heads: int = 0  # 0: as many as `num_heads`
     hidden_dim: int = 512
     vocab_size: int = 256
     max_seq_len: int = 256
     rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
     tied_embeddings: bool = False
 
+    @property
+    def kv_heads(self) -> int:
+        """The number of heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
 
+
+# "1b" and "8b" have the shapes of Llama 3.2 1B and Llama 3.1 8B, at a context of 8,192 tokens
 MODELS = {
     "tiny": ModelConfig(),
     "small": ModelConfig(dim=512, num_layers=8, num_heads=8, hidden_dim=1376, max_seq_len=1024),
@@ -43,19 +51,24 @@ MODELS = {
         dim=2048,
         num_layers=16,
         num_heads=32,
+        num_kv_heads=8,
         hidden_dim=8192,
         vocab_size=128_256,
         max_seq_len=8192,
         rope_theta=5e5,
+        norm_eps=1e-5,
+        tied_embeddings=True,
     ),
     "8b": ModelConfig(
         dim=4096,
         num_layers=32,
         num_heads=32,
+        num_kv_heads=8,
         hidden_dim=14336,
         vocab_size=128_256,
         max_seq_len=8192,
         rope_theta=5e5,
+        norm_eps=1e-5,
     ),
 }
 
@@ -63,32 +76,33 @@ MODELS = {
 class RMSNorm(nn.Module):
     """Scales `[..., D]` to unit root mean square, then by a learned weight."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
+        self.weight, self.eps = nn.Parameter(torch.empty(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, 1e-6)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def rotary_angles(config: ModelConfig, seq_len: int, device: torch.device) -> Tensor:
-    """Returns rotation angles `[T, H/2]` for T positions and heads of size H."""
+def rotary_table(config: ModelConfig, seq_len: int, device: torch.device) -> Tensor:
+    """Returns cosines and sines `[2, T, H/2]` for T positions and heads of size H."""
     half = config.dim // config.num_heads // 2
     frequencies = config.rope_theta ** (
         -torch.arange(half, device=device, dtype=torch.float32) / half
     )
-    return torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)
+    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)
+    return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
+def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Rotates the two halves of each head of `[B, N, T, H]` by position."""
     a, b = x.chunk(2, dim=-1)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    cos, sin = table.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `[B, T, D]`.
+    """Causal self-attention over `[B, T, D]`, with grouped queries if there are fewer keys.
 
     The number of heads follows from the weights, because tensor parallelism splits them.
     """
@@ -97,16 +111,20 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.dim // config.num_heads
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.has_groups = config.kv_heads != config.num_heads
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
         q, k, v = (
             w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
         )
-        y = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, is_causal=True)
+        q, k = rotate(q, table), rotate(k, table)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, **({"enable_gqa": True} if self.has_groups else {})
+        )
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
@@ -128,11 +146,13 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(config.dim), Attention(config)
-        self.ffn_norm, self.feed_forward = RMSNorm(config.dim), FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), angles)
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), table)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -144,10 +164,11 @@ class Decoder(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.dim)
+        self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
+        self._table = torch.empty(0)  # of the last length and device; a buffer would be cast
 
     def init_weights(self, module: nn.Module) -> None:
         """Sets the first values of one module's own parameters."""
@@ -157,11 +178,18 @@ class Decoder(nn.Module):
             nn.init.ones_(module.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        angles = rotary_angles(self.config, tokens.shape[1], tokens.device)
-        x = self.tok_embeddings(tokens)
+        x, table = self.tok_embeddings(tokens), self._rotary_table(tokens)
         for layer in self.layers:
-            x = layer(x, angles)
+            x = layer(x, table)
         return self.output(self.norm(x))
+
+    def _rotary_table(self, tokens: Tensor) -> Tensor:
+        """Returns the table for ids `[B, T]`, computed once per length and device."""
+        known, num = self._table, tokens.shape[1]
+        if known.ndim != 3 or known.shape[1] != num or known.device != tokens.device:
+            with torch.inference_mode(False):
+                self._table = rotary_table(self.config, num, tokens.device)
+        return self._table
 
 
 # ---- from a configuration ------------------------------------------------------------------------
@@ -190,6 +218,11 @@ def sizes_of(config: configuration.Model) -> ModelConfig:
     if sizes.dim % (2 * sizes.num_heads):
         raise ConfigError(
             f"model.dim = {sizes.dim} is not a multiple of 2 x model.num_heads = {sizes.num_heads}"
+        )
+    if sizes.num_heads % sizes.kv_heads:
+        raise ConfigError(
+            f"model.num_heads = {sizes.num_heads} is not a multiple of model.num_kv_heads ="
+            f" {sizes.num_kv_heads}"
         )
     return sizes
 

@@ -14,7 +14,7 @@ import contextlib
 import fnmatch
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -216,7 +219,7 @@ def shard(
     units, blocks = units_of(model, config), blocks_of(model)
     init = Init(model, config.run.seed, device, draw=not has_weights)
     if mesh["tensor"].size() > 1:
-        _split_tensors(model, mesh["tensor"])
+        _split_tensors(model, mesh["tensor"], config)
     _checkpoint_activations(model, blocks, config.compute.checkpoint_every)
     home = torch.device("cpu") if config.fsdp.cpu_offload else device
     if config.fsdp.api == "fsdp1":
@@ -258,6 +261,35 @@ def check_backend(config: Config) -> None:
             raise ConfigError(
                 f"compute.compile_backend = {config.compute.compile_backend!r}: torch knows {known}"
             ) from None
+
+
+def without_gpu(config: Config) -> tuple[Config, list[str]]:
+    """Returns the configuration for a CPU, without what FSDP1 does with GPUs only, and notes."""
+    notes = []
+    if config.fsdp.api == "fsdp1" and config.fsdp1.sync_module_states:
+        config = replace(config, fsdp1=replace(config.fsdp1, sync_module_states=False))
+        notes.append(
+            "fsdp1.sync_module_states changes nothing on a CPU: all ranks draw, or load, the same"
+            " values"
+        )
+    if config.fsdp.api == "fsdp1" and config.fsdp.cpu_offload:
+        config = replace(config, fsdp=replace(config.fsdp, cpu_offload=False))
+        notes.append("fsdp.cpu_offload changes nothing with FSDP1 on a CPU: all is there already")
+    return config, notes
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Returns the names of the matrices: not of norms, biases and embeddings.
+
+    Args:
+        model: before anything wraps its modules, because FSDP1 flattens parameters.
+    """
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1
+        and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+    }
 
 
 def find(model: nn.Module, name: str) -> nn.Module:
@@ -311,15 +343,6 @@ def _fsdp1(
     init: Init,
 ) -> FullyShardedDataParallel:
     fsdp, only, precision = config.fsdp, config.fsdp1, config.precision
-    if device.type == "cpu" and only.sync_module_states:
-        raise ConfigError(
-            "fsdp1.sync_module_states needs CUDA: FSDP1 broadcasts GPU memory only (all ranks draw"
-            " the same values anyway)"
-        )
-    if device.type == "cpu" and fsdp.cpu_offload:
-        raise ConfigError(
-            "fsdp.cpu_offload needs CUDA with FSDP1, which pins memory; FSDP2 does not need it"
-        )
     wrapped = {id(model.get_submodule(unit.name)) for unit in units if unit.name}
     is_2d = fsdp.strategy.startswith("HYBRID")
     whole = mesh["replicate"] if fsdp.strategy == "NO_SHARD" else mesh["shard"]
@@ -393,8 +416,73 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 # ---- tensor parallelism --------------------------------------------------------------------------
 
 
-def _split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
+def _split_tensors(model: nn.Module, mesh: DeviceMesh, config: Config) -> None:
     """Splits the matrices of each layer over a mesh; heads stay whole."""
+    heads = {
+        key: getattr(model.config, key, 0) or 0
+        for key in ("num_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads")
+    }
+    for key, count in heads.items():
+        if count % mesh.size():
+            raise ConfigError(
+                f"fsdp.tensor_parallel = {mesh.size()} does not divide the model's {key} = {count}"
+            )
+    shared = tied(model)
+    plan = (
+        decoder_plan(config.fsdp.sequence_parallel, config.fsdp.loss_parallel)
+        if isinstance(model, Decoder)
+        else _transformers_plan(model)
+    )
+    parallelize_module(model, mesh, plan)
+    for first, *others in shared:
+        for other in others:
+            other.module._parameters[other.name] = first.module._parameters[first.name]
+
+
+def decoder_plan(splits_sequence: bool, splits_loss: bool) -> dict[str, ParallelStyle]:
+    """Returns how the modules of a built-in decoder are split, by glob.
+
+    Args:
+        splits_sequence: between the matrices, each rank has a part of the sequence.
+        splits_loss: each rank keeps the logits of its part of the vocabulary.
+    """
+    residual = Shard(1) if splits_sequence else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=residual),
+        "output": ColwiseParallel(
+            input_layouts=residual,
+            output_layouts=Shard(-1) if splits_loss else Replicate(),
+            use_local_output=not splits_loss,
+        ),
+    }
+    for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1"):
+        plan[f"layers.*.{name}"] = ColwiseParallel()
+    plan["layers.*.feed_forward.w3"] = ColwiseParallel()
+    for name in ("attention.wo", "feed_forward.w2"):
+        plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=residual)
+    if splits_sequence:
+        for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"):
+            plan[name] = SequenceParallel()
+        for name, others in (("attention", (None,)), ("feed_forward", ())):
+            plan[f"layers.*.{name}"] = PrepareModuleInput(
+                input_layouts=(Shard(1), *others),
+                desired_input_layouts=(Replicate(), *others),
+            )
+    return plan
+
+
+def split_globs(model: nn.Module) -> list[str]:
+    """Returns globs of the modules whose matrices tensor parallelism splits."""
+    plan = decoder_plan(False, False) if isinstance(model, Decoder) else _transformers_plan(model)
+    return list(plan)
+
+
+def _transformers_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """Returns the plan that transformers has for a model.
+
+    Raises:
+        ConfigError: there is none, or it has a style that is not supported here.
+    """
     styles: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": ColwiseParallel,
         "rowwise": RowwiseParallel,
@@ -402,48 +490,14 @@ def _split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     }
-    plan = tensor_plan(model)
-    heads = {
-        key: getattr(model.config, key, 0) or 0
-        for key in ("num_heads", "num_attention_heads", "num_key_value_heads")
-    }
-    for key, count in heads.items():
-        if count % mesh.size():
-            raise ConfigError(
-                f"fsdp.tensor_parallel = {mesh.size()} does not divide the model's {key} = {count}"
-            )
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    if not plan:
+        raise ConfigError("fsdp.tensor_parallel: transformers has no plan for this model")
     if unknown := sorted(set(plan.values()) - set(styles)):
         raise ConfigError(
             f"fsdp.tensor_parallel: this model needs {unknown[0]!r}, which is not supported"
         )
-    shared = tied(model)
-    parallelize_module(model, mesh, {name: styles[style]() for name, style in plan.items()})
-    for first, *others in shared:
-        for other in others:
-            other.module._parameters[other.name] = first.module._parameters[first.name]
-
-
-def tensor_plan(model: nn.Module) -> dict[str, str]:
-    """Returns how tensor parallelism splits each matrix, by glob of module names.
-
-    Raises:
-        ConfigError: there is no plan for this model.
-    """
-    if isinstance(model, Decoder):
-        layer = {f"attention.{w}": "colwise" for w in ("wq", "wk", "wv")} | {
-            "attention.wo": "rowwise"
-        }
-        layer |= {
-            "feed_forward.w1": "colwise",
-            "feed_forward.w3": "colwise",
-            "feed_forward.w2": "rowwise",
-        }
-        plan = {f"layers.*.{name}": style for name, style in layer.items()}
-        return plan | {"tok_embeddings": "embedding_rowwise", "output": "colwise_gather_output"}
-    plan = dict(getattr(model, "_tp_plan", None) or {})
-    if not plan:
-        raise ConfigError("fsdp.tensor_parallel: transformers has no plan for this model")
-    return plan
+    return {name: styles[style]() for name, style in plan.items()}
 
 
 # ---- a step --------------------------------------------------------------------------------------
@@ -457,6 +511,16 @@ def computing(config: Config, device: torch.device) -> contextlib.AbstractContex
     if config.fsdp.strategy == "NO_SHARD" and config.fsdp.api == "fsdp2" and config.precision.param:
         return torch.autocast(device.type, dtype_of(config.precision.param))
     return contextlib.nullcontext()
+
+
+def splitting_loss(config: Config) -> contextlib.AbstractContextManager[object]:
+    """Returns the context of a loss and its backward pass, with the vocabulary split or not."""
+    return loss_parallel() if config.fsdp.loss_parallel else contextlib.nullcontext()
+
+
+def local(value: Tensor) -> Tensor:
+    """Returns a value that every tensor rank has as a plain tensor."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @contextlib.contextmanager

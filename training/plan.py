@@ -48,7 +48,7 @@ def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
         n: Group(n, parallel.dtype_of(u.dtype or default) or torch.float32)
         for n, u in units.items()
     }
-    split = parallel.tensor_plan(model) if config.fsdp.tensor_parallel > 1 else {}
+    split = parallel.split_globs(model) if config.fsdp.tensor_parallel > 1 else []
     for name, parameter in model.named_parameters():
         path = name
         while path not in units:

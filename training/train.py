@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
+from torch.utils.checkpoint import checkpoint as recompute
 
 import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager, RngState
+from ckpt_tools.core.catalog import strip_wrappers
 from training import accelerate_config, changes, parallel
 from training import config as configuration
 from training import model as models
 from training.config import Config, ConfigError, Degrees
 from training.data import DataError, Sampler, Tokens, check_tokenizer, open_tokens
+from training.loggers import check_loggers, open_loggers
 from training.metrics import Meter, gather, loss_and_peak, plot
 from training.profiling import Profiler
 
@@ -65,6 +68,7 @@ class Plan:
     model: nn.Module
     tokens: Tokens
     validation: Tokens | None
+    notes: list[str]  # on what the configuration asks for and what is done instead
 
 
 @dataclass(slots=True)
@@ -83,6 +87,7 @@ class Job:
     validation: Tokens | None
     num_parameters: int
     about: dict[str, Any]  # the model's config.json
+    best: tuple[int, float] | None = None  # the saved step with the lowest validation loss
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns the state that a resumed run needs, with the configuration.
@@ -95,7 +100,12 @@ class Job:
             "scheduler": self.scheduler,
             "sampler": self.sampler,
             "rng": RngState(),
-            "train_state": {"step": step, "data": self.tokens.identity, "model": self.about},
+            "train_state": {
+                "step": step,
+                "data": self.tokens.identity,
+                "model": self.about,
+                "best": self.best,
+            },
             "config": self.text,
         }
 
@@ -183,8 +193,8 @@ def main() -> None:
                 local if not args.ranks else min(args.ranks, 8),
             )
         else:
-            if args.logits and not args.logits.absolute().parent.is_dir():
-                raise ConfigError(f"--logits {args.logits}: there is no such directory")
+            if args.logits:
+                _check_logits(args.logits, config)
             raise SystemExit(start(prove(config, world_size, local), args.profile, args.logits))
     except (ConfigError, CheckpointError, FileNotFoundError, ModuleNotFoundError) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -209,6 +219,14 @@ def main() -> None:
         raise SystemExit(_NOT_FINITE) from None
 
 
+def _check_logits(file: Path, config: Config) -> None:
+    """Refuses `--logits` where they cannot be computed or written."""
+    if config.fsdp.sequence_parallel:
+        raise ConfigError("--logits: not with fsdp.sequence_parallel, which splits the prompt")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"--logits {file}: there is no such directory")
+
+
 _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -229,6 +247,10 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
         ConfigError: mesh, units, data, sequence length or an earlier run do not fit.
     """
     sizes = configuration.check(config, world_size, local_world_size)
+    notes: list[str] = []
+    if not torch.cuda.is_available():
+        config, notes = parallel.without_gpu(config)
+    check_loggers(config)
     changes.check_directory(config, Path(config.run.dir))
     model, data = models.make(config.model), config.data
     parallel.units_of(model, config)
@@ -252,7 +274,20 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     for key, opened in (("data.train", tokens), ("data.validation", validation)):
         if opened is not None and config.model.path and data.check_tokenizer:
             check_tokenizer(opened, Path(config.model.path), key)
-    return Plan(config, configuration.to_toml(config), sizes, model, tokens, validation)
+    text = configuration.to_toml(config)
+    if config.run.epochs:
+        steps = steps_in(config, tokens.windows(data.seq_len))
+        config = replace(config, run=replace(config.run, steps=steps))
+        notes.append(f"run.epochs = {config.run.epochs} are {steps} steps")
+    return Plan(config, text, sizes, model, tokens, validation, notes)
+
+
+def steps_in(config: Config, num_sequences: int) -> int:
+    """Returns the steps of `run.epochs` passes over so many sequences."""
+    size, epochs = config.data.batch_size, config.run.epochs
+    if config.data.drop_last:
+        return epochs * (num_sequences // size)
+    return -(-epochs * num_sequences // size)
 
 
 def start(plan: Plan, profile_steps: int = 0, logits: Path | None = None) -> int:
@@ -343,6 +378,7 @@ def train(
     config, rank = plan.config, dist.get_rank()
     directory, checkpoint = Path(config.run.dir), config.checkpoint
     job = build(plan, device)
+    loggers = open_loggers(config, directory) if rank == 0 else []
     with CheckpointManager(
         checkpoint.dir or directory,
         keep_last=checkpoint.keep_last,
@@ -350,6 +386,7 @@ def train(
         asynchronous=checkpoint.asynchronous,
         mirror=checkpoint.mirror or None,
         mirror_every=checkpoint.mirror_every or None,
+        on_commit=[logger.committed for logger in loggers],
     ) as checkpoints:
         first, notes = _resume(job, checkpoints)
         if rank == 0:
@@ -364,7 +401,12 @@ def train(
             else "from scratch"
         )
         meter = Meter(
-            directory, first, config.run.steps, config.metrics.every, config.metrics.progress
+            directory,
+            first,
+            config.run.steps,
+            config.metrics.every,
+            config.metrics.progress,
+            loggers,
         )
         meter.say(
             f"{job.num_parameters:,} parameters on {dist.get_world_size()} ranks ({device.type}),"
@@ -375,7 +417,7 @@ def train(
             f"data: {data['name']}, {data['tokens']:,} tokens ({data['tokenizer']}), fingerprint"
             f" {data['fingerprint']}"
         )
-        for note in notes:
+        for note in (*plan.notes, *notes):
             meter.say(note)
         if first >= config.run.steps:
             meter.say(
@@ -383,6 +425,7 @@ def train(
                 f" {first}"
             )
         number = _loop(job, checkpoints, meter, first, profile_steps)
+        checkpoints.wait()
         meter.close()
     if checkpoints.last_save:
         meter.say(f"saved {checkpoints.last_save.path}")
@@ -404,7 +447,9 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
         ConfigError: the data, or a key that must not change, has changed.
     """
     config, state = job.config, job.state(0)
-    if checkpoints.resume(state, path=changes.start_of(config, checkpoints)) is None:
+    with changes.explaining_groups(job.optimizer):
+        number = checkpoints.resume(state, path=changes.start_of(config, checkpoints))
+    if number is None:
         if config.model.path and config.model.weights:
             ckpt_tools.load(config.model.path, {"model": job.model}, cast=True)
         return 0, []
@@ -412,7 +457,9 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
     first = int(stored["step"])
     notes = changes.check_data(stored.get("data"), job.tokens.identity, config.data.may_change)
     notes += changes.check_description(stored.get("model"), job.about, config.model.may_change)
-    notes += changes.notes_on(state["config"], config)
+    notes += changes.notes_on(state["config"], configuration.parse(job.text, "config"))
+    best = stored.get("best")
+    job.best = (int(best[0]), float(best[1])) if best else None
     if changes.tensor_parallel(state["config"]) != config.fsdp.tensor_parallel:
         _seed(config.run.seed + first, job.mesh)
         notes.append(
@@ -435,7 +482,7 @@ def build(plan: Plan, device: torch.device) -> Job:
         sum(p.numel() for p in plan.model.parameters()),
         models.description(plan.model),
     )
-    mesh = parallel.make_mesh(plan.sizes, device)
+    mesh, decayed = parallel.make_mesh(plan.sizes, device), parallel.decayed_names(plan.model)
     model = parallel.shard(
         plan.model,
         config,
@@ -444,7 +491,7 @@ def build(plan: Plan, device: torch.device) -> Job:
         has_weights=bool(config.model.path and config.model.weights),
     )
     _seed(config.run.seed, mesh)
-    optimizer = _adamw(model, config)
+    optimizer = _adamw(model, config, decayed)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
     sampler = Sampler(
         plan.tokens.windows(data.seq_len),
@@ -480,8 +527,18 @@ def _seed(seed: int, mesh: DeviceMesh) -> None:
     np.random.seed(mine)
 
 
-def _adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    optim = config.optim
+def _adamw(model: nn.Module, config: Config, decayed: set[str]) -> torch.optim.AdamW:
+    """Returns the optimizer. Its first group decays; norms, biases and embeddings do not."""
+    optim, named = config.optim, list(model.named_parameters())
+    if optim.decay == "all" or configuration.keeps_flat(config):
+        decayed = {strip_wrappers(name) for name, _ in named}
+    groups = [
+        {
+            "params": [p for name, p in named if (strip_wrappers(name) in decayed) == is_decayed],
+            "weight_decay": optim.weight_decay if is_decayed else 0.0,
+        }
+        for is_decayed in (True, False)
+    ]
     how = (
         {}
         if optim.implementation == "auto"
@@ -489,11 +546,10 @@ def _adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
     )
     betas = (optim.beta1, optim.beta2)
     return torch.optim.AdamW(
-        model.parameters(),
+        [group for group in groups if group["params"]],
         lr=optim.lr,
         betas=betas,
         eps=optim.eps,
-        weight_decay=optim.weight_decay,
         **how,
     )
 
@@ -518,6 +574,8 @@ def _loop(
     Returns the signal that ended it early, or 0.
     """
     config, checkpoint = job.config, job.config.checkpoint
+    if checkpoint.keep_best and job.best is not None:
+        checkpoints.protected_steps.add(job.best[0])
     with Profiler(Path(config.run.dir) / "profile", profile_steps, job.device) as profiler:
         if problem := profiler.problem(config.run.steps - first):
             meter.say(f"warning: {problem}")
@@ -536,6 +594,14 @@ def _loop(
                 and math.isfinite(norm.item())
             ):
                 _not_finite(config, meter, step)
+            if job.validation and (
+                step % config.metrics.validate_every == 0 or step == config.run.steps
+            ):
+                with meter.pausing():
+                    validated = evaluate(job, job.validation)
+                    meter.validation(step, validated)
+                if config.checkpoint.keep_best and is_saved:
+                    _note_best(job, checkpoints, step, validated)
             if is_saved:
                 with meter.timing("checkpoint_s"), profiler.range("checkpoint"):
                     checkpoints.save(step, job.state(step), asynchronous=False if number else None)
@@ -547,11 +613,6 @@ def _loop(
                 norm,
                 job.sampler.epoch,
             )
-            if job.validation and (
-                step % config.metrics.validate_every == 0 or step == config.run.steps
-            ):
-                with meter.pausing():
-                    meter.validation(step, evaluate(job, job.validation))
             profiler.step()
             if number:
                 meter.say(
@@ -559,6 +620,14 @@ def _loop(
                 )
                 return number
     return 0
+
+
+def _note_best(job: Job, checkpoints: CheckpointManager, step: int, loss: float) -> None:
+    """Keeps a step from removal if its validation loss is the lowest so far."""
+    if job.best is None or loss < job.best[1]:
+        job.best = step, loss
+    checkpoints.protected_steps.clear()
+    checkpoints.protected_steps.add(job.best[0])
 
 
 def _not_finite(config: Config, meter: Meter, step: int) -> None:
@@ -588,10 +657,11 @@ def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:
         zip(inputs.chunk(data.accumulation), targets.chunk(data.accumulation), strict=True)
     )
     for i, (tokens, expected) in enumerate(micro):
-        with parallel.reducing(model, is_last=i == len(micro) - 1):
+        is_last = i == len(micro) - 1
+        with parallel.reducing(model, is_last), parallel.splitting_loss(job.config):
             loss = loss_of(job, tokens, expected) / len(micro)
             loss.backward()
-        total += loss.detach()
+        total += parallel.local(loss.detach())
     norm = parallel.clip_gradients(model, job.config.optim.max_grad_norm)
     job.optimizer.step()
     job.scheduler.step()
@@ -618,14 +688,27 @@ def loss_of(job: Job, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = models.logits_of(job.model, inputs)
     if output := parallel.dtype_of(job.config.precision.output):
         logits = logits.to(output)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    size = job.config.compute.loss_chunk or len(targets)
+    if size >= len(targets):
+        return F.cross_entropy(logits.float(), targets)
+    parts = zip(logits.split(size), targets.split(size), strict=True)
+    # float32 logits of one chunk are computed again in the backward pass, and not kept
+    sums = [recompute(_sum_of_losses, *part, use_reentrant=False) for part in parts]
+    return torch.stack(sums).sum() / len(targets)
+
+
+def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
 @torch.no_grad()
 def logits_for(model: nn.Module, device: torch.device) -> Tensor:
     """Returns `[1, T, V]` logits for a fixed prompt."""
     model.eval()
-    return models.logits_of(model, torch.tensor([list(PROMPT)], device=device)).cpu()
+    return parallel.local(
+        models.logits_of(model, torch.tensor([list(PROMPT)], device=device))
+    ).cpu()
 
 
 @torch.no_grad()
@@ -639,10 +722,13 @@ def evaluate(job: Job, tokens: Tokens) -> float:
         job.config.metrics.validate_batches, tokens.windows(job.config.data.seq_len) // size
     )
     job.model.eval()
-    losses = [
-        loss_of(job, *batch_of(job, tokens, list(range(i * size, (i + 1) * size))))
-        for i in range(batches)
-    ]
+    with parallel.splitting_loss(job.config):
+        losses = [
+            parallel.local(
+                loss_of(job, *batch_of(job, tokens, list(range(i * size, (i + 1) * size))))
+            )
+            for i in range(batches)
+        ]
     job.model.train()
     return float(np.mean(gather(torch.stack(losses).double())))
 

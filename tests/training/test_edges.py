@@ -84,7 +84,11 @@ def test_hyperparameters_that_were_changed_are_applied_and_told(
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(tmp_path / "run" / "step-00000004", tmp_path / "whole.pt")
-    (group,) = torch.load(tmp_path / "whole.pt", weights_only=False)["optimizer"]["param_groups"]
+    group, vectors = torch.load(tmp_path / "whole.pt", weights_only=False)["optimizer"][
+        "param_groups"
+    ]
+    assert vectors["weight_decay"] == 0.0 and vectors["lr"] == group["lr"]
+    assert all("norm" in name or "embed" in name for name in vectors["params"])
     assert (group["weight_decay"], tuple(group["betas"]), group["initial_lr"]) == (
         0.5,
         (0.5, 0.999),

@@ -225,7 +225,14 @@ def test_a_model_of_transformers_is_streamed_in_trained_exported_and_loaded_agai
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     tokens = open_tokens(f"{llama}/tokens.npy", 32, 8, 256)
     sampler, wanted = Sampler(tokens.windows(32), 0), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    named = [(n, p, "norm" in n or "embed" in n) for n, p in model.named_parameters()]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for _, p, is_vector in named if not is_vector], "weight_decay": 0.01},
+            {"params": [p for _, p, is_vector in named if is_vector], "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+    )
     for step in range(4):
         inputs, targets = tokens.sequences(sampler.next_batch(8), 32)
         loss = torch.nn.functional.cross_entropy(
