@@ -72,6 +72,8 @@ class Data:
     batch_size: int = 16  # sequences of one step, over all ranks and micro-batches
     accumulation: int = 1  # micro-batches of a step
     shuffle: bool = True
+    # examples of prompts and answers: as many to a row as fit, instead of one and padding
+    packing: bool = False
     drop_last: bool = True  # False: the last batch of an epoch continues in the next one.
     may_change: bool = False  # Allow other data than the checkpoint's when a run resumes.
     # Refuse tokens of another tokenizer than the one beside `model.path`.

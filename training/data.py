@@ -6,12 +6,13 @@
     python -m training.data prepare corpus --out tokens.npy --tokenizer llama/
 
 A token file is a NumPy array on disk, which is mapped and never loaded. `tokens.npy.json` beside it
-describes its ids.
+describes its ids. JSONL files are examples of prompts and answers; see `training.examples`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from training.config import ConfigError
+from training.examples import Batch, DataError, Examples, chat, open_examples, prepare_examples
 
 _READ = 4 << 20  # bytes of text to read, and tokenize, at once
 _BLOCKS = 256
@@ -40,10 +42,6 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-
-
-class DataError(Exception):
-    """A token file does not match its description. This was found during training."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +81,34 @@ class Tokens:
             )
         return tokens[:, :-1], tokens[:, 1:]
 
+    def batch(self, numbers: Sequence[int], seq_len: int, mine: slice) -> Batch:
+        """Returns this rank's part of a batch of sequences."""
+        inputs, targets = self.sequences(numbers[mine], seq_len)
+        return Batch(inputs, targets, None, len(numbers) * seq_len)
+
 
 def open_tokens(
-    path: str, seq_len: int, batch_size: int, vocab_size: int, key: str = "data.train"
-) -> Tokens:
-    """Maps a token file. An empty path means the sources of Python's standard library, as bytes.
+    path: str,
+    seq_len: int,
+    batch_size: int,
+    vocab_size: int,
+    key: str = "data.train",
+    packs: bool = False,
+) -> Tokens | Examples:
+    """Maps a token file, or the files of examples.
+
+    An empty path means the sources of Python's standard library, as bytes.
 
     Raises:
         ConfigError: the file is not a token file, is truncated, is too short for one batch, or has
             more different ids than the model.
     """
-    tokens = _map(path, key) if path else _standard_library()
+    about = _about(path, key) if path else {}
+    tokens: Tokens | Examples
+    if "examples" in about:
+        tokens = open_examples(path, about, seq_len, packs)
+    else:
+        tokens = _map(path, about, key) if path else _standard_library()
     if tokens.vocab_size > vocab_size:
         raise ConfigError(
             f"{tokens.name} has {tokens.vocab_size:,} different ids, the model's vocabulary"
@@ -108,10 +123,25 @@ def open_tokens(
     return tokens
 
 
-def _map(path: str, key: str) -> Tokens:
+def _about(path: str, key: str) -> dict[str, Any]:
+    """Returns the description beside a token file."""
+    try:
+        Path(path).open("rb").close()
+        about = json.loads(Path(f"{path}.json").read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: cannot open {error.filename or path}: {error.strerror or error}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{key}: {path}.json is no JSON: {error}") from error
+    if not isinstance(about, dict):
+        raise ConfigError(f"{key}: {path}.json was not made by `python -m training.data prepare`")
+    return about
+
+
+def _map(path: str, about: Mapping[str, Any], key: str) -> Tokens:
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
-        about = json.loads(Path(f"{path}.json").read_text())
         vocab_size = int(about["vocab_size"])
         expected = int(about["tokens"])
     except OSError as error:
@@ -327,6 +357,9 @@ def prepare(
     if missing := [f for f in files if not f.is_file()]:
         raise ConfigError(f"no such file: {missing[0]}")
     encode = _Bytes() if tokenizer is None else _Tokenizer(tokenizer)
+    if any(file.suffix == ".jsonl" for file in files):
+        about = prepare_examples(files, out, encode)
+        return _describe(about, out, tokenizer, encode)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     count, digest = 0, hashlib.blake2b(digest_size=8)
     try:
@@ -349,17 +382,23 @@ def prepare(
             _write_header(stream, encode.dtype, count)
         if not count:
             raise ConfigError(f"no text in {', '.join(map(str, sources))}")
-        about = {
-            "tokenizer": str(tokenizer or "bytes"),
-            "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer) if tokenizer else "",
-            "vocab_size": encode.vocab_size,
-            "documents": len(files),
-            "tokens": count,
-            "digest": digest.hexdigest(),
-        }
+        about = {"documents": len(files), "tokens": count, "digest": digest.hexdigest()}
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
+    return _describe(about, out, tokenizer, encode)
+
+
+def _describe(
+    about: Mapping[str, Any], out: Path, tokenizer: Path | None, encode: Any
+) -> dict[str, Any]:
+    """Writes the description beside a token file, and returns it."""
+    about = {
+        "tokenizer": str(tokenizer or "bytes"),
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer) if tokenizer else "",
+        "vocab_size": encode.vocab_size,
+        **about,
+    }
     Path(f"{out}.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
 
@@ -376,6 +415,13 @@ def _write_header(stream: Any, dtype: np.dtype[Any], count: int) -> None:
 
 class _Bytes:
     dtype, vocab_size = np.dtype(np.uint8), 256
+
+    def pair(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+        """Returns the bytes of both; the completion ends in a line feed."""
+        return list(prompt.encode()), list(f"{completion}\n".encode())
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+        raise ConfigError(f"{len(messages)} chat turns need --tokenizer, with a chat template")
 
     def document(self, path: Path, seen: Any) -> Iterator[np.ndarray[Any, Any]]:
         with path.open("rb") as file:
@@ -403,6 +449,20 @@ class _Tokenizer:
             ) from error
         self.vocab_size = len(self.tokenizer)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    def pair(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+        """Returns the ids of both; the first id of all begins, the last one ends a sequence."""
+        encode = functools.partial(self.tokenizer, add_special_tokens=False)
+        first, last = (
+            [] if token is None else [token]
+            for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        )
+        both = encode(prompt)["input_ids"], encode(completion)["input_ids"]
+        return first + both[0], both[1] + last
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+        """Returns the ids of a chat, and which of them are the assistant's."""
+        return chat(self.tokenizer, messages)
 
     def document(self, path: Path, seen: Any) -> Iterator[np.ndarray[Any, Any]]:
         with path.open(encoding="utf-8", errors="replace", newline="") as file:

@@ -73,6 +73,9 @@ MODELS = {
 }
 
 
+_HIDDEN = torch.finfo(torch.float32).min  # added to the attention of what a token does not see
+
+
 class RMSNorm(nn.Module):
     """Scales `[..., D]` to unit root mean square, then by a learned weight."""
 
@@ -101,6 +104,19 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def attention_mask(documents: Tensor) -> Tensor:
+    """Returns which tokens each token sees: itself and earlier ones of its document.
+
+    Args:
+        documents: `[B, T]`, the number of each token's document in its row.
+
+    Returns:
+        `[B, 1, T, T]` bool.
+    """
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same & same.new_ones(same.shape[-2:]).tril()
+
+
 class Attention(nn.Module):
     """Causal self-attention over `[B, T, D]`, with grouped queries if there are fewer keys.
 
@@ -116,14 +132,19 @@ class Attention(nn.Module):
         self.has_groups = config.kv_heads != config.num_heads
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (
             w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
         )
         q, k = rotate(q, table), rotate(k, table)
         y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, **({"enable_gqa": True} if self.has_groups else {})
+            q,
+            k,
+            v,
+            mask,
+            is_causal=mask is None,
+            **({"enable_gqa": True} if self.has_groups else {}),
         )
         return self.wo(y.transpose(1, 2).flatten(2))
 
@@ -151,8 +172,8 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), table)
+    def forward(self, x: Tensor, table: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), table, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -177,10 +198,11 @@ class Decoder(nn.Module):
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        mask = None if documents is None else attention_mask(documents)
         x, table = self.tok_embeddings(tokens), self._rotary_table(tokens)
         for layer in self.layers:
-            x = layer(x, table)
+            x = layer(x, table, mask)
         return self.output(self.norm(x))
 
     def _rotary_table(self, tokens: Tensor) -> Tensor:
@@ -352,10 +374,34 @@ def tied(model: nn.Module) -> list[list[Use]]:
     return [places for places in uses.values() if len(places) > 1]
 
 
-def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Returns `[B, T, V]` logits for ids `[B, T]`."""
-    output = model(tokens)
+def logits_of(
+    model: nn.Module, tokens: Tensor, documents: Tensor | None = None, packs: bool = False
+) -> Tensor:
+    """Returns `[B, T, V]` logits for ids `[B, T]`.
+
+    Args:
+        documents: `[B, T]`, the number of each token's document in its row; -1 for padding.
+        packs: a row may have several documents.
+    """
+    if documents is None:
+        output = model(tokens)
+    elif isinstance(getattr(model, "module", model), Decoder):
+        output = model(tokens, documents)
+    elif not packs:
+        output = model(tokens, attention_mask=(documents >= 0).long())
+    else:
+        sees = attention_mask(documents)
+        hidden = torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, _HIDDEN)
+        output = model(tokens, attention_mask=hidden, position_ids=positions_in(documents))
     return output if isinstance(output, Tensor) else output.logits
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """Returns `[B, T]` positions that begin again at 0 with each document of a row."""
+    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return place - torch.where(begins, place, 0).cummax(1).values
 
 
 def write_config(config: configuration.Model, directory: Path) -> None:

@@ -463,7 +463,7 @@ def decoder_plan(splits_sequence: bool, splits_loss: bool) -> dict[str, Parallel
     if splits_sequence:
         for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"):
             plan[name] = SequenceParallel()
-        for name, others in (("attention", (None,)), ("feed_forward", ())):
+        for name, others in (("attention", (None, None)), ("feed_forward", ())):
             plan[f"layers.*.{name}"] = PrepareModuleInput(
                 input_layouts=(Shard(1), *others),
                 desired_input_layouts=(Replicate(), *others),

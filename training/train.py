@@ -40,7 +40,8 @@ from training import accelerate_config, changes, parallel
 from training import config as configuration
 from training import model as models
 from training.config import Config, ConfigError, Degrees
-from training.data import DataError, Sampler, Tokens, check_tokenizer, open_tokens
+from training.data import Sampler, Tokens, check_tokenizer, open_tokens
+from training.examples import Batch, DataError, Examples
 from training.loggers import check_loggers, open_loggers
 from training.metrics import Meter, gather, loss_and_peak, plot
 from training.profiling import Profiler
@@ -49,6 +50,7 @@ PROMPT = b"def main():\n    parser = argparse"
 _FAILED = "training/failed"  # key of the job's store: which rank failed first
 _NOT_FINITE = 3  # exit status
 _FIRST_WORD_S = 3.0
+_LEAST = 1e-9  # a batch may have no target at all; its loss is 0
 
 
 class LossError(Exception):
@@ -66,8 +68,8 @@ class Plan:
     text: str  # the resolved configuration, as TOML
     sizes: Degrees
     model: nn.Module
-    tokens: Tokens
-    validation: Tokens | None
+    tokens: Tokens | Examples
+    validation: Tokens | Examples | None
     notes: list[str]  # on what the configuration asks for and what is done instead
 
 
@@ -83,8 +85,8 @@ class Job:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     sampler: Sampler
-    tokens: Tokens
-    validation: Tokens | None
+    tokens: Tokens | Examples
+    validation: Tokens | Examples | None
     num_parameters: int
     about: dict[str, Any]  # the model's config.json
     best: tuple[int, float] | None = None  # the saved step with the lowest validation loss
@@ -261,7 +263,13 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
         )
     models.check_weights(model, config.model)
     parallel.check_backend(config)
-    tokens = open_tokens(data.train, data.seq_len, data.batch_size, models.vocab_size(model))
+    tokens = open_tokens(
+        data.train,
+        data.seq_len,
+        data.batch_size,
+        models.vocab_size(model),
+        packs=data.packing,
+    )
     validation = None
     if config.metrics.validate_every:
         validation = open_tokens(
@@ -270,16 +278,38 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
             data.batch_size,
             models.vocab_size(model),
             "data.validation",
+            data.packing,
         )
     for key, opened in (("data.train", tokens), ("data.validation", validation)):
         if opened is not None and config.model.path and data.check_tokenizer:
             check_tokenizer(opened, Path(config.model.path), key)
     text = configuration.to_toml(config)
+    notes += _notes_on_examples(tokens, data)
     if config.run.epochs:
         steps = steps_in(config, tokens.windows(data.seq_len))
         config = replace(config, run=replace(config.run, steps=steps))
         notes.append(f"run.epochs = {config.run.epochs} are {steps} steps")
     return Plan(config, text, sizes, model, tokens, validation, notes)
+
+
+def _notes_on_examples(tokens: Tokens | Examples, data: configuration.Data) -> list[str]:
+    """Returns notes on examples that are cut.
+
+    Raises:
+        ConfigError: `data.packing` is set for tokens that are no examples.
+    """
+    if not isinstance(tokens, Examples):
+        if data.packing:
+            raise ConfigError(
+                f"data.packing is for examples of a JSONL file, and {tokens.name} is one stretch of"
+                " tokens"
+            )
+        return []
+    total, cut = len(tokens.starts) - 1, tokens.num_cut
+    notes = [f"{total:,} examples in {tokens.windows(data.seq_len):,} rows"]
+    if cut:
+        notes.append(f"{cut:,} examples are longer than data.seq_len = {data.seq_len}: cut")
+    return notes
 
 
 def steps_in(config: Config, num_sequences: int) -> int:
@@ -651,15 +681,13 @@ def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:
     if job.config.fsdp.unshard_ahead and isinstance(model, FSDPModule):
         model.unshard(async_op=True)
     with meter.timing("data_s"), torch.profiler.record_function("data"):
-        inputs, targets = batch_of(job, job.tokens, job.sampler.next_batch(data.batch_size))
+        batch = batch_of(job, job.tokens, job.sampler.next_batch(data.batch_size))
     total = torch.zeros((), device=job.device)
-    micro = list(
-        zip(inputs.chunk(data.accumulation), targets.chunk(data.accumulation), strict=True)
-    )
-    for i, (tokens, expected) in enumerate(micro):
+    micro = list(batch.chunk(data.accumulation))
+    for i, part in enumerate(micro):
         is_last = i == len(micro) - 1
         with parallel.reducing(model, is_last), parallel.splitting_loss(job.config):
-            loss = loss_of(job, tokens, expected) / len(micro)
+            loss = loss_of(job, part) / len(micro)
             loss.backward()
         total += parallel.local(loss.detach())
     norm = parallel.clip_gradients(model, job.config.optim.max_grad_norm)
@@ -670,32 +698,41 @@ def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:
     return total, norm
 
 
-def batch_of(job: Job, tokens: Tokens, numbers: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns this rank's part of a batch of sequences: inputs and targets.
-
-    Each is `[batch / data-parallel ranks, seq_len]`.
-    """
-    tensor = job.mesh["tensor"].size()
-    part = len(numbers) * tensor // dist.get_world_size()
+def batch_of(job: Job, tokens: Tokens | Examples, numbers: list[int]) -> Batch:
+    """Returns this rank's part of a batch: `[batch / data-parallel ranks, seq_len]`."""
+    part = len(numbers) // _data_ranks(job)
     start = parallel.data_rank(job.mesh) * part
-    inputs, targets = tokens.sequences(numbers[start : start + part], job.config.data.seq_len)
-    return inputs.to(job.device, non_blocking=True), targets.to(job.device, non_blocking=True)
+    mine = slice(start, start + part)
+    return tokens.batch(numbers, job.config.data.seq_len, mine).to(job.device)
 
 
-def loss_of(job: Job, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean cross-entropy of predicting `targets` `[B, T]`, in float32."""
+def _data_ranks(job: Job) -> int:
+    return dist.get_world_size() // job.mesh["tensor"].size()
+
+
+def loss_of(job: Job, batch: Batch) -> Tensor:
+    """Returns the cross-entropy of predicting the targets of a micro-batch, in float32.
+
+    The mean over ranks and micro-batches is the mean over all targets of the step. Where rows have
+    different numbers of targets, each target has the same weight nevertheless.
+    """
+    data = job.config.data
     with parallel.computing(job.config, job.device):
-        logits = models.logits_of(job.model, inputs)
+        logits = models.logits_of(job.model, batch.inputs, batch.documents, data.packing)
     if output := parallel.dtype_of(job.config.precision.output):
         logits = logits.to(output)
-    logits, targets = logits.flatten(0, 1), targets.flatten()
+    logits, targets = logits.flatten(0, 1), batch.targets.flatten()
     size = job.config.compute.loss_chunk or len(targets)
-    if size >= len(targets):
+    if size >= len(targets) and batch.documents is None:
         return F.cross_entropy(logits.float(), targets)
+    micro_batches = _data_ranks(job) * (data.accumulation if job.model.training else 1)
+    share = batch.num_targets / micro_batches if batch.documents is not None else len(targets)
+    if size >= len(targets):
+        return _sum_of_losses(logits, targets) / max(share, _LEAST)
     parts = zip(logits.split(size), targets.split(size), strict=True)
     # float32 logits of one chunk are computed again in the backward pass, and not kept
     sums = [recompute(_sum_of_losses, *part, use_reentrant=False) for part in parts]
-    return torch.stack(sums).sum() / len(targets)
+    return torch.stack(sums).sum() / max(share, _LEAST)
 
 
 def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -712,7 +749,7 @@ def logits_for(model: nn.Module, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(job: Job, tokens: Tokens) -> float:
+def evaluate(job: Job, tokens: Tokens | Examples) -> float:
     """Returns the mean loss over the first batches of the validation data.
 
     It does not depend on the number of ranks.
@@ -722,15 +759,15 @@ def evaluate(job: Job, tokens: Tokens) -> float:
         job.config.metrics.validate_batches, tokens.windows(job.config.data.seq_len) // size
     )
     job.model.eval()
+    losses, weights = [], []
     with parallel.splitting_loss(job.config):
-        losses = [
-            parallel.local(
-                loss_of(job, *batch_of(job, tokens, list(range(i * size, (i + 1) * size))))
-            )
-            for i in range(batches)
-        ]
+        for i in range(batches):
+            batch = batch_of(job, tokens, list(range(i * size, (i + 1) * size)))
+            losses.append(parallel.local(loss_of(job, batch)))
+            weights.append(batch.num_targets)
     job.model.train()
-    return float(np.mean(gather(torch.stack(losses).double())))
+    of_batch = np.mean(gather(torch.stack(losses).double()), axis=0)
+    return float(np.average(of_batch, weights=weights))
 
 
 def _export(config: Config, checkpoints: CheckpointManager, meter: Meter) -> None:

@@ -24,6 +24,7 @@ from training import model as models
 from training import parallel, train
 from training.config import Config
 from training.data import Sampler, open_tokens
+from training.examples import Batch
 
 STEPS = 5
 BASE = (
@@ -179,7 +180,7 @@ def prove_memory() -> None:
 
         inputs, targets = (t.to(job.device) for t in job.tokens.sequences(list(range(8)), job.config.data.seq_len))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            train.loss_of(job, inputs, targets).backward()
+            train.loss_of(job, Batch(inputs, targets, None, targets.numel())).backward()
         kept[every] = sum(s.nbytes() for s in storages.values())
     assert kept[1] < kept[0] / 2, kept
 
