@@ -260,10 +260,12 @@ def _is_known(kind: type) -> bool:
 
 def _warn_of_bypassed(kind: type) -> None:
     """Warns of a user's methods that the mixin replaces."""
+    classes = kind.__mro__
+    after = classes[classes.index(CheckpointMixin) + 1 :]
     for name in ("_save_checkpoint", "save_model", "_save_optimizer_and_scheduler"):
-        owner = next(
-            (c for c in kind.__mro__ if name in vars(c) and c is not CheckpointMixin), None
-        )
+        # a method before the mixin is called, and calls the mixin's
+        among = after if name == "_save_checkpoint" else classes
+        owner = next((c for c in among if name in vars(c) and c is not CheckpointMixin), None)
         if owner is not None and not owner.__module__.startswith("transformers."):
             log.warning("%s.%s is not called for checkpoints", owner.__name__, name)
 
