@@ -165,7 +165,8 @@ def test_nobody_examines_attempts_and_destinations() -> None:
 TELLS_URLS = (
     "storage/base.py storage/__init__.py publish/destinations.py formats/registry.py cli/options.py"
     " operations/convert/huggingface.py operations/convert/options.py operations/inspect.py"
-    " operations/copy.py loop/arguments.py loop/manager.py loop/retention.py transfer/result.py transfer/transfer.py"
+    " operations/copy.py loop/arguments.py loop/export.py loop/manager.py loop/retention.py"
+    " transfer/result.py transfer/transfer.py"
 ).split()
 STORES = ("LocalStore", "RemoteStore", "LocalRoot", "BucketRoot", "MemoryStore")
 

@@ -66,6 +66,11 @@ class Position:
             _set_rng(self.epoch_rng if done else self.rng)
         _epoch_starts[loader] = RngState().state_dict(), _generator_state(loader)
         skipping, is_stateful = loader, getattr(loader, "use_stateful_dataloader", False)
+        if done and is_stateful and not accelerator.use_seedable_sampler:
+            log.warning(
+                "a StatefulDataLoader that shuffles continues the epoch in another order, and some"
+                " samples come twice: set use_seedable_sampler=True"
+            )
         if done and not is_stateful:
             skipping = accelerator.skip_first_batches(loader, done)
         number = done - 1
@@ -75,7 +80,9 @@ class Position:
             yield number, batch
         if done and number < done:  # the epoch was complete
             _set_rng(self.rng)
-        if skipping is not loader:
+        if done and number < done:
+            loader.iteration += 1  # an iterator that yields nothing does not count its epoch
+        elif skipping is not loader:
             loader.iteration = skipping.iteration
 
 
@@ -258,9 +265,9 @@ def _loader(loader: Any, batch: int) -> Any:
     A stateful one has a position of its own on each rank. Any other counts its epochs, and shuffles
     by a generator. The state of that generator is the one at the beginning of the epoch.
     """
-    if getattr(loader, "use_stateful_dataloader", False):
-        return PerRank(loader)
     found: dict[str, Any] = {"iteration": getattr(loader, "iteration", 0)}
+    if getattr(loader, "use_stateful_dataloader", False):
+        found["position"] = PerRank(loader)
     generator = _generator_state(loader)
     if batch and loader in _epoch_starts:
         generator = _epoch_starts[loader][1]

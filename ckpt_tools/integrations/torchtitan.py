@@ -18,7 +18,7 @@ from torchtitan.components.checkpointer.base import BaseCheckpointManager, Model
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 
-from ckpt_tools.errors import NotACheckpointError, PlanError
+from ckpt_tools.errors import CheckpointError, NotACheckpointError, PlanError, StorageError
 from ckpt_tools.integrations.common import options_of
 from ckpt_tools.loop.load import load
 from ckpt_tools.loop.manager import CheckpointManager
@@ -162,10 +162,15 @@ class CkptToolsManager(BaseCheckpointManager):  # type: ignore[misc]
             return found
         told: list[Any] = [None]
         if dist.get_rank() == 0:
-            newest = latest(self.folder, verify=True, storage_options=self.storage)
-            told = [None if newest is None else (newest.number or 0, newest.path)]
+            try:
+                newest = latest(self.folder, verify=True, storage_options=self.storage)
+                told = [None if newest is None else (newest.number or 0, newest.path)]
+            except CheckpointError as error:  # else the others would wait
+                told = [str(error)]
         dist.broadcast_object_list(told)
         found = told[0]
+        if isinstance(found, str):
+            raise StorageError(found)
         return found if found is None else (int(found[0]), found[1])
 
     def _load_initial(self) -> bool:

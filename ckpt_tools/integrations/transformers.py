@@ -121,10 +121,7 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         state = {"model": self.model, "rng": RngState()}
         if not self.args.save_only_model:
             state |= self._training_state()
-        if manager.rank == 0:
-            move_foreign(os.path.join(manager.root, f"{_PREFIX}{step}"))
-        files = self._files() if manager.rank == 0 else None
-        manager.save(step, state, overwrite=True, only=self._only(), files=files)
+        manager.save(step, state, overwrite=True, only=self._only(), files=self._files)
         self._watch.is_pending = False
         callbacks = [type(c) for c in self.callback_handler.callbacks]
         if any("on_save" in vars(kind) and not _is_known(kind) for kind in callbacks):
@@ -190,6 +187,8 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
         """Returns the Trainer's state, and what `from_pretrained` needs besides weights."""
         from transformers.trainer_callback import ExportableState
 
+        step = f"{_PREFIX}{self.state.global_step}"
+        move_foreign(os.path.join(self.checkpoints.root, step))
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 name, state = type(callback).__name__, callback.state()
@@ -254,8 +253,8 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
 
 
 def _is_known(kind: type) -> bool:
-    """Tells whether transformers, or this module, has made a callback."""
-    return kind.__module__.split(".")[0] == "transformers" or kind.__module__ == __name__
+    """Tells whether a callback is known not to look into a checkpoint."""
+    return kind.__module__ in ("transformers.trainer_callback", __name__)
 
 
 def _warn_of_bypassed(kind: type) -> None:

@@ -46,8 +46,7 @@ class Checkpoints(_Manager):  # type: ignore[misc]
             log.warning("hf_model: run `ckpt convert %s OUT --to hf` instead", local_path)
         path, wanted = where(local_path), self.checkpoint_save_contents
         only = TRAINABLE if self.should_save_lora_only and self._has_lora() else ""
-        files = self._files() if self.rank == 0 else None
-        save(path, self._state(wanted), overwrite=True, only=only, files=files)
+        save(path, self._state(wanted), overwrite=True, only=only, files=self._files)
         self.previous_global_step = global_step
         if self.rank == 0:
             self.register_checkpoint(path, max_ckpt_to_keep)

@@ -32,7 +32,7 @@ def unregister(close: Callable[[], object]) -> None:
 
 
 def _close_all() -> None:
-    for close in _open:
+    for close in _open.copy():  # a manager that is closed leaves the list
         try:
             close()
         except BaseException as error:  # noqa: BLE001  # reported by the exit status

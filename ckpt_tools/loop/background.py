@@ -20,7 +20,7 @@ from ckpt_tools.loop.archives import ReadBack
 from ckpt_tools.loop.candidates import Candidates
 from ckpt_tools.loop.export import Exporter
 from ckpt_tools.loop.hooks import Hooks
-from ckpt_tools.loop.mirror import Mirror
+from ckpt_tools.loop.mirror import Mirror, Retained
 from ckpt_tools.loop.retention import remove_named, retain
 from ckpt_tools.loop.save import SaveExtras, SaveLayout, SaveReport, write
 from ckpt_tools.loop.waiting import is_outage, pause_of, wait_for, with_hint
@@ -317,7 +317,12 @@ class BackgroundWriter:
     def retain_copied(self) -> None:
         """Removes old steps that stayed only until they were copied. Rank 0 calls it at the end."""
         if self.last_save is not None and (self.mirror or self.exporter):
-            self._retain()
+            self._background().submit(self._retain).result()
+
+    @property
+    def retained(self) -> Retained:
+        """How many steps stay, as for the manager, and numbers of steps that always stay."""
+        return self.keep, set(self.protected)
 
     def close(self) -> None:
         """Ends the thread after its last task."""

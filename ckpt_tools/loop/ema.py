@@ -78,6 +78,8 @@ class Ema:
         self.num_updates += 1
         if self.num_updates % self.every:
             return
+        if not self.shadow:
+            return  # nothing trains
         averages = [_local(t) for t in self.shadow.values()]
         present = [
             _local(p.detach()).to(a.device, a.dtype)
@@ -105,10 +107,10 @@ class Ema:
         return {"model": dict(self.shadow), "num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes stored averages."""
+        """Takes stored averages. A parameter that was not stored keeps its present average."""
         with torch.no_grad():
             for name, average in self.shadow.items():
-                if state["model"][name] is not average:
+                if name in state["model"] and state["model"][name] is not average:
                     average.copy_(state["model"][name])
         self.num_updates = state["num_updates"]
 

@@ -13,9 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.core.logs import log
-from ckpt_tools.errors import CheckpointError, StorageError, printable
+from ckpt_tools.errors import CheckpointError, PlanError, StorageError, printable
 from ckpt_tools.loop.waiting import wait_for_thread, with_hint
 from ckpt_tools.operations.convert.convert import convert
+from ckpt_tools.operations.convert.options import Conversion, check_request
+from ckpt_tools.operations.merge_reshard import dtype_by_name
+from ckpt_tools.storage import is_url
+from ckpt_tools.transfer.options import Options
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,26 @@ class HuggingFace:
     def __post_init__(self) -> None:
         if self.every is not None and (type(self.every) is not int or self.every < 1):
             raise ValueError(f"every: expected a number of at least 1, got {self.every!r}")
+        if self.base is not None and not is_url(self.base):
+            # the job may change its working directory
+            object.__setattr__(self, "base", os.path.abspath(self.base))
+
+    def check(self) -> None:
+        """Refuses what the first copy would refuse, hours later.
+
+        Raises:
+            PlanError: an unknown type, or options that do not fit.
+            StorageError: there is no `base`.
+        """
+        given = {"dtype": self.dtype, "base": self.base, **self.options}
+        unknown = set(given) - set(Conversion.__annotations__) - set(Options.__annotations__)
+        if unknown:
+            raise PlanError(f"HuggingFace: convert has no option {sorted(unknown)[0]!r}")
+        if self.dtype is not None:
+            dtype_by_name(self.dtype)
+        check_request("peft" if self.adapter else "hf", "", given)
+        if self.base is not None and not is_url(self.base) and not os.path.isdir(self.base):
+            raise StorageError(f"HuggingFace: no such directory: {printable(str(self.base))}")
 
 
 class Exporter:

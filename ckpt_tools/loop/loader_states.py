@@ -52,8 +52,10 @@ def deal_in_turn(
         )
     (position,) = positions
     state = copy.deepcopy(dict(states[rank % len(states)]))
-    if position.is_at_end:
-        return state, "at the end of the epoch"
+    if position.is_at_end:  # the counters may lie beyond the new ranks' shares
+        _set_position(state, 0, 0)
+        state["_iterator_finished"] = False
+        return state, "at the end of the epoch: the next one begins"
     total = position.num_batches * len(states)
     mine = total // world_size
     _set_position(state, mine, position.batch_size)
@@ -72,7 +74,13 @@ def _position(state: Mapping[str, Any]) -> _Position:
         counters = _counters(state)
         samples, batches = counters["_sampler_iter_state"], counters["_sampler_iter_yielded"]
         own = dict(samples.get("sampler_state") or {})
-        nbatches = batches + state.get("_steps_since_snapshot", 0)
+        since = state.get("_steps_since_snapshot", 0)
+        if since and not batches:
+            raise PlanError(
+                "the data loader has taken no snapshot yet, so its position is unknown",
+                hint="save after snapshot_every_n_steps batches, or set it to 1",
+            )
+        nbatches = batches + since
         size = samples["samples_yielded"] // batches if batches else 0
         others = [counters.get("_index_sampler_state"), own.keys() - {"yielded"}]
         others.append(samples.keys() - {"samples_yielded", "sampler_state"})

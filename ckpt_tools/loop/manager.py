@@ -188,6 +188,7 @@ class CheckpointManager:
             GlooGroup(timeout_s, process_group),
         )
         self._stage, self._pid, self._process_group = Stage(), os.getpid(), process_group
+        self._timeout_s = timeout_s
         there = open_root(mirror, storage_options) if mirror is not None else None
         self._candidates = Candidates(self._root, there, storage_options)
         self._search = StepSearch(self._candidates, self._group, storage_options)
@@ -203,6 +204,8 @@ class CheckpointManager:
         self._schedule = SaveSchedule(self._root, save_every, save_every_s)
         try:
             self._claim(there, mirror_every)
+            if export is not None:
+                export.check()
             if export is not None and self._group.rank == 0:
                 self._writer.exporter = Exporter(export, storage_options)
         except BaseException:
@@ -222,7 +225,7 @@ class CheckpointManager:
             if self._group.rank == 0:
                 retry_outage(f"cannot open {self.root}", self._open_root, self.retry_s)
                 if there is not None:
-                    self._mirror = Mirror(there, mirror_every, *self._writer.keep)
+                    self._mirror = Mirror(there, mirror_every, lambda: self._writer.retained)
                     self._writer.mirror = self._mirror
                     self._mirror.start(self._root)
         mine = self._writer.lock.written if self._writer.lock is not None else b""
@@ -239,7 +242,7 @@ class CheckpointManager:
 
     # ---- saving ----------------------------------------------------------------------------------
 
-    @checked(names_only=("only",))
+    @checked(names_only=("only", "files"))
     def save(
         self,
         step: int,
@@ -248,7 +251,7 @@ class CheckpointManager:
         *,
         overwrite: bool = False,
         only: str | Callable[[str], bool] = "",
-        files: Mapping[str, bytes] | None = None,
+        files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
         metrics: Mapping[str, float] | None = None,
         name: str | None = None,
         names_differ: bool = False,
@@ -271,7 +274,8 @@ class CheckpointManager:
                 of a name, such as `model.layers.0.weight`, chooses among the entries of modules.
                 A resume of the rest needs `strict=False`.
             files: contents of small files that lie in the step, by name, such as a config. Rank 0's
-                count. The manifest seals them.
+                count. The manifest seals them. A function that returns them is called on rank 0;
+                if it fails, all ranks raise.
             metrics: numbers for the report that `on_commit` gets. They are not stored.
             name: of the directory below the root, if a trainer names its checkpoints itself.
                 Retention, `resume` and a mirror leave such a checkpoint alone; see `remove`.
@@ -297,9 +301,9 @@ class CheckpointManager:
         )
         changed += ", names_differ=True" * names_differ
         call = f"save({step}{changed})"
-        if self._group.meet("save", call, (self._writer.is_busy and self.when_busy == "skip", 0))[
-            0
-        ]:
+        # a save that training waits for, such as the last one, is never skipped
+        may_skip = is_background and self.when_busy == "skip"
+        if self._group.meet("save", call, (self._writer.is_busy and may_skip, 0))[0]:
             return False
         self.wait()
         if step == self._writer.last_step and not overwrite and name is None:
@@ -318,6 +322,8 @@ class CheckpointManager:
                             " away"
                         ),
                     )
+                if callable(files):
+                    files = files() if self._group.rank == 0 else None
                 extras = extras_of(only, files)
                 exported = export(state, only=only)
                 shards = local_shards(exported.tensors)
@@ -416,18 +422,22 @@ class CheckpointManager:
     ) -> AbstractContextManager[None]:
         """Returns a context that saves if its block raises; the exception continues afterwards.
 
-        All ranks enter it. It saves only if every rank raises after the same step, and not inside
-        an optimizer's `step`; else the log says why it does not. Positions in the data may be one
-        batch ahead of the step.
+        All ranks enter it once, around the loop. It saves only if every rank raises after the same
+        step, and not inside an optimizer's `step`; else the log says why it does not. Positions in
+        the data, and random generators, have already moved on to the step that failed.
 
         Args:
-            step: returns the number of the last complete step; None before the first.
+            step: returns the number of the last complete step; None before the first. Set that
+                number directly after `optimizer.step()`, and not by the loop's own variable.
             state: as given to `save`.
             wait_s: seconds to wait for the exceptions of other ranks. The ranks that did not raise
                 may wait in a collective for this one, so all of it is lost time.
         """
         self._check_open("save_on_exception")
-        return saved_on_exception(self, step, state, wait_s, self._process_group)
+        if not wait_s > 0:
+            raise ValueError(f"wait_s: expected more than 0, got {wait_s!r}")
+        timeout_s = self._timeout_s
+        return saved_on_exception(self, step, state, wait_s, timeout_s, self._process_group)
 
     @property
     def rank(self) -> int:
@@ -624,10 +634,12 @@ class CheckpointManager:
         self._writer.refuse_hooks("close")
         try:
             self._writer.wait(is_last=True)
-            if self._mirror is not None:
-                self._mirror.close()
-            if self._writer.exporter is not None:
-                self._writer.exporter.close()
+            try:
+                if self._mirror is not None:
+                    self._mirror.close()
+            finally:
+                if self._writer.exporter is not None:
+                    self._writer.exporter.close()
             self._writer.retain_copied()
         finally:
             self._release()

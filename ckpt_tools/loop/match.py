@@ -65,22 +65,27 @@ def root_of(name: str, paths: Mapping[str, Key]) -> str:
     return str(path[0]) if path else name.partition(".")[0]
 
 
-def stored_state(catalog: Catalog) -> dict[str, dict[str, StoredState]]:
-    """Returns a checkpoint's optimizer state, by the parameter's plain name and by key."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def stored_state(catalog: Catalog) -> dict[str, dict[str, dict[str, StoredState]]]:
+    """Returns a checkpoint's optimizer state, by optimizer, parameter and key.
+
+    Optimizers have their stored names, parameters their plain ones. Two models may have parameters
+    of one name and of different shapes. The name "" has the state of all optimizers, for a
+    checkpoint that names them in another way than the state.
+    """
+    shapes: dict[str, set[tuple[int, ...]]] = {}
     for name, entry in catalog.tensors.items():
         if ".state." not in f".{name}":
-            shapes.setdefault(strip_wrappers(name), entry.shape)
-            shapes.setdefault(strip_wrappers(name.partition(".")[2]), entry.shape)
-    found: dict[str, dict[str, StoredState]] = {}
+            for plain in (strip_wrappers(name), strip_wrappers(name.partition(".")[2])):
+                shapes.setdefault(plain, set()).add(entry.shape)
+    found: dict[str, dict[str, dict[str, StoredState]]] = {"": {}}
     for name, entry in catalog.tensors.items():
-        _, is_state, rest = f".{name}".partition(".state.")
+        optimizer, is_state, rest = f".{name}".partition(".state.")
         if is_state:
             fqn, key = strip_wrappers(rest.rpartition(".")[0]), rest.rpartition(".")[2]
-            is_like = entry.shape == shapes[fqn] if fqn in shapes else bool(entry.shape)
-            found.setdefault(fqn, {})[key] = StoredState(
-                entry.shape, getattr(torch, entry.dtype.name), is_like
-            )
+            is_like = entry.shape in shapes[fqn] if fqn in shapes else bool(entry.shape)
+            state = StoredState(entry.shape, getattr(torch, entry.dtype.name), is_like)
+            for group in ("", optimizer[1:]):
+                found.setdefault(group, {}).setdefault(fqn, {})[key] = state
     return found
 
 

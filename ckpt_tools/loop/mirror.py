@@ -6,6 +6,7 @@ One process copies one step at a time, and always takes the newest waiting step.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,20 @@ from ckpt_tools.loop.waiting import wait_for_thread, with_hint
 from ckpt_tools.operations.copy import copy
 from ckpt_tools.publish.manifest import find_manifest
 from ckpt_tools.publish.run_root import RunRoot
-from ckpt_tools.publish.steps import Step, find_latest, find_step, list_steps, rollbacks
+from ckpt_tools.publish.steps import (
+    STEP_FORMATS,
+    Step,
+    find_latest,
+    find_step,
+    list_steps,
+    rollbacks,
+    step_name,
+)
 from ckpt_tools.publish.superseded import RollbackNote, remove_note, write_note
 from ckpt_tools.storage import LocalStore
+
+# (keep_last, keep_every), and numbers of steps that always stay
+Retained = tuple[tuple[int | None, int | None], set[int]]
 
 
 class Mirror:
@@ -32,22 +44,16 @@ class Mirror:
         self,
         there: RunRoot,
         every: int | None,
-        keep_last: int | None,
-        keep_every: int | None,
+        retained: Callable[[], Retained],
     ) -> None:
         """Stores the settings, and does not contact the store yet.
 
         Args:
             there: root of the copies in the store.
             every: steps whose number is a multiple of this are copied; all if None.
-            keep_last, keep_every: as for the manager.
+            retained: returns which steps stay, at present.
         """
-        self.there, self.every, self.keep_last, self.keep_every = (
-            there,
-            every,
-            keep_last,
-            keep_every,
-        )
+        self.there, self.every, self._retained = there, every, retained
         self.error: CheckpointError | None = None
         self.resumed: Path | str | None = None
         self._root: RunRoot | None = None
@@ -196,8 +202,10 @@ class Mirror:
     def _retain(self) -> None:
         """Removes old steps, but none whose original is pinned. A failure is only a warning."""
         pinned = [self.there.step_path(step.name) for step in self._steps() if step.is_pinned]
-        kept = [*([self.resumed] if self.resumed else []), *pinned]
-        if retain(self.there, (self.keep_last, self.keep_every), kept, self._told):
+        keep, protected = self._retained()
+        best = [self.there.step_path(step_name(n, f)) for n in protected for f in STEP_FORMATS]
+        kept = [*([self.resumed] if self.resumed else []), *pinned, *best]
+        if retain(self.there, keep, kept, self._told):
             self.resumed = None
 
     def wait(self) -> None:

@@ -43,6 +43,7 @@ class StoredState(NamedTuple):
 
 
 Stored = Mapping[str, Mapping[str, StoredState]]  # by parameter and key
+StoredStates = Mapping[str, Stored]  # by optimizer; "": of all
 
 
 class ExportedOptimizer(NamedTuple):

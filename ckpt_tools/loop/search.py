@@ -69,6 +69,7 @@ class StepSearch:
             try:
                 return number, found, load(found)
             except BaseException as error:
+                self._candidates.branch = None  # nothing was loaded, so no branch begins
                 what = f"cannot load step {number}"
                 if tries_again(self._group, error, deadline, what, num_tries):
                     continue

@@ -25,14 +25,14 @@ from ckpt_tools.publish.steps import number_in
 from ckpt_tools.ranks.gloo import GlooGroup
 
 
-@checked(names_only=("only",))
+@checked(names_only=("only", "files"))
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
     overwrite: bool = False,
     only: str | Callable[[str], bool] = "",
-    files: Mapping[str, bytes] | None = None,
+    files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
     jobs: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -62,10 +62,12 @@ def save(
     """
     group = GlooGroup(timeout_s, process_group)
     try:
-        extras = extras_of(only, files)
         group.meet("save", f"save({os.fspath(path)!r}{', overwrite=True' * overwrite})")
         with torch.no_grad():
             with group.phase("collect the state"):
+                if callable(files):
+                    files = files() if group.rank == 0 else None
+                extras = extras_of(only, files)
                 exported = export(state, only=only)
                 shards = local_shards(exported.tensors)
                 objects, paths = pack_objects(exported, group.rank)

@@ -38,6 +38,7 @@ from ckpt_tools.loop.optimizers import (
     WRAPPERS,
     StateOwners,
     Stored,
+    StoredStates,
     export_optimizer,
     extra_of,
     is_container,
@@ -257,7 +258,7 @@ def _frozen(module: nn.Module) -> set[str]:
 
 def export(
     state: Mapping[str, Any],
-    stored: Stored | None = None,
+    stored: StoredStates | None = None,
     only: str | Callable[[str], bool] = "",
 ) -> ExportedState:
     """Returns a user's state under flat names.
@@ -267,7 +268,7 @@ def export(
     Args:
         state: dicts, lists and tuples (nested freely) of modules, optimizers, objects with
             `state_dict`, generators, tensors and plain values.
-        stored: the optimizer state of each parameter in the checkpoint to load; None for a save.
+        stored: the state of each optimizer in the checkpoint to load; None for a save.
         only: as for `CheckpointManager.save`.
 
     Raises:
@@ -307,7 +308,7 @@ def _check_nesting(value: Any, path: Key, above: tuple[int, ...]) -> None:
 class _Exporter:
     """Walks a state and gives every leaf its name."""
 
-    def __init__(self, holders: StateOwners, stored: Stored | None, is_partial: bool) -> None:
+    def __init__(self, holders: StateOwners, stored: StoredStates | None, is_partial: bool) -> None:
         self.holders, self.stored, self.result = holders, stored, ExportedState()
         self.is_partial = is_partial  # only a part of each module is wanted
 
@@ -331,7 +332,7 @@ class _Exporter:
                 self.result.of_modules |= {*self.result.tensors, *self.result.objects} - known
         elif isinstance(value, Optimizer) and not is_container(value):
             with calling("state_dict", value, path):
-                found = export_optimizer(value, self.holders, path, self.stored)
+                found = export_optimizer(value, self.holders, path, self._stored_for(path))
             self.result.free += [(*path, key) for key in extra_of(value)] + [
                 (*path, "state", name) for name in found.free
             ]
@@ -341,6 +342,12 @@ class _Exporter:
             self.visit_container(value, path)
         else:
             self._visit_value(value, path)
+
+    def _stored_for(self, path: Key) -> Stored | None:
+        """Returns what a checkpoint has of the optimizer at a path; of all, if it is not named."""
+        if self.stored is None:
+            return None
+        return self.stored.get(flat_name(path), self.stored[""])
 
     def _free_extra(self, exported: dict[str, Any], path: Key) -> None:
         """Exempts a module's extra state from loading in place: it may take any stored form."""

@@ -306,6 +306,15 @@ def target_dtype(entry: TensorEntry, dtype: str | None, is_kept: Callable[[str],
     """
     if dtype is None or not entry.dtype.is_castable or is_kept(entry.fqn):
         return entry.dtype
+    return dtype_by_name(dtype)
+
+
+def dtype_by_name(dtype: str) -> DType:
+    """Returns a type to cast to, by its short or long name.
+
+    Raises:
+        PlanError: tensors cannot be cast to this type.
+    """
     name = SHORT_NAMES.get(dtype, dtype)
     if name not in SHORT_NAMES.values():
         raise PlanError(

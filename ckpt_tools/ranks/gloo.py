@@ -136,7 +136,10 @@ class GlooGroup(RankSet):
         if not self._is_alone:
             ranks = None if pg is None else dist.get_process_group_ranks(pg)
             self._pg = dist.new_group(
-                ranks, timeout=dt.timedelta(seconds=timeout_s), backend="gloo"
+                ranks,
+                timeout=dt.timedelta(seconds=timeout_s),
+                backend="gloo",
+                use_local_synchronization=ranks is not None,  # the others make no such group
             )
             self._root = 0 if ranks is None else ranks[0]
             GlooGroup._made += 1  # the same number on all ranks: they create groups in one order
@@ -337,18 +340,28 @@ class GlooGroup(RankSet):
         where = f"{self._name}/{key}/{rank}"
         return store.get(where).decode() if store.check([where]) else ""
 
-    def _missing(self, store: Any) -> list[int]:
+    def _missing(self, store: Any, call: str = "roll", wait_s: float = _ROLL_CALL_S) -> list[int]:
         """Returns the ranks that do not answer a roll call.
 
-        By now, every rank that is alive has seen the exchange fail and answers.
+        After a failed exchange, every rank that is alive has seen the failure and answers.
         """
-        store.set(f"{self._name}/roll/{self.rank}", "here")
-        deadline = time.monotonic() + _ROLL_CALL_S
+        store.set(f"{self._name}/{call}/{self.rank}", "here")
+        deadline = time.monotonic() + wait_s
         missing = list(range(self.size))
         while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not store.check([f"{self._name}/roll/{rank}"])]
-            time.sleep(0.05)
+            missing = [rank for rank in missing if not store.check([f"{self._name}/{call}/{rank}"])]
+            if missing:
+                time.sleep(0.05)
         return missing
+
+    def missing_after(self, wait_s: float) -> list[int]:
+        """Returns the ranks that have not made this call after some seconds; none as a rule.
+
+        It goes through the job's store, so it does not end in a broken group.
+        """
+        if self._is_alone:
+            return []
+        return self._missing(dist.distributed_c10d._get_default_store(), "here", wait_s)
 
     def close(self) -> None:
         """Destroys the process group.

@@ -126,7 +126,9 @@ def test_a_copy_for_hugging_face_lies_beside_each_second_step(tmp_path: Path) ->
 def test_a_copy_that_fails_leaves_the_step_and_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / "nothing").mkdir()
     checkpoints = CheckpointManager(tmp_path / "run", export=HuggingFace(tmp_path / "nothing"))
+    (tmp_path / "nothing").rmdir()
     checkpoints.save(1, {"model": nn.Linear(2, 2)})
     with pytest.raises(StorageError, match="the last copy for Hugging Face failed"):
         checkpoints.close()

@@ -75,12 +75,32 @@ def test_what_cannot_be_dealt_comes_again_and_is_told(workers: int) -> None:
     assert sorted(counts.values()) == [1] * (NUM_SAMPLES - 4) + [2] * 4
 
 
-def test_an_epoch_that_has_ended_stays_ended() -> None:
-    old = [loader(rank, 2, DistributedSampler, 0) for rank in range(2)]
+@pytest.mark.parametrize("sampler", [DistributedSampler, StatefulDistributedSampler])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("after", [1, 3, 4])
+def test_after_an_epoch_the_next_one_is_complete(sampler: type, workers: int, after: int) -> None:
+    old = [loader(rank, 2, sampler, workers) for rank in range(2)]
     for one in old:
         list(one)
-    state, note = deal_in_turn([one.state_dict() for one in old], 0, 3)
-    assert note == "at the end of the epoch" and state["_iterator_finished"]
+    states, taken = [copy.deepcopy(one.state_dict()) for one in old], []
+    for rank in range(after):
+        state, note = deal_in_turn(states, rank, after)
+        assert note == "at the end of the epoch: the next one begins"
+        new = loader(rank, after, sampler, workers)
+        new.sampler.set_epoch(1)
+        new.load_state_dict(state)
+        taken += [int(value) for batch in new for value in batch]
+    assert Counter(taken) == Counter(range(NUM_SAMPLES))
+
+
+def test_without_a_snapshot_the_position_is_unknown() -> None:
+    order = DistributedSampler(Numbers(), 1, 0, shuffle=True)
+    one = StatefulDataLoader(
+        Numbers(), BATCH, sampler=order, num_workers=1, snapshot_every_n_steps=5
+    )
+    take(one, 2)
+    with pytest.raises(PlanError, match="has taken no snapshot yet"):
+        deal_in_turn([one.state_dict()], 0, 2)
 
 
 class Stream(IterableDataset[int]):

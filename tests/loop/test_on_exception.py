@@ -30,7 +30,7 @@ def test_a_step_is_saved_if_every_rank_raises(num_ranks: int, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("one", r"nothing is saved after the exception, because not every rank raised"),
+        ("one", r"nothing is saved after the exception: rank 0 did not raise within 4 s"),
         ("update", "nothing is saved after the exception: it came from an optimizer's step"),
         ("apart", "nothing is saved after the exception: the ranks are after steps 6, 5"),
         ("exit", ""),
@@ -62,6 +62,56 @@ def test_an_interrupt_saves_and_goes_on_being_one(tmp_path: Path) -> None:
     ):
         raise KeyboardInterrupt
     assert [step.number for step in steps(tmp_path)] == [4]
+
+
+def test_a_save_that_training_waits_for_is_not_skipped(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3_000_000)}
+    with CheckpointManager(tmp_path, when_busy="skip") as checkpoints:
+        checkpoints.save(1, state)
+        with (
+            pytest.raises(ValueError, match="first"),
+            checkpoints.save_on_exception(lambda: 2, state),
+        ):
+            raise ValueError("first")
+    assert [step.number for step in steps(tmp_path)] == [1, 2]
+
+
+def test_an_update_is_found_behind_another_exception(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def fail(*_: object) -> None:
+        raise ValueError("within")
+
+    def train() -> None:
+        try:
+            optimizer.step()
+        except ValueError as error:
+            raise RuntimeError("outer") from error
+
+    optimizer.register_step_post_hook(fail)
+    with (
+        pytest.raises(RuntimeError, match="outer"),
+        CheckpointManager(tmp_path) as checkpoints,
+        checkpoints.save_on_exception(lambda: 2, {"w": parameter}),
+    ):
+        train()
+    assert steps(tmp_path) == [] and "it came from an optimizer's step" in caplog.text
+
+
+@pytest.mark.parametrize("number", [2.5, "x"])
+def test_a_bad_number_does_not_hide_the_exception(
+    number: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        pytest.raises(ValueError, match="first"),
+        CheckpointManager(tmp_path) as checkpoints,
+        checkpoints.save_on_exception(lambda: number, {"w": torch.ones(2)}),  # type: ignore[arg-type, return-value]
+    ):
+        raise ValueError("first")
+    assert "because of a second one" in caplog.text and steps(tmp_path) == []
 
 
 def test_a_save_that_fails_does_not_hide_the_exception(

@@ -17,7 +17,14 @@ import torch
 from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.loop.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
-from ckpt_tools.publish.steps import damage, find_latest, latest_of, list_steps, rollbacks
+from ckpt_tools.publish.steps import (
+    damage,
+    find_latest,
+    latest_of,
+    list_steps,
+    rollbacks,
+    step_name,
+)
 from tests.servers.servers import Server
 
 Ckpt = Callable[..., Any]
@@ -259,11 +266,14 @@ def test_a_mirror_that_has_not_heard_of_a_rollback_yet_is_not_resumed_from(
 def test_a_step_that_only_the_mirror_has_is_gone_back_to(server: Server, tmp_path: Path) -> None:
     server.bucket("far-rollback")
     root, url, options = tmp_path / "run", "s3://far-rollback/run", server.options
-    with CheckpointManager(root, keep_last=1, mirror=url, storage_options=options) as checkpoints:
-        checkpoints._mirror.keep_last = None
+    with CheckpointManager(
+        root, keep_last=None, mirror=url, storage_options=options
+    ) as checkpoints:
         for step in (100, 200, 300):
             save(checkpoints, step, step)
             checkpoints._mirror.wait()
+    for step in (100, 200):
+        shutil.rmtree(root / step_name(step))
     with CheckpointManager(
         root, keep_last=None, mirror=url, storage_options=options
     ) as checkpoints:

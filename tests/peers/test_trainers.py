@@ -268,6 +268,8 @@ def test_a_full_disk_is_a_clear_error_and_leaves_a_sound_step(tmp_path: Path) ->
         (0, {"save": 7}),
         (2, {"next": True, "save": 7}),
         (2, {"seedable": True}),
+        (2, {"seedable": True, "save": 7}),
+        (0, {"seedable": True, "save": 7}),
     ],
 )
 def test_accelerate_continues_the_shuffle(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import replace
 from typing import Any
@@ -233,6 +234,7 @@ class TargetLayout:
         )
         catalog = self._catalog(("model",))
         steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+        steps += [group["step"] for group in optimizer.groups if "step" in group]
         step = self._scalar(steps[0]) if steps else 0.0
         targets = [
             replace(t, dtype=BY_NAME["float32"]) if t.dtype.is_castable else t
@@ -334,17 +336,24 @@ class TargetLayout:
         return state
 
     def _scalar(self, value: TensorEntry | float) -> float:
-        """Returns an optimizer step, given as a number or a float32 scalar tensor."""
+        """Returns an optimizer step, given as a number or a tensor of one element.
+
+        Raises:
+            PlanError: it is another tensor.
+        """
         if not isinstance(value, TensorEntry):
             return float(value)
         found = self.source.format.locate(self.source.store, [value])
         extent = found.get(value.chunks[0].extent, value.chunks[0].extent)
         data = read(self.source.with_made(self.made.files).store, *extent[:3])
-        return (
-            float(struct.unpack("<f", data)[0])
-            if value.dtype.name == "float32" and not value.shape
-            else 0.0
+        code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(
+            value.dtype.name
         )
+        if code is None or math.prod(value.shape) != 1:
+            raise PlanError(
+                f"the optimizer's step is {value.dtype.name} {list(value.shape)}, not one number"
+            )
+        return float(struct.unpack(code, data)[0])
 
     def _ranks(self, to: str) -> tuple[Catalog, Format, Request]:
         files = self._for_accelerate() if to == "accelerate" else {}
