@@ -64,11 +64,10 @@ class Box(NamedTuple):
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def __str__(self) -> str:
-        return (
-            "["
-            + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True))
-            + "]"
-        )
+        if len(self.offsets) != len(self.sizes):  # of a hostile file, in the error that says so
+            return f"[offsets {list(self.offsets)}, sizes {list(self.sizes)}]"
+        pairs = zip(self.offsets, self.sizes, strict=True)
+        return f"[{', '.join(f'{o}:{o + s}' for o, s in pairs)}]"
 
 
 class Copy(NamedTuple):

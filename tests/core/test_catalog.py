@@ -57,6 +57,8 @@ def test_an_exact_cover_passes_and_any_missing_chunk_is_a_hole(
         ([Box((0, 0), (3, 4)), Box((3, 0), (2, 4))], "exceeds"),
         ([Box((-1, 0), (5, 4))], "exceeds"),
         ([Box((0,), (4,))], "number of dims"),
+        ([Box((0, 0), (4,))], r"number of dims: expected 2, got \[offsets \[0, 0\], sizes \[4\]\]"),
+        ([Box((0,), (4, 4))], "number of dims"),
         ([], "hole"),
     ],
 )
