@@ -429,6 +429,30 @@ def test_verl_switches_resumes_on_other_ranks_and_keeps_one(tmp_path: Path) -> N
 
 
 @needs_verl
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_verl_killed_during_a_save_has_the_losses_of_one_that_was_not(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    run("verl", num_ranks, whole, {"steps": 20}, **OURS)
+
+    def saved() -> list[int]:
+        return sorted(
+            int(p.parent.name.rpartition("_")[2]) for p in part.glob("global_step_*/actor")
+        )
+
+    def is_saving() -> bool:
+        return (len(saved()) >= 2 and any(part.glob("global_step_*/.tmp.*"))) or len(saved()) >= 6
+
+    os.environ |= environment(**OURS)
+    words = command("verl", num_ranks, part, {"steps": 20})
+    jobs.interrupt(words, is_saving, signal.SIGKILL, random.randrange(num_ranks))
+    assert saved() and saved()[-1] < 20
+    run("verl", num_ranks, part, {"steps": 20, "from": saved()[-1]}, **OURS)
+    assert losses(part) == losses(whole) and all(len(x) == 20 for x in losses(whole).values())
+
+
+@needs_verl
 def test_verl_saves_an_adapter_alone_and_in_a_bucket(tmp_path: Path) -> None:
     (tmp_path / "server").mkdir()
     with running("moto", tmp_path / "server") as server:
@@ -455,3 +479,46 @@ def test_verl_saves_an_adapter_alone_and_in_a_bucket(tmp_path: Path) -> None:
 def test_trackers_are_told_of_each_step(tmp_path: Path) -> None:
     """W&B offline, MLflow in files, TensorBoard."""
     run("trackers", 0, tmp_path, {})
+
+
+def test_the_training_program_tells_tensorboard_and_wandb(tmp_path: Path) -> None:
+    """The step of a resumed run replaces the one of the run before; W&B is offline."""
+    python = python_of("trackers")
+    options = [
+        "model.dim=32",
+        "model.num_layers=1",
+        "model.num_heads=2",
+        "data.seq_len=32",
+        "data.batch_size=4",
+        "metrics.progress=false",
+        "metrics.tensorboard=true",
+        "metrics.wandb=tests",
+        "checkpoint.every=2",
+        f"run.dir={tmp_path}/run",
+    ]
+    for steps in (4, 6):
+        words = [python, "-m", "training"]
+        for option in (*options, f"run.steps={steps}"):
+            words += ["--set", option]
+        done = subprocess.run(
+            words, env=environment(), capture_output=True, text=True, timeout=300, cwd=jobs.ROOT
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    script = """
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+found = EventAccumulator(sys.argv[1]).Reload()
+print(json.dumps({tag: [[e.step, e.value] for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}))
+"""
+    folder = str(tmp_path / "run" / "tensorboard")
+    words = [python, "-c", script, folder]
+    read = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120)
+    scalars = json.loads(read.stdout.splitlines()[-1])
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    for key in ("loss", "lr", "grad_norm"):
+        want = [[line["step"], line[key]] for line in map(json.loads, lines)]
+        assert [step for step, _ in scalars[key]] == [1, 2, 3, 4, 5, 6]
+        for (_, got), (_, value) in zip(scalars[key], want, strict=True):
+            assert got == pytest.approx(value, rel=1e-6)
+    assert [step for step, _ in scalars["checkpoint/bytes"]] == [2, 4, 6]
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 2
