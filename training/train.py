@@ -285,11 +285,33 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
             check_tokenizer(opened, Path(config.model.path), key)
     text = configuration.to_toml(config)
     notes += _notes_on_examples(tokens, data)
+    if data.packing:
+        _check_packing(model)
     if config.run.epochs:
         steps = steps_in(config, tokens.windows(data.seq_len))
         config = replace(config, run=replace(config.run, steps=steps))
         notes.append(f"run.epochs = {config.run.epochs} are {steps} steps")
     return Plan(config, text, sizes, model, tokens, validation, notes)
+
+
+_PACKS = ("llama", "opt")  # whose packed losses a test compares with those of single examples
+
+
+def _check_packing(model: nn.Module) -> None:
+    """Refuses packing for models that may look beyond an example, or not as far as they should.
+
+    transformers drops the mask of a sliding window where it is given another one, and a convolution
+    or a recurrent layer sees the neighbour.
+
+    Raises:
+        ConfigError: the model is not among those that a test has compared.
+    """
+    kind = getattr(model.config, "model_type", None)
+    if not isinstance(model, models.Decoder) and kind not in _PACKS:
+        raise ConfigError(
+            f"data.packing: not for model_type {kind!r}, whose layers may see other examples of a"
+            f" row; it is for the built-in decoder, {' and '.join(_PACKS)}"
+        )
 
 
 def _notes_on_examples(tokens: Tokens | Examples, data: configuration.Data) -> list[str]:

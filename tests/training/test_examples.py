@@ -193,6 +193,20 @@ def test_killed_in_an_epoch_and_resumed_on_other_ranks(data: Path, tmp_path: Pat
         assert got == (want if ranks == 2 else pytest.approx(want, rel=2e-5))
 
 
+def test_packing_is_refused_for_models_with_a_sliding_window(data: Path, tmp_path: Path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    from training import config as configuration
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    made = MistralConfig(**sizes, vocab_size=256, num_key_value_heads=4, intermediate_size=48)
+    MistralForCausalLM(made).save_pretrained(tmp_path)
+    given = [f"model.path={tmp_path}", f"data.train={data}/pairs.npy", "data.seq_len=24"]
+    train.prove(configuration.resolve(None, given), 1, 1)
+    with pytest.raises(ConfigError, match="data.packing: not for model_type 'mistral'"):
+        train.prove(configuration.resolve(None, [*given, "data.packing=true"]), 1, 1)
+
+
 def test_rows_and_masks(data: Path) -> None:
     padded, packed = (
         open_tokens(f"{data}/pairs.npy", SEQ_LEN, BATCH, 256, packs=packs)
