@@ -122,6 +122,11 @@ def tensor_parallel(stored: str) -> int:
     return configuration.parse(stored, "the checkpoint's configuration").fsdp.tensor_parallel
 
 
+def batch_size(stored: str) -> int:
+    """Returns the sequences of one step in the job that saved."""
+    return configuration.parse(stored, "the checkpoint's configuration").data.batch_size
+
+
 def apply_optim(
     now: Config, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
 ) -> None:

@@ -25,12 +25,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib import format as npy
 from torch import Tensor
 from tqdm import tqdm
 
 from training.config import ConfigError
-from training.examples import Batch, DataError, Examples, chat, open_examples, prepare_examples
+from training.examples import (
+    Batch,
+    DataError,
+    Examples,
+    chat,
+    open_examples,
+    prepare_examples,
+    write_header,
+)
 
 _READ = 4 << 20  # bytes of text to read, and tokenize, at once
 _BLOCKS = 256
@@ -364,7 +371,7 @@ def prepare(
     count, digest = 0, hashlib.blake2b(digest_size=8)
     try:
         with temporary.open("xb") as stream:
-            _write_header(stream, encode.dtype, 0)
+            write_header(stream, encode.dtype, 0)
             bar = tqdm(
                 total=sum(f.stat().st_size for f in files),
                 unit="B",
@@ -379,7 +386,7 @@ def prepare(
                         digest.update(raw)
                         count += len(ids)
             stream.seek(0)
-            _write_header(stream, encode.dtype, count)
+            write_header(stream, encode.dtype, count)
         if not count:
             raise ConfigError(f"no text in {', '.join(map(str, sources))}")
         about = {"documents": len(files), "tokens": count, "digest": digest.hexdigest()}
@@ -401,16 +408,6 @@ def _describe(
     }
     Path(f"{out}.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
-
-
-def _write_header(stream: Any, dtype: np.dtype[Any], count: int) -> None:
-    """Writes a header whose length does not depend on the count.
-
-    NumPy reserves space in it for a larger count.
-    """
-    npy.write_array_header_1_0(
-        stream, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
-    )
 
 
 class _Bytes:

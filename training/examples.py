@@ -9,6 +9,7 @@ with `role` and `content`. Only completions, or the turns of the assistant, are 
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -89,7 +90,7 @@ class Examples:
         return {
             "name": self.name,
             "tokens": len(self.ids),
-            "fingerprint": f"{self.digest}{'-packed' * self.packs}",
+            "fingerprint": f"{self.digest}-{self.seq_len}{'-packed' * self.packs}",
             "tokenizer": self.tokenizer,
         }
 
@@ -108,6 +109,15 @@ class Examples:
 
     def _num_inputs(self) -> np.ndarray[Any, Any]:
         return np.minimum(np.diff(self.starts) - 1, self.seq_len)
+
+    @cached_property
+    def num_idle(self) -> int:
+        """The number of examples of which nothing is trained on, because they are cut."""
+        begins = self.starts[:-1] + 1  # the first id of an example has no prediction
+        bounds = np.stack((begins, begins + self._num_inputs()), axis=1).ravel()
+        if bounds[-1] == len(self.mask):
+            bounds = bounds[:-1]
+        return int((np.add.reduceat(self.mask, bounds, dtype=np.int64)[::2] == 0).sum())
 
     @property
     def num_cut(self) -> int:
@@ -213,7 +223,7 @@ def prepare_examples(sources: Sequence[Path], out: Path, encode: Any) -> dict[st
         with temporary[0].open("xb") as ids_file, temporary[1].open("xb") as mask_file:
             files, types = (ids_file, mask_file), (encode.dtype, np.dtype(np.uint8))
             for file, dtype in zip(files, types, strict=True):
-                _write_header(file, dtype, 0)
+                write_header(file, dtype, 0)
             for ids, mask in _encoded(sources, encode):
                 for file, dtype, values in zip(files, types, (ids, mask), strict=True):
                     file.write(raw := np.asarray(values, dtype).tobytes())
@@ -221,7 +231,7 @@ def prepare_examples(sources: Sequence[Path], out: Path, encode: Any) -> dict[st
                 starts.append(starts[-1] + len(ids))
             for file, dtype in zip(files, types, strict=True):
                 file.seek(0)
-                _write_header(file, dtype, starts[-1])
+                write_header(file, dtype, starts[-1])
         if len(starts) == 1:
             raise ConfigError(f"no examples in {', '.join(map(str, sources))}")
         np.save(f"{out}{PARTS['starts']}", np.array(starts, np.int64))
@@ -239,7 +249,11 @@ def prepare_examples(sources: Sequence[Path], out: Path, encode: Any) -> dict[st
     }
 
 
-def _write_header(stream: Any, dtype: np.dtype[Any], count: int) -> None:
+def write_header(stream: Any, dtype: np.dtype[Any], count: int) -> None:
+    """Writes a header of a NumPy file, whose length does not depend on the count.
+
+    NumPy reserves space in it for a larger count.
+    """
     npy.write_array_header_1_0(
         stream, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     )
@@ -248,14 +262,16 @@ def _write_header(stream: Any, dtype: np.dtype[Any], count: int) -> None:
 def _encoded(sources: Sequence[Path], encode: Any) -> Iterator[tuple[list[int], list[int]]]:
     """Yields the ids and the mask of each line."""
     for source in sources:
-        with source.open(encoding="utf-8") as file:
+        with source.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if not line.strip():
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if not text.strip():
                     continue
                 try:
-                    ids, mask = _example(json.loads(line), encode)
-                except (ValueError, ConfigError) as error:
-                    raise ConfigError(f"{source}, line {number}: {error}") from error
+                    ids, mask = _example(json.loads(text), encode)
+                except Exception as error:  # a template or a tokenizer may raise anything
+                    said = " ".join(str(error).split())[:200] or type(error).__name__
+                    raise ConfigError(f"{source}, line {number}: {said}") from error
                 yield ids, mask
 
 
@@ -266,6 +282,11 @@ def _example(given: Any, encode: Any) -> tuple[list[int], list[int]]:
         ConfigError: it is no example.
     """
     if isinstance(given, dict) and isinstance(given.get("messages"), list):
+        for turn in given["messages"]:
+            if not isinstance(turn, dict) or not all(
+                isinstance(turn.get(key), str) for key in ("role", "content")
+            ):
+                raise ConfigError("a turn needs `role` and `content`, two texts")
         ids, mask = encode.chat(given["messages"])
     elif isinstance(given, dict) and all(
         isinstance(given.get(key), str) for key in ("prompt", "completion")

@@ -116,7 +116,7 @@ class Meter:
 
     def validation(self, step: int, loss: float) -> None:
         """Writes the mean loss over the validation data, and its perplexity."""
-        perplexity = math.exp(loss) if loss < _MAX_EXPONENT else math.inf
+        perplexity = math.inf if loss >= _MAX_EXPONENT else math.exp(loss)
         self.write({"step": step, "validation_loss": loss, "validation_perplexity": perplexity})
         self.say(f"step {step:5d}  validation loss {loss:.4f}, perplexity {perplexity:,.2f}")
 

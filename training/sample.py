@@ -18,6 +18,8 @@ from torch import nn
 
 from training.model import Decoder, load_config, logits_of, max_seq_len
 
+_NUM_BYTES = 256
+
 
 def load_model(directory: Path) -> nn.Module:
     """Returns the model of an export, in evaluation mode; every name must fit."""
@@ -76,6 +78,15 @@ def tokenizer_of(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
 
 
+def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """Returns a prompt as `training.data prepare` writes one: without the end of a sequence."""
+    if tokenizer is None:
+        return list(prompt.encode())
+    first = tokenizer.bos_token_id
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return [*([] if first is None else [first]), *ids]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="training.sample",
@@ -113,13 +124,14 @@ def main() -> None:
     tokenizer = tokenizer_of(args.directory)
     if not args.prompt:
         raise SystemExit("training.sample: --prompt must not be empty")
-    prompt = tokenizer(args.prompt)["input_ids"] if tokenizer else list(args.prompt.encode())
+    prompt = prompt_ids(tokenizer, args.prompt)
     ids = generate(load_model(args.directory), prompt, args.tokens, args.temperature, args.seed)
-    print(
-        tokenizer.decode(ids)
-        if tokenizer
-        else bytes(i for i in ids if i < 256).decode("utf-8", "replace")
-    )
+    if tokenizer is None and max(ids) >= _NUM_BYTES:
+        raise SystemExit(
+            f"training.sample: the model's answer is no bytes, and {args.directory} has no"
+            " tokenizer: copy the one that prepared the data there"
+        )
+    print(tokenizer.decode(ids) if tokenizer else bytes(ids).decode("utf-8", "replace"))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,11 @@ class Job:
     about: dict[str, Any]  # the model's config.json
     best: tuple[int, float] | None = None  # the saved step with the lowest validation loss
 
+    @property
+    def validated_on(self) -> str:
+        """The fingerprint of the validation data; "" if there is none."""
+        return "" if self.validation is None else str(self.validation.identity["fingerprint"])
+
     def state(self, step: int) -> dict[str, Any]:
         """Returns the state that a resumed run needs, with the configuration.
 
@@ -107,6 +112,7 @@ class Job:
                 "data": self.tokens.identity,
                 "model": self.about,
                 "best": self.best,
+                "validation": self.validated_on,
             },
             "config": self.text,
         }
@@ -284,7 +290,9 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
         if opened is not None and config.model.path and data.check_tokenizer:
             check_tokenizer(opened, Path(config.model.path), key)
     text = configuration.to_toml(config)
-    notes += _notes_on_examples(tokens, data)
+    for key, opened in (("data.train", tokens), ("data.validation", validation)):
+        if opened is not None:
+            notes += _notes_on_examples(opened, data, key)
     if data.packing:
         _check_packing(model)
     if config.run.epochs:
@@ -314,23 +322,30 @@ def _check_packing(model: nn.Module) -> None:
         )
 
 
-def _notes_on_examples(tokens: Tokens | Examples, data: configuration.Data) -> list[str]:
+def _notes_on_examples(tokens: Tokens | Examples, data: configuration.Data, key: str) -> list[str]:
     """Returns notes on examples that are cut.
 
     Raises:
-        ConfigError: `data.packing` is set for tokens that are no examples.
+        ConfigError: `data.packing` is set for tokens that are no examples, or the examples have
+            nothing that is trained on.
     """
     if not isinstance(tokens, Examples):
-        if data.packing:
+        if data.packing and key == "data.train":
             raise ConfigError(
                 f"data.packing is for examples of a JSONL file, and {tokens.name} is one stretch of"
                 " tokens"
             )
         return []
     total, cut = len(tokens.starts) - 1, tokens.num_cut
-    notes = [f"{total:,} examples in {tokens.windows(data.seq_len):,} rows"]
+    if tokens.num_idle == total:
+        raise ConfigError(
+            f"{key}: data.seq_len = {data.seq_len} cuts the completions of all {total:,} examples"
+        )
+    notes = [f"{key}: {total:,} examples in {tokens.windows(data.seq_len):,} rows"]
     if cut:
         notes.append(f"{cut:,} examples are longer than data.seq_len = {data.seq_len}: cut")
+    if tokens.num_idle:
+        notes.append(f"in {tokens.num_idle:,} of these nothing is left that is trained on")
     return notes
 
 
@@ -510,8 +525,15 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
     notes = changes.check_data(stored.get("data"), job.tokens.identity, config.data.may_change)
     notes += changes.check_description(stored.get("model"), job.about, config.model.may_change)
     notes += changes.notes_on(state["config"], configuration.parse(job.text, "config"))
-    best = stored.get("best")
-    job.best = (int(best[0]), float(best[1])) if best else None
+    if config.run.epochs and changes.batch_size(state["config"]) != config.data.batch_size:
+        raise ConfigError(
+            "run.epochs with another data.batch_size than the checkpoint's: the steps so far saw"
+            " another number of sequences; give run.steps"
+        )
+    best, there = stored.get("best"), {step.number for step in checkpoints.steps()}
+    # a loss on other data cannot be compared, and a step may be gone
+    if best and best[0] in there and stored.get("validation") == job.validated_on:
+        job.best = (int(best[0]), float(best[1]))
     if changes.tensor_parallel(state["config"]) != config.fsdp.tensor_parallel:
         _seed(config.run.seed + first, job.mesh)
         notes.append(
@@ -789,7 +811,8 @@ def evaluate(job: Job, tokens: Tokens | Examples) -> float:
             weights.append(batch.num_targets)
     job.model.train()
     of_batch = np.mean(gather(torch.stack(losses).double()), axis=0)
-    return float(np.average(of_batch, weights=weights))
+    # the first batches may have no target, although others have
+    return float(np.average(of_batch, weights=weights)) if sum(weights) else math.nan
 
 
 def _export(config: Config, checkpoints: CheckpointManager, meter: Meter) -> None:

@@ -68,8 +68,8 @@ class Position:
         skipping, is_stateful = loader, getattr(loader, "use_stateful_dataloader", False)
         if done and is_stateful and not accelerator.use_seedable_sampler:
             log.warning(
-                "a StatefulDataLoader that shuffles continues the epoch in another order, and some"
-                " samples come twice: set use_seedable_sampler=True"
+                "if this StatefulDataLoader shuffles, it continues the epoch in another order, and"
+                " some samples come twice: set use_seedable_sampler=True"
             )
         if done and not is_stateful:
             skipping = accelerator.skip_first_batches(loader, done)
@@ -80,7 +80,6 @@ class Position:
             yield number, batch
         if done and number < done:  # the epoch was complete
             _set_rng(self.rng)
-        if done and number < done:
             loader.iteration += 1  # an iterator that yields nothing does not count its epoch
         elif skipping is not loader:
             loader.iteration = skipping.iteration

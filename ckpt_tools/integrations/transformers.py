@@ -123,9 +123,8 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
             state |= self._training_state()
         manager.save(step, state, overwrite=True, only=self._only(), files=self._files)
         self._watch.is_pending = False
-        callbacks = [type(c) for c in self.callback_handler.callbacks]
-        if any("on_save" in vars(kind) and not _is_known(kind) for kind in callbacks):
-            manager.wait()  # such a callback may look into the checkpoint
+        if any(map(_may_read_checkpoints, self.callback_handler.callbacks)):
+            manager.wait()
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             manager.wait()
             self._push(os.path.join(manager.root, f"{_PREFIX}{step}"))
@@ -252,9 +251,24 @@ class CheckpointMixin(_Trainer):  # type: ignore[misc]
             super()._load_best_model()
 
 
-def _is_known(kind: type) -> bool:
-    """Tells whether a callback is known not to look into a checkpoint."""
-    return kind.__module__ in ("transformers.trainer_callback", __name__)
+# attributes of transformers' own trackers, and values with which they leave checkpoints alone
+_SWITCHES = ("_log_model", "_log_artifacts", "_should_upload_checkpoint", "sync_checkpoints")
+_OFF = (False, None, "false", "end")
+
+
+def _may_read_checkpoints(callback: Any) -> bool:
+    """Tells whether `on_save` of a callback may look into the checkpoint."""
+    from transformers import TrainerCallback
+
+    kind = type(callback)
+    if kind.on_save is TrainerCallback.on_save:
+        return False
+    if kind.__module__ in ("transformers.trainer_callback", __name__):
+        return False
+    known = [name for name in _SWITCHES if hasattr(callback, name)]
+    if kind.__module__.startswith("transformers.") and known:
+        return any(getattr(callback, name) not in _OFF for name in known)
+    return True
 
 
 def _warn_of_bypassed(kind: type) -> None:

@@ -122,7 +122,7 @@ class CheckpointManager:
             keep_every: steps whose number is a multiple of this are never removed.
             asynchronous: copy to host memory and write in the background.
             when_busy: what a save does while the previous one is still being written. `"wait"`
-                waits for it, `"skip"` skips the new one.
+                waits for it. `"skip"` skips the new one, if it is one in the background.
             process_group: the ranks that save together; all if None. Without an initialised
                 torch.distributed, this process alone.
             timeout_s: how long ranks wait for each other before the missing one is named.
@@ -284,7 +284,8 @@ class CheckpointManager:
                 this, a name that a rank lacks is refused.
 
         Returns:
-            False if `when_busy="skip"` and the previous save is still being written.
+            False if a background save is skipped: `when_busy="skip"`, and the previous one is still
+            being written.
 
         Raises:
             PlanError: a value in the state could not be loaded again; the message says where it is.

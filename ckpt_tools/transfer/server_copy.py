@@ -283,7 +283,7 @@ def cut_parts(nbytes: int, ranges: Sequence[CopyRange], framed: bool = False) ->
     """
     least = max(MIN_PART_BYTES, -(-3 * nbytes // MAX_PARTS))
     parts: list[UploadPart] = []
-    sent = 0  # where what is to be sent begins
+    sent = 0  # the end of the parts so far
     for source in sorted(ranges):
         end = source.start + source.nbytes
         short = 0 if source.start == sent else max(int(framed), least - (source.start - sent))

@@ -168,6 +168,26 @@ def test_the_best_step_stays_and_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert all(torch.equal(got["model"][n], t) for n, t in want["model"].items())
 
 
+def test_only_trackers_that_upload_checkpoints_make_a_save_wait() -> None:
+    from transformers import ProgressCallback, TrainerCallback
+
+    from ckpt_tools.integrations.transformers import _may_read_checkpoints
+
+    def made(name: str, module: str, **values: Any) -> Any:
+        methods = {"on_save": lambda *_, **__: None, "__module__": module}
+        return type(name, (TrainerCallback,), {**methods, **values})()
+
+    theirs = "transformers.integrations.integration_utils"
+    assert not _may_read_checkpoints(ProgressCallback())
+    assert not _may_read_checkpoints(made("Wandb", theirs, _log_model="false"))
+    assert not _may_read_checkpoints(made("MLflow", theirs, _log_artifacts=False))
+    assert _may_read_checkpoints(made("Wandb", theirs, _log_model="checkpoint"))
+    assert _may_read_checkpoints(made("Unknown", theirs))
+    own = made("Own", "my_project")
+    assert _may_read_checkpoints(own)
+    assert _may_read_checkpoints(type("Heir", (type(own),), {})())  # inherits the method
+
+
 def test_only_the_model(tmp_path: Path) -> None:
     wanted = {"steps": 4, "save": 2, "arguments": {"save_only_model": True}}
     run("transformers", 0, tmp_path, wanted)

@@ -258,6 +258,12 @@ def test_a_chat_template_says_what_the_assistant_wrote(tmp_path: Path) -> None:
         ('{"prompt": "a", "completion": 3}', "line 2: expected `prompt` and `completion`"),
         ("{", "line 2: Expecting property name"),
         ('{"messages": []}', "line 2: 0 chat turns need --tokenizer"),
+        ('{"messages": ["hi"]}', "line 2: a turn needs `role` and `content`, two texts"),
+        (
+            '{"messages": [{"role": "assistant", "content": null}]}',
+            "line 2: a turn needs `role` and `content`, two texts",
+        ),
+        ('{"prompt": "\\ud800", "completion": "b"}', "line 2: .*surrogate"),
     ],
 )
 def test_a_bad_line_is_named_and_leaves_nothing(text: str, message: str, tmp_path: Path) -> None:
@@ -266,6 +272,39 @@ def test_a_bad_line_is_named_and_leaves_nothing(text: str, message: str, tmp_pat
     with pytest.raises(ConfigError, match=message):
         prepare([tmp_path / "x.jsonl"], tmp_path / "x.npy", progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+def test_bytes_of_another_encoding_and_a_byte_order_mark(tmp_path: Path) -> None:
+    good = b'{"prompt": "a", "completion": "b"}\n'
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + good)
+    assert prepare([tmp_path / "bom.jsonl"], tmp_path / "b.npy", progress=False)["examples"] == 1
+    (tmp_path / "latin.jsonl").write_bytes(good + '{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin.jsonl, line 2: .*codec can't decode"):
+        prepare([tmp_path / "latin.jsonl"], tmp_path / "l.npy", progress=False)
+
+
+def test_completions_that_are_cut_away_are_told_or_refused(data: Path, tmp_path: Path) -> None:
+    from training import config as configuration
+
+    rows = [("p" * 40, "gone"), ("short", "stays")]
+    for name, kept in (("some", rows), ("none", rows[:1] * 4)):
+        lines = [json.dumps({"prompt": p, "completion": c}) for p, c in kept]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        prepare([tmp_path / f"{name}.jsonl"], tmp_path / f"{name}.npy", progress=False)
+    given = ["data.seq_len=24", "data.batch_size=2", "metrics.validate_every=1"]
+    both = [f"data.train={data}/pairs.npy", f"data.validation={tmp_path}/some.npy"]
+    plan = train.prove(configuration.resolve(None, [*given, *both]), 1, 1)
+    assert "in 1 of these nothing is left that is trained on" in plan.notes
+    both[1] = f"data.validation={tmp_path}/none.npy"
+    with pytest.raises(
+        ConfigError, match="data.validation: data.seq_len = 24 cuts the completions"
+    ):
+        train.prove(configuration.resolve(None, [*given, *both]), 1, 1)
+
+
+def test_another_length_of_rows_is_other_data(data: Path) -> None:
+    one, two = (open_tokens(f"{data}/pairs.npy", n, BATCH, 256) for n in (SEQ_LEN, SEQ_LEN - 1))
+    assert one.identity["fingerprint"] != two.identity["fingerprint"]
 
 
 def test_files_that_do_not_belong_together(data: Path, tmp_path: Path) -> None:

@@ -54,6 +54,27 @@ def test_epochs_are_steps(drop_last: str, steps: int, data: Path, tmp_path: Path
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")
 
 
+def test_epochs_with_another_batch_size_are_refused(data: Path, tmp_path: Path) -> None:
+    run(*ONE, *options(data, tmp_path, "run.epochs=1"))
+    said = run(*ONE, *options(data, tmp_path, "run.epochs=2", "data.batch_size=4"), status=2)
+    assert "run.epochs with another data.batch_size than the checkpoint's" in said
+
+
+def test_a_best_step_of_other_validation_data_is_none(data: Path, tmp_path: Path) -> None:
+    given = (
+        "checkpoint.every=2",
+        "checkpoint.keep_last=1",
+        "checkpoint.keep_best=true",
+        "metrics.validate_every=2",
+    )
+    for steps, name in ((4, "train"), (10, "check")):
+        more = (f"run.steps={steps}", f"data.validation={data}/{name}.npy")
+        run(*ONE, *options(data, tmp_path, *given, *more))
+    found = [x for x in lines(tmp_path) if "validation_loss" in x and x["step"] > 4]
+    best = min(found, key=lambda line: line["validation_loss"])["step"]
+    assert [step.number for step in ckpt_tools.steps(tmp_path)] == sorted({best, 10})
+
+
 def test_the_best_step_stays(data: Path, tmp_path: Path) -> None:
     """The validation data are other bytes, so what is learnt makes their loss worse."""
     given = (
