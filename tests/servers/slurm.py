@@ -82,10 +82,19 @@ def cluster(directory: Path) -> Iterator[dict[str, str]]:
             _wait(os.environ | environment, directory / "log")
             yield environment
         finally:
-            for daemon in daemons:
-                daemon.terminate()
-            for daemon in daemons:
-                daemon.wait(30)
+            # The node's daemon first: it reports its last steps, and waits while no controller answers.
+            for daemon in reversed(daemons):
+                _end(daemon)
+
+
+def _end(daemon: subprocess.Popen[bytes]) -> None:
+    """Asks a daemon to end, and kills it when it has not after 20 s."""
+    daemon.terminate()
+    try:
+        daemon.wait(20)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
 
 
 def _wait(environment: dict[str, str], log: Path) -> None:
