@@ -31,7 +31,14 @@ _QUIET = (
     "data.may_change",
     "model.may_change",
 )
-_FIXED = ("data.shuffle", "data.drop_last")  # they change the meaning of a position in the data
+_FIXED = (
+    "data.shuffle",  # this and the next change the meaning of a position in the data
+    "data.drop_last",
+    "lora.rank",
+    "lora.alpha",
+    "lora.targets",
+    "model.loss",
+)
 
 
 def differences(before: Config, now: Config) -> Iterator[tuple[str, Any, Any]]:
@@ -75,12 +82,19 @@ def check_model(before: Config, now: Config, hint: str = "") -> None:
     Raises:
         ConfigError: a size differs; the message names the first one.
     """
+    for key in ("factory", "dtype"):
+        old, new = getattr(before.model, key), getattr(now.model, key)
+        if old != new:
+            raise ConfigError(
+                f"model.{key} = {new!r}, and the run that is resumed has {old!r}: it is another"
+                f" model{hint}"
+            )
     if bool(before.model.path) != bool(now.model.path):
         raise ConfigError(
             f"model.path = {now.model.path!r}, and the run that is resumed has"
             f" {before.model.path!r}: it is another model{hint}"
         )
-    if now.model.path:
+    if now.model.path or now.model.factory:
         return
     a, b = asdict(models.sizes_of(before.model)), asdict(models.sizes_of(now.model))
     for key in (key for key in a if a[key] != b[key]):
@@ -115,6 +129,24 @@ def check_description(
     if texts and not may_change:
         raise ConfigError(f"{texts[0]}: give the same model, or set model.may_change = true")
     return texts
+
+
+def check_base(stored: str, now: str, may_change: bool) -> list[str]:
+    """Compares the weights below a checkpoint's adapters with this run's, and returns remarks.
+
+    Args:
+        stored, now: fingerprints; "" without adapters.
+        may_change: accept other weights, with a remark.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if stored == now:
+        return []
+    text = f"the adapters were trained on other weights than those in model.path ({stored}, {now})"
+    if not may_change:
+        raise ConfigError(f"{text}: give the same model, or set model.may_change = true")
+    return [text]
 
 
 def tensor_parallel(stored: str) -> int:

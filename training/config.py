@@ -43,12 +43,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A built-in decoder by name, with changes to its sizes, or a transformers model by path."""
+    """A built-in decoder by name, a transformers model by path, or any module by a factory."""
 
     name: Literal["tiny", "small", "medium", "1b", "8b"] = "tiny"
     # instead of `name`: a directory with config.json, and with safetensors if `weights` is true
     path: str = ""
     weights: bool = True
+    # instead of `name`: "package.module:function", which returns an nn.Module
+    factory: str = ""
+    loss: str = ""  # with `factory`: of outputs and targets; "": cross-entropy
+    dtype: Literal["float32", "bfloat16"] = "float32"  # in which parameters are kept
     dim: int = 0  # 0 here and below: the size that belongs to `name`
     num_layers: int = 0
     num_heads: int = 0
@@ -59,6 +63,17 @@ class Model:
     tied_embeddings: bool = False
     # allow another config.json in `path` than the checkpoint's when a run resumes
     may_change: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters of PEFT on the model in `model.path`: only they are trained and saved."""
+
+    rank: int = 0  # 0: no adapters, the whole model is trained
+    alpha: int = 16  # an adapter is scaled by alpha / rank
+    dropout: float = 0.0
+    # names of linear modules, such as q_proj; empty: PEFT's choice for the kind of model
+    targets: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +152,7 @@ class Fsdp1:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Types for computing and reducing; "" means float32.
-
-    Parameters are kept in float32.
-    """
+    """Types for computing and reducing; "" means the type of the parameters, `model.dtype`."""
 
     param: Dtype = ""
     reduce: Dtype = ""
@@ -197,6 +209,7 @@ class Config:
 
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
+    lora: Lora = field(default_factory=Lora)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
     fsdp: Fsdp = field(default_factory=Fsdp)
@@ -431,11 +444,7 @@ def _problems(config: Config) -> list[str]:
             "model.path needs data.train: without it, the tokens would be the bytes of Python's"
             " standard library"
         )
-    if config.model.path and (changed := _changed(config.model, ("path", "weights", "may_change"))):
-        found.append(
-            f"model.{changed[0]} belongs to the built-in decoder, and model.path ="
-            f" {config.model.path!r} is set"
-        )
+    found += _model_problems(config)
     if bool(config.metrics.validate_every) != bool(config.data.validation):
         found.append(
             "data.validation, a token file, and metrics.validate_every, the steps between"
@@ -463,6 +472,56 @@ def _problems(config: Config) -> list[str]:
         found.append("checkpoint.mirror is a URL such as s3://bucket/run, beside steps on a disk")
     found += _tensor_problems(config) + _sharding_problems(config)
     return found + _precision_problems(config)
+
+
+def _model_problems(config: Config) -> list[str]:
+    """Returns keys of one kind of model that are set for another kind."""
+    model, lora, found = config.model, config.lora, []
+    key = "path" if model.path else "factory" if model.factory else ""
+    if model.path and model.factory:
+        found.append("model.path and model.factory: give one of them")
+    allowed = {"path": ("path", "weights"), "factory": ("factory", "loss")}.get(key, ())
+    changed = _changed(model, (*allowed, "dtype", "may_change"))
+    of_decoder = [name for name in changed if name not in ("path", "weights", "factory", "loss")]
+    if key and of_decoder:
+        found.append(
+            f"model.{of_decoder[0]} belongs to the built-in decoder, and model.{key} ="
+            f" {getattr(model, key)!r} is set"
+        )
+    if model.loss and not model.factory:
+        found.append("model.loss belongs to model.factory, which is not set")
+    if not model.weights and not model.path:
+        found.append("model.weights belongs to model.path, which is not set")
+    if model.factory:
+        found += _factory_problems(config)
+    if not lora.rank and (changed := _changed(lora, ("rank",))):
+        found.append(f"lora.{changed[0]} belongs to lora.rank, which is 0")
+    if lora.rank and not (model.path and model.weights):
+        found.append("lora.rank needs model.path, with weights: adapters change a trained model")
+    if lora.rank and (config.fsdp.api == "fsdp1" or config.fsdp.tensor_parallel > 1):
+        found.append('lora.rank needs fsdp.api = "fsdp2" and fsdp.tensor_parallel = 1')
+    if not 0 <= lora.dropout < 1 or lora.rank < 0 or lora.alpha < 1:
+        found.append(
+            "lora: rank is at least 0, alpha at least 1, and dropout at least 0 and below 1"
+        )
+    return found
+
+
+def _factory_problems(config: Config) -> list[str]:
+    """Returns keys of language models that are set for a factory."""
+    data, found = config.data, []
+    if not data.train:
+        found.append("model.factory needs data.train, a safetensors file of inputs and targets")
+    for key in ("seq_len", "packing", "check_tokenizer"):
+        if key in _changed(data, ()):
+            found.append(f"data.{key} is for tokens, and model.factory is trained on rows")
+    if config.compute.loss_chunk:
+        found.append("compute.loss_chunk is for logits of tokens, and model.factory has its loss")
+    if config.fsdp.wrap_embeddings:
+        found.append("fsdp.wrap_embeddings: the module of a factory does not name its embeddings")
+    if config.fsdp.tensor_parallel > 1:
+        found.append("fsdp.tensor_parallel: there is no plan for the module of a factory")
+    return found
 
 
 def _range_problems(config: Config) -> list[str]:

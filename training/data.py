@@ -34,13 +34,13 @@ from training.examples import (
     DataError,
     Examples,
     chat,
+    fingerprint,
     open_examples,
     prepare_examples,
     write_header,
 )
 
 _READ = 4 << 20  # bytes of text to read, and tokenize, at once
-_BLOCKS = 256
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -179,26 +179,6 @@ def _standard_library() -> Tokens:
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     return Tokens(np.frombuffer(text, np.uint8), 256, "the standard library's sources")
-
-
-def fingerprint(ids: np.ndarray[Any, Any], known: str = "") -> str:
-    """Returns 16 hex digits that distinguish one array from another.
-
-    Args:
-        ids: the array. Only type, length and 256 blocks of 4 KiB are read, because a file of
-            terabytes must not be read whole at every start.
-        known: a digest of all ids, if `prepare` has noted one.
-    """
-    digest = hashlib.blake2b(f"{ids.dtype.str} {len(ids)} {known}".encode(), digest_size=8)
-    block = 4096 // ids.itemsize
-    starts = (
-        np.linspace(0, max(0, len(ids) - block), _BLOCKS, dtype=np.int64)
-        if len(ids) > block * _BLOCKS
-        else range(0, len(ids), block)
-    )
-    for start in starts:
-        digest.update(np.ascontiguousarray(ids[start : start + block]).tobytes())
-    return digest.hexdigest()
 
 
 def tokenizer_fingerprint(directory: Path) -> str:

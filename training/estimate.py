@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 
 from training import config as configuration
+from training import factory, parallel
 from training import model as models
-from training import parallel
 from training.config import Config, ConfigError, Degrees
 from training.plan import Group, groups_of, size, wide_console
 
@@ -75,21 +75,37 @@ class Activations:
 
 def activations_of(config: Config, sequences: int) -> Activations:
     """Counts the bytes that autograd keeps while a rank runs `sequences` sequences."""
-    dtype = parallel.dtype_of(config.precision.param) or torch.float32
-    model = models.make(config.model)
+    dtype = getattr(torch, config.precision.param or config.model.dtype)
+    model = models.make(config)
     names = parallel.blocks_of(model)
+    rows = factory.open_rows(config.data.train, "data.train", 1) if config.model.factory else None
     with FakeTensorMode():
         _allocate(model, dtype)
         counter = _Saved(model, [model.get_submodule(n) for n in names])
-        tokens = torch.zeros(sequences, config.data.seq_len, dtype=torch.int64)
         with torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor):
-            logits = models.logits_of(model, tokens)
-            F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-    gradient = logits.numel() * 4  # of the logits, in float32, when the backward pass begins
+            outputs = _run(model, config, rows, sequences)
+    gradient = outputs.numel() * 4  # of the outputs, in float32, when the backward pass begins
     over = config.fsdp.tensor_parallel  # ranks that split blocks, apart from small parts
     return Activations(
         [n // over for n in counter.blocks], counter.rest, counter.block_input, gradient
     )
+
+
+def _run(model: nn.Module, config: Config, rows: factory.Rows | None, sequences: int) -> Tensor:
+    """Computes the loss of a micro-batch, and returns the outputs that it was computed from."""
+    if rows is not None:
+        dtype = getattr(torch, config.precision.param or config.model.dtype)
+        inputs, targets = (
+            torch.zeros(sequences, *part.shape[1:], dtype=part.dtype)
+            for part in (rows.inputs, rows.targets)
+        )
+        outputs: Tensor = model(inputs.to(dtype) if inputs.is_floating_point() else inputs)
+        factory.loss_of(config)(outputs.float(), targets)
+        return outputs
+    tokens = torch.zeros(sequences, config.data.seq_len, dtype=torch.int64)
+    logits = models.logits_of(model, tokens)
+    F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+    return logits
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
@@ -99,7 +115,9 @@ def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
         for name, meta in module._parameters.items():
             if meta is not None:
                 if id(meta) not in made:
-                    made[id(meta)] = nn.Parameter(torch.empty(meta.shape, dtype=dtype))
+                    made[id(meta)] = nn.Parameter(
+                        torch.empty(meta.shape, dtype=dtype), meta.requires_grad
+                    )
                 module._parameters[name] = made[id(meta)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -143,6 +161,8 @@ def memory_of(
     """
     fsdp = config.fsdp
     elements = sum(_local(group, sizes.shard) for group in groups.values())
+    trained = sum(_local(group, sizes.shard, trained_only=True) for group in groups.values())
+    itemsize = getattr(torch, config.model.dtype).itemsize
     gathered = ending = 0
     if fsdp.strategy != "NO_SHARD":
         gathered = _gathered(config, groups) + _accumulated(config, groups)
@@ -153,13 +173,15 @@ def memory_of(
             + _accumulated(config, groups),
         )
     elif config.data.accumulation > 1:
-        gathered = elements * 4  # gradients exist from the first micro-batch on
+        gathered = trained * itemsize  # gradients exist from the first micro-batch on
     kept = activations.peak(config.compute.checkpoint_every)
     if fsdp.cpu_offload:  # the rest is in host memory
         return Memory(0, 0, 0, gathered, kept, ending, 0)
     # "auto" means "foreach" on a GPU
-    stepping = elements * 4 if config.optim.implementation in ("auto", "foreach") else 0
-    return Memory(elements * 4, elements * 4, elements * 8, gathered, kept, ending, stepping)
+    is_foreach = config.optim.implementation in ("auto", "foreach")
+    own = trained * itemsize
+    stepping = own if is_foreach else 0
+    return Memory(elements * itemsize, own, 2 * own, gathered, kept, ending, stepping)
 
 
 def _accumulated(config: Config, groups: dict[str, Group]) -> int:
@@ -167,12 +189,11 @@ def _accumulated(config: Config, groups: dict[str, Group]) -> int:
 
     Earlier micro-batches do not reduce gradients.
     """
-    reduce = parallel.dtype_of(config.precision.reduce or config.precision.param) or torch.float32
-    return (
-        sum(g.numel for g in groups.values()) * reduce.itemsize
-        if config.data.accumulation > 1
-        else 0
-    )
+    precision = config.precision
+    reduce = getattr(torch, precision.reduce or precision.param or config.model.dtype)
+    if config.data.accumulation == 1:
+        return 0
+    return sum(_local(g, 1, trained_only=True) for g in groups.values()) * reduce.itemsize
 
 
 def _gathered(config: Config, groups: dict[str, Group]) -> int:
@@ -194,14 +215,15 @@ def _gathered(config: Config, groups: dict[str, Group]) -> int:
     return held + largest.nbytes + scattering
 
 
-def _local(group: Group, over: int) -> int:
-    """Returns the elements that rank 0 has of a unit.
+def _local(group: Group, over: int, trained_only: bool = False) -> int:
+    """Returns the elements that rank 0 has of a unit, or of what is trained in it.
 
     They are the first of `over` parts along dim 0 of each parameter.
     """
     return sum(
         (-(-shape[0] // over) * (shape.numel() // max(1, shape[0])) if shape else 1)
-        for shape in group.shapes
+        for shape, is_trained in zip(group.shapes, group.is_trained, strict=True)
+        if is_trained or not trained_only
     )
 
 
@@ -209,7 +231,7 @@ def estimates(
     config: Config, num_ranks: int, ranks_a_node: int
 ) -> Iterator[tuple[str, Degrees | str, Memory | None]]:
     """Yields every strategy with its mesh and memory, or why the configuration excludes it."""
-    model = models.make(config.model)
+    model = models.make(config)
     counted: dict[int, Activations] = {}
     for name in STRATEGIES:
         changed = replace(

@@ -3,14 +3,15 @@
 Each module has its own random generator. A rank draws the whole module and keeps its shard. Every
 strategy and every number of ranks therefore starts with the same values, and no rank holds more
 than one whole module. Values are drawn in a copy of the model on the meta device, because FSDP
-changes the modules of the model itself.
+changes the modules of the model itself. The model of a factory is made whole, on the CPU.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,27 +20,41 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from training.model import Use, initializer, tied
 
 
+class Values(Protocol):
+    """Whole first values of a module's own parameters."""
+
+    def of(
+        self, name: str, buffers: dict[str, Tensor], keys: Sequence[str]
+    ) -> Mapping[str, Tensor]:
+        """Returns the values of a module's parameters, and fills its buffers in place.
+
+        Args:
+            name: of the module.
+            buffers: the module's own buffers, on the device where they are kept.
+            keys: the parameters whose values are wanted.
+        """
+
+
+def every_module(name: str) -> bool:
+    """Tells that the parameters of a module get values: those of all modules do."""
+    del name
+    return True
+
+
 class Init:
-    """An initializer of modules. The values depend only on the seed and the module's name.
+    """Fills the modules of a model that was made on the meta device.
 
     Args:
-        model: on the meta device, before anything wraps its modules.
-        device: the device that draws numbers. A CPU and a GPU draw different numbers, so it does
-            not depend on where parameters are kept.
-        draw: set the values of parameters; buffers get their values in any case.
+        model: before anything wraps its modules.
+        values: the first values, by module.
+        draws: tells by a module's name whether its parameters get values. Buffers always do.
     """
 
     def __init__(
-        self, model: nn.Module, seed: int, device: torch.device, draw: bool = True
+        self, model: nn.Module, values: Values, draws: Callable[[str], bool] = every_module
     ) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.blank = dict(copy.deepcopy(model).named_modules())
-        self.fill, self.seed, self.draw = initializer(model), seed, draw
-        self.writes = dict(_writes(self.blank, self.fill)) if draw else {}
-        self.writer = {
-            target: above for above, targets in self.writes.items() for target in targets
-        }
-        self.device = device if draw else torch.device("meta")
+        self.values, self.draws = values, draws
         # for each use of a tied weight: the use whose module sets its values
         self.first: dict[tuple[int, str], Use] = {}
         for uses in tied(model):
@@ -50,7 +65,7 @@ class Init:
     def all(self, model: nn.Module) -> None:
         """Fills a model that has memory: plain tensors or shards."""
         for module in model.modules():
-            if id(module) in self.names and (module._buffers or (self.draw and module._parameters)):
+            if id(module) in self.names and (module._buffers or module._parameters):
                 self._fill(module)
 
     def materialize(self, module: nn.Module, device: torch.device) -> None:
@@ -75,18 +90,51 @@ class Init:
     @torch.no_grad()
     def _fill(self, module: nn.Module) -> None:
         name = self.names[id(module)]
-        drawn = self._draw(
-            name, {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
-        )
-        for key, parameter in module._parameters.items() if self.draw else ():
-            use = self.first.get((id(module), key))
-            if parameter is not None and (
-                use is None or (use.module is module and use.name == key)
-            ):
-                above = self.writer.get((name, key))
-                _keep_shard(
-                    parameter, (self._draw(above, {}) if above is not None else drawn)[name, key]
-                )
+        buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
+        keys = [key for key in module._parameters if self._is_set_here(module, name, key)]
+        if buffers or keys:
+            for key, whole in self.values.of(name, buffers, keys).items():
+                keep_shard(module._parameters[key], whole)
+
+    def _is_set_here(self, module: nn.Module, name: str, key: str) -> bool:
+        """Tells whether a parameter gets its values from this use of it."""
+        use = self.first.get((id(module), key))
+        is_first = use is None or (use.module is module and use.name == key)
+        return module._parameters[key] is not None and is_first and self.draws(name)
+
+
+class Drawn:
+    """Values that a model's own initializer draws. They depend on the seed and the module's name.
+
+    Args:
+        model: on the meta device, before anything wraps its modules.
+        seed: of the run.
+        device: the device that draws numbers. A CPU and a GPU draw different numbers, so it does
+            not depend on where parameters are kept.
+        draws: as for `Init`. What nobody wants is not drawn.
+    """
+
+    def __init__(
+        self, model: nn.Module, seed: int, device: torch.device, draws: Callable[[str], bool]
+    ) -> None:
+        self.blank = dict(copy.deepcopy(model).named_modules())
+        self.fill, self.seed = initializer(model), seed
+        self.draws, self.device = draws, device
+        is_wanted = any(draws(name) for name, own in self.blank.items() if own._parameters)
+        self.writes = dict(_writes(self.blank, self.fill)) if is_wanted else {}
+        self.writer = {
+            target: above for above, targets in self.writes.items() for target in targets
+        }
+
+    def of(
+        self, name: str, buffers: dict[str, Tensor], keys: Sequence[str]
+    ) -> Mapping[str, Tensor]:
+        drawn = self._draw(name, buffers)
+        values = {}
+        for key in keys:
+            above = self.writer.get((name, key))
+            values[key] = (self._draw(above, {}) if above is not None else drawn)[name, key]
+        return values
 
     def _draw(self, name: str, buffers: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
         """Calls the initializer of one module.
@@ -101,8 +149,9 @@ class Init:
             (name, key) for key, p in module._parameters.items() if p is not None
         ] + self.writes.get(name, [])
         held = {target: self.blank[target[0]]._parameters[target[1]] for target in targets}
+        device = self.device if self.draws(name) else torch.device("meta")
         whole = {
-            at: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=self.device))
+            at: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device))
             for at, p in held.items()
             if p is not None
         }
@@ -112,7 +161,7 @@ class Init:
         self._put(whole)
         module._buffers.update(buffers)
         try:
-            self.fill(module)
+            self.fill(name, module)
         finally:
             self._put(held)
             module._buffers.update(unset)
@@ -123,9 +172,24 @@ class Init:
             self.blank[name]._parameters[key] = parameter
 
 
+class Copied:
+    """The values of a model that was made on the CPU, where every rank made the same one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+
+    def of(
+        self, name: str, buffers: dict[str, Tensor], keys: Sequence[str]
+    ) -> Mapping[str, Tensor]:
+        module = self.modules[name]
+        for key, buffer in buffers.items():
+            buffer.copy_(module._buffers[key])
+        return {key: module._parameters[key] for key in keys}
+
+
 @torch.no_grad()
 def _writes(
-    modules: dict[str, nn.Module], fill: Callable[[nn.Module], None]
+    modules: dict[str, nn.Module], fill: Callable[[str, nn.Module], None]
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yields modules whose initializer writes parameters of inner modules, with those parameters.
 
@@ -141,16 +205,18 @@ def _writes(
         ]
         before = {id(p): p._version for _, _, p in inner if p is not None}
         if inner:
-            fill(module)
+            fill(name, module)
         if written := [
             (path, key) for path, key, p in inner if p is not None and p._version != before[id(p)]
         ]:
             yield name, written
 
 
-def _keep_shard(parameter: Tensor, whole: Tensor) -> None:
+def keep_shard(parameter: Tensor, whole: Tensor) -> None:
+    """Copies this rank's part of a tensor, which every rank has whole, into a parameter."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return
+    whole = whole.to(parameter.device, parameter.dtype)
     mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.to_local().copy_(mine.to_local())

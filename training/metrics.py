@@ -3,7 +3,8 @@
 A line has step, loss, lr, grad_norm, tokens_per_s, step_s, data_s, checkpoint_s, peak_mib and
 epoch. The keys data_s and checkpoint_s are rank 0's, and parts of step_s. The list peak_mib has the
 memory of each rank: of CUDA's allocator, or of the resident set on the CPU. Lines of validation
-have step, validation_loss and validation_perplexity.
+have step, validation_loss and validation_perplexity. With `model.factory`, a
+row counts as a token.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Meter:
         every: int,
         progress: bool,
         loggers: Sequence[Logger] = (),
+        unit: str = "tokens",
     ) -> None:
+        self.unit = unit
         self.loggers = loggers
         self.path, self.every, self.last = directory / FILE, every, last
         self.is_writer = dist.get_rank() == 0
@@ -97,13 +100,11 @@ class Meter:
         }
         self.write(line)
         self.bar.set_postfix_str(
-            f"loss {line['loss']:.4f}, {line['tokens_per_s']:,.0f} tokens/s", refresh=False
+            f"loss {line['loss']:.4f}, {line['tokens_per_s']:,.0f} {self.unit}/s", refresh=False
         )
         if self.prints and (step % 10 == 0 or step == self.last):
-            print(
-                f"step {step:5d}  loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tokens/s",
-                flush=True,
-            )
+            speed = f"{line['tokens_per_s']:,.0f} {self.unit}/s"
+            print(f"step {step:5d}  loss {line['loss']:.4f}  {speed}", flush=True)
         self.spent = dict.fromkeys(self.spent, 0.0)
         self.tokens, self.steps, self.began = 0, 0, time.perf_counter()
 
@@ -115,7 +116,11 @@ class Meter:
         self.began += time.perf_counter() - began
 
     def validation(self, step: int, loss: float) -> None:
-        """Writes the mean loss over the validation data, and its perplexity."""
+        """Writes the mean loss over the validation data, and its perplexity, if it has tokens."""
+        if self.unit != "tokens":
+            self.write({"step": step, "validation_loss": loss})
+            self.say(f"step {step:5d}  validation loss {loss:.4f}")
+            return
         perplexity = math.inf if loss >= _MAX_EXPONENT else math.exp(loss)
         self.write({"step": step, "validation_loss": loss, "validation_perplexity": perplexity})
         self.say(f"step {step:5d}  validation loss {loss:.4f}, perplexity {perplexity:,.2f}")

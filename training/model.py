@@ -1,6 +1,6 @@
-"""The models: a built-in decoder, or a causal LM of `transformers` from a local directory.
+"""The models: a built-in decoder, a causal LM of `transformers`, or any module of a factory.
 
-The decoder has RMSNorm, rotary attention and SwiGLU. Both kinds are made on the meta device. This
+The decoder has RMSNorm, rotary attention and SwiGLU. All kinds are made on the meta device. This
 module knows nothing of ranks, data or checkpoints.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 
-import ckpt_tools
 from training import config as configuration
+from training import factory, pretrained
 from training.config import ConfigError
 
 
@@ -217,14 +217,39 @@ class Decoder(nn.Module):
 # ---- from a configuration ------------------------------------------------------------------------
 
 
-def make(config: configuration.Model) -> nn.Module:
-    """Returns the configured model on the meta device: shapes and names, but no memory.
+def make(config: configuration.Config) -> nn.Module:
+    """Returns the configured model on the meta device: shapes, types and names, but no memory.
 
     Raises:
-        ConfigError: sizes contradict each other, or a directory has no causal LM.
+        ConfigError: sizes contradict each other, a directory has no causal LM, adapters do not fit,
+            or a factory makes no module.
     """
-    with torch.device("meta"):
-        return _pretrained(config.path) if config.path else Decoder(sizes_of(config))
+    if config.model.factory:
+        model = on_meta(factory.call(config))
+    else:
+        with torch.device("meta"):
+            path = config.model.path
+            model = pretrained.make(path) if path else Decoder(sizes_of(config.model))
+            if config.lora.rank:
+                model = pretrained.adapt(model, config.lora)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
+    return model
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Moves a model to the meta device; tied weights stay tied."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                shell = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                module._parameters[name] = moved.setdefault(id(parameter), shell)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("meta")
+    return model
 
 
 def sizes_of(config: configuration.Model) -> ModelConfig:
@@ -249,85 +274,27 @@ def sizes_of(config: configuration.Model) -> ModelConfig:
     return sizes
 
 
-def _pretrained(path: str) -> nn.Module:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError("model.path needs transformers: pip install 'ckpt-tools[hf]'") from error
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # a model's own code may raise anything
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(
-            f"model.path: {path} holds no causal LM that transformers can make here: {said}"
-        ) from error
-    model.config.use_cache = False
-    return model
-
-
-_NOT_OF_THE_MODEL = (
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-)
-
-
 def description(model: nn.Module) -> dict[str, Any]:
-    """Returns the configuration of a `transformers` model as JSON values.
+    """Returns the configuration of a `transformers` model as JSON values; of others, nothing.
 
-    It is empty for a built-in decoder, whose sizes say everything.
+    The sizes of a built-in decoder, or the name of a factory, are in the run's configuration.
     """
-    if isinstance(model, Decoder):
-        return {}
-    known: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    return {key: value for key, value in known.items() if key not in _NOT_OF_THE_MODEL}
+    return pretrained.description(model) if is_pretrained(model) else {}
 
 
-def check_weights(model: nn.Module, config: configuration.Model) -> None:
-    """Refuses weights whose names do not fit the model, before any rank waits for another.
-
-    Raises:
-        ConfigError: names do not fit; the message has some of them. transformers fuses the experts
-            of mixture-of-experts models when it loads them.
-    """
-    if not config.path or not config.weights:
-        return
-    report = ckpt_tools.inspect(config.path)
-    stored = set(report.catalog.tensors)
-    if report.format == "accelerate":  # a job's directory, in which the model is one part
-        stored = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
-    names = {
-        name: id(tensor)
-        for name, tensor in [*model.named_parameters(remove_duplicate=False), *_persistent(model)]
-    }
-    there = {key for name, key in names.items() if name in stored}
-    missing = [name for name, key in names.items() if key not in there]
-    extra = [name for name in stored if name not in names]
-    # if most are missing, they have another prefix, and loading handles that
-    if missing and len(missing) * 2 < len(names):
-        raise ConfigError(
-            f"model.path: {len(missing)} weights of the model are not in {config.path}, such as"
-            f" {missing[0]}, and {len(extra)} there are not in the"
-            f" model{f', such as {min(extra)}' if extra else ''}: models whose weights transformers"
-            " renames or fuses as it loads them, as those with experts, are not supported"
-        )
+def is_pretrained(model: nn.Module) -> bool:
+    """Tells whether `transformers` made a model."""
+    return not isinstance(model, Decoder) and hasattr(model, "config")
 
 
-def _persistent(model: nn.Module) -> list[tuple[str, Tensor]]:
-    held = set(model.state_dict())
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in held]
-
-
-def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
-    """Returns the function that sets the first values of one module.
+def initializer(model: nn.Module) -> Callable[[str, nn.Module], None]:
+    """Returns the function that sets the first values of one module, by its name.
 
     It sets the module's own parameters, and buffers that are computed.
     """
-    return model.init_weights if isinstance(model, Decoder) else model._init_weights
+    if isinstance(model, Decoder):
+        return lambda _, module: model.init_weights(module)
+    return pretrained.initializer(model)
 
 
 def vocab_size(model: nn.Module) -> int:
@@ -341,9 +308,9 @@ def vocab_size(model: nn.Module) -> int:
 
 def max_seq_len(model: nn.Module) -> int:
     """Returns the maximum length of a sequence."""
+    config = getattr(model, "config", None)
     return int(
-        getattr(model.config, "max_seq_len", 0)
-        or getattr(model.config, "max_position_embeddings", 1 << 62)
+        getattr(config, "max_seq_len", 0) or getattr(config, "max_position_embeddings", 1 << 62)
     )
 
 
@@ -402,25 +369,6 @@ def positions_in(documents: Tensor) -> Tensor:
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return place - torch.where(begins, place, 0).cummax(1).values
-
-
-def write_config(config: configuration.Model, directory: Path) -> None:
-    """Writes the files that are needed to load exported weights.
-
-    They are `model.json`, or the configuration and tokenizer from the model's directory.
-    """
-    if not config.path:
-        (directory / "model.json").write_text(json.dumps(asdict(sizes_of(config)), indent=1) + "\n")
-        return
-    for file in sorted(Path(config.path).iterdir()):
-        if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(
-            ".index.json"
-        ):
-            (directory / file.name).write_bytes(file.read_bytes())
-    about = json.loads((directory / "config.json").read_text())
-    # the dtype of the trained weights, not of those at the start
-    about |= {key: "float32" for key in ("dtype", "torch_dtype") if key in about}
-    (directory / "config.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
 def load_config(path: Path) -> ModelConfig:

@@ -47,7 +47,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config import Config, ConfigError, Degrees
-from training.initialize import Init
+from training.initialize import Drawn, Init, Values, every_module
 from training.model import Decoder, block_classes, tied
 
 
@@ -155,9 +155,11 @@ def _by_size(model: nn.Module, least: int) -> set[str]:
 
 
 def embeddings_of(model: nn.Module) -> list[str]:
-    """Returns the names of the embedding and the head."""
+    """Returns the names of the embedding and the head; nothing for the module of a factory."""
     if isinstance(model, Decoder):
         return ["tok_embeddings", "output"]
+    if not hasattr(model, "get_input_embeddings"):
+        return []
     both = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name for name, module in model.named_modules() if any(module is one for one in both)]
 
@@ -204,20 +206,22 @@ def shard(
     config: Config,
     mesh: DeviceMesh,
     device: torch.device,
-    has_weights: bool = False,
+    values: Values | None = None,
+    draws: Callable[[str], bool] = every_module,
 ) -> nn.Module:
     """Shards a model on the meta device, and gives it memory and first values.
 
     The values are the same for every mesh and strategy.
 
     Args:
-        has_weights: parameters will be loaded, so they get no values. Only buffers do.
+        values: the first values; by default, the model's own initializer draws them.
+        draws: tells by a module's name whether its parameters get values. Others will be loaded.
 
     Raises:
         ConfigError: the model does not fit the mesh or the requested units.
     """
     units, blocks = units_of(model, config), blocks_of(model)
-    init = Init(model, config.run.seed, device, draw=not has_weights)
+    init = Init(model, values or Drawn(model, config.run.seed, device, draws), draws)
     if mesh["tensor"].size() > 1:
         _split_tensors(model, mesh["tensor"], config)
     _checkpoint_activations(model, blocks, config.compute.checkpoint_every)

@@ -31,6 +31,7 @@ class Group:
     dtype: torch.dtype
     numel: int = 0
     shapes: list[torch.Size] = field(default_factory=list)
+    is_trained: list[bool] = field(default_factory=list)  # of each shape
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +44,7 @@ def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
     A tied weight counts once.
     """
     units = {unit.name: unit for unit in parallel.units_of(model, config)}
-    default = config.precision.param
+    default = config.precision.param or config.model.dtype
     groups = {
         n: Group(n, parallel.dtype_of(u.dtype or default) or torch.float32)
         for n, u in units.items()
@@ -59,6 +60,7 @@ def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
             else 1
         )
         groups[path].numel += parameter.numel() // over
+        groups[path].is_trained.append(parameter.requires_grad)
         groups[path].shapes.append(
             torch.Size((-(-parameter.shape[0] // over), *parameter.shape[1:]))
             if parameter.ndim
@@ -125,7 +127,7 @@ def wide_console() -> Console:
 
 def show(config: Config, sizes: Degrees) -> None:
     """Prints the plan of a configuration for a mesh."""
-    model = models.make(config.model)
+    model = models.make(config)
     groups = groups_of(model, config)
     console = wide_console()
     fsdp = config.fsdp

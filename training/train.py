@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F  # noqa: N812  # torch's own name for it
 from torch.utils.checkpoint import checkpoint as recompute
 
-import ckpt_tools
 from ckpt_tools import CheckpointError, CheckpointManager, RngState
 from ckpt_tools.core.catalog import strip_wrappers
-from training import accelerate_config, changes, parallel
+from training import accelerate_config, changes, factory, parallel, pretrained, weights
 from training import config as configuration
 from training import model as models
 from training.config import Config, ConfigError, Degrees
 from training.data import Sampler, Tokens, check_tokenizer, open_tokens
 from training.examples import Batch, DataError, Examples
+from training.factory import Rows
+from training.initialize import Copied, Values, every_module
 from training.loggers import check_loggers, open_loggers
 from training.metrics import Meter, gather, loss_and_peak, plot
 from training.profiling import Profiler
@@ -68,8 +70,8 @@ class Plan:
     text: str  # the resolved configuration, as TOML
     sizes: Degrees
     model: nn.Module
-    tokens: Tokens | Examples
-    validation: Tokens | Examples | None
+    tokens: Tokens | Examples | Rows
+    validation: Tokens | Examples | Rows | None
     notes: list[str]  # on what the configuration asks for and what is done instead
 
 
@@ -85,16 +87,24 @@ class Job:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     sampler: Sampler
-    tokens: Tokens | Examples
-    validation: Tokens | Examples | None
+    tokens: Tokens | Examples | Rows
+    validation: Tokens | Examples | Rows | None
     num_parameters: int
+    num_trained: int
     about: dict[str, Any]  # the model's config.json
+    loss: factory.Loss | None = None  # of a factory's module; None: cross-entropy of tokens
+    base: str = ""  # the fingerprint of the weights below adapters
     best: tuple[int, float] | None = None  # the saved step with the lowest validation loss
 
     @property
     def validated_on(self) -> str:
         """The fingerprint of the validation data; "" if there is none."""
         return "" if self.validation is None else str(self.validation.identity["fingerprint"])
+
+    @property
+    def saved_part(self) -> str:
+        """The part of the model that is saved: with adapters, only these."""
+        return "trainable" if self.config.lora.rank else ""
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns the state that a resumed run needs, with the configuration.
@@ -113,6 +123,7 @@ class Job:
                 "model": self.about,
                 "best": self.best,
                 "validation": self.validated_on,
+                **({"base": self.base} if self.base else {}),
             },
             "config": self.text,
         }
@@ -229,6 +240,8 @@ def main() -> None:
 
 def _check_logits(file: Path, config: Config) -> None:
     """Refuses `--logits` where they cannot be computed or written."""
+    if config.model.factory:
+        raise ConfigError("--logits: a fixed prompt is for language models, not model.factory")
     if config.fsdp.sequence_parallel:
         raise ConfigError("--logits: not with fsdp.sequence_parallel, which splits the prompt")
     if not file.absolute().parent.is_dir():
@@ -260,46 +273,79 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
         config, notes = parallel.without_gpu(config)
     check_loggers(config)
     changes.check_directory(config, Path(config.run.dir))
-    model, data = models.make(config.model), config.data
+    text, config = configuration.to_toml(config), _of_rows(config)
+    model, data = models.make(config), config.data
     parallel.units_of(model, config)
     if data.seq_len > models.max_seq_len(model):
         raise ConfigError(
             f"data.seq_len = {data.seq_len}, and the model takes sequences of at most"
             f" {models.max_seq_len(model)}"
         )
-    models.check_weights(model, config.model)
+    if config.model.path and config.model.weights:
+        weights.check_weights(model, config)
     parallel.check_backend(config)
-    tokens = open_tokens(
-        data.train,
-        data.seq_len,
-        data.batch_size,
-        models.vocab_size(model),
-        packs=data.packing,
-    )
+    if config.model.factory:
+        factory.loss_of(config)
+    tokens = open_data(config, model, "data.train")
     validation = None
     if config.metrics.validate_every:
-        validation = open_tokens(
-            data.validation,
-            data.seq_len,
-            data.batch_size,
-            models.vocab_size(model),
-            "data.validation",
-            data.packing,
-        )
-    for key, opened in (("data.train", tokens), ("data.validation", validation)):
-        if opened is not None and config.model.path and data.check_tokenizer:
-            check_tokenizer(opened, Path(config.model.path), key)
-    text = configuration.to_toml(config)
-    for key, opened in (("data.train", tokens), ("data.validation", validation)):
-        if opened is not None:
-            notes += _notes_on_examples(opened, data, key)
-    if data.packing:
-        _check_packing(model)
+        validation = open_data(config, model, "data.validation")
+    notes += _notes_on(config, model, tokens, validation)
     if config.run.epochs:
         steps = steps_in(config, tokens.windows(data.seq_len))
         config = replace(config, run=replace(config.run, steps=steps))
         notes.append(f"run.epochs = {config.run.epochs} are {steps} steps")
     return Plan(config, text, sizes, model, tokens, validation, notes)
+
+
+def _notes_on(
+    config: Config,
+    model: nn.Module,
+    tokens: Tokens | Examples | Rows,
+    validation: Tokens | Examples | Rows | None,
+) -> list[str]:
+    """Returns notes on data that is cut, and on types that round.
+
+    Raises:
+        ConfigError: packing does not fit the data, or the model.
+    """
+    notes = []
+    for key, opened in (("data.train", tokens), ("data.validation", validation)):
+        if opened is not None:
+            notes += _notes_on_examples(opened, config.data, key)
+    if config.data.packing:
+        _check_packing(model)
+    if config.model.dtype == "bfloat16":
+        notes.append(
+            "model.dtype = bfloat16: AdamW's steps are rounded to it, so a low optim.lr may change"
+            " nothing"
+        )
+    return notes
+
+
+def _of_rows(config: Config) -> Config:
+    """Returns the configuration of a factory's module with rows for sequences of one token."""
+    if not config.model.factory:
+        return config
+    return replace(config, data=replace(config.data, seq_len=1))
+
+
+def open_data(config: Config, model: nn.Module, key: str) -> Tokens | Examples | Rows:
+    """Maps training or validation data: tokens, examples, or rows for a factory's module.
+
+    Raises:
+        ConfigError: it cannot be opened, or does not fit the model.
+    """
+    data = config.data
+    path = data.train if key == "data.train" else data.validation
+    if config.model.factory:
+        return factory.open_rows(path, key, data.batch_size)
+    opened = open_tokens(
+        path, data.seq_len, data.batch_size, models.vocab_size(model), key, data.packing
+    )
+    if config.model.path and data.check_tokenizer:
+        check_tokenizer(opened, Path(config.model.path), key)
+    return opened
 
 
 _PACKS = ("llama", "opt")  # whose packed losses a test compares with those of single examples
@@ -322,7 +368,9 @@ def _check_packing(model: nn.Module) -> None:
         )
 
 
-def _notes_on_examples(tokens: Tokens | Examples, data: configuration.Data, key: str) -> list[str]:
+def _notes_on_examples(
+    tokens: Tokens | Examples | Rows, data: configuration.Data, key: str
+) -> list[str]:
     """Returns notes on examples that are cut.
 
     Raises:
@@ -456,10 +504,10 @@ def train(
         on_commit=[logger.committed for logger in loggers],
     ) as checkpoints:
         first, notes = _resume(job, checkpoints)
+        has_weights = config.model.path and config.model.weights
         if rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.toml").write_text(job.text, encoding="utf-8")
-        has_weights = config.model.path and config.model.weights
         began = (
             f"resumed at step {first}"
             if first
@@ -474,15 +522,18 @@ def train(
             config.metrics.every,
             config.metrics.progress,
             loggers,
+            "rows" if config.model.factory else "tokens",
         )
+        is_part = job.num_trained < job.num_parameters
+        trained = f", {job.num_trained:,} of them trained," * is_part
         meter.say(
-            f"{job.num_parameters:,} parameters on {dist.get_world_size()} ranks ({device.type}),"
-            f" {began}"
+            f"{job.num_parameters:,} parameters{trained} on {dist.get_world_size()} ranks"
+            f" ({device.type}), {began}"
         )
         data = job.tokens.identity
+        what = "rows" if config.model.factory else f"tokens ({data['tokenizer']})"
         meter.say(
-            f"data: {data['name']}, {data['tokens']:,} tokens ({data['tokenizer']}), fingerprint"
-            f" {data['fingerprint']}"
+            f"data: {data['name']}, {data['tokens']:,} {what}, fingerprint {data['fingerprint']}"
         )
         for note in (*plan.notes, *notes):
             meter.say(note)
@@ -501,7 +552,7 @@ def train(
         if rank == 0:
             torch.save(written, logits)
     if config.run.export and not number:
-        _export(config, checkpoints, meter)
+        _export(job, checkpoints, meter)
     return 128 + number if number else 0
 
 
@@ -514,15 +565,19 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
         ConfigError: the data, or a key that must not change, has changed.
     """
     config, state = job.config, job.state(0)
+    has_weights, notes = config.model.path and config.model.weights, []
+    if config.lora.rank:
+        notes += weights.load_weights(job.model, config.model.path)
     with changes.explaining_groups(job.optimizer):
         number = checkpoints.resume(state, path=changes.start_of(config, checkpoints))
     if number is None:
-        if config.model.path and config.model.weights:
-            ckpt_tools.load(config.model.path, {"model": job.model}, cast=True)
-        return 0, []
+        if has_weights and not config.lora.rank:
+            notes += weights.load_weights(job.model, config.model.path)
+        return 0, notes
     stored = state["train_state"]
     first = int(stored["step"])
-    notes = changes.check_data(stored.get("data"), job.tokens.identity, config.data.may_change)
+    notes += changes.check_base(stored.get("base", ""), job.base, config.model.may_change)
+    notes += changes.check_data(stored.get("data"), job.tokens.identity, config.data.may_change)
     notes += changes.check_description(stored.get("model"), job.about, config.model.may_change)
     notes += changes.notes_on(state["config"], configuration.parse(job.text, "config"))
     if config.run.epochs and changes.batch_size(state["config"]) != config.data.batch_size:
@@ -552,18 +607,11 @@ def build(plan: Plan, device: torch.device) -> Job:
         ConfigError: the model does not fit the mesh, or the device.
     """
     config, data = plan.config, plan.config.data
-    num_parameters, about = (
-        sum(p.numel() for p in plan.model.parameters()),
-        models.description(plan.model),
-    )
+    parameters, about = list(plan.model.parameters()), models.description(plan.model)
+    num_parameters = sum(p.numel() for p in parameters)
+    num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     mesh, decayed = parallel.make_mesh(plan.sizes, device), parallel.decayed_names(plan.model)
-    model = parallel.shard(
-        plan.model,
-        config,
-        mesh,
-        device,
-        has_weights=bool(config.model.path and config.model.weights),
-    )
+    model = parallel.shard(plan.model, config, mesh, device, *_first_values(config))
     _seed(config.run.seed, mesh)
     optimizer = _adamw(model, config, decayed)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
@@ -586,8 +634,22 @@ def build(plan: Plan, device: torch.device) -> Job:
         plan.tokens,
         plan.validation,
         num_parameters,
+        num_trained,
         about,
+        factory.loss_of(config) if config.model.factory else None,
+        weights.fingerprint(config.model.path) if config.lora.rank else "",
     )
+
+
+def _first_values(config: Config) -> tuple[Values | None, Callable[[str], bool]]:
+    """Returns a factory's values, and which modules get first values at all.
+
+    Weights of `model.path` are loaded later, so only adapters on them get values.
+    """
+    if config.model.factory:
+        return Copied(factory.call(config)), every_module
+    has_weights = bool(config.model.path and config.model.weights)
+    return None, lambda name: not has_weights or pretrained.is_of_adapter(name)
 
 
 def _seed(seed: int, mesh: DeviceMesh) -> None:
@@ -603,7 +665,8 @@ def _seed(seed: int, mesh: DeviceMesh) -> None:
 
 def _adamw(model: nn.Module, config: Config, decayed: set[str]) -> torch.optim.AdamW:
     """Returns the optimizer. Its first group decays; norms, biases and embeddings do not."""
-    optim, named = config.optim, list(model.named_parameters())
+    optim = config.optim
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if optim.decay == "all" or configuration.keeps_flat(config):
         decayed = {strip_wrappers(name) for name, _ in named}
     groups = [
@@ -678,7 +741,12 @@ def _loop(
                     _note_best(job, checkpoints, step, validated)
             if is_saved:
                 with meter.timing("checkpoint_s"), profiler.range("checkpoint"):
-                    checkpoints.save(step, job.state(step), asynchronous=False if number else None)
+                    checkpoints.save(
+                        step,
+                        job.state(step),
+                        asynchronous=False if number else None,
+                        only=job.saved_part,
+                    )
             meter.step(
                 step,
                 everyone,
@@ -742,8 +810,8 @@ def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:
     return total, norm
 
 
-def batch_of(job: Job, tokens: Tokens | Examples, numbers: list[int]) -> Batch:
-    """Returns this rank's part of a batch: `[batch / data-parallel ranks, seq_len]`."""
+def batch_of(job: Job, tokens: Tokens | Examples | Rows, numbers: list[int]) -> Batch:
+    """Returns this rank's part of a batch: `[batch / data-parallel ranks, seq_len]`, or rows."""
     part = len(numbers) // _data_ranks(job)
     start = parallel.data_rank(job.mesh) * part
     mine = slice(start, start + part)
@@ -761,6 +829,8 @@ def loss_of(job: Job, batch: Batch) -> Tensor:
     different numbers of targets, each target has the same weight nevertheless.
     """
     data = job.config.data
+    if job.loss is not None:
+        return _loss_of_rows(job, batch, job.loss)
     with parallel.computing(job.config, job.device):
         logits = models.logits_of(job.model, batch.inputs, batch.documents, data.packing)
     if output := parallel.dtype_of(job.config.precision.output):
@@ -779,6 +849,20 @@ def loss_of(job: Job, batch: Batch) -> Tensor:
     return torch.stack(sums).sum() / max(share, _LEAST)
 
 
+def _loss_of_rows(job: Job, batch: Batch, loss: factory.Loss) -> Tensor:
+    """Returns the loss of a factory's module on rows."""
+    inputs = batch.inputs
+    if inputs.is_floating_point():
+        inputs = inputs.to(getattr(torch, job.config.model.dtype))
+    with parallel.computing(job.config, job.device):
+        outputs = job.model(inputs)
+    if isinstance(outputs, Tensor) and (
+        dtype := parallel.dtype_of(job.config.precision.output or "float32")
+    ):
+        outputs = outputs.to(dtype)
+    return loss(outputs, batch.targets)
+
+
 def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
@@ -793,7 +877,7 @@ def logits_for(model: nn.Module, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(job: Job, tokens: Tokens | Examples) -> float:
+def evaluate(job: Job, tokens: Tokens | Examples | Rows) -> float:
     """Returns the mean loss over the first batches of the validation data.
 
     It does not depend on the number of ranks.
@@ -815,15 +899,13 @@ def evaluate(job: Job, tokens: Tokens | Examples) -> float:
     return float(np.average(of_batch, weights=weights)) if sum(weights) else math.nan
 
 
-def _export(config: Config, checkpoints: CheckpointManager, meter: Meter) -> None:
-    """Merges the last step into one safetensors file, with the files that loading needs."""
+def _export(job: Job, checkpoints: CheckpointManager, meter: Meter) -> None:
+    """Writes the last step to `run.dir/export`, with the files that loading needs."""
     # this run's last step, which need not be the newest step of the directory
     newest = checkpoints.last_save or checkpoints.last_load
     if dist.get_rank() == 0 and newest is not None:
-        directory = Path(config.run.dir) / "export"
-        directory.mkdir(exist_ok=True)
-        ckpt_tools.merge(newest.path, directory / "model.safetensors", overwrite=True)
-        models.write_config(config.model, directory)
+        directory = Path(job.config.run.dir) / "export"
+        weights.export(newest.path, directory, job.config, job.model)
         meter.say(f"exported {directory}")
     dist.barrier()
 

@@ -234,6 +234,11 @@ class CheckpointManager:
             self._root.check_shared(written, self._group.rank)
 
     def _open_root(self) -> None:
+        if not is_url(self.root) and (Path(self.root) / ".metadata").exists():
+            raise StorageError(
+                f"the directory of a run is itself a checkpoint: {printable(str(self.root))}",
+                hint="give the directory that holds the steps",
+            )
         if self._writer.lock is None:
             self._writer.lock = self._root.claim()
         for left in self._root.remove_leftovers():
@@ -424,8 +429,9 @@ class CheckpointManager:
         """Returns a context that saves if its block raises; the exception continues afterwards.
 
         All ranks enter it once, around the loop. It saves only if every rank raises after the same
-        step, and not inside an optimizer's `step`; else the log says why it does not. Positions in
-        the data, and random generators, have already moved on to the step that failed.
+        step, and if no optimizer of the state has stepped since; else the log says why it does not.
+        Positions in the data, and random generators, have already moved on to the step that failed.
+        `SystemExit` is no exception here, and Ctrl-C is one.
 
         Args:
             step: returns the number of the last complete step; None before the first. Set that
@@ -439,6 +445,11 @@ class CheckpointManager:
             raise ValueError(f"wait_s: expected more than 0, got {wait_s!r}")
         timeout_s = self._timeout_s
         return saved_on_exception(self, step, state, wait_s, timeout_s, self._process_group)
+
+    @property
+    def last_step(self) -> int | None:
+        """The step that was saved last or resumed from; None if there is none yet."""
+        return self._writer.last_step
 
     @property
     def rank(self) -> int:

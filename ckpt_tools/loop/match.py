@@ -112,9 +112,11 @@ def match(
     wanted = request.wants
     names = _mapping(exported, catalog, notes)
     alike, settled = _groups_by_parameter(exported, catalog)
+    free = {flat_name(path) for path in exported.free}
+    # a dict whose tensors are stored under another name takes these, and nothing else
+    free -= {place for n in names for place in places_above(n, free)}
     names |= {n: stored[0] for n, stored in alike.items()}
     ours = [*exported.tensors, *exported.objects, *exported.per_rank]
-    free = {flat_name(path) for path in exported.free}
     below = _stored_below(catalog, free)
     stored_below = list(dict.fromkeys(chain.from_iterable(below.values())))
     check_globs(request.select, [*ours, *stored_below], "select")
@@ -391,7 +393,9 @@ def _mapping(exported: ExportedState, catalog: Catalog, notes: list[str]) -> dic
     model = ".".join(find_model(catalog))
     by_root: dict[str, list[str]] = {}
     plain_values = {flat_name(path) for path in exported.plain}
-    for name in (n for n in exported.tensors if not places_above(n, plain_values)):
+    # a plain dict takes whatever a job has stored below its key; weights alone have no such keys
+    free = plain_values if catalog.paths else set()
+    for name in (n for n in exported.tensors if not places_above(n, free)):
         by_root.setdefault(root_of(name, exported.paths), []).append(name)
     for root, ours in by_root.items():
         if any(n in catalog.tensors for n in ours):

@@ -311,9 +311,8 @@ class GlooGroup(RankSet):
             store.set(gave_up, f"{now} rank {self.rank} waited {waited_s:.0f} s at {what}")
             missing = self._missing(store)
             calls = {rank: self._told(store, "call", rank) for rank in missing}
-            last = "last call: " + ", ".join(
-                f"rank {rank} {call or 'none yet'}" for rank, call in calls.items()
-            )
+            made = [f"rank {rank} {call}" for rank, call in calls.items() if call]
+            last = f"last call: {', '.join(made)}" if made else "it has made no call of this group"
             who = f"rank {', '.join(map(str, missing))}"
             if missing:
                 store.set(

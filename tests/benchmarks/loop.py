@@ -34,7 +34,7 @@ WARM = 3  # steps that are not counted
 
 def bare(config: Config) -> float:
     """Returns tokens/s of the bare loop."""
-    model = models.make(config.model)
+    model = models.make(config)
     mesh = init_device_mesh(device.NAME, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         parallel.dtype_of(config.precision.param), parallel.dtype_of(config.precision.reduce)

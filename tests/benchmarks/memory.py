@@ -139,7 +139,7 @@ def strategies(num_ranks: int = 2) -> None:
             chosen = [*BASE, *options.split(), f"run.dir={folder}/run"]
             config = configuration.resolve(None, chosen)
             sizes = configuration.check(config, num_ranks, num_ranks)
-            groups = groups_of(models.make(config.model), config)
+            groups = groups_of(models.make(config), config)
             sequences = config.data.batch_size // sizes.data // config.data.accumulation
             expected = (
                 estimate.memory_of(
@@ -155,8 +155,7 @@ def strategies(num_ranks: int = 2) -> None:
     with tempfile.TemporaryDirectory() as folder:
         kept = peak(num_ranks, "train", *BASE, f"run.dir={folder}/run", environment={})
     total = sum(
-        g.numel
-        for g in groups_of(models.make(config.model), configuration.resolve(None, BASE)).values()
+        g.numel for g in groups_of(models.make(config), configuration.resolve(None, BASE)).values()
     )
     print(
         f"\n{total / 1e6:.0f} M parameters; FULL_SHARD with glibc's allocator as it comes:"

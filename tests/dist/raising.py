@@ -1,11 +1,14 @@
 """Trains until something raises: python raising.py ROOT CASE. The last complete step is 6.
 
 CASE: all (every rank raises), one (rank 1 only), update (within the optimizer's step), apart (after
-different steps), saved (step 6 is saved already), exit (SystemExit).
+different steps), saved (step 6 is saved already), exit (SystemExit), killed (rank 1 is).
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
 import sys
 import time
 
@@ -34,6 +37,8 @@ def main(root: str, case: str) -> None:
                 model(torch.ones(1, 8)).sum().backward()
                 if step == 7:
                     began = time.monotonic()
+                    if case == "killed":
+                        be_killed(checkpoints, rank)
                     fail(case, rank, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -44,6 +49,18 @@ def main(root: str, case: str) -> None:
                     last = 6 - rank
             dist.barrier()  # where the others are when one rank raises
             assert time.monotonic() > began
+
+
+def be_killed(checkpoints: CheckpointManager, rank: int) -> None:
+    """Kills rank 1; another rank notices, and tells how long it then takes to end."""
+    checkpoints.preempted()
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        checkpoints.preempted()
+    finally:
+        began = time.monotonic()
+        atexit.register(lambda: print(f"seconds {time.monotonic() - began:.0f}", flush=True))
 
 
 def fail(case: str, rank: int, optimizer: torch.optim.Optimizer) -> None:

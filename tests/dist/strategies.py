@@ -129,10 +129,12 @@ def config_of(variant: Variant, directory: Path) -> Config:
 
 def plain(config: Config) -> list[float]:
     """The losses of the same model and data in a loop that has never heard of ranks."""
-    model = models.make(config.model).to_empty(device=device.here())
+    model = models.make(config).to_empty(device=device.here())
     if config.model.tied_embeddings:
         model.output.weight = model.tok_embeddings.weight
-    parallel.Init(model, config.run.seed, device.here()).all(model)
+    parallel.Init(
+        model, parallel.Drawn(model, config.run.seed, device.here(), parallel.every_module)
+    ).all(model)
     data = config.data
     tokens = open_tokens(data.train, data.seq_len, data.batch_size, 256)
     sampler = Sampler(tokens.windows(data.seq_len), config.run.seed)

@@ -49,7 +49,8 @@ def test_nothing_is_saved_that_is_not_one_step_of_all_ranks(
 
 def test_a_saved_step_is_not_saved_again(tmp_path: Path) -> None:
     done = run_training(tmp_path / "run", "saved")
-    assert "not saved again" in done.stderr and "ValueError: no more data" in done.stderr
+    assert "ValueError: no more data\nstep 6 is saved" in done.stderr
+    assert "not saved again" not in done.stderr
     assert [step.number for step in steps(tmp_path / "run")] == [6]
 
 
@@ -125,3 +126,56 @@ def test_a_save_that_fails_does_not_hide_the_exception(
     ):
         raise ValueError("first")
     assert "step 4 could not be saved after the exception: cannot save state['bad']" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["between two optimizers", "before it is noted", "noted"])
+def test_parameters_that_are_ahead_of_the_step_are_not_saved(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [torch.nn.Linear(2, 2) for _ in range(3)]
+    first, second, other = (torch.optim.SGD(m.parameters(), 0.1) for m in models)
+    state = {"a": models[0], "b": models[1], "optimizers": [first, second]}
+    done: list[int] = [3]
+
+    def train() -> None:
+        first.step()
+        if case == "between two optimizers":
+            raise ValueError("stop")
+        second.step()
+        if case == "before it is noted":
+            raise ValueError("stop")
+        done.append(4)
+        other.step()  # of no part of the state
+        raise ValueError("stop")
+
+    with (
+        pytest.raises(ValueError, match="stop"),
+        CheckpointManager(tmp_path) as checkpoints,
+        checkpoints.save_on_exception(lambda: done[-1], state),
+    ):
+        train()
+    assert [step.number for step in steps(tmp_path)] == ([4] if case == "noted" else [])
+    is_told = "an optimizer has stepped since step 3 was noted as complete" in caplog.text
+    assert is_told == (case != "noted")
+
+
+def test_an_older_step_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"w": torch.ones(3)}
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(30, state)
+    with CheckpointManager(tmp_path) as checkpoints:
+        assert checkpoints.resume(state) == 30
+        with (
+            pytest.raises(ValueError, match="stop"),
+            checkpoints.save_on_exception(lambda: 5, state),
+        ):
+            raise ValueError("stop")
+    assert [step.number for step in steps(tmp_path)] == [30]
+    assert "step() returned 5, and step 30 is saved or resumed already" in caplog.text
+
+
+def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    done = run_training(tmp_path / "run", "killed")
+    assert done.returncode and "nothing is saved after the exception: a rank is gone" in done.stderr
+    assert "PeerError" in done.stderr and steps(tmp_path / "run") == []
+    assert "seconds 0" in done.stdout or "seconds 1" in done.stdout, done.stdout

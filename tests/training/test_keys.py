@@ -107,7 +107,7 @@ def test_the_optimizer_of_a_checkpoint_with_other_groups(data: Path, tmp_path: P
 
 
 def test_what_decays() -> None:
-    model = models.make(configuration.Model(tied_embeddings=True))
+    model = models.make(configuration.Config(model=configuration.Model(tied_embeddings=True)))
     names = parallel.decayed_names(model)
     assert "layers.0.attention.wq.weight" in names and len(names) == 4 * 7
     conv = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.LayerNorm(4))
@@ -122,7 +122,7 @@ def test_what_decays() -> None:
     ],
 )
 def test_names_mean_the_published_shapes(name: str, shapes: tuple[int, ...]) -> None:
-    model = models.make(configuration.Model(name=name))  # type: ignore[arg-type]
+    model = models.make(configuration.Config(model=configuration.Model(name=name)))  # type: ignore[arg-type]
     dim, num_layers, kv, hidden, numel = shapes
     layer = model.layers[0]
     assert len(model.layers) == num_layers and layer.attention.wk.weight.shape == (kv, dim)

@@ -18,7 +18,7 @@ from training.parallel import units_of
 
 def groups(*overrides: str) -> dict[str, plan.Group]:
     config = resolve(None, overrides)
-    return plan.groups_of(models.make(config.model), config)
+    return plan.groups_of(models.make(config), config)
 
 
 def test_units_hold_every_parameter_once() -> None:
@@ -48,10 +48,10 @@ def test_children_come_before_parents_and_tied_weights_stay_in_the_root() -> Non
             "model.num_layers=1",
         ],
     )
-    names = [u.name for u in units_of(models.make(config.model), config)]
+    names = [u.name for u in units_of(models.make(config), config)]
     assert names == ["layers.0.attention", "layers.0", "tok_embeddings", "output", ""]
     tied = replace(config, model=replace(config.model, tied_embeddings=True))
-    assert [u.name for u in units_of(models.make(tied.model), tied)] == [
+    assert [u.name for u in units_of(models.make(tied), tied)] == [
         "layers.0.attention",
         "layers.0",
         "",
@@ -61,9 +61,9 @@ def test_children_come_before_parents_and_tied_weights_stay_in_the_root() -> Non
 @pytest.mark.parametrize("least", [1, 50_000, 150_000, 200_000, 500_000, 10**9])
 def test_wrapping_by_size_chooses_what_fsdp1_chooses(least: int) -> None:
     config = resolve(None, ["fsdp.wrap=size", f"fsdp.min_num_params={least}", "model.num_layers=2"])
-    ours = {u.name for u in units_of(models.make(config.model), config) if u.name}
+    ours = {u.name for u in units_of(models.make(config), config) if u.name}
     chosen = []
-    model = models.make(config.model)
+    model = models.make(config)
     names = {id(m): n for n, m in model.named_modules()}
 
     class Wrapper(torch.nn.Module):
@@ -124,7 +124,7 @@ def test_what_the_model_does_not_have_is_named(overrides: list[str], message: st
 )
 def test_usual_mistakes_are_told(overrides: list[str], message: str) -> None:
     config = resolve(None, overrides)
-    model = models.make(config.model)
+    model = models.make(config)
     found = plan.warnings_of(model, config, plan.groups_of(model, config))
     assert len(found) == 1 and message in found[0]
 
@@ -132,7 +132,7 @@ def test_usual_mistakes_are_told(overrides: list[str], message: str) -> None:
 def test_a_good_plan_has_no_warning() -> None:
     for overrides in ([], ["model.vocab_size=8000", "fsdp.wrap_embeddings=true"]):
         config = resolve(None, overrides)
-        model = models.make(config.model)
+        model = models.make(config)
         assert plan.warnings_of(model, config, plan.groups_of(model, config)) == []
 
 
@@ -149,7 +149,7 @@ def test_the_plan_is_printed_with_like_layers_on_one_row(
 
 def test_the_estimate_adds_up_by_hand() -> None:
     config = resolve(None, ["compute.checkpoint_every=1"])
-    model = models.make(config.model)
+    model = models.make(config)
     found = plan.groups_of(model, config)
     activations = estimate.activations_of(config, 4)
     numel = sum(p.numel() for p in model.parameters())
@@ -166,7 +166,7 @@ def test_the_estimate_adds_up_by_hand() -> None:
 def test_what_autograd_keeps_is_counted_as_it_really_is() -> None:
     config = resolve(None)
     expected = estimate.activations_of(config, 2)
-    model = models.make(config.model).to_empty(device="cpu")
+    model = models.make(config).to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     storages: dict[int, torch.UntypedStorage] = {}

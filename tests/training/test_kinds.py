@@ -1,0 +1,256 @@
+"""Modules of a factory, and models with experts. The oracles are a plain loop in one process, and
+transformers itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+import ckpt_tools
+from tests.training import modules
+from tests.training.test_training import QUIET, command, losses, run, sets
+from training import config as configuration
+from training import train
+from training.config import ConfigError
+from training.data import Sampler, open_tokens, prepare
+from training.train import PROMPT
+
+STEPS, BATCH = 4, 8
+COMMON = (
+    f"run.steps={STEPS}",
+    f"data.batch_size={BATCH}",
+    "optim.lr=1e-3",
+    "optim.decay=all",
+    "optim.min_lr_ratio=1",
+    "metrics.progress=false",
+)
+WAYS = {
+    1: {"fsdp2": ()},
+    2: {
+        "fsdp2": ("data.accumulation=2",),
+        "fsdp1": ("fsdp.api=fsdp1",),
+        "ddp": ("fsdp.strategy=NO_SHARD",),
+    },
+    4: {"hybrid": ("fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=2")},
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows to fit a function, and images to classify."""
+    folder = tmp_path_factory.mktemp("rows")
+    torch.manual_seed(1)
+    inputs = torch.randn(64, 10)
+    fits = {"inputs": inputs, "targets": inputs @ torch.randn(10, 5)}
+    save_file(fits, folder / "mlp.safetensors")
+    images = {"inputs": torch.rand(64, 1, 28, 28), "targets": torch.randint(0, 10, (64,))}
+    save_file(images, folder / "vision.safetensors")
+    return folder
+
+
+def given(kind: str, rows: Path) -> tuple[str, ...]:
+    """The options of a run of one of the modules."""
+    classes = {"mlp": "Linear", "vision": "TransformerEncoderLayer"}[kind]
+    loss = ("model.loss=torch.nn.functional:mse_loss",) if kind == "mlp" else ()
+    return (
+        *COMMON,
+        *loss,
+        f"model.factory=tests.training.modules:{kind}",
+        f"data.train={rows}/{kind}.safetensors",
+        "fsdp.wrap=classes",
+        f"fsdp.wrap_classes={classes}",
+    )
+
+
+def plain(kind: str, rows: Path) -> tuple[list[float], torch.nn.Module]:
+    """The losses of a plain loop, and the trained module."""
+    torch.manual_seed(0)
+    model = getattr(modules, kind)()
+    data, loss = load_file(rows / f"{kind}.safetensors"), F.cross_entropy
+    if kind == "mlp":
+        loss = F.mse_loss
+    sampler, found = Sampler(64, 0), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    for _ in range(STEPS):
+        numbers = sampler.next_batch(BATCH)
+        value = loss(model(data["inputs"][numbers]), data["targets"][numbers])
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        found.append(value.item())
+    return found, model
+
+
+def killed_after(step: int, folder: Path, *words: str) -> None:
+    """Starts a job on two ranks and kills it when a step is there; later steps are removed."""
+    words = (*words, "run.steps=900", "checkpoint.keep_last=900", f"run.dir={folder}")
+    process = subprocess.Popen(
+        command(2, *sets(*words)), env=os.environ | QUIET, start_new_session=True
+    )
+    while not (folder / f"step-{step:08d}").exists():
+        assert process.poll() is None
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for newer in ckpt_tools.steps(folder):
+        if newer.number > step:
+            shutil.rmtree(newer.path)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "vision"])
+def test_any_module_has_the_losses_of_a_plain_loop(kind: str, rows: Path, tmp_path: Path) -> None:
+    wanted, model = plain(kind, rows)
+    for ranks, ways in WAYS.items():
+        for name, more in ways.items():
+            folder = tmp_path / f"{ranks}-{name}"
+            run(*command(ranks, *sets(*given(kind, rows), *more, f"run.dir={folder}")))
+            assert losses(folder) == pytest.approx(wanted, rel=2e-5), (ranks, name)
+    part = (*given(kind, rows), "checkpoint.every=2", "run.export=true")
+    killed_after(2, tmp_path / "part", *part)
+    said = run(*command(1, *sets(*part, f"run.dir={tmp_path}/part")))
+    assert "resumed at step 2" in said and "rows/s" in said
+    assert losses(tmp_path / "part") == pytest.approx(wanted, rel=2e-5)
+    exported = load_file(tmp_path / "part/export/model.safetensors")
+    for fqn, tensor in exported.items():
+        assert torch.allclose(tensor, model.state_dict()[fqn], atol=2e-5), fqn
+    tied = {"second.weight": "first.weight", "first.weight": "second.weight"}
+    missing = model.state_dict().keys() - exported.keys()
+    assert all(tied.get(name) in exported for name in missing), missing
+
+
+def test_the_plan_and_the_estimate_of_a_module(rows: Path) -> None:
+    said = run(
+        *command(1, *sets(*given("vision", rows)), "--print-plan", "--estimate", "--ranks", "2")
+    )
+    assert "blocks" in said and "TransformerEncoderLayer" in said and "peak per rank" in said
+
+
+def test_what_a_factory_cannot_do_is_said(rows: Path, tmp_path: Path) -> None:
+    def refused(*more: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            train.prove(configuration.resolve(None, [*given("mlp", rows), *more]), 1, 1)
+        return str(error.value)
+
+    base = "model.factory=tests.training.modules"
+    assert "BatchNorm1d, whose statistics differ between ranks" in refused(f"{base}:normed")
+    assert "returned int" in refused(f"{base}:number")
+    assert "has no attribute 'absent'" in refused(f"{base}:absent")
+    assert "No module named 'nowhere'" in refused("model.factory=nowhere:make")
+    assert "expected package.module:function" in refused("model.factory=nowhere")
+    assert "model.loss = 'a:b'" in refused("model.loss=a:b")
+    assert "data.seq_len is for tokens" in refused("data.seq_len=4")
+    assert "model.dim belongs to the built-in decoder" in refused("model.dim=4")
+    assert "give one of them" in refused("model.path=.")
+    assert "takes 640" in refused("data.batch_size=640")
+    save_file({"inputs": torch.ones(3)}, tmp_path / "half.safetensors")
+    assert "expected `inputs` and `targets`" in refused(f"data.train={tmp_path}/half.safetensors")
+    (tmp_path / "no.safetensors").write_bytes(b"no")
+    assert "is no safetensors file" in refused(f"data.train={tmp_path}/no.safetensors")
+    for key in ("lora.alpha=2", "lora.rank=2"):
+        assert "lora.rank" in refused(key)
+
+
+def test_parameters_are_kept_in_bfloat16(tmp_path: Path) -> None:
+    options = (*COMMON, "model.dtype=bfloat16", "data.seq_len=16", "run.export=true")
+    said = run(*command(2, *sets(*options, f"run.dir={tmp_path}/two")))
+    assert "AdamW's steps are rounded to it" in said
+    run(*command(1, *sets(*options, "fsdp.api=fsdp1", f"run.dir={tmp_path}/one")))
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=2e-2)
+    stored = load_file(tmp_path / "two/export/model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    with ckpt_tools.open(tmp_path / f"two/step-{STEPS:08d}") as step:
+        moments = [name for name in step if name.endswith(".exp_avg")]
+        assert moments and all(step[name].dtype == "bfloat16" for name in moments)
+    status = run(
+        *command(1, *sets(*COMMON, "data.seq_len=16", f"run.dir={tmp_path}/two")), status=1
+    )
+    assert "model.dtype" in status
+
+
+# ---- experts -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
+def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose file has its experts one by one: more than ten, so that their order counts."""
+    from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config: Any = MixtralConfig(**sizes, num_local_experts=12)
+    if request.param == "qwen3_moe":
+        own = {"moe_intermediate_size": 16, "head_dim": 8, "num_experts": 12}
+        config = Qwen3MoeConfig(**sizes, **own, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    text = folder / "text.txt"
+    text.write_text("Pack my box with five dozen liquor jugs. " * 40)
+    prepare([text], folder / "tokens.npy", progress=False)
+    return folder
+
+
+def test_models_with_experts(experts: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    options = (
+        *COMMON,
+        "data.seq_len=16",
+        f"model.path={experts}",
+        f"data.train={experts}/tokens.npy",
+        "data.check_tokenizer=false",
+        "checkpoint.every=2",
+        "run.export=true",
+    )
+    model = AutoModelForCausalLM.from_pretrained(experts, dtype=torch.float32)
+    tokens, wanted = open_tokens(f"{experts}/tokens.npy", 16, BATCH, 256), []
+    sampler = Sampler(tokens.windows(16), 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    for _ in range(STEPS):
+        inputs, targets = tokens.sequences(sampler.next_batch(BATCH), 16)
+        loss = F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    kind = type(model).__name__.removesuffix("ForCausalLM")
+    per_expert = ("fsdp.wrap=classes", f"fsdp.wrap_classes={kind}Experts,{kind}DecoderLayer")
+    killed_after(2, tmp_path / "layer", *options)
+    run(*command(1, *sets(*options, f"run.dir={tmp_path}/layer")))
+    run(*command(2, *sets(*options, *per_expert, f"run.dir={tmp_path}/expert")))
+    run(*command(2, *sets(*options, "fsdp.strategy=NO_SHARD", f"run.dir={tmp_path}/ddp")))
+    prompt = torch.tensor([list(PROMPT)])
+    for name in ("layer", "expert", "ddp"):
+        assert losses(tmp_path / name) == pytest.approx(wanted, rel=2e-5), name
+        folder = tmp_path / name / "export"
+        loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(info.values()), info
+        assert torch.allclose(loaded(prompt).logits, model(prompt).logits, atol=2e-4), name
+    # the names and shapes of the file that it began with
+    index = json.loads((tmp_path / "layer/export/model.safetensors.index.json").read_text())
+    begun, ended = load_file(experts / "model.safetensors"), {}
+    for file in set(index["weight_map"].values()):
+        ended |= load_file(tmp_path / "layer/export" / file)
+    assert {n: t.shape for n, t in ended.items()} == {n: t.shape for n, t in begun.items()}
+    assert not list((tmp_path / "layer/export").glob("model.safetensors*manifest*"))
+    said = run(*command(1, *sets(*options, "fsdp.api=fsdp1", f"run.dir={tmp_path}/x")), status=1)
+    assert 'set fsdp.api = "fsdp2"' in said
