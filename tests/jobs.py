@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[1]
 # so that scripts find `tests`
 PYTHON_PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 LONG = bool(os.environ.get("CKPT_LONG"))
-EVERY = 1 if LONG else 6  # of the system calls that are made to fail, one by one
+STRACE = ("strace", "-f", "-qq")
+QUICK_STRACE = (*STRACE, "--seccomp-bpf")  # stops at traced calls only, and injects no signals
+EVERY = 1 if LONG else 8  # of the system calls that are made to fail, one by one
 
 
 def torchrun_command(num_ranks: int, *words: object, is_forked: bool = True) -> list[str]:

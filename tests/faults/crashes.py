@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.jobs import QUICK_STRACE
+
 BLOCK = 512
 LOOSE, JOURNALED = "loose", "journaled"
 CALLS = "openat,mkdir,mkdirat,pwrite64,write,ftruncate,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,rmdir,link,linkat,symlink"
@@ -173,10 +175,8 @@ def record(
     """
     disk = Disk(root)
     strace = [
-        "strace",
-        "-f",
+        *QUICK_STRACE,
         "-y",
-        "-qq",
         "-s",
         "0",
         "-o",

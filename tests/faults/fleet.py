@@ -275,7 +275,7 @@ def syscalls(root: Path, faults: list[str]) -> None:
     for fault in faults:
         hits: dict[str, int] = {}
         for call in CALLS:
-            for number in range(1, 40, EVERY):
+            for number in range(1, 80, EVERY):
                 if not _faulted(root, call, fault, number):
                     hits[call] = number - 1
                     break

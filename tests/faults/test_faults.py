@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from ckpt_tools.publish import local as local
-from tests.jobs import EVERY, LONG
+from tests.jobs import EVERY, LONG, QUICK_STRACE, STRACE
 
 VERBS = {
     "merge": ["merge", "src", "out.safetensors"],
@@ -376,9 +376,7 @@ def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
         {"model": {"w": torch.ones(300)}, "step": 1}, checkpoint_id=tmp_path / "src", no_dist=True
     )
     strace = [
-        "strace",
-        "-f",
-        "-qq",
+        *QUICK_STRACE,
         "-o",
         str(tmp_path / "trace"),
         "-e",
@@ -429,7 +427,8 @@ def test_where_names_cannot_be_exchanged_in_one_step(
         tmp_path / VERBS[verb][2],
         tmp_path / "trace",
     )
-    strace = ["strace", "-f", "-qq", "-o", str(trace), "-e", f"trace=renameat2,{call}", *NO_FLAGS]
+    traced = STRACE if "signal" in fault else QUICK_STRACE
+    strace = [*traced, "-o", str(trace), "-e", f"trace=renameat2,{call}", *NO_FLAGS]
     is_over, aside = call == "rename", 0
 
     def run(command: list[str], *more: str) -> subprocess.CompletedProcess[str]:
@@ -481,9 +480,7 @@ def fault_every(call: str, fault: str, verb: str, work: Path) -> int:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         trace = work / "trace"
         command = [
-            "strace",
-            "-f",
-            "-qq",
+            *(STRACE if "signal" in fault else QUICK_STRACE),
             "-o",
             str(trace),
             "-e",

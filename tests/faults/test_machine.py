@@ -22,8 +22,9 @@ import ckpt_tools
 from ckpt_tools import CheckpointError
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps
+from tests.command import run_command
 from tests.faults.test_faults import leftovers
-from tests.jobs import EVERY, LONG
+from tests.jobs import EVERY, LONG, QUICK_STRACE, STRACE
 
 VERBS = {
     "merge": ["merge", "src", "out.safetensors"],
@@ -48,6 +49,8 @@ def work(tmp_path: Path) -> Path:
 def ckpt(
     work: Path, *words: str, before: list[str] | None = None, **kwargs: object
 ) -> subprocess.CompletedProcess[str]:
+    if before is None and not kwargs:
+        return run_command(*words, cwd=work)
     command = [*(before or []), sys.executable, "-m", "ckpt_tools", *words]
     return subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=120, **kwargs)  # type: ignore[call-overload]
 
@@ -113,9 +116,7 @@ def test_a_read_that_fails_is_a_clear_error_and_the_next_run_succeeds(
     for when in (1, 2, 3):
         trace = work / "trace"
         strace = [
-            "strace",
-            "-f",
-            "-qq",
+            *QUICK_STRACE,
             "-o",
             str(trace),
             "-P",
@@ -345,9 +346,7 @@ def test_a_fault_at_every_call_that_changes_the_disk(verb: str, fault: str, tmp_
         for number in range(1, 12, EVERY):
             words, trace = prepare(verb, tmp_path), tmp_path / "trace"
             strace = [
-                "strace",
-                "-f",
-                "-qq",
+                *(STRACE if "signal" in fault else QUICK_STRACE),
                 "-o",
                 str(trace),
                 "-e",

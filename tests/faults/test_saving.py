@@ -20,13 +20,14 @@ from ckpt_tools import CheckpointManager, StorageError
 from ckpt_tools.loop.retention import prune_steps
 from ckpt_tools.publish.destinations import open_root
 from ckpt_tools.publish.steps import damage, list_steps
+from tests.command import run_job
 from tests.conftest import HERE
 from tests.jobs import LONG, torchrun_command
 
 
 def fleet(root: Path, *args: str) -> str:
     command = [sys.executable, "-m", "tests.faults.fleet", str(root), *args]
-    result = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=800)
+    result = run_job(command, cwd=HERE.parent, timeout=800)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -57,9 +58,7 @@ def test_going_back_to_an_older_step_is_safe_at_every_call_that_changes_the_disk
 ) -> None:
     command = [sys.executable, "-m", "tests.faults.rollbacks", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=600
-    )
+    result = run_job(command, cwd=HERE.parent, env=environment, timeout=600)
     assert result.returncode == 0 and "kills" in result.stdout, result.stdout + result.stderr
 
 
