@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+import ckpt_tools
 from ckpt_tools import CheckpointManager, PlanError, RngState
 from tests.loop.test_optimizers import same_state, same_state_of, step
 from tests.loop.test_state import roundtrip
@@ -157,3 +159,18 @@ def test_a_function_that_makes_another_type_is_refused(tmp_path: Path) -> None:
             {"model": now},
             on_mismatch={"*embed*": lambda _, shape: torch.zeros(shape, dtype=torch.float64)},
         )
+
+
+def test_a_dict_of_tensors_takes_weights_that_have_another_prefix(tmp_path: Path) -> None:
+    """`{"model": {"model.norm": …}}` and a file with `model.norm`: nothing is a value to replace."""
+    weights = {f"model.layers.{i}.weight": torch.full((3,), float(i)) for i in range(4)}
+    save_file(weights, tmp_path / "model.safetensors")
+    for key in ("model", "weights"):
+        mine = {name: torch.zeros(3) for name in weights}
+        held = dict(mine)
+        ckpt_tools.load(tmp_path / "model.safetensors", {key: mine})
+        assert all(torch.equal(held[name], weights[name]) for name in weights)
+        assert all(mine[name] is held[name] for name in weights)
+    more = {**{name: torch.zeros(3) for name in weights}, "model.other": torch.zeros(3)}
+    with pytest.raises(PlanError, match="model.model.other"):
+        ckpt_tools.load(tmp_path / "model.safetensors", {"model": more})

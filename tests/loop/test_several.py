@@ -130,3 +130,11 @@ def test_files_that_fail_on_rank_0_fail_on_all(tmp_path: Path) -> None:
             checkpoints.save(1, {"w": torch.ones(2)}, files=fail)
         checkpoints.save(1, {"w": torch.ones(2)}, files=lambda: {"a.json": b"{}"})
     assert (tmp_path / "step-00000001" / "a.json").read_bytes() == b"{}"
+
+
+def test_a_step_is_not_the_directory_of_a_run(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)}, asynchronous=False)
+    with pytest.raises(StorageError, match="the directory of a run is itself a checkpoint"):
+        CheckpointManager(tmp_path / "run" / "step-00000001")
+    assert not (tmp_path / "run" / "step-00000001" / ".ckpt.lock").exists()
