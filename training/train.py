@@ -73,6 +73,7 @@ class Plan:
     tokens: Tokens | Examples | Rows
     validation: Tokens | Examples | Rows | None
     notes: list[str]  # on what the configuration asks for and what is done instead
+    converts: bool = False  # whether transformers converts the weights of `model.path`
 
 
 @dataclass(slots=True)
@@ -281,8 +282,8 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
             f"data.seq_len = {data.seq_len}, and the model takes sequences of at most"
             f" {models.max_seq_len(model)}"
         )
-    if config.model.path and config.model.weights:
-        weights.check_weights(model, config)
+    has_weights = bool(config.model.path and config.model.weights)
+    converts = has_weights and weights.check_weights(model, config)
     parallel.check_backend(config)
     if config.model.factory:
         factory.loss_of(config)
@@ -295,7 +296,7 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
         steps = steps_in(config, tokens.windows(data.seq_len))
         config = replace(config, run=replace(config.run, steps=steps))
         notes.append(f"run.epochs = {config.run.epochs} are {steps} steps")
-    return Plan(config, text, sizes, model, tokens, validation, notes)
+    return Plan(config, text, sizes, model, tokens, validation, notes, converts)
 
 
 def _notes_on(
@@ -503,7 +504,7 @@ def train(
         mirror_every=checkpoint.mirror_every or None,
         on_commit=[logger.committed for logger in loggers],
     ) as checkpoints:
-        first, notes = _resume(job, checkpoints)
+        first, notes = _resume(job, checkpoints, plan.converts)
         has_weights = config.model.path and config.model.weights
         if rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
@@ -556,7 +557,7 @@ def train(
     return 128 + number if number else 0
 
 
-def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
+def _resume(job: Job, checkpoints: CheckpointManager, converts: bool) -> tuple[int, list[str]]:
     """Loads the newest checkpoint, or the weights that a new run starts from.
 
     Returns its step, and remarks.
@@ -567,12 +568,12 @@ def _resume(job: Job, checkpoints: CheckpointManager) -> tuple[int, list[str]]:
     config, state = job.config, job.state(0)
     has_weights, notes = config.model.path and config.model.weights, []
     if config.lora.rank:
-        notes += weights.load_weights(job.model, config.model.path)
+        notes += weights.load_weights(job.model, config.model.path, converts)
     with changes.explaining_groups(job.optimizer):
         number = checkpoints.resume(state, path=changes.start_of(config, checkpoints))
     if number is None:
         if has_weights and not config.lora.rank:
-            notes += weights.load_weights(job.model, config.model.path)
+            notes += weights.load_weights(job.model, config.model.path, converts)
         return 0, notes
     stored = state["train_state"]
     first = int(stored["step"])

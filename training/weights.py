@@ -48,8 +48,14 @@ def fingerprint(path: str) -> str:
     return digest.hexdigest()
 
 
-def check_weights(model: nn.Module, config: Config) -> None:
+def check_weights(model: nn.Module, config: Config) -> bool:
     """Refuses weights whose names do not fit the model, before any rank waits for another.
+
+    Returns whether transformers converts them, such as experts that a file has one by one.
+
+    Args:
+        model: before anything wraps its modules.
+        config: of the run.
 
     Raises:
         ConfigError: names do not fit; the message has some of them.
@@ -57,7 +63,7 @@ def check_weights(model: nn.Module, config: Config) -> None:
     path, stored = config.model.path, _stored(config.model.path)
     missing, extra = _misfits(model, stored)
     if not missing or _has_other_prefix(model, missing):
-        return
+        return False
     _, converted = _conversions(model, stored)
     if not converted.keys() >= missing:
         raise ConfigError(
@@ -70,20 +76,25 @@ def check_weights(model: nn.Module, config: Config) -> None:
             f"model.path: transformers converts the weights of {path}, such as {min(missing)}: set"
             ' fsdp.api = "fsdp2"'
         )
+    return True
 
 
-def load_weights(model: nn.Module, path: str) -> list[str]:
+def load_weights(model: nn.Module, path: str, converts: bool) -> list[str]:
     """Fills a sharded model, without its adapters, from a directory. Returns remarks.
+
+    Args:
+        model: sharded.
+        path: the directory.
+        converts: as `check_weights` said.
 
     Raises:
         CheckpointError: the directory does not fit the model.
     """
-    stored, names = _stored(path), _named(model)
-    missing, _ = _misfits(model, stored)
-    if missing and not _has_other_prefix(model, missing):
-        return _load_converted(model, path, stored)
+    if converts:
+        return _load_converted(model, path, _stored(path))
     if is_adapted(_unwrapped(model)):
-        there = {name: tensor for name, tensor in names.items() if name in stored}
+        stored = _stored(path)
+        there = {name: tensor for name, tensor in _named(model).items() if name in stored}
         ckpt_tools.load(path, {"model": there}, cast=True)
     else:
         ckpt_tools.load(path, {"model": model}, cast=True)

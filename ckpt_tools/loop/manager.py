@@ -14,7 +14,6 @@ Imports torch.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
@@ -50,6 +49,7 @@ from ckpt_tools.loop.load_request import LoadReport, LoadRequest, OnMismatch
 from ckpt_tools.loop.mirror import Mirror
 from ckpt_tools.loop.on_exception import saved_on_exception
 from ckpt_tools.loop.pack_objects import checksums, pack_objects, refuse_conflicts
+from ckpt_tools.loop.preemption import Preemption
 from ckpt_tools.loop.save import SaveLayout, SaveReport, agree_layout, extras_of, offers_of
 from ckpt_tools.loop.schedule import SaveSchedule
 from ckpt_tools.loop.search import StepSearch
@@ -211,13 +211,16 @@ class CheckpointManager:
         except BaseException:
             self._release()
             raise
-        self._signals = SignalWatch() if handle_signals else None
+        if handle_signals:
+            self._signals = SignalWatch()
+            self._preemption = Preemption(self._group, self._signals, timeout_s)
         at_exit.register(self.close)
 
     last_load: LoadReport | None = None
     _layout: SaveLayout | None = None
     _mirror: Mirror | None = None
     _signals: SignalWatch | None = None
+    _preemption: Preemption | None = None
     _is_open = True
 
     def _claim(self, there: RunRoot | None, mirror_every: int | None) -> None:
@@ -623,17 +626,16 @@ class CheckpointManager:
     def preempted(self) -> int:
         """Returns on all ranks the signal that any of them got, SIGTERM or SIGUSR1; 0 if none did.
 
-        Call it after each step. Then save with `asynchronous=False` and exit with 128 + the number
-        (143, 138). torchrun and Slurm start the job again, and `resume` continues from that step.
+        Call it after each step, on all ranks. It exchanges nothing with other ranks until one has
+        got a signal. All ranks then have it after the same step, the present one or a later one.
+        Save with `asynchronous=False` and exit with 128 + the number (143, 138). torchrun and Slurm
+        start the job again, and `resume` continues from that step.
+
+        Raises:
+            PeerError: a rank got a signal, and another one did not answer.
         """
         self._check_open("preempted")
-        number = 0
-        if self._signals is not None:
-            self._signals.was_asked, number = True, self._signals.number
-        term, user = self._group.meet(
-            "preempted", "preempted()", (number == signal.SIGTERM, number == signal.SIGUSR1)
-        )
-        return signal.SIGTERM if term else signal.SIGUSR1 if user else 0
+        return self._preemption.ask() if self._preemption is not None else 0
 
     def close(self) -> None:
         """Waits for the background save, then releases the directory.
@@ -664,6 +666,8 @@ class CheckpointManager:
             self._mirror.wait()
         if self._writer.exporter is not None:
             self._writer.exporter.wait()
+        if self._preemption is not None:
+            self._preemption.close()
         if self._signals is not None:
             self._signals.stop()
         if self._writer.lock is not None:

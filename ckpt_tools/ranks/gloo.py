@@ -169,7 +169,7 @@ class GlooGroup(RankSet):
         if self._is_alone:
             return list(flags)
         # these are called after every step, and must cost no more than the exchange
-        if kind not in ("preempted", "should_save") and not self._broken:
+        if kind != "should_save" and not self._broken:
             self._tell("call", f"{call} at {time.strftime('%H:%M:%S')}")
         code = zlib.crc32(call.encode())
         found = np.array([code, -code, *flags], np.int64)
@@ -183,7 +183,7 @@ class GlooGroup(RankSet):
             raise PeerError(
                 f"the ranks do not make the same call:\n{shown}",
                 hint=(
-                    "every rank calls save, resume and preempted in the same order, with the same"
+                    "every rank calls save, resume and should_save in the same order, with the same"
                     " arguments"
                 ),
             )
@@ -361,6 +361,18 @@ class GlooGroup(RankSet):
         if self._is_alone:
             return []
         return self._missing(dist.distributed_c10d._get_default_store(), "here", wait_s)
+
+    def store(self, name: str) -> Any:
+        """Returns a part of the job's store, for a thread of its own; None for one process alone.
+
+        It has a connection of its own where torch can make one, from 2.7 on.
+        """
+        if self._is_alone:
+            return None
+        store = dist.distributed_c10d._get_default_store()
+        with suppress(AttributeError, NotImplementedError, RuntimeError):
+            store = store.clone()  # type: ignore[attr-defined]
+        return dist.distributed_c10d.PrefixStore(f"{self._name}/{name}", store)
 
     def close(self) -> None:
         """Destroys the process group.

@@ -32,9 +32,9 @@ def different_steps(checkpoints: CheckpointManager, rank: int) -> None:
     """Another step on every rank is told, and the manager goes on."""
     text = refused(lambda: checkpoints.save(10 + rank, STATE, asynchronous=False))
     assert all(f"rank {r}: save({10 + r}, asynchronous=False)" in text for r in range(3)), text
-    text = refused(lambda: checkpoints.preempted() if rank == 1 else checkpoints.save(20, STATE))
-    assert "rank 0: save(20)" in text and "rank 1: preempted()" in text and "rank 2: save(20)" in text, text
-    text = refused(lambda: checkpoints.resume(dict(STATE)) if rank == 2 else checkpoints.preempted())
+    text = refused(lambda: checkpoints.should_save(20) if rank == 1 else checkpoints.save(20, STATE))
+    assert "rank 0: save(20)" in text and "rank 1: should_save(20)" in text and "rank 2: save(20)" in text, text
+    text = refused(lambda: checkpoints.resume(dict(STATE)) if rank == 2 else checkpoints.should_save(1))
     assert "rank 2: resume()" in text, text
     checkpoints.save(30, STATE, asynchronous=False)
     assert checkpoints.resume(dict(STATE)) == 30 and checkpoints.preempted() == 0

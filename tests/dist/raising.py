@@ -53,11 +53,12 @@ def main(root: str, case: str) -> None:
 
 def be_killed(checkpoints: CheckpointManager, rank: int) -> None:
     """Kills rank 1; another rank notices, and tells how long it then takes to end."""
-    checkpoints.preempted()
+    checkpoints.preempted()  # from now on SIGTERM is noted
+    checkpoints.should_save(7)
     if rank:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        checkpoints.preempted()
+        checkpoints.should_save(7)
     finally:
         began = time.monotonic()
         atexit.register(lambda: print(f"seconds {time.monotonic() - began:.0f}", flush=True))

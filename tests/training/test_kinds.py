@@ -123,8 +123,9 @@ def test_any_module_has_the_losses_of_a_plain_loop(kind: str, rows: Path, tmp_pa
     assert "resumed at step 2" in said and "rows/s" in said
     assert losses(tmp_path / "part") == pytest.approx(wanted, rel=2e-5)
     exported = load_file(tmp_path / "part/export/model.safetensors")
-    for fqn, tensor in exported.items():
-        assert torch.allclose(tensor, model.state_dict()[fqn], atol=2e-5), fqn
+    again, inputs = getattr(modules, kind)(), load_file(rows / f"{kind}.safetensors")["inputs"]
+    again.load_state_dict(exported, strict=False)
+    assert torch.allclose(again(inputs), model(inputs), atol=1e-4)
     tied = {"second.weight": "first.weight", "first.weight": "second.weight"}
     missing = model.state_dict().keys() - exported.keys()
     assert all(tied.get(name) in exported for name in missing), missing
