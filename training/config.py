@@ -137,6 +137,8 @@ class Fsdp:
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     unshard_ahead: bool = False  # FSDP2: gather the first unit before the forward begins
+    # reduce gradients at every micro-batch, instead of the last one only: less memory, more traffic
+    reduce_every: bool = False
 
 
 @dataclass(frozen=True, slots=True)

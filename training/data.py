@@ -12,12 +12,14 @@ describes its ids. JSONL files are examples of prompts and answers; see `trainin
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import hashlib
 import json
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from training.config import ConfigError
+from training.config import ConfigError, Data
 from training.examples import (
     Batch,
     DataError,
@@ -317,6 +319,41 @@ class Sampler:
                     f" {mine:,} {what}"
                 )
         self.epoch, self.index = state["epoch"], state["index"]
+
+
+class Reader:
+    """Reads one batch ahead, in a thread, while the step before it runs.
+
+    The position in the data is the sampler's: what is read ahead does not count.
+
+    Args:
+        tokens: the data.
+        sampler: of the numbers of sequences.
+        data: the configuration of batches.
+        mine: this rank's rows of a batch.
+        device: on a GPU, batches are copied to pinned memory first.
+    """
+
+    def __init__(
+        self, tokens: Any, sampler: Sampler, data: Data, mine: slice, device: torch.device
+    ) -> None:
+        self.tokens, self.sampler, self.data, self.mine = tokens, sampler, data, mine
+        self.is_pinned = device.type == "cuda"
+        self.thread = ThreadPoolExecutor(1, "reader")
+        self.ahead: tuple[list[int], Future[Batch]] | None = None
+
+    def next_batch(self) -> Batch:
+        """Returns this rank's part of the next batch, and begins to read the one after it."""
+        numbers, ahead = self.sampler.next_batch(self.data.batch_size), self.ahead
+        is_there = ahead is not None and ahead[0] == numbers
+        batch = ahead[1].result() if is_there else self._read(numbers)
+        following = copy.copy(self.sampler).next_batch(self.data.batch_size)
+        self.ahead = following, self.thread.submit(self._read, following)
+        return batch
+
+    def _read(self, numbers: list[int]) -> Batch:
+        batch: Batch = self.tokens.batch(numbers, self.data.seq_len, self.mine)
+        return batch.pinned() if self.is_pinned else batch
 
 
 # ---- preparing -----------------------------------------------------------------------------------

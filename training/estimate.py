@@ -21,7 +21,7 @@ from training import config as configuration
 from training import factory, parallel
 from training import model as models
 from training.config import Config, ConfigError, Degrees
-from training.plan import Group, groups_of, size, wide_console
+from training.plan import Group, groups_of, local_numel, size, wide_console
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
@@ -160,8 +160,8 @@ def memory_of(
     Rank 0 holds the most if a dimension does not divide evenly.
     """
     fsdp = config.fsdp
-    elements = sum(_local(group, sizes.shard) for group in groups.values())
-    trained = sum(_local(group, sizes.shard, trained_only=True) for group in groups.values())
+    elements = sum(local_numel(group, sizes.shard) for group in groups.values())
+    trained = sum(local_numel(group, sizes.shard, trained_only=True) for group in groups.values())
     itemsize = getattr(torch, config.model.dtype).itemsize
     gathered = ending = 0
     if fsdp.strategy != "NO_SHARD":
@@ -187,13 +187,13 @@ def memory_of(
 def _accumulated(config: Config, groups: dict[str, Group]) -> int:
     """Returns the bytes of whole gradients that wait for the last micro-batch.
 
-    Earlier micro-batches do not reduce gradients.
+    Earlier micro-batches do not reduce gradients, unless `fsdp.reduce_every` is set.
     """
     precision = config.precision
     reduce = getattr(torch, precision.reduce or precision.param or config.model.dtype)
-    if config.data.accumulation == 1:
+    if config.data.accumulation == 1 or config.fsdp.reduce_every:
         return 0
-    return sum(_local(g, 1, trained_only=True) for g in groups.values()) * reduce.itemsize
+    return sum(local_numel(g, 1, trained_only=True) for g in groups.values()) * reduce.itemsize
 
 
 def _gathered(config: Config, groups: dict[str, Group]) -> int:
@@ -213,18 +213,6 @@ def _gathered(config: Config, groups: dict[str, Group]) -> int:
     reduce = parallel.dtype_of(config.precision.reduce)
     scattering = largest.numel * (reduce or largest.dtype).itemsize  # the input of a reduce-scatter
     return held + largest.nbytes + scattering
-
-
-def _local(group: Group, over: int, trained_only: bool = False) -> int:
-    """Returns the elements that rank 0 has of a unit, or of what is trained in it.
-
-    They are the first of `over` parts along dim 0 of each parameter.
-    """
-    return sum(
-        (-(-shape[0] // over) * (shape.numel() // max(1, shape[0])) if shape else 1)
-        for shape, is_trained in zip(group.shapes, group.is_trained, strict=True)
-        if is_trained or not trained_only
-    )
 
 
 def estimates(
@@ -290,6 +278,8 @@ def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | 
             mark = "[green]fits[/]" if good else "[red]too much[/]"
         table.add_row(name, f"{sizes.shard} x {sizes.replicate}", *map(size, parts), mark)
     console.print(table)
+    if config.data.accumulation > 1:
+        console.print(_on_accumulation(config), highlight=False, soft_wrap=True)
     for line in refused:
         console.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
     if budget_gib and not fits:
@@ -299,3 +289,17 @@ def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | 
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _on_accumulation(config: Config) -> str:
+    """Returns what it costs to reduce gradients at the last micro-batch, or at each."""
+    groups = groups_of(models.make(config), config)
+    number, precision = config.data.accumulation, config.precision
+    reduce = getattr(torch, precision.reduce or precision.param or config.model.dtype)
+    whole = sum(local_numel(g, 1, trained_only=True) for g in groups.values()) * reduce.itemsize
+    now = "each one" if config.fsdp.reduce_every else "the last one"
+    return (
+        f"{number} micro-batches, of which {now} reduces gradients. At the last only: a rank keeps"
+        f" {size(whole)} of whole gradients and sends {size(whole)} a step. At each"
+        f" (fsdp.reduce_every): it keeps its shards only, and sends {size(number * whole)}"
+    )

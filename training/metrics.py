@@ -72,7 +72,7 @@ class Meter:
         everyone: Sequence[Sequence[float]],
         tokens: int,
         lr: float,
-        norm: Tensor,
+        norm: Tensor | None,
         epoch: int,
     ) -> None:
         """Counts a step and, if one is due, writes a line of means over ranks and steps.
@@ -80,7 +80,7 @@ class Meter:
         The means cover the steps since the last line.
 
         Args:
-            everyone: loss and peak memory of every rank; needed if a line is due.
+            everyone: loss and peak memory of every rank; needed if a line is due, as is `norm`.
         """
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
         self.bar.update()
@@ -91,7 +91,7 @@ class Meter:
             "step": step,
             "loss": sum(rank[0] for rank in everyone) / len(everyone),
             "lr": lr,
-            "grad_norm": norm.item(),
+            "grad_norm": math.nan if norm is None else norm.item(),
             "tokens_per_s": self.tokens / elapsed,
             "step_s": elapsed / self.steps,
             **{name: seconds / self.steps for name, seconds in self.spent.items()},

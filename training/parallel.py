@@ -420,17 +420,24 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 # ---- tensor parallelism --------------------------------------------------------------------------
 
 
+def check_heads(model: nn.Module, num_ranks: int) -> None:
+    """Refuses tensor parallelism that would split a head.
+
+    Raises:
+        ConfigError: the number of ranks does not divide a number of heads.
+    """
+    config = getattr(model, "config", None)
+    for key in ("num_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, key, 0) or 0
+        if count % num_ranks:
+            raise ConfigError(
+                f"fsdp.tensor_parallel = {num_ranks} does not divide the model's {key} = {count}"
+            )
+
+
 def _split_tensors(model: nn.Module, mesh: DeviceMesh, config: Config) -> None:
     """Splits the matrices of each layer over a mesh; heads stay whole."""
-    heads = {
-        key: getattr(model.config, key, 0) or 0
-        for key in ("num_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads")
-    }
-    for key, count in heads.items():
-        if count % mesh.size():
-            raise ConfigError(
-                f"fsdp.tensor_parallel = {mesh.size()} does not divide the model's {key} = {count}"
-            )
+    check_heads(model, mesh.size())
     shared = tied(model)
     plan = (
         decoder_plan(config.fsdp.sequence_parallel, config.fsdp.loss_parallel)
@@ -528,17 +535,17 @@ def local(value: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def reducing(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """Makes only the last micro-batch of a step reduce gradients over ranks.
+def reducing(model: nn.Module, is_last: bool, every: bool) -> Iterator[None]:
+    """Makes only the last micro-batch of a step reduce gradients over ranks, or each if `every`.
 
-    Earlier micro-batches add up their gradients on each rank.
+    Otherwise earlier micro-batches add up their gradients on each rank.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last)
+        model.set_requires_gradient_sync(is_last or every)
         model.set_is_last_backward(is_last)
         yield
     else:
-        with contextlib.nullcontext() if is_last else model.no_sync():
+        with contextlib.nullcontext() if is_last or every else model.no_sync():
             yield
 
 
@@ -546,7 +553,8 @@ def reducing(model: nn.Module, is_last: bool) -> Iterator[None]:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scales gradients so that their norm over all ranks is at most `max_norm`.
 
-    Returns the norm before scaling, 0-d. With a `max_norm` of 0, nothing is scaled.
+    Returns the norm before scaling, 0-d. With a `max_norm` of 0, nothing is scaled. The ranks
+    exchange their norms.
     """
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm or float("inf"))

@@ -19,6 +19,10 @@ from training import model as models
 from training import parallel
 from training.config import Config, Degrees
 
+_UNEVEN = 0.05  # of a rank's part
+_SMALL, _LARGE = 1 << 20, 4 << 30  # bytes that a unit gathers
+_MANY = 16  # small units
+
 
 @dataclass(slots=True)
 class Group:
@@ -43,6 +47,7 @@ def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
 
     A tied weight counts once.
     """
+    parallel.check_heads(model, config.fsdp.tensor_parallel)
     units = {unit.name: unit for unit in parallel.units_of(model, config)}
     default = config.precision.param or config.model.dtype
     groups = {
@@ -69,8 +74,17 @@ def groups_of(model: nn.Module, config: Config) -> dict[str, Group]:
     return groups
 
 
-def warnings_of(model: nn.Module, config: Config, groups: dict[str, Group]) -> list[str]:
-    """Returns warnings of common mistakes in a plan, each with a remedy."""
+def warnings_of(
+    model: nn.Module, config: Config, groups: dict[str, Group], num_shards: int = 1
+) -> list[str]:
+    """Returns warnings of common mistakes in a plan, each with a remedy.
+
+    Args:
+        model: on the meta device.
+        config: of the run.
+        groups: from `groups_of`.
+        num_shards: ranks that share the parameters.
+    """
     if config.fsdp.strategy == "NO_SHARD":
         return [
             "nothing is sharded: every rank holds parameters, gradients and optimizer state whole"
@@ -103,7 +117,55 @@ def warnings_of(model: nn.Module, config: Config, groups: dict[str, Group]) -> l
             f"{' and '.join(in_root)} are in the root unit, which stays gathered from forward to"
             f" backward: {size(root)} on each rank; {cure}"
         )
+    return found + _uneven(groups, num_shards) + _sizes(inner)
+
+
+def _uneven(groups: dict[str, Group], num_shards: int) -> list[str]:
+    """Returns a warning if rank 0 holds much more than its part."""
+    total = sum(group.numel for group in groups.values())
+    mine = sum(local_numel(group, num_shards) for group in groups.values())
+    if mine * num_shards <= total * (1 + _UNEVEN):
+        return []
+    odd = sum(bool(s and s[0] % num_shards) for g in groups.values() for s in g.shapes)
+    share = mine * num_shards / total - 1
+    text = (
+        f"sharding is uneven: the first dimension of {odd} parameters is no multiple of the"
+        f" {num_shards} ranks, and rank 0 holds {share:.0%} more than its part. Use sizes that are"
+        " multiples, or fewer ranks that share (HYBRID_SHARD)"
+    )
+    return [text]
+
+
+def _sizes(inner: list[Group]) -> list[str]:
+    """Returns warnings of units that gather too little or too much at a time."""
+    small = [group for group in inner if group.nbytes < _SMALL]
+    large = [group for group in inner if group.nbytes > _LARGE]
+    found = []
+    if len(small) > _MANY:
+        found.append(
+            f"{len(small)} units gather less than {size(_SMALL)} each, such as"
+            f" {label(small[0].name)}: the start of a collective then takes longer than its data."
+            " Make units of larger modules"
+        )
+    if large:
+        found.append(
+            f"{len(large)} units gather more than {size(_LARGE)} each, such as"
+            f" {label(large[0].name)}, and two of them exist at a time. Make units of their parts"
+            " (fsdp.wrap_classes)"
+        )
     return found
+
+
+def local_numel(group: Group, over: int, trained_only: bool = False) -> int:
+    """Returns the elements that rank 0 has of a unit, or of what is trained in it.
+
+    They are the first of `over` parts along dim 0 of each parameter.
+    """
+    return sum(
+        (-(-shape[0] // over) * (shape.numel() // max(1, shape[0])) if shape else 1)
+        for shape, is_trained in zip(group.shapes, group.is_trained, strict=True)
+        if is_trained or not trained_only
+    )
 
 
 def label(name: str) -> str:
@@ -159,7 +221,7 @@ def show(config: Config, sizes: Degrees) -> None:
         f" ({label(largest.name)})",
         highlight=False,
     )
-    for warning in warnings_of(model, config, groups):
+    for warning in warnings_of(model, config, groups, sizes.shard):
         console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
 
 

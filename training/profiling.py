@@ -1,6 +1,6 @@
-"""Shows where the time of a step goes: a Chrome trace and a summary per rank.
+"""Shows where the time and the memory of a step go: a Chrome trace and summaries per rank.
 
-Both come from PyTorch's own profiler.
+They come from PyTorch's own profiler, its tracker of FSDP's memory, and CUDA's allocator.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.fsdp import FSDPModule
+
+from training.config import Config
 
 _SKIPPED = 2  # the first step warms up caches, the second warms up the profiler
 
@@ -23,11 +28,14 @@ _SKIPPED = 2  # the first step warms up caches, the second warms up the profiler
 class Profiler:
     """A profiler that traces some steps to `rank0.trace.json` and `rank0.txt`, and so on.
 
-    The text file is a summary. For 0 steps it does nothing.
+    The text file is a summary. `rank0.memory.txt` has what was held at the peak of one step before
+    them, and `rank0.memory.pickle` the history of CUDA's allocator, for pytorch.org/memory_viz. For
+    0 steps it does nothing.
     """
 
     def __init__(self, directory: Path, steps: int, device: torch.device) -> None:
-        self.directory, self.steps = directory, steps
+        self.directory, self.steps, self.done = directory, steps, 0
+        self.is_cuda = device.type == "cuda"
         self.trace: torch.profiler.profile | None = None
         if steps:
             activities = [torch.profiler.ProfilerActivity.CPU]
@@ -43,7 +51,41 @@ class Profiler:
     def __enter__(self) -> Profiler:
         if self.trace:
             self.trace.__enter__()
+            if self.is_cuda:
+                torch.cuda.memory._record_memory_history()
         return self
+
+    @contextlib.contextmanager
+    def measuring_memory(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config
+    ) -> Iterator[None]:
+        """Writes what a step holds at its peak, for the last step before the traced ones.
+
+        The first step makes the optimizer's state. The tracker sees the operations of one step, so
+        that step is slow. It takes one forward pass of FSDP2, without a compiler.
+        """
+        if not self.trace or self.done != _SKIPPED - 1:
+            yield
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        file = self.directory / f"rank{dist.get_rank()}.memory.txt"
+        is_one = config.data.accumulation == 1 and not config.compute.compile
+        if not is_one or not isinstance(model, FSDPModule):
+            file.write_text(
+                "not measured: torch's tracker takes FSDP2, one micro-batch, and no compiler\n"
+            )
+            yield
+            return
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        tracker = FSDPMemTracker(model, optimizer)
+        with tracker:
+            yield
+        text = memory_summary(tracker.get_tracker_snapshot("peak"))
+        if self.is_cuda:
+            peak = torch.cuda.max_memory_allocated()
+            text += f"{'CUDA allocator':24}{peak / 2**20:12,.2f}\n"
+        file.write_text(text)
 
     def __exit__(
         self,
@@ -69,6 +111,7 @@ class Profiler:
 
     def step(self) -> None:
         """Tells the profiler that a step is over."""
+        self.done += 1
         if self.trace:
             self.trace.step()
 
@@ -78,6 +121,25 @@ class Profiler:
         trace.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
         (self.directory / f"rank{dist.get_rank()}.txt").write_text(summary(events))
+        if self.is_cuda:
+            file = self.directory / f"rank{dist.get_rank()}.memory.pickle"
+            torch.cuda.memory._dump_snapshot(str(file))
+            torch.cuda.memory._record_memory_history(None)
+
+
+def memory_summary(peak: Mapping[torch.device, Mapping[Any, int]]) -> str:
+    """Returns a table of what was held at the peak of a step, in MiB, from torch's tracker.
+
+    "Temp" are the gradients of activations, and "Unsharded Param" what units have gathered.
+    """
+    lines = [f"{'held at the peak':24}{'MiB':>12}"]
+    for device, kinds in peak.items():
+        lines += [
+            f"{getattr(kind, 'value', kind):24}{nbytes / 2**20:12,.2f}"
+            for kind, nbytes in kinds.items()
+            if nbytes and device.type != "meta"
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def summary(events: Sequence[dict[str, Any]]) -> str:
@@ -96,6 +158,7 @@ def summary(events: Sequence[dict[str, Any]]) -> str:
     wall = _covered([_interval(e) for e in steps])
     kinds: dict[str, list[tuple[float, float]]] = {}
     unsharding, counts, nbytes = [], Counter[str](), Counter[str]()
+    moving: dict[str, list[tuple[float, float]]] = {}
     has_kernels = any(e.get("cat") == "kernel" for e in spans)
     for event in spans:
         if (kind := _kind(event, has_kernels)) is not None:
@@ -109,9 +172,11 @@ def summary(events: Sequence[dict[str, Any]]) -> str:
         ):
             unsharding.append(_interval(event))
         if event["name"].startswith("c10d::") and event.get("cat") == "cpu_op":
-            collective = event["name"].removeprefix("c10d::").strip("_")
+            collective = _collective(event["name"])
             counts[collective] += 1
             nbytes[collective] += _nbytes(event["args"])
+        if _is_transfer(event, has_kernels):
+            moving.setdefault(_collective(event["name"]), []).append(_interval(event))
     every = [interval for intervals in kinds.values() for interval in intervals]
     table = [
         (kind, _covered(kinds.get(kind, [])))
@@ -130,9 +195,30 @@ def summary(events: Sequence[dict[str, Any]]) -> str:
     gathered = _covered(unsharding)
     each = gathered / 1e3 / max(1, len(steps))
     lines += [f"{'(unsharding)':16}{each:12,.2f}{gathered / max(1.0, wall):9.1%}"]
-    lines += ["", f"{'collective':28}{'calls':>8}{'MiB out':>12}"]
-    lines += [f"{name:28}{counts[name]:8,}{nbytes[name] / 2**20:12,.2f}" for name in sorted(counts)]
+    lines += ["", f"{'collective':28}{'calls':>8}{'MiB':>12}{'ms':>12}"]
+    lines += [
+        f"{name:28}{counts[name]:8,}{nbytes[name] / 2**20:12,.2f}"
+        + (f"{_covered(moving[name]) / 1e3:12,.2f}" if name in moving else f"{'-':>12}")
+        for name in sorted({*counts, *moving})
+    ]
     return "\n".join(lines) + "\n"
+
+
+_COLLECTIVES = ("allgather", "reducescatter", "allreduce", "alltoall", "broadcast", "barrier")
+
+
+def _collective(name: str) -> str:
+    """Returns the kind of a collective, which c10d, gloo and nccl write in different ways."""
+    letters = "".join(c for c in name.lower() if c.isalpha())
+    return next((kind for kind in _COLLECTIVES if kind in letters), name.rpartition(":")[2])
+
+
+def _is_transfer(event: dict[str, Any], has_kernels: bool) -> bool:
+    """Tells whether an event is the time in which a collective moves data, not that of its call."""
+    name = event["name"].lower()
+    if has_kernels:
+        return event.get("cat") == "kernel" and "nccl" in name
+    return name.startswith("gloo:")
 
 
 # other types count as one byte

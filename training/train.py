@@ -40,7 +40,7 @@ from training import accelerate_config, changes, factory, parallel, pretrained, 
 from training import config as configuration
 from training import model as models
 from training.config import Config, ConfigError, Degrees
-from training.data import Sampler, Tokens, check_tokenizer, open_tokens
+from training.data import Reader, Sampler, Tokens, check_tokenizer, open_tokens
 from training.examples import Batch, DataError, Examples
 from training.factory import Rows
 from training.initialize import Copied, Values, every_module
@@ -88,6 +88,7 @@ class Job:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     sampler: Sampler
+    reader: Reader
     tokens: Tokens | Examples | Rows
     validation: Tokens | Examples | Rows | None
     num_parameters: int
@@ -277,6 +278,7 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     text, config = configuration.to_toml(config), _of_rows(config)
     model, data = models.make(config), config.data
     parallel.units_of(model, config)
+    parallel.check_heads(model, config.fsdp.tensor_parallel)
     if data.seq_len > models.max_seq_len(model):
         raise ConfigError(
             f"data.seq_len = {data.seq_len}, and the model takes sequences of at most"
@@ -632,6 +634,7 @@ def build(plan: Plan, device: torch.device) -> Job:
         optimizer,
         scheduler,
         sampler,
+        Reader(plan.tokens, sampler, data, _part_of(data.batch_size, mesh), device),
         plan.tokens,
         plan.validation,
         num_parameters,
@@ -719,17 +722,17 @@ def _loop(
             meter.say(f"warning: {problem}")
         for step in range(first + 1, config.run.steps + 1):
             lr = job.scheduler.get_last_lr()[0]
-            loss, norm = take_step(job, meter)
-            number = checkpoints.preempted()
-            is_saved = (
-                bool(number)
-                or step == config.run.steps
-                or (checkpoint.every > 0 and step % checkpoint.every == 0)
+            is_saved = step == config.run.steps or (
+                checkpoint.every > 0 and step % checkpoint.every == 0
             )
+            with profiler.measuring_memory(job.model, job.optimizer, config):
+                loss, norm = take_step(job, meter, is_saved or meter.is_due(step))
+            number = checkpoints.preempted()
+            is_saved = is_saved or bool(number)
             everyone = loss_and_peak(loss) if is_saved or meter.is_due(step) else []
             if everyone and not (
                 all(math.isfinite(of_rank[0]) for of_rank in everyone)
-                and math.isfinite(norm.item())
+                and (norm is None or math.isfinite(norm.item()))
             ):
                 _not_finite(config, meter, step)
             if job.validation and (
@@ -788,22 +791,28 @@ def _not_finite(config: Config, meter: Meter, step: int) -> None:
     meter.say(f"warning: {text}")
 
 
-def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:
-    """Trains one step; returns this rank's mean loss and the norm of the gradients, both 0-d."""
+def take_step(job: Job, meter: Meter, wants_norm: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Trains one step; returns this rank's mean loss and the norm of the gradients, both 0-d.
+
+    The norm is None if it is neither wanted nor needed to clip, because it takes an exchange.
+    """
     data, model = job.config.data, job.model
     if job.config.fsdp.unshard_ahead and isinstance(model, FSDPModule):
         model.unshard(async_op=True)
     with meter.timing("data_s"), torch.profiler.record_function("data"):
-        batch = batch_of(job, job.tokens, job.sampler.next_batch(data.batch_size))
+        batch = job.reader.next_batch().to(job.device)
     total = torch.zeros((), device=job.device)
     micro = list(batch.chunk(data.accumulation))
     for i, part in enumerate(micro):
         is_last = i == len(micro) - 1
-        with parallel.reducing(model, is_last), parallel.splitting_loss(job.config):
+        reducing = parallel.reducing(model, is_last, job.config.fsdp.reduce_every)
+        with reducing, parallel.splitting_loss(job.config):
             loss = loss_of(job, part) / len(micro)
             loss.backward()
         total += parallel.local(loss.detach())
-    norm = parallel.clip_gradients(model, job.config.optim.max_grad_norm)
+    norm, max_norm = None, job.config.optim.max_grad_norm
+    if wants_norm or max_norm:
+        norm = parallel.clip_gradients(model, max_norm)
     job.optimizer.step()
     job.scheduler.step()
     # offloaded gradients keep their pinned memory
@@ -811,16 +820,15 @@ def take_step(job: Job, meter: Meter) -> tuple[Tensor, Tensor]:
     return total, norm
 
 
-def batch_of(job: Job, tokens: Tokens | Examples | Rows, numbers: list[int]) -> Batch:
-    """Returns this rank's part of a batch: `[batch / data-parallel ranks, seq_len]`, or rows."""
-    part = len(numbers) // _data_ranks(job)
-    start = parallel.data_rank(job.mesh) * part
-    mine = slice(start, start + part)
-    return tokens.batch(numbers, job.config.data.seq_len, mine).to(job.device)
+def _part_of(batch_size: int, mesh: DeviceMesh) -> slice:
+    """Returns the rows of a batch that are this rank's."""
+    part = batch_size // _data_ranks(mesh)
+    start = parallel.data_rank(mesh) * part
+    return slice(start, start + part)
 
 
-def _data_ranks(job: Job) -> int:
-    return dist.get_world_size() // job.mesh["tensor"].size()
+def _data_ranks(mesh: DeviceMesh) -> int:
+    return dist.get_world_size() // mesh["tensor"].size()
 
 
 def loss_of(job: Job, batch: Batch) -> Tensor:
@@ -840,7 +848,7 @@ def loss_of(job: Job, batch: Batch) -> Tensor:
     size = job.config.compute.loss_chunk or len(targets)
     if size >= len(targets) and batch.documents is None:
         return F.cross_entropy(logits.float(), targets)
-    micro_batches = _data_ranks(job) * (data.accumulation if job.model.training else 1)
+    micro_batches = _data_ranks(job.mesh) * (data.accumulation if job.model.training else 1)
     share = batch.num_targets / micro_batches if batch.documents is not None else len(targets)
     if size >= len(targets):
         return _sum_of_losses(logits, targets) / max(share, _LEAST)
@@ -891,7 +899,8 @@ def evaluate(job: Job, tokens: Tokens | Examples | Rows) -> float:
     losses, weights = [], []
     with parallel.splitting_loss(job.config):
         for i in range(batches):
-            batch = batch_of(job, tokens, list(range(i * size, (i + 1) * size)))
+            numbers, mine = list(range(i * size, (i + 1) * size)), _part_of(size, job.mesh)
+            batch = tokens.batch(numbers, job.config.data.seq_len, mine).to(job.device)
             losses.append(parallel.local(loss_of(job, batch)))
             weights.append(batch.num_targets)
     job.model.train()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckpt_tools.errors import CheckpointError, PlanError, printable
@@ -249,8 +250,25 @@ def calling(method: str, value: Any, path: Key) -> Iterator[None]:
 
 def _frozen(module: nn.Module) -> set[str]:
     """Returns the names of the parameters that take no gradient, as a state dict names them."""
+    inside = [
+        f"{name}.module." if name else "module."
+        for name, wrapper in module.named_modules()
+        if isinstance(wrapper, DistributedDataParallel)
+    ]
     found = module.named_parameters(remove_duplicate=False)
-    return {_plain(name) for name, parameter in found if not parameter.requires_grad}
+    return {
+        _plain(_without_ddp(name, inside))
+        for name, parameter in found
+        if not parameter.requires_grad
+    }
+
+
+def _without_ddp(name: str, inside: Sequence[str]) -> str:
+    """Returns a name without the segment `module` of each DDP, of which `inside` has the paths."""
+    for prefix in sorted(inside, key=len, reverse=True):
+        if name.startswith(prefix):
+            name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+    return name
 
 
 # ---- export --------------------------------------------------------------------------------------

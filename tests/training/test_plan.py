@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
+from tests.command import run_job
 from training import config as configuration
 from training import estimate, plan, train
 from training import model as models
@@ -120,13 +122,48 @@ def test_what_the_model_does_not_have_is_named(overrides: list[str], message: st
         ),
         (["model.vocab_size=8000", "model.tied_embeddings=true"], "they share their weight"),
         (["fsdp.strategy=NO_SHARD"], "nothing is sharded"),
+        (["model.hidden_dim=33"], "rank 0 holds 17% more than its part"),
+        (["model.num_layers=30", "model.dim=24"], "30 units gather less than 1.0 MiB each"),
+        (["model.hidden_dim=4000000"], "4 units gather more than 4.0 GiB each"),
     ],
 )
 def test_usual_mistakes_are_told(overrides: list[str], message: str) -> None:
     config = resolve(None, overrides)
     model = models.make(config)
-    found = plan.warnings_of(model, config, plan.groups_of(model, config))
-    assert len(found) == 1 and message in found[0]
+    num_shards = 31 if "its part" in message else 1
+    found = plan.warnings_of(model, config, plan.groups_of(model, config), num_shards)
+    assert len(found) == 1 and message in found[0], found
+
+
+def test_reducing_at_each_micro_batch_keeps_less_and_sends_more(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["data.accumulation=4"]
+    estimate.show(resolve(None, given), 4, 4, None)
+    shown = capsys.readouterr().out
+    numel = sum(p.numel() for p in models.make(resolve(None)).parameters())
+    whole, four = plan.size(numel * 4), plan.size(numel * 16)
+    assert f"keeps {whole} of whole gradients and sends {whole} a step" in shown
+    assert f"keeps its shards only, and sends {four}" in shown and "the last one reduces" in shown
+    found = plan.groups_of(models.make(resolve(None)), resolve(None))
+    at_last, at_each = (
+        estimate.memory_of(
+            resolve(None, more),
+            Degrees(1, 4, 1),
+            found,
+            estimate.activations_of(resolve(None, more), 1),
+        )
+        for more in (given, [*given, "fsdp.reduce_every=true"])
+    )
+    assert at_last.gathered - at_each.gathered == numel * 4
+
+
+@pytest.mark.parametrize("what", ["--print-plan", "--estimate"])
+def test_heads_that_tensor_ranks_do_not_divide_are_told_by_a_plan(what: str) -> None:
+    words = ["--set", "model.num_kv_heads=3", "--set", "fsdp.tensor_parallel=2", "--ranks", "2"]
+    done = run_job([sys.executable, "-m", "training", *words, what])
+    assert done.returncode == 2
+    assert "does not divide the model's num_kv_heads = 3" in done.stderr
 
 
 def test_a_good_plan_has_no_warning() -> None:
