@@ -185,8 +185,13 @@ def _load_converted(model: nn.Module, path: str, stored: set[str]) -> list[str]:
     with ckpt_tools.open(path) as files:
         for target, parts in sources.items():
             if target in names:
-                whole = _converted(model, target, parts, converters, files)
-                keep_shard(names[target], whole[target])
+                whole = _converted(model, target, parts, converters, files)[target]
+                if whole.shape != names[target].shape:
+                    raise ckpt_tools.PlanError(
+                        f"{path} does not fit the model: {target} has {list(whole.shape)} there, and"
+                        f" {list(names[target].shape)} in the model; an expert may be missing"
+                    )
+                keep_shard(names[target], whole)
                 filled.add(id(names[target]))
     empty = [name for name, tensor in names.items() if id(tensor) not in filled]
     if empty:

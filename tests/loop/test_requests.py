@@ -65,6 +65,21 @@ def test_only_what_trains_is_saved_and_resumed_onto_a_base(
     )
 
 
+def test_only_what_trains_is_saved_of_a_model_under_ddp(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(adapted())
+        with CheckpointManager(tmp_path / "run") as checkpoints:
+            checkpoints.save(1, {"model": wrapped}, asynchronous=False, only="trainable")
+            names = set(ckpt_tools.open(tmp_path / "run" / "step-00000001"))
+            assert names == {"model.adapter.weight", "model.adapter.bias"}
+            assert checkpoints.resume({"model": wrapped}) == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_parameter_that_trains_now_is_not_taken_for_a_frozen_one(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run") as checkpoints:
         checkpoints.save(1, {"model": adapted()}, only="trainable")
