@@ -188,8 +188,8 @@ def _load_converted(model: nn.Module, path: str, stored: set[str]) -> list[str]:
                 whole = _converted(model, target, parts, converters, files)[target]
                 if whole.shape != names[target].shape:
                     raise ckpt_tools.PlanError(
-                        f"{path} does not fit the model: {target} has {list(whole.shape)} there, and"
-                        f" {list(names[target].shape)} in the model; an expert may be missing"
+                        f"{path} does not fit the model: {target} has {list(whole.shape)} there,"
+                        f" and {list(names[target].shape)} in the model; an expert may be missing"
                     )
                 keep_shard(names[target], whole)
                 filled.add(id(names[target]))
