@@ -324,7 +324,7 @@ class Sampler:
 class Reader:
     """Reads one batch ahead, in a thread, while the step before it runs.
 
-    The position in the data is the sampler's: what is read ahead does not count.
+    The position in the data is the sampler's. A batch that is only read ahead does not count.
 
     Args:
         tokens: the data.

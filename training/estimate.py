@@ -189,10 +189,15 @@ def _accumulated(config: Config, groups: dict[str, Group]) -> int:
 
     Earlier micro-batches do not reduce gradients, unless `fsdp.reduce_every` is set.
     """
-    precision = config.precision
-    reduce = getattr(torch, precision.reduce or precision.param or config.model.dtype)
     if config.data.accumulation == 1 or config.fsdp.reduce_every:
         return 0
+    return _whole_gradients(config, groups)
+
+
+def _whole_gradients(config: Config, groups: dict[str, Group]) -> int:
+    """Returns the bytes of the gradients of the whole model, in the type that is reduced."""
+    precision = config.precision
+    reduce = getattr(torch, precision.reduce or precision.param or config.model.dtype)
     return sum(local_numel(g, 1, trained_only=True) for g in groups.values()) * reduce.itemsize
 
 
@@ -293,10 +298,8 @@ def show(config: Config, num_ranks: int, ranks_a_node: int, budget_gib: float | 
 
 def _on_accumulation(config: Config) -> str:
     """Returns what it costs to reduce gradients at the last micro-batch, or at each."""
-    groups = groups_of(models.make(config), config)
-    number, precision = config.data.accumulation, config.precision
-    reduce = getattr(torch, precision.reduce or precision.param or config.model.dtype)
-    whole = sum(local_numel(g, 1, trained_only=True) for g in groups.values()) * reduce.itemsize
+    number = config.data.accumulation
+    whole = _whole_gradients(config, groups_of(models.make(config), config))
     now = "each one" if config.fsdp.reduce_every else "the last one"
     return (
         f"{number} micro-batches, of which {now} reduces gradients. At the last only: a rank keeps"

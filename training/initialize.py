@@ -111,7 +111,7 @@ class Drawn:
         seed: of the run.
         device: the device that draws numbers. A CPU and a GPU draw different numbers, so it does
             not depend on where parameters are kept.
-        draws: as for `Init`. What nobody wants is not drawn.
+        draws: as for `Init`. Other parameters are not drawn.
     """
 
     def __init__(

@@ -29,6 +29,7 @@ from training.pretrained import is_adapted, is_of_adapter
 
 _SHARD_BYTES = 5 << 30  # of an export with experts
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+_BESIDE = (".json", ".txt", ".jinja", ".md", ".model", ".npy")  # no weights
 _PEFT_PREFIX, _BELOW = "base_model.model.", ".base_layer."
 
 
@@ -38,7 +39,9 @@ def fingerprint(path: str) -> str:
     Only sizes and 64 samples of 4 KiB of each file are read, because the files may be large.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(Path(path).glob("*.safetensors")):
+    for file in sorted(Path(path).iterdir()):
+        if not file.is_file() or file.suffix in _BESIDE:
+            continue
         size = file.stat().st_size
         digest.update(f"{size} ".encode())
         with file.open("rb") as stream:

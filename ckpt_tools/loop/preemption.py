@@ -57,7 +57,9 @@ class Preemption:
         with self._lock:
             self._num_asked += 1
             number, is_told = self._num_asked, self._told is not None
-        if not is_told:
+        # without the store nobody can be told, and this rank's signal must not be lost
+        has_failed = self._is_agreed.is_set() and bool(self._signals.number)
+        if not is_told and not has_failed:
             return 0
         self._is_agreed.wait(self._timeout_s)
         if not self._end:

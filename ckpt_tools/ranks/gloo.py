@@ -365,7 +365,7 @@ class GlooGroup(RankSet):
     def store(self, name: str) -> Any:
         """Returns a part of the job's store, for a thread of its own; None for one process alone.
 
-        It has a connection of its own where torch can make one, from 2.7 on.
+        It has a connection of its own where this torch can make one.
         """
         if self._is_alone:
             return None

@@ -178,4 +178,4 @@ def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     done = run_training(tmp_path / "run", "killed")
     assert done.returncode and "nothing is saved after the exception: a rank is gone" in done.stderr
     assert "PeerError" in done.stderr and steps(tmp_path / "run") == []
-    assert "seconds 0" in done.stdout or "seconds 1" in done.stdout, done.stdout
+    assert "waiting at most" not in done.stderr

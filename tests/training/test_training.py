@@ -329,7 +329,7 @@ def test_metrics_validation_profile_plots_export_and_sample(tmp_path: Path) -> N
             if len(words := line.split()) in (3, 4)
         }
         # two steps of five units forward, four again backward
-        assert table["allgather"][0] >= str(2 * 9), text
+        assert int(table["allgather"][0]) >= 2 * 9, text
         assert table["reducescatter"][0] == str(2 * 5), text
         assert float(table["reducescatter"][1]) == pytest.approx(2 * numel * 4 / 2**20, rel=0.01), (
             text
