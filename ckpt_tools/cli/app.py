@@ -156,6 +156,12 @@ def main(may_share: bool = False) -> None:
         )
     except KeyboardInterrupt:
         fail("interrupted", None, 130)
+    except SystemExit as end:
+        # the libraries that print the help exit with 1 when the reader of a pipe has ended
+        if getattr(end.__context__, "errno", None) != errno.EPIPE:
+            raise
+        drop_output()
+        raise SystemExit(128 + signal.SIGPIPE) from None
     finally:
         # the work is done: a late Ctrl-C must not print a traceback
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -137,12 +137,13 @@ def copy(
             hint="choose another, or remove it first",
         )
     if options.get("dry_run"):
+        kept = work.kept_nbytes()
         return CopyResult(
             redacted(source.path),
             redacted(target.url),
             work.shown,
-            0,
-            sum(work.files.values()),
+            kept,
+            sum(work.data.values()) - kept,
             0,
             (),
             time.monotonic() - began,
@@ -363,6 +364,13 @@ class _Work:
                 )
             )
         return all(mine[name] == theirs[self.name(name)] for name in self.files)
+
+    def kept_nbytes(self) -> int:
+        """Returns the bytes of the files that an interrupted copy has left, and that are right."""
+        if self.single or not self.crcs:
+            return 0
+        right = self.target.right_files(self.attempt, self.data, self.crcs)
+        return sum(self.data[name] for name in right)
 
     # ---- moving ----------------------------------------------------------------------------------
 

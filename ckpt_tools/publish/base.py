@@ -274,6 +274,20 @@ class Destination(Protocol):
         """Returns the staging directories of dead attempts; none for an object store."""
         ...
 
+    def right_files(
+        self, attempt: str, files: Mapping[str, int], crcs: Mapping[str, int]
+    ) -> set[str]:
+        """Returns the files that an earlier attempt with this id has left, and that are right.
+
+        It changes nothing.
+
+        Args:
+            attempt: its id.
+            files: bytes of every data file of the result.
+            crcs: CRC-64/NVME of each, as far as known.
+        """
+        ...
+
     def existing_result(self) -> tuple[Store, str]:
         """Returns the store of the existing result, and its name if it is one file, else ""."""
         ...

@@ -101,6 +101,12 @@ class RemoteDestination:
     def dead_attempts(self) -> list[Path]:
         return []
 
+    def right_files(
+        self, attempt: str, files: Mapping[str, int], crcs: Mapping[str, int]
+    ) -> set[str]:
+        del attempt  # objects are written where they stay
+        return _right_files(RemoteStore(self.url, self._options), files, crcs)
+
     def existing_result(self) -> tuple[Store, str]:
         store = RemoteStore(self.url, self._options)
         return (
@@ -205,6 +211,17 @@ def _unfinished(store: RemoteStore, files: Sequence[str], names: Sequence[str]) 
     if not attempts or any(name in INDEXES for name in files):
         return set()
     return {n for n, info in store.about_all(names).items() if info.owner[:8] in attempts}
+
+
+def _right_files(store: RemoteStore, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
+    """Returns the names of the objects with the expected size and checksum."""
+    sizes = store.list_files(below=True)
+    there = store.about_all(name for name in files if name in sizes)
+    return {
+        n
+        for n, about in there.items()
+        if sizes[n] == files[n] and n in crcs and about.crc64 == crcs[n]
+    }
 
 
 class RemoteAttempt:
@@ -312,15 +329,9 @@ class RemoteAttempt:
 
     def keep_matching(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
         self._expected, self._crcs = set(files), crcs
-        sizes = self.store.list_files(below=True)
-        there = self.store.about_all(
-            name for name in files if name in sizes and name != self._single
+        return _right_files(
+            self.store, {name: n for name, n in files.items() if name != self._single}, crcs
         )
-        return {
-            n
-            for n, about in there.items()
-            if sizes[n] == files[n] and n in crcs and about.crc64 == crcs[n]
-        }
 
     def files(self) -> Store:
         return self.store

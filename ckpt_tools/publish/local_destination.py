@@ -143,6 +143,12 @@ class LocalDestination:
     def dead_attempts(self) -> list[Path]:
         return local.find_dead(self.path)
 
+    def right_files(
+        self, attempt: str, files: Mapping[str, int], crcs: Mapping[str, int]
+    ) -> set[str]:
+        left = local.staging_path(self.path, attempt)
+        return _right_files(LocalStore(left), files, crcs) if left.is_dir() else set()
+
     def existing_result(self) -> tuple[Store, str]:
         return (
             (LocalStore(self.path), "")
@@ -180,6 +186,15 @@ class LocalDestination:
         return staged
 
 
+def _right_files(store: LocalStore, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
+    """Returns the names of the files with the expected size and checksum."""
+    there = store.list_files(below=True)
+    found = hash_files(
+        store, {name: n for name, n in there.items() if name in crcs and files.get(name) == n}
+    )
+    return {name for name, crc in found.items() if crc == crcs[name]}
+
+
 class LocalAttempt:
     """See `Attempt`: a staging directory."""
 
@@ -212,13 +227,9 @@ class LocalAttempt:
         return self.sizes()
 
     def keep_matching(self, files: Mapping[str, int], crcs: Mapping[str, int]) -> set[str]:
-        there = LocalStore(self.writable.root).list_files(below=True)
-        found = hash_files(
-            self.files(),
-            {name: n for name, n in there.items() if name in crcs and files.get(name) == n},
-        )
-        right = {name for name, crc in found.items() if crc == crcs[name]}
-        for name in there.keys() - right:
+        there = LocalStore(self.writable.root)
+        right = _right_files(there, files, crcs)
+        for name in there.list_files(below=True).keys() - right:
             (self.writable.root / name).unlink()
         return right
 

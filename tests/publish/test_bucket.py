@@ -154,7 +154,11 @@ def test_a_second_copy_transfers_what_is_missing_or_differs(server: Server, tmp_
     assert (again.client_nbytes, list(again.notes)) == (0, ["it is there already"])
     fs.rm(["resumed/up/.metadata", "resumed/up/__2_0.distcp"])  # as if it had never come so far
     RemoteStore("s3://resumed/up", server.options).put("__1_0.distcp", bytes(sizes["__1_0.distcp"]))
+    before = names(fs, "resumed")
+    plan = ckpt_tools.copy(tmp_path / "four", "s3://resumed/up", dry_run=True, **options)
+    assert names(fs, "resumed") == before
     third = ckpt_tools.copy(tmp_path / "four", "s3://resumed/up", **options)
+    assert (plan.client_nbytes, plan.kept_nbytes) == (third.client_nbytes, third.kept_nbytes)
     assert third.client_nbytes == sizes["__1_0.distcp"] + sizes["__2_0.distcp"]
     assert third.kept_nbytes == sizes["__0_0.distcp"] + sizes["__3_0.distcp"]
     staged = (
@@ -165,7 +169,10 @@ def test_a_second_copy_transfers_what_is_missing_or_differs(server: Server, tmp_
     for name in ("__0_0.distcp", "__3_0.distcp"):
         (staged / name).write_bytes((tmp_path / "four" / name).read_bytes())
     (staged / "__1_0.distcp").write_bytes(bytes(sizes["__1_0.distcp"]))
+    plan = ckpt_tools.copy("s3://resumed/up", tmp_path / "down", dry_run=True, **options)
+    assert len(list(staged.iterdir())) == 3 and not (tmp_path / "down").exists()
     down = ckpt_tools.copy("s3://resumed/up", tmp_path / "down", **options)
+    assert (plan.client_nbytes, plan.kept_nbytes) == (down.client_nbytes, down.kept_nbytes)
     assert down.kept_nbytes == sizes["__0_0.distcp"] + sizes["__3_0.distcp"]
     assert {p.name: p.read_bytes() for p in (tmp_path / "four").iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "down").iterdir()

@@ -195,6 +195,15 @@ def test_a_name_that_is_no_utf_8_works(tmp_path: Path, ckpt: Run) -> None:
     assert ckpt("verify", odd).returncode == 0
 
 
+@pytest.mark.parametrize("words", [["--help"], ["merge", "--help"], ["--version"], []])
+def test_a_closed_pipe_ends_the_help_like_other_commands(words: list[str]) -> None:
+    command = [sys.executable, "-m", "ckpt_tools", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # before the first byte
+        assert (process.wait(60), process.stderr.read()) == (141, b"")
+
+
 @pytest.mark.parametrize("json_flag", [[], ["--json"]])
 def test_a_full_stdout_is_exit_15_and_a_closed_pipe_ends_like_other_commands(
     json_flag: list[str], tmp_path: Path
