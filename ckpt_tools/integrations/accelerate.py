@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,8 +50,8 @@ class Position:
     step: int | None = None
     epoch: int = 0
     batch: int = 0
-    rng: Mapping[str, Any] | None = None
-    epoch_rng: Mapping[str, Any] | None = None
+    rng: Mapping[str, Any] | None = field(default=None, repr=False)
+    epoch_rng: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def batches(self, accelerator: Any, loader: Any, epoch: int) -> Iterator[tuple[int, Any]]:
         """Yields the number of each batch of an epoch, and the batch, without those that are done.

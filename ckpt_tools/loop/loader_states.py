@@ -73,6 +73,12 @@ def _position(state: Mapping[str, Any]) -> _Position:
     try:
         counters = _counters(state)
         samples, batches = counters["_sampler_iter_state"], counters["_sampler_iter_yielded"]
+        if samples is None and batches:
+            raise PlanError(
+                "the data loader has a batch sampler, whose batches may have any size, so other"
+                " ranks cannot divide its position",
+                hint=f"give the loader sampler= and batch_size= instead; {_HINT}",
+            )
         own = dict(samples.get("sampler_state") or {})
         since = state.get("_steps_since_snapshot", 0)
         if since and not batches:

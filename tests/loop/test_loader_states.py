@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset
 
 from ckpt_tools import PlanError
 from ckpt_tools.loop.loader_states import deal_in_turn
@@ -126,6 +126,11 @@ def test_positions_of_another_kind_are_refused() -> None:
     take(shuffled, 3)
     with pytest.raises(PlanError, match="not a number of batches"):
         deal_in_turn([shuffled.state_dict()], 0, 2)
+    in_batches = BatchSampler(DistributedSampler(Numbers(), 2, 0), BATCH, drop_last=False)
+    batched = StatefulDataLoader(Numbers(), batch_sampler=in_batches)
+    take(batched, 3)
+    with pytest.raises(PlanError, match="has a batch sampler, whose batches may have any size"):
+        deal_in_turn([batched.state_dict()], 0, 2)
     stream = StatefulDataLoader(Stream(), BATCH)
     take(stream, 3)
     with pytest.raises(PlanError, match="not a number of batches|no state of torchdata"):
