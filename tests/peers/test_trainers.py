@@ -24,6 +24,7 @@ import ckpt_tools
 from tests import jobs
 from tests.jobs import LONG, PYTHON_PATH, torchrun_command
 from tests.peers.environments import JOBS, python_of
+from tests.servers.hub import hub
 from tests.servers.servers import running
 
 RANKS = (2, 3) if LONG else (2,)
@@ -195,6 +196,26 @@ def test_only_the_model(tmp_path: Path) -> None:
         assert not any(name.startswith("optimizer") for name in step.names())
     told = run("transformers", 0, tmp_path, {**wanted, "steps": 6, "resume": True})
     assert "checkpoint-4 has no optimizer, scheduler: it starts anew" in told
+
+
+@pytest.mark.parametrize("fsdp", [0, 2])
+def test_each_save_is_pushed_to_the_hub_as_a_model_that_loads(fsdp: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    more = {"push_to_hub": True, "hub_model_id": "somebody/model", "hub_token": "hf_none"}
+    wanted = {"steps": 4, "save": 2, "fsdp": fsdp, "arguments": {**more, "hub_always_push": True}}
+    with hub() as server:
+        ranks, out = (2 if fsdp else 0), tmp_path / "run"
+        run("transformers", ranks, out, wanted, HF_ENDPOINT=server.url)
+        assert server.titles == [f"Training in progress, step {step}" for step in (2, 4)]
+        for name, data in server.files.items():
+            path = tmp_path / "pushed" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    assert not any("manifest" in name or "distcp" in name for name in server.files)
+    pushed = AutoModelForCausalLM.from_pretrained(tmp_path / "pushed")
+    trained = torch.load(out / "end.pt")["model"]
+    assert all(torch.equal(pushed.state_dict()[n], t) for n, t in trained.items())
 
 
 def test_the_ways_back_of_the_how_to(tmp_path: Path) -> None:
