@@ -1,5 +1,6 @@
-"""How long a save holds training in the Trainer of transformers and in Lightning, beside their own
-saves: `python tests/benchmarks/hosts.py HOST [MIB]`, in an environment with the host.
+"""How long a save holds training in a trainer, beside the trainer's own save:
+`python tests/benchmarks/hosts.py HOST [MIB]`, in an environment with the host: transformers,
+lightning, torchtitan or verl. `torchtitan` has a second stock way, its asynchronous save.
 
 Jobs of two ranks with FSDP2 on a CPU, stock and ours in turns; each saves six times, and the first
 save of a job does not count. The table has medians over all jobs.
@@ -137,19 +138,123 @@ def lightning(way, folder, mib, note):
     ).fit(Model(), rows)
 
 
+def torchtitan(way, folder, mib, note):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torchtitan.components.checkpointer.dcp import CheckpointManager
+    from torchtitan.components.optimizer import (
+        LRSchedulersContainer,
+        OptimizersContainer,
+        ParamGroupConfig,
+    )
+
+    from ckpt_tools.integrations.torchtitan import CkptToolsManager
+
+    dist.init_process_group("gloo")
+    model = Wide(mib)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-4})]
+    optimizers = OptimizersContainer.Config(param_groups=groups, implementation="foreach").build(
+        model_parts=[model]
+    )
+    schedulers = LRSchedulersContainer.Config(warmup_steps=1).build(
+        optimizers=optimizers, training_steps=SAVES
+    )
+    kind = CkptToolsManager if way == "ours" else CheckpointManager
+    mode = {"stock": "disabled", "stock-async": "async"}.get(way)
+    manager = kind.Config(
+        enable=True,
+        folder="run",
+        interval=1,
+        keep_latest_k=2,
+        last_save_model_only=False,
+        **({"async_mode": mode} if mode else {}),
+    ).build(
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
+        states={},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+    row = torch.ones(1, model.width)
+    for step in range(1, SAVES + 1):
+        model(row)["loss"].backward()
+        optimizers.step()
+        optimizers.zero_grad()
+        dist.barrier()
+        began = time.perf_counter()
+        manager.save(step)
+        manager.maybe_wait_for_staging()
+        note(time.perf_counter() - began)
+        if way == "ours":
+            manager.manager.wait()
+        elif way == "stock-async":
+            manager.save_future.result()
+    manager.close()
+    dist.destroy_process_group()
+
+
+def verl(way, folder, mib, note):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    from verl.utils.fsdp_utils import apply_fsdp2
+
+    dist.init_process_group("gloo")
+    width = int((mib * (1 << 20) / 3 / 4 / 4 / 16) ** 0.5) // 64 * 64  # 16 matrices per layer
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=4,
+        num_attention_heads=width // 64,
+        architectures=["LlamaForCausalLM"],
+    )
+    model = LlamaForCausalLM(config)
+    wrap = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    apply_fsdp2(model, {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))}, wrap)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    manager = FSDPCheckpointManager(model, optimizer, scheduler)
+    tokens = torch.arange(8)[None]
+    for step in range(1, SAVES + 1):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        began = time.perf_counter()
+        where = str(folder / f"global_step_{step}" / "actor")
+        manager.save_checkpoint(where, global_step=step, max_ckpt_to_keep=1)
+        note(time.perf_counter() - began)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+HOSTS = {
+    "transformers": transformers,
+    "lightning": lightning,
+    "torchtitan": torchtitan,
+    "verl": verl,
+}
+
+
 def main():
     sys.path.insert(0, str(ROOT))
     _, _, host, way, folder, mib = sys.argv
     times = []
-    {"transformers": transformers, "lightning": lightning}[host](
-        way, Path(folder), int(mib), times.append
-    )
+    HOSTS[host](way, Path(folder), int(mib), times.append)
     if os.environ["RANK"] == "0":
         Path(folder, "times.txt").write_text(" ".join(map(str, times[1:])))
 
 
 def compare(host, mib):
-    found = {"stock": [], "ours": []}
+    ways = ("stock", *(["stock-async"] if host == "torchtitan" else []), "ours")
+    found = {way: [] for way in ways}
     for _ in range(JOBS):
         for way, seconds in found.items():
             with tempfile.TemporaryDirectory() as folder:
@@ -157,12 +262,14 @@ def compare(host, mib):
                 job = [sys.executable, *words, __file__, "run", host, way, folder, mib]
                 more = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
                 environment = os.environ | more | {"PYTHONPATH": str(ROOT)}
+                if host == "verl":
+                    environment["CKPT_VERL"] = "1" if way == "ours" else ""
                 subprocess.run(job, check=True, env=environment, stdout=subprocess.DEVNULL)
                 times = Path(folder, "times.txt").read_text().split()
                 seconds += [float(value) for value in times]
     median = {way: statistics.median(seconds) for way, seconds in found.items()}
     for way, seconds in median.items():
-        print(f"{host:13} {way:6} {seconds:7.3f} s   {seconds / median['stock']:5.2f} of stock")
+        print(f"{host:13} {way:11} {seconds:7.3f} s   {seconds / median['stock']:5.2f} of stock")
 
 
 if __name__ == "__main__":
