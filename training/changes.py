@@ -214,14 +214,13 @@ def check_data(
         return ["the checkpoint does not tell which data it was trained on"]
     if stored == now:
         return []
-    text = (
-        f"the checkpoint was trained on {stored['name']} ({stored['tokens']:,} tokens, fingerprint"
-        f" {stored['fingerprint']})"
+    was, is_now = (
+        f"{data['name']} ({data['tokens']:,}"
+        f" {'rows' if data.get('tokenizer') == 'rows' else 'tokens'}, fingerprint"
+        f" {data['fingerprint']})"
+        for data in (stored, now)
     )
-    text += (
-        f", and data.train is {now['name']} ({now['tokens']:,} tokens, fingerprint"
-        f" {now['fingerprint']})"
-    )
+    text = f"the checkpoint was trained on {was}, and data.train is {is_now}"
     if stored["fingerprint"] == now["fingerprint"]:
         return []  # the same tokens in another file
     if not may_change:
@@ -258,8 +257,15 @@ def check_directory(config: Config, directory: Path) -> None:
         or not (directory / "config.toml").exists()
     ):
         return
-    check_model(
+    before, hint = (
         configuration.resolve(directory / "config.toml"),
-        config,
         f"; use {directory}/config.toml, or another run.dir",
     )
+    check_model(before, config, hint)
+    for key in ("rank", "targets"):  # they are shapes and names of the adapters
+        old, new = getattr(before.lora, key), getattr(config.lora, key)
+        if old != new:
+            raise ConfigError(
+                f"lora.{key} = {new!r}, and the run that is resumed has {old!r}: it cannot change"
+                f" within a run{hint}"
+            )

@@ -77,7 +77,7 @@ def activations_of(config: Config, sequences: int) -> Activations:
     """Counts the bytes that autograd keeps while a rank runs `sequences` sequences."""
     dtype = getattr(torch, config.precision.param or config.model.dtype)
     model = models.make(config)
-    names = parallel.blocks_of(model)
+    names = parallel.blocks_of(model, config)
     rows = factory.open_rows(config.data.train, "data.train", 1) if config.model.factory else None
     with FakeTensorMode():
         _allocate(model, dtype)

@@ -4,22 +4,32 @@
     model.loss = "torch.nn.functional:mse_loss"                 # of outputs and targets; a mean
     data.train = "rows.safetensors"                             # `inputs` and `targets`, [N, ...]
 
-`python -m training` finds modules in the current directory. Each rank calls the function on a CPU,
-with the same random generator, and keeps its shards of the result.
+`python -m training` finds modules in the current directory. Each rank calls the function twice on a
+CPU, with the same random generators, and keeps its shards of the second result. Ranks compare the
+values that they have made.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
-from collections.abc import Callable, Sequence
+import inspect
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedParameter
 
+from ckpt_tools.core.checksum import crc64nvme
 from training.config import Config, ConfigError
 from training.examples import Batch, fingerprint
 
@@ -35,11 +45,10 @@ def call(config: Config) -> nn.Module:
             trained so.
     """
     make = _find(config.model.factory, "model.factory")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.run.seed)
+    with _seeded(config.run.seed):
         try:
             model = make()
-        except Exception as error:  # whatever the function raises
+        except (Exception, SystemExit) as error:  # whatever the function raises
             said = " ".join(str(error).split())[:200]
             raise ConfigError(
                 f"model.factory: {config.model.factory} failed: {type(error).__name__}: {said}"
@@ -50,12 +59,108 @@ def call(config: Config) -> nn.Module:
             " nn.Module with parameters"
         )
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ConfigError(
-                f"model.factory: {name} is a {type(module).__name__}, whose statistics differ"
-                " between ranks: use nn.GroupNorm or nn.LayerNorm"
-            )
+        _check_module(name, module)
+    _check_parameters(model, config)
     return model
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds all generators that a function may draw from, and restores them afterwards."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    """Refuses a module that would not be the same on all ranks, or lose a parameter.
+
+    Raises:
+        ConfigError: it keeps statistics of its inputs, or has a parameter in a list.
+    """
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) or (
+        isinstance(module, _NormBase) and module.track_running_stats
+    ):
+        raise ConfigError(
+            f"model.factory: {name} is a {type(module).__name__}, whose statistics differ"
+            " between ranks: use nn.GroupNorm or nn.LayerNorm"
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    for key, value in vars(module).items():
+        items = value.values() if isinstance(value, dict) else value
+        if key.startswith("_") or not isinstance(value, (list, tuple, dict)):
+            continue
+        if any(isinstance(item, Tensor) and id(item) in own for item in items):
+            raise ConfigError(
+                f"model.factory: {name or 'the module'} has a parameter in its {key!r}, which"
+                " would keep the first values: take it from the module in forward"
+            )
+
+
+def _check_parameters(model: nn.Module, config: Config) -> None:
+    """Refuses parameters that cannot be sharded or trained.
+
+    Raises:
+        ConfigError: with the name of the first one.
+    """
+    named, what = list(model.named_parameters()), f"model.factory: {config.model.factory}"
+    for name, parameter in named:
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(f"{what}: {name} has no shape yet: call the module once")
+        if parameter.is_meta:
+            raise ConfigError(
+                f"{what}: {name} has no values: make a new module, with values, at each call"
+            )
+        if not parameter.ndim and config.fsdp.strategy != "NO_SHARD":
+            raise ConfigError(f"{what}: {name} has no dimension to shard: give it the shape [1]")
+    trained = {parameter.requires_grad for _, parameter in named}
+    if True not in trained:
+        raise ConfigError(f"{what}: no parameter takes a gradient")
+    if len(trained) > 1 and config.fsdp.api == "fsdp1" and not config.fsdp1.use_orig_params:
+        raise ConfigError(f"{what}: some parameters are frozen: set fsdp1.use_orig_params = true")
+
+
+def source_digest(config: Config) -> str:
+    """Returns 16 hex digits of the file of the factory; "" if there is none."""
+    if not config.model.factory:
+        return ""
+    file = inspect.getsourcefile(inspect.unwrap(_find(config.model.factory, "model.factory")))
+    if file is None:
+        return ""
+    with open(file, "rb") as stream:
+        return hashlib.blake2b(stream.read(), digest_size=8).hexdigest()
+
+
+def check_equal(model: nn.Module, what: str, remedy: str) -> None:
+    """Refuses tensors that differ between ranks. All ranks call it.
+
+    Args:
+        model: its plain parameters and buffers are compared; shards are not.
+        what: the event, for the message.
+        remedy: what the user can do.
+
+    Raises:
+        ConfigError: on all ranks, with the name of the first such tensor.
+    """
+    both = [*model.named_parameters(), *model.named_buffers()]
+    plain = {name: t.detach() for name, t in both if type(t) in (Tensor, nn.Parameter)}
+    mine = {name: crc64nvme(_bytes_of(t)) for name, t in plain.items()}
+    found: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for name in mine:
+        if len({one[name] for one in found}) > 1:
+            raise ConfigError(f"model.factory: {name} differs between ranks {what}: {remedy}")
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def loss_of(config: Config) -> Loss:
@@ -65,6 +170,41 @@ def loss_of(config: Config) -> Loss:
         ConfigError: there is no such function.
     """
     return _find(config.model.loss or CROSS_ENTROPY, "model.loss")
+
+
+def checked_loss(loss: Any, name: str, is_training: bool) -> Tensor:
+    """Returns what a loss function has returned, as a 0-d tensor.
+
+    Raises:
+        ConfigError: it is not one number, or no gradient can flow from it.
+    """
+    what = f"model.loss = {name!r}"
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = f"{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"{what}: it returned {shown}: expected a tensor of one number")
+    if is_training and not loss.requires_grad:
+        raise ConfigError(f"{what}: its result does not depend on the outputs: no gradient flows")
+    return loss.reshape(())
+
+
+@torch.no_grad()
+def note_on_mean(loss: Loss, outputs: Any, targets: Tensor) -> str:
+    """Returns a warning if a loss is no mean over rows of equal weight; "" if it is, or unknown."""
+    half = len(targets) // 2
+    if not isinstance(outputs, Tensor) or len(outputs) != len(targets) or not half:
+        return ""
+    outputs = outputs.detach()
+    try:
+        parts = [loss(outputs[i * half :][:half], targets[i * half :][:half]) for i in (0, 1)]
+        whole = loss(outputs[: 2 * half], targets[: 2 * half])
+    except Exception:  # noqa: BLE001  # a function of the user, for other numbers of rows
+        return ""
+    if torch.allclose(torch.stack(parts).mean(), whole, rtol=1e-3, atol=1e-6):
+        return ""
+    return (
+        "model.loss is no plain mean over rows of equal weight, so the training depends on the"
+        " number of ranks and on data.accumulation"
+    )
 
 
 def _find(name: str, key: str) -> Any:

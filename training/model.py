@@ -232,9 +232,14 @@ def make(config: configuration.Config) -> nn.Module:
             model = pretrained.make(path) if path else Decoder(sizes_of(config.model))
             if config.lora.rank:
                 model = pretrained.adapt(model, config.lora)
+    dtype = getattr(torch, config.model.dtype)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
+            parameter.data = parameter.data.to(dtype)
+    for module in model.modules() if config.model.factory else ():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
     return model
 
 

@@ -70,10 +70,31 @@ class Unit:
     dtype: str = ""  # the compute type, if it differs from the default
 
 
-def blocks_of(model: nn.Module) -> list[str]:
-    """Returns the names of a model's layers, in order."""
-    classes = block_classes(model)
-    return [name for name, module in model.named_modules() if type(module).__name__ in classes]
+def blocks_of(model: nn.Module, config: Config) -> list[str]:
+    """Returns the names of a model's layers, in order.
+
+    If the model does not name their classes, they are those of `fsdp.wrap_classes`.
+    """
+    wrapped = config.fsdp.wrap_classes if config.fsdp.wrap == "classes" else []
+    classes = block_classes(model) or set(wrapped)
+    return [
+        name for name, module in model.named_modules() if name and type(module).__name__ in classes
+    ]
+
+
+def check_blocks(model: nn.Module, config: Config) -> None:
+    """Refuses settings that are for layers, if it is not known what a layer is.
+
+    Raises:
+        ConfigError: the message names the setting.
+    """
+    compute = config.compute
+    for key in ("checkpoint_every", "compile"):
+        if getattr(compute, key) and not blocks_of(model, config):
+            raise ConfigError(
+                f"compute.{key}: this model does not name its layers; give their classes in"
+                ' fsdp.wrap_classes, with fsdp.wrap = "classes"'
+            )
 
 
 def units_of(model: nn.Module, config: Config) -> list[Unit]:
@@ -102,8 +123,10 @@ def units_of(model: nn.Module, config: Config) -> list[Unit]:
 
 def _chosen(model: nn.Module, config: Config) -> set[str]:
     fsdp = config.fsdp
+    if fsdp.strategy == "NO_SHARD" and config.model.factory:
+        return set()  # DDP has no units
     if fsdp.wrap == "layers":
-        if not (names := set(blocks_of(model))):
+        if not (names := set(blocks_of(model, config))):
             raise ConfigError(
                 'fsdp.wrap = "layers": this model does not name its layers; give their'
                 " classes in fsdp.wrap_classes"
@@ -220,7 +243,7 @@ def shard(
     Raises:
         ConfigError: the model does not fit the mesh or the requested units.
     """
-    units, blocks = units_of(model, config), blocks_of(model)
+    units, blocks = units_of(model, config), blocks_of(model, config)
     init = Init(model, values or Drawn(model, config.run.seed, device, draws), draws)
     if mesh["tensor"].size() > 1:
         _split_tensors(model, mesh["tensor"], config)
@@ -232,7 +255,11 @@ def shard(
         for module in model.modules():
             init.materialize(module, device)  # to_empty would untie tied weights
         model = DistributedDataParallel(
-            model, process_group=mesh["replicate"].get_group(), gradient_as_bucket_view=True
+            model,
+            process_group=mesh["replicate"].get_group(),
+            gradient_as_bucket_view=True,
+            # another model may have parameters that a step does not use
+            find_unused_parameters=bool(config.model.factory),
         )
         if config.precision.reduce == "bfloat16":
             model.register_comm_hook(mesh["replicate"].get_group(), _mean_in_bf16)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from training.config import ConfigError, Lora
 
+_ALL = "all-linear"  # PEFT's word for all linear layers but the head
 _NOT_OF_THE_MODEL = (
     "_name_or_path",
     "architectures",
@@ -34,6 +36,8 @@ def make(path: str) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError("model.path needs transformers: pip install 'ckpt-tools[hf]'") from error
+    if not Path(path).is_dir():
+        raise ConfigError(f"model.path: there is no directory {path}")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -60,14 +64,21 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=lora.targets or None,
+        target_modules=_ALL if lora.targets == [_ALL] else lora.targets or None,
         task_type="CAUSAL_LM",
     )
     try:
         # in the type of the base: the parameters of an FSDP unit have one type
-        return get_peft_model(model, settings, autocast_adapter_dtype=False)
+        adapted: nn.Module = get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(f"lora.targets: {_first_line(error)}") from error
+    for name, _ in adapted.named_parameters():
+        if "lora_embedding" in name:
+            raise ConfigError(
+                f"lora.targets: {name.split('.lora_embedding')[0]} is an embedding, which gets no"
+                " adapter here: name linear layers"
+            )
+    return adapted
 
 
 def _first_line(error: Exception) -> str:

@@ -53,6 +53,7 @@ def prove(config: Config, world_size: int, local_world_size: int) -> Plan:
     text, config = configuration.to_toml(config), _of_rows(config)
     model, data = models.make(config), config.data
     parallel.units_of(model, config)
+    parallel.check_blocks(model, config)
     parallel.check_heads(model, config.fsdp.tensor_parallel)
     if data.seq_len > models.max_seq_len(model):
         raise ConfigError(

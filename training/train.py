@@ -80,6 +80,8 @@ class Job:
     about: dict[str, Any]  # the model's config.json
     loss: factory.Loss | None = None  # of a factory's module; None: cross-entropy of tokens
     base: str = ""  # the fingerprint of the weights below adapters
+    source: str = ""  # the digest of the factory's file
+    loss_note: str | None = None  # a warning on `loss`; None before its first call
     best: tuple[int, float] | None = None  # the saved step with the lowest validation loss
 
     @property
@@ -110,6 +112,7 @@ class Job:
                 "best": self.best,
                 "validation": self.validated_on,
                 **({"base": self.base} if self.base else {}),
+                **({"source": self.source} if self.source else {}),
             },
             "config": self.text,
         }
@@ -205,18 +208,15 @@ def main() -> None:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # torchrun ends all ranks as soon as one has ended, so rank 0 prints the error first
             time.sleep(_FIRST_WORD_S)
-        # the error is the same on all ranks, unless one node lacks a file
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            advice = (
-                "; pip install 'ckpt-tools[train]'"
-                if isinstance(error, ModuleNotFoundError)
-                else ""
-            )
-            print(
-                f"training: {f'rank {rank}: ' if rank else ''}{error}{advice}",
-                file=sys.stderr,
-                flush=True,
-            )
+        # a rank that is still there has an error of its own, such as a node that lacks a file
+        advice = (
+            "; pip install 'ckpt-tools[train]'" if isinstance(error, ModuleNotFoundError) else ""
+        )
+        print(
+            f"training: {f'rank {rank}: ' if rank else ''}{error}{advice}",
+            file=sys.stderr,
+            flush=True,
+        )
         raise SystemExit(2) from None
     except LossError as error:
         if rank == 0:
@@ -418,6 +418,8 @@ def _resume(job: Job, checkpoints: CheckpointManager, converts: bool) -> tuple[i
         return 0, notes
     stored = state["train_state"]
     first = int(stored["step"])
+    if job.source != stored.get("source", job.source):
+        notes.append(f"the file of {config.model.factory} has changed since the checkpoint")
     notes += changes.check_base(stored.get("base", ""), job.base, config.model.may_change)
     notes += changes.check_data(stored.get("data"), job.tokens.identity, config.data.may_change)
     notes += changes.check_description(stored.get("model"), job.about, config.model.may_change)
@@ -481,6 +483,7 @@ def build(plan: Plan, device: torch.device) -> Job:
         about,
         factory.loss_of(config) if config.model.factory else None,
         weights.fingerprint(config.model.path) if config.lora.rank else "",
+        factory.source_digest(config),
     )
 
 
@@ -490,7 +493,10 @@ def _first_values(config: Config) -> tuple[Values | None, Callable[[str], bool]]
     Weights of `model.path` are loaded later, so only adapters on them get values.
     """
     if config.model.factory:
-        return Copied(factory.call(config)), every_module
+        made = factory.call(config)
+        remedy = "draw from torch, numpy or random, which have the same seed on all ranks"
+        factory.check_equal(made, "as the function has made it", remedy)
+        return Copied(made), every_module
     has_weights = bool(config.model.path and config.model.weights)
     return None, lambda name: not has_weights or pretrained.is_of_adapter(name)
 
@@ -582,7 +588,11 @@ def _loop(
                     meter.validation(step, validated)
                 if config.checkpoint.keep_best and is_saved:
                     _note_best(job, checkpoints, step, validated)
+            if job.loss_note:
+                meter.say(f"warning: {job.loss_note}")
+                job.loss_note = ""
             if is_saved:
+                _check_buffers(job)
                 with meter.timing("checkpoint_s"), profiler.range("checkpoint"):
                     checkpoints.save(
                         step,
@@ -605,6 +615,23 @@ def _loop(
                 )
                 return number
     return 0
+
+
+def _check_buffers(job: Job) -> None:
+    """Refuses to save buffers that a factory's module has changed differently on each rank.
+
+    Only rank 0's would be saved, and a resume would go on with them.
+
+    Raises:
+        ConfigError: with the name of the first such buffer.
+    """
+    if job.loss is not None and dist.get_world_size() > 1:
+        buffers = nn.Module()
+        for name, buffer in job.model.named_buffers():
+            buffers.register_buffer(name.replace(".", "/"), buffer)
+        factory.check_equal(
+            buffers, "after this step", "average it over the ranks in forward, or do not change it"
+        )
 
 
 def _note_best(job: Job, checkpoints: CheckpointManager, step: int, loss: float) -> None:
@@ -708,7 +735,10 @@ def _loss_of_rows(job: Job, batch: Batch, loss: factory.Loss) -> Tensor:
         dtype := parallel.dtype_of(job.config.precision.output or "float32")
     ):
         outputs = outputs.to(dtype)
-    return loss(outputs, batch.targets)
+    name, is_training = job.config.model.loss or factory.CROSS_ENTROPY, job.model.training
+    if job.loss_note is None:
+        job.loss_note = factory.note_on_mean(loss, outputs, batch.targets)
+    return factory.checked_loss(loss(outputs, batch.targets), name, is_training)
 
 
 def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -734,6 +764,7 @@ def evaluate(job: Job, tokens: Tokens | Examples | Rows) -> float:
     batches = min(
         job.config.metrics.validate_batches, tokens.windows(job.config.data.seq_len) // size
     )
+    modes = {module: module.training for module in job.model.modules()}
     job.model.eval()
     losses, weights = [], []
     with parallel.splitting_loss(job.config):
@@ -742,7 +773,8 @@ def evaluate(job: Job, tokens: Tokens | Examples | Rows) -> float:
             batch = tokens.batch(numbers, job.config.data.seq_len, mine).to(job.device)
             losses.append(parallel.local(loss_of(job, batch)))
             weights.append(batch.num_targets)
-    job.model.train()
+    for module, is_training in modes.items():  # a frozen part may have been in eval mode
+        module.training = is_training
     of_batch = np.mean(gather(torch.stack(losses).double()), axis=0)
     # the first batches may have no target, although others have
     return float(np.average(of_batch, weights=weights)) if sum(weights) else math.nan

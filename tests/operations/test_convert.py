@@ -735,3 +735,27 @@ def test_names_are_swapped_by_a_third_and_none_becomes_empty(tmp_path: Path) -> 
     ]
     with pytest.raises(PlanError, match="rename leaves nothing"):
         ckpt_tools.load(tmp_path / "src.pt", state, rename={r"model\.a\.w": ""})
+
+
+def test_an_adapter_of_a_model_whose_names_all_begin_with_one_key(tmp_path: Path) -> None:
+    """A Llama with tied embeddings has no `lm_head`, so `merge` takes `model` for the model's key."""
+    torch.manual_seed(0)
+    weight, a, b = torch.randn(6, 8), torch.randn(2, 8), torch.randn(6, 2)
+    names = ("model.embed_tokens.weight", "model.layers.0.q_proj.weight")
+    save_file({names[0]: torch.ones(3, 8), names[1]: weight}, tmp_path / "base.safetensors")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    prefix = "base_model.model.model.layers.0.q_proj"
+    parts = {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+    save_file(parts, adapter / "adapter_model.safetensors")
+    out = tmp_path / "out.safetensors"
+    ckpt_tools.merge(tmp_path / "base.safetensors", out, lora=adapter)
+    merged = load_file(out)
+    assert torch.allclose(merged["layers.0.q_proj.weight"], weight + 3 * b @ a, atol=1e-5)
+    other = "base_model.model.other.layers.1.q_proj"
+    parts |= {f"{other}.lora_A.weight": a.clone(), f"{other}.lora_B.weight": b.clone()}
+    save_file(parts, adapter / "adapter_model.safetensors")
+    with pytest.raises(PlanError, match="changes a weight that is not there"):
+        ckpt_tools.merge(tmp_path / "base.safetensors", out, lora=adapter, overwrite=True)

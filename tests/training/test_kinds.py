@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 import ckpt_tools
+from tests.jobs import PYTHON_PATH
 from tests.training import modules
 from tests.training.test_training import QUIET, command, losses, run, sets
 from training import config as configuration
@@ -161,6 +162,127 @@ def test_what_a_factory_cannot_do_is_said(rows: Path, tmp_path: Path) -> None:
     assert "is no safetensors file" in refused(f"data.train={tmp_path}/no.safetensors")
     for key in ("lora.alpha=2", "lora.rank=2"):
         assert "lora.rank" in refused(key)
+
+
+def difficult(name: str, rows: Path, *more: str) -> tuple[str, ...]:
+    """The options of a run of one of the difficult modules."""
+    words = (*given("mlp", rows), f"model.factory=tests.training.difficult:{name}")
+    return (*words, "fsdp.wrap=none", "fsdp.wrap_classes=", *more)
+
+
+def test_what_would_go_wrong_on_some_rank_is_refused_before_ranks_wait(rows: Path) -> None:
+    def refused(name: str, *more: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            train.prove(configuration.resolve(None, list(difficult(name, rows, *more))), 1, 1)
+        return str(error.value)
+
+    assert "InstanceNorm1d, whose statistics differ between ranks" in refused("instance_normed")
+    assert "has a parameter in its 'weights'" in refused("KeepsAReference")
+    assert "scale has no dimension to shard" in refused("scalar")
+    assert "no parameter takes a gradient" in refused("frozen")
+    assert "0.weight has no shape yet" in refused("lazy")
+    assert "failed: SystemExit: 7" in refused("leaves")
+    fsdp1 = ("fsdp.api=fsdp1", "fsdp1.use_orig_params=false")
+    assert "set fsdp1.use_orig_params = true" in refused("partly_frozen", *fsdp1)
+    for key in ("compute.checkpoint_every=1", "compute.compile=true"):
+        assert "does not name its layers" in refused("CountsCalls", key)
+
+
+def test_a_factory_that_returns_one_module_twice_is_refused(rows: Path, tmp_path: Path) -> None:
+    words = command(1, *sets(*difficult("always_the_same", rows), f"run.dir={tmp_path}"))
+    assert "make a new module, with values, at each call" in run(*words, status=1)
+
+
+def test_values_that_a_factory_draws_are_the_same_on_all_ranks(rows: Path, tmp_path: Path) -> None:
+    hybrid = ("fsdp.strategy=HYBRID_SHARD", "fsdp.shard_size=1")
+    for folder, ranks, more in (("one", 1, ()), ("two", 2, hybrid), ("ddp", 2, DDP)):
+        words = difficult("drawn_elsewhere", rows, *more, f"run.dir={tmp_path}/{folder}")
+        run(*command(ranks, *sets(*words)))
+        assert losses(tmp_path / folder) == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
+    words = difficult("drawn_from_the_system", rows, f"run.dir={tmp_path}/other")
+    assert "bias differs between ranks as the function" in run(*command(2, *sets(*words)), status=1)
+
+
+DDP = ("fsdp.strategy=NO_SHARD",)
+
+
+def test_buffers_that_ranks_change_differently_are_not_saved(rows: Path, tmp_path: Path) -> None:
+    words = difficult("KeepsAnAverage", rows, f"run.dir={tmp_path}/two")
+    said = run(*command(2, *sets(*words)), status=1)
+    assert "average differs between ranks after this step" in said
+    assert not ckpt_tools.steps(tmp_path / "two")
+    run(*command(1, *sets(*words[:-1], f"run.dir={tmp_path}/one")))
+
+
+def test_a_part_in_eval_mode_stays_so_after_a_validation(rows: Path, tmp_path: Path) -> None:
+    validated = (f"data.validation={rows}/mlp.safetensors", "metrics.validate_every=1")
+    words = difficult("PartlyEvaluated", rows, *validated, f"run.dir={tmp_path}")
+    run(*command(1, *sets(*words)))
+    assert len(losses(tmp_path)) == STEPS
+
+
+def test_classes_of_units_are_the_layers_of_a_factory(rows: Path, tmp_path: Path) -> None:
+    """Recomputed, each of two blocks runs twice in a step."""
+    layers = ("fsdp.wrap=classes", "fsdp.wrap_classes=_Block", "run.steps=2")
+    words = difficult("CountsCalls", rows, *layers)
+    said = run(*command(1, *sets(*words, f"run.dir={tmp_path}/a")))
+    assert "calls so far: 4" in said
+    words = (*words, "compute.checkpoint_every=1", f"run.dir={tmp_path}/b")
+    assert "calls so far: 6" in run(*command(1, *sets(*words)))
+
+
+def test_other_types_and_unused_layers(rows: Path, tmp_path: Path) -> None:
+    words = difficult("Centred", rows)
+    for name, ranks, more in (("one", 1, ()), ("ddp", 2, DDP), ("fsdp", 2, ())):
+        run(*command(ranks, *sets(*words, *more, f"run.dir={tmp_path}/{name}")))
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
+    run(*command(1, *sets(*words, "model.dtype=bfloat16", f"run.dir={tmp_path}/half")))
+    assert losses(tmp_path / "half") == pytest.approx(losses(tmp_path / "one"), rel=5e-2)
+
+
+def test_losses_that_are_no_mean_are_told_and_others_are_refused(
+    rows: Path, tmp_path: Path
+) -> None:
+    def said(loss: str, status: int = 0) -> str:
+        words = difficult("Centred", rows, f"model.loss=tests.training.difficult:{loss}")
+        folder = f"run.dir={tmp_path}/{loss}"
+        return run(*command(1, *sets(*words, "optim.lr=1e-6", folder)), status=status)
+
+    assert "model.loss is no plain mean over rows of equal weight" in said("summed")
+    assert "expected a tensor of one number" in said("by_row", 1)
+    assert "does not depend on the outputs" in said("detached", 1)
+    whole = run(*command(1, *sets(*difficult("Centred", rows, f"run.dir={tmp_path}/plain"))))
+    assert "no plain mean" not in whole
+
+
+def test_an_edited_factory_is_told(rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "edited.py").write_text(
+        "from torch import nn\ndef make(): return nn.Linear(10, 5)\n"
+    )
+    words = difficult("x", rows, "model.factory=edited:make", f"run.dir={tmp_path}/run")
+    more = {"PYTHONPATH": f"{tmp_path}:{PYTHON_PATH}"}
+    run(*command(1, *sets(*words)), **more)
+    longer = (*words, f"run.steps={STEPS + 1}")
+    assert "has changed since" not in run(*command(1, *sets(*longer)), **more)
+    with (tmp_path / "edited.py").open("a") as file:
+        file.write("# another line\n")
+    longer = (*words, f"run.steps={STEPS + 2}")
+    said = run(*command(1, *sets(*longer)), **more)
+    assert "the file of edited:make has changed since the checkpoint" in said
+
+
+def test_the_error_of_one_rank_alone_is_printed(rows: Path, tmp_path: Path) -> None:
+    text = (
+        "import os\nfrom torch import nn\n"
+        "def make():\n"
+        "    if os.environ['RANK'] == '1': raise OSError('no weights on this node')\n"
+        "    return nn.Linear(10, 5)\n"
+    )
+    (tmp_path / "one_rank.py").write_text(text)
+    words = difficult("x", rows, "model.factory=one_rank:make", f"run.dir={tmp_path}/run")
+    more = {"PYTHONPATH": f"{tmp_path}:{PYTHON_PATH}"}
+    said = run(*command(2, *sets(*words)), status=1, **more)
+    assert "rank 1: model.factory: one_rank:make failed: OSError: no weights" in said
 
 
 def test_parameters_are_kept_in_bfloat16(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_wrapping_by_size_chooses_what_fsdp1_chooses(least: int) -> None:
         (["model.dim=100"], "model.dim = 100 is not a multiple of 2 x model.num_heads = 6"),
         (
             ["model.path=/nothing"],
-            "model.path: /nothing holds no causal LM that transformers can make here",
+            "model.path: there is no directory /nothing",
         ),
     ],
 )

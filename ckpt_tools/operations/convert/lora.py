@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -92,9 +92,11 @@ def _read_lora(
             )
         sides.setdefault(match["module"], {})[match["side"]] = _matrix(source, entry)
     result: dict[str, Alter] = {}
-    layout = _Layout(sides, model, bool(config.get("fan_in_fan_out")))
+    cut = _without_key(sides, model)
+    flag = bool(config.get("fan_in_fan_out"))
+    layout = _Layout({module[cut:]: pair for module, pair in sides.items()}, model, flag)
     for module, pair in sides.items():
-        name = _weight_of(module, catalog)
+        name = _weight_of(module[cut:], catalog)
         if not name or pair.keys() != {"A", "B"}:
             raise PlanError(
                 f"the adapter changes a weight that is not there: {printable(module)!r}"
@@ -111,7 +113,7 @@ def _read_lora(
             )
         scale = _scale(config, module, len(pair["A"]))
         result[name] = _alter(
-            catalog.tensors[name], pair["A"], pair["B"], scale, layout.is_transposed(module)
+            catalog.tensors[name], pair["A"], pair["B"], scale, layout.is_transposed(module[cut:])
         )
     return result, layout.notes
 
@@ -121,6 +123,22 @@ def _weight_of(module: str, catalog: Catalog) -> str:
     return next(
         (n for n in (f"{module}.weight", f"{module}.base_layer.weight") if n in catalog.tensors), ""
     )
+
+
+def _without_key(modules: Iterable[str], catalog: Catalog) -> int:
+    """Returns how many characters the adapter's names are longer than those of the weights.
+
+    If all names of a model begin with one key, such as `model.`, `merge` has stripped it.
+    """
+    names = list(modules)
+    key = names[0].partition(".")[0] + "." if names else ""
+    is_stripped = all(
+        name.startswith(key)
+        and not _weight_of(name, catalog)
+        and _weight_of(name.removeprefix(key), catalog)
+        for name in names
+    )
+    return len(key) if is_stripped else 0
 
 
 class _Layout:
